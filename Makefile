@@ -1,0 +1,46 @@
+# Everything runs from .venv, which the first target that needs it makes; nothing is installed elsewhere.
+SHELL := bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+JOBS ?= 2
+EXAMPLES ?= 20000
+BIN := .venv/bin
+
+# The work is many small arrays: a thread pool per process only gets in the way.
+export OMP_NUM_THREADS := 1
+
+.PHONY: help setup demo test check sim bench docs
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: .venv/.stamp  ## make .venv with Baton and its tools in it
+
+.venv/.stamp: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup  ## hand a cache over in memory and prove the bytes equal
+	$(BIN)/baton demo
+
+test: setup  ## all tests
+	$(BIN)/pytest -q -n $(JOBS)
+
+check: setup  ## lint, format, types, layers and tidiness
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check src tests
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/pytest -q tests/test_tidy.py
+
+sim: setup  ## long random search for a plan that moves a wrong byte (EXAMPLES=20000)
+	BATON_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -q -n $(JOBS) tests/plan/test_property.py
+
+bench: setup  ## measure planning and binding
+	$(BIN)/baton bench plan
+
+docs: setup  ## write again the pages that code generates
+	$(BIN)/python -m baton.plan.models > docs/models.md.new
+	mv docs/models.md.new docs/models.md

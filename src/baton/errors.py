@@ -1,0 +1,58 @@
+"""Every error that Baton raises on purpose; anything else that escapes is a bug.
+
+BatonError
+|-- ConfigError            an option, a model or a number that cannot be used
+|-- LayoutError            a layout, or a pair of layouts, for which no hand-over exists
+|-- PlanError              a finished plan that fails its independent check
+|-- ProtocolError
+|   |-- LocalProtocolError     this side misused the protocol
+|   `-- RemoteProtocolError    the peer misbehaved
+|-- TransportError         bytes could not be moved
+`-- EngineError            a model could not be loaded or run
+"""
+
+from __future__ import annotations
+
+
+class BatonError(Exception):
+    """The root: its text says what was wrong, with which value, and what to do."""
+
+
+class ConfigError(BatonError):
+    """An option, a model or a number that cannot be used."""
+
+
+class LayoutError(BatonError):
+    """A layout, or a pair of layouts, for which no hand-over exists."""
+
+    def __init__(self, reason: str, *, component: str | None = None, sides: str | None = None) -> None:
+        where = [f"component {component}" if component else "", sides or ""]
+        prefix = ", ".join(part for part in where if part)
+        super().__init__(f"{prefix}: {reason}" if prefix else reason)
+        self.reason = reason
+        self.component = component
+        self.sides = sides
+
+
+class PlanError(BatonError):
+    """A finished plan that fails its independent check."""
+
+
+class ProtocolError(BatonError):
+    """The hand-over protocol was broken."""
+
+
+class LocalProtocolError(ProtocolError):
+    """This side misused the protocol."""
+
+
+class RemoteProtocolError(ProtocolError):
+    """The peer misbehaved."""
+
+
+class TransportError(BatonError):
+    """Bytes could not be moved."""
+
+
+class EngineError(BatonError):
+    """A model could not be loaded or run."""

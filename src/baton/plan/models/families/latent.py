@@ -1,0 +1,45 @@
+"""Multi-head latent attention, with or without an indexer that picks the tokens to attend to."""
+
+from __future__ import annotations
+
+from baton.plan.kinds import Index, Latent
+from baton.plan.models.fields import Family, Fields
+from baton.plan.models.parts import Placed
+from baton.plan.ranges import from_ids
+
+INDEXED = "full"
+SHARED = "shared"
+
+
+def dense(fields: Fields) -> tuple[Placed, ...]:
+    """One latent per token in every layer: the compressed part and the rotary part."""
+    dim = fields.number("kv_lora_rank") + fields.number("qk_rope_head_dim")
+    return ((Latent(dim), ((0, fields.num_layers),)),)
+
+
+def sparse(fields: Fields) -> tuple[Placed, ...]:
+    """As `dense`, and index keys in every layer."""
+    return (*dense(fields), (Index(fields.number("index_head_dim")), ((0, fields.num_layers),)))
+
+
+def shared_sparse(fields: Fields) -> tuple[Placed, ...]:
+    """As `sparse`, but a layer may follow the choice of an earlier one and then keeps no index keys."""
+    types = fields.per_layer("indexer_types", (INDEXED, SHARED))
+    if types is None:
+        period = fields.number("index_topk_freq")
+        first = fields.number("index_skip_topk_offset", least=0)
+        types = [SHARED if max(i - first + 1, 0) % period else INDEXED for i in range(fields.num_layers)]
+    layers = from_ids(i for i, word in enumerate(types) if word == INDEXED)
+    if not layers:
+        raise fields.refusal(f"indexer_types has no layer that is {INDEXED!r}; the first one must be")
+    return (*dense(fields), (Index(fields.number("index_head_dim")), layers))
+
+
+FAMILIES: dict[str, Family] = {
+    "deepseek_v2": Family(dense),
+    "deepseek_v3": Family(dense),
+    "deepseek_v32": Family(sparse),
+    "deepseek_v3_2": Family(sparse),
+    "glm_moe_dsa": Family(shared_sparse, {"index_topk_freq": 1, "index_skip_topk_offset": 2}),
+    "kimi_k2": Family(dense),
+}

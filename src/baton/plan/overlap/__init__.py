@@ -1,0 +1,60 @@
+"""Where to cut the layers of a prefill, so that a group is transferred while later ones are computed."""
+
+import importlib
+import pkgutil
+from functools import cache
+from types import ModuleType
+
+from baton.errors import ConfigError
+from baton.plan.overlap.adaptive import AdaptiveConfig, group_size
+from baton.plan.overlap.base import (
+    Groups,
+    LayerTimes,
+    Outcome,
+    Policy,
+    bound,
+    check_groups,
+    completion_s,
+    efficiency,
+    exposed_s,
+    measure,
+)
+
+__all__ = [
+    "AdaptiveConfig",
+    "Groups",
+    "LayerTimes",
+    "Outcome",
+    "Policy",
+    "bound",
+    "check_groups",
+    "choose",
+    "completion_s",
+    "efficiency",
+    "exposed_s",
+    "group_size",
+    "measure",
+    "policy_names",
+]
+
+
+def choose(policy: str, times: LayerTimes, avg_tokens: int) -> Groups:
+    """The groups that the policy `cost`, `adaptive`, `fixed:N` or `off` makes of these layers."""
+    name, separator, option = policy.partition(":")
+    if name not in policy_names():
+        spellings = ", ".join(_module(known).SPELLING for known in policy_names())
+        raise ConfigError(f"overlap policy '{policy}' is not known; write one of {spellings}")
+    make_groups: Policy = _module(name).groups
+    groups = make_groups(times, avg_tokens, option if separator else None)
+    check_groups(groups, times.num_layers)
+    return groups
+
+
+@cache
+def policy_names() -> tuple[str, ...]:
+    """The policies there are, which is every module here but the one they share."""
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base"))
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{name}")

@@ -1,0 +1,132 @@
+"""Who sends what to whom: boxes of one side intersected with boxes of the other.
+
+For each component the layers, units and tokens that a source piece and a target piece have in common are found
+dim by dim. A combination that is not empty is a box that some mirrors hold and some targets want; `deal` shares it
+out. Nothing here knows a model, a kind or a ratio of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import TypeVar
+
+from baton.errors import LayoutError
+from baton.plan.cache import Component
+from baton.plan.compatibility import check_component, check_granules
+from baton.plan.mirrors import Turns, deal
+from baton.plan.ownership import END, Spec, cuts, share_stride
+from baton.plan.ranges import Range, Ranges, intersection, overlap
+from baton.plan.tokens import can_meet
+
+Piece = TypeVar("Piece")
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What one source rank sends to one target rank of one component, as a rule for any prompt."""
+
+    source: int
+    target: int
+    component: str
+    layers: Ranges
+    units: Range
+    source_share: int
+    target_share: int
+    turns: Turns
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every route between one dp group of the source and one of the target."""
+
+    source: Spec
+    target: Spec
+    source_dp: int
+    target_dp: int
+    routes: tuple[Route, ...]
+
+    @property
+    def deal_tokens(self) -> int:
+        """Tokens that go to one mirror together: the larger page."""
+        return max(self.source.storage.page_tokens, self.target.storage.page_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """What two pieces have in common along one dim, and the coordinates that hold each."""
+
+    layers: Ranges = ()
+    units: Range = (0, 1)
+    shares: tuple[int, int] = (0, 0)
+    givers: tuple[int, ...] = ()
+    takers: tuple[int, ...] = ()
+
+
+@lru_cache(maxsize=256)
+def plan(source: Spec, target: Spec, source_dp: int = 0, target_dp: int = 0) -> Plan:
+    """The routes for a pair of specs; raises LayoutError where there is no hand-over."""
+    for side, spec, dp in (("source", source, source_dp), ("target", target, target_dp)):
+        if not 0 <= dp < spec.layout.size("dp"):
+            raise LayoutError(
+                f"dp group {dp} does not exist; groups are 0 to {spec.layout.size('dp') - 1}",
+                sides=f"{side} {spec.layout}",
+            )
+    found: list[Route] = []
+    for component in target.cache.components:
+        check_component(source, target, component)
+        found.extend(_component_routes(source, target, (source_dp, target_dp), component))
+    check_granules(
+        source, target, [(route.source, route.target, route.component, route.units) for route in found]
+    )
+    return Plan(source, target, source_dp, target_dp, tuple(found))
+
+
+def _component_routes(
+    source: Spec, target: Spec, groups: tuple[int, int], component: Component
+) -> Iterator[Route]:
+    given = cuts(source, source.cache.by_name[component.name], "source")
+    wanted = cuts(target, component, "target")
+    layers = [
+        _Meeting(layers=common, givers=givers, takers=takers)
+        for mine, givers in _pieces(given.layers)
+        for theirs, takers in _pieces(wanted.layers)
+        if (common := intersection(mine, theirs))
+    ]
+    units = [
+        _Meeting(units=shared, givers=givers, takers=takers)
+        for mine, givers in _pieces(given.units)
+        for theirs, takers in _pieces(wanted.units)
+        if (shared := overlap(mine, theirs))
+    ]
+    tokens = [
+        _Meeting(shares=(mine, theirs), givers=givers, takers=takers)
+        for mine, givers in _pieces(given.shares)
+        for theirs, takers in _pieces(wanted.shares)
+        if can_meet(share_stride(source, component, mine, END), share_stride(target, component, theirs, END))
+    ]
+    for stage, block, share in product(layers, units, tokens):
+        givers = _ranks(source, groups[0], (stage.givers, share.givers, block.givers))
+        takers = _ranks(target, groups[1], (stage.takers, share.takers, block.takers))
+        for match in deal(len(givers), len(takers)):
+            ends = (givers[match.source], takers[match.target])
+            yield Route(*ends, component.name, stage.layers, block.units, *share.shares, match.turns)
+
+
+def _pieces(cut: Sequence[Piece]) -> list[tuple[Piece, tuple[int, ...]]]:
+    """The distinct pieces of a cut with the coordinates that hold each."""
+    found: dict[Piece, list[int]] = {}
+    for coordinate, piece in enumerate(cut):
+        found.setdefault(piece, []).append(coordinate)
+    return [(piece, tuple(coordinates)) for piece, coordinates in found.items()]
+
+
+def _ranks(spec: Spec, dp: int, at: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]) -> list[int]:
+    """The ranks at these pp, cp and tp coordinates of a dp group, ascending."""
+    steps = spec.layout.strides()
+    base = dp * steps["dp"]
+    return sorted(
+        base + pp * steps["pp"] + cp * steps["cp"] + tp * steps["tp"] for pp, cp, tp in product(*at)
+    )

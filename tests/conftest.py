@@ -1,0 +1,22 @@
+"""How hard the property tests search.
+
+A property test sets no `max_examples` of its own, so that BATON_EXAMPLES moves all of them at once
+(`make sim` does). The search is random everywhere, CI included: a failure prints the line that
+reproduces it.
+"""
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+NUM_EXAMPLES_DEFAULT = 2000
+
+settings.register_profile(
+    "baton",
+    max_examples=int(os.environ.get("BATON_EXAMPLES", NUM_EXAMPLES_DEFAULT)),
+    deadline=None,
+    derandomize=False,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],  # a loaded machine is not a failure
+)
+settings.load_profile("baton")
