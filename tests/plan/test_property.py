@@ -1,20 +1,24 @@
-"""Random hand-overs carried out on numpy buffers: every target byte right, written once, nothing else touched."""
+"""Random hand-overs carried out on numpy buffers: every target byte right, written once, nothing else
+touched.
+"""
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
 from hypothesis import given
+from tests.plan.world import World, holdings, needed, page_tables, put, raw_values, worlds
 
 from baton.plan.binding import Tables, bind
+from baton.plan.check import check
 from baton.plan.conversion import convert
 from baton.plan.execution import Memory, allocate, execute
 from baton.plan.packing import ALWAYS_PACK, NEVER_PACK, PackCost
 from baton.plan.planner import plan
-from baton.plan.prompt import Chunk, Prompt
+from baton.plan.prompt import Chunk, Prompt, resolve
 from baton.plan.steps import STAGING, Copy, Step, Unpack
-from tests.plan.world import World, holdings, needed, page_tables, put, raw_values, worlds
 
 FILL = 0xA5
 
@@ -27,8 +31,8 @@ def chunks_of(world: World, rng: random.Random) -> list[Chunk]:
     token_cuts = sorted({0, total, *(rng.randrange(total) for _ in range(rng.randrange(3)))})
     found = [
         Chunk(layers, tokens)
-        for layers in zip(layer_cuts, layer_cuts[1:], strict=False)
-        for tokens in zip(token_cuts, token_cuts[1:], strict=False)
+        for layers in itertools.pairwise(layer_cuts)
+        for tokens in itertools.pairwise(token_cuts)
     ]
     rng.shuffle(found)
     return found
@@ -108,6 +112,7 @@ def hand_over(world: World, cost: PackCost) -> None:
         )
     image, writes, least = expected_image(world, tables.target, target)
     found = plan(world.source, world.target, world.source_dp, world.target_dp)
+    check(found, world.prompt, resolve(found, world.prompt))
     steps: list[Step] = []
     for chunk in chunks_of(world, random.Random(world.seed)):
         bound = bind(found, world.prompt, tables, chunk, cost)

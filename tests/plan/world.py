@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,7 +113,7 @@ def layouts(draw, cache: Cache, granule: int, page: int) -> Layout:
                 else st.just([])
             )
             cuts = [0, *sorted(bounds), cache.num_layers]
-            option = ":" + "-".join(str(b - a) for a, b in zip(cuts, cuts[1:], strict=False))
+            option = ":" + "-".join(str(b - a) for a, b in itertools.pairwise(cuts))
         parts.append(f"pp{stages}{option}")
     if draw(st.booleans()):
         stripe = draw(st.sampled_from([1, 2, 3, 5])) * granule
@@ -145,7 +146,7 @@ def worlds(draw) -> World:
     for page, order, dtype in zip((source_page, target_page), orders, dtypes, strict=True):
         layout = draw(layouts(cache, granule, page))
         spare = draw(st.integers(0, 3))
-        pages_needed = {group: -(-num_tokens // page) + spare for group in cache.groups}
+        pages_needed = dict.fromkeys(cache.groups, -(-num_tokens // page) + spare)
         storage = Storage(page, dtype, order, draw(st.sampled_from(STATE_ORDERS)), granule).with_pages(
             pages_needed
         )
@@ -160,14 +161,12 @@ def worlds(draw) -> World:
 def held_prefixes(draw, target: Spec, num_tokens: int) -> dict[str, int]:
     """Prefixes that leave every target rank with whole pages, counted token by token."""
     page, num_ranks = target.storage.page_tokens, target.layout.size("cp")
-    fine = []
-    for k in range(num_tokens + 1):
-        counts = [0] * num_ranks
-        for token in range(k):
-            for owner in token_owners(target, token, num_tokens):
-                counts[owner] += 1
+    counts, fine = [0] * num_ranks, [0]
+    for token in range(num_tokens):
+        for owner in token_owners(target, token, num_tokens):
+            counts[owner] += 1
         if all(count % page == 0 for count in counts):
-            fine.append(k)
+            fine.append(token + 1)
     groups = {c.group for c in target.cache.components if c.extent.has_tokens}
     return {group: draw(st.sampled_from(fine)) for group in sorted(groups)}
 
@@ -195,7 +194,7 @@ def unit_owners(units: int, num_ranks: int) -> list[list[int]]:
         return [[rank // (num_ranks // units)] for rank in range(num_ranks)]
     sizes = [units // num_ranks + (i < units % num_ranks) for i in range(num_ranks)]
     cuts = [0, *np.cumsum(sizes).tolist()]
-    return [list(range(a, b)) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [list(range(a, b)) for a, b in itertools.pairwise(cuts)]
 
 
 def layer_stage(spec: Spec, layer: int) -> int:
@@ -245,11 +244,11 @@ def holdings(spec: Spec, dp: int, num_tokens: int, tables, side: str):
                 if layer_stage(spec, layer) == at["pp"]
             ]
             if layers:
-                yield _held(spec, (rank, number), layers, num_tokens, tables, side)
+                yield _held(spec, (rank, number, side), layers, num_tokens, tables)
 
 
-def _held(spec: Spec, which: tuple[int, int], layers: list[int], num_tokens: int, tables, side: str) -> Held:
-    rank, number = which
+def _held(spec: Spec, which: tuple[int, int, str], layers: list[int], num_tokens: int, tables) -> Held:
+    rank, number, side = which
     at, component = spec.layout.coordinates(rank), spec.cache.components[number]
     place = placements(spec, rank, side)[component.name]
     units = [0]

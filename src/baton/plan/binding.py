@@ -1,8 +1,8 @@
 """A plan, a prompt, page tables and a chunk become steps.
 
 Most pairs of ranks need a Copy alone. Where the dtype differs the bytes land in the target's staging and an
-Unpack converts them; where the copies would be many and small (by `PackCost`) a Pack gathers them first. The
-choice looks at shapes, not at page tables, so both ends come to the same one on their own.
+Unpack converts them; where the copies would be many and small (by `PackCost`) a Pack gathers them first.
+The choice looks at shapes, not at page tables, so both ends come to the same one on their own.
 
 Staging holds the parts of a pair one after another, each in canonical order: layer, token, unit, dims.
 """
@@ -21,9 +21,9 @@ from baton.plan.cache import Component
 from baton.plan.lowering import Face, Pieces, cut, join, lower, shape
 from baton.plan.ownership import Spec, box, placements, share_stride
 from baton.plan.packing import PackCost
-from baton.plan.planner import Plan, Route
 from baton.plan.prompt import Chunk, Prompt, check_held, entries_in, num_entries, route_layers, route_strides
 from baton.plan.ranges import to_ids
+from baton.plan.routes import Plan, Route
 from baton.plan.steps import STAGING, Copy, Pack, Spans, Step, Unpack
 from baton.plan.tokens import Ints, Runs, Stride, runs
 
@@ -156,14 +156,29 @@ def bind(
     plan: Plan, prompt: Prompt, tables: Tables, chunk: Chunk, cost: PackCost | None = None
 ) -> list[Step]:
     """The steps that move one chunk of one prompt between every pair of ranks that the plan names."""
+    steps: list[Step] = []
+    for parts in parts_by_pair(plan, prompt, tables, chunk).values():
+        steps.extend(_packed(parts) if is_packed(parts, cost or PackCost()) else unpacked(parts))
+    return steps
+
+
+def parts_by_pair(
+    plan: Plan, prompt: Prompt, tables: Tables, chunk: Chunk
+) -> dict[tuple[int, int], list[Part]]:
+    """What a chunk consists of, by source and target rank."""
     check_held(plan.target, prompt)
     pairs: dict[tuple[int, int], list[Part]] = {}
     for part in _parts(plan, prompt, tables, chunk):
         pairs.setdefault((part.route.source, part.route.target), []).append(part)
-    steps: list[Step] = []
-    for parts in pairs.values():
-        steps.extend(_pair_steps(parts, cost or PackCost()))
-    return steps
+    return pairs
+
+
+def is_packed(parts: list[Part], cost: PackCost) -> bool:
+    """Whether a pair's copies are gathered into one; tokens that only move together are never taken apart."""
+    if parts[0].plan.source.storage.granule > 1:
+        return False
+    num_spans = sum(part.num_spans for part in parts)
+    return cost.prefers_packing(num_spans, sum(part.num_bytes for part in parts))
 
 
 def _parts(plan: Plan, prompt: Prompt, tables: Tables, chunk: Chunk) -> Iterator[Part]:
@@ -182,15 +197,9 @@ def _parts(plan: Plan, prompt: Prompt, tables: Tables, chunk: Chunk) -> Iterator
             yield Part(plan, prompt, tables, route, ids, known[strides])
 
 
-def _pair_steps(parts: list[Part], cost: PackCost) -> Iterator[Step]:
-    num_bytes = sum(part.num_bytes for part in parts)
-    is_opaque = parts[0].plan.source.storage.granule > 1
-    is_packed = not is_opaque and cost.prefers_packing(sum(part.num_spans for part in parts), num_bytes)
-    if is_packed:
-        yield from _packed(parts, num_bytes)
-        return
-    direct = [part for part in parts if part.dtypes[0] == part.dtypes[1]]
-    yield from _direct(direct)
+def unpacked(parts: list[Part]) -> Iterator[Step]:
+    """A pair's steps without packing: plain copies, and conversion at the target where the dtype differs."""
+    yield from _direct([part for part in parts if part.dtypes[0] == part.dtypes[1]])
     yield from _converted([part for part in parts if part.dtypes[0] != part.dtypes[1]])
 
 
@@ -214,7 +223,7 @@ def _converted(parts: list[Part]) -> Iterator[Step]:
         yield _unpack(part, staging)
 
 
-def _packed(parts: list[Part], num_bytes: int) -> Iterator[Step]:
+def _packed(parts: list[Part]) -> Iterator[Step]:
     route = parts[0].route
     faces, base = [], 0
     for part in parts:
@@ -223,7 +232,7 @@ def _packed(parts: list[Part], num_bytes: int) -> Iterator[Step]:
     for part, staging in zip(parts, faces, strict=True):
         spans = _joined(lower(part.source, staging, part.extents, cut(part.source, staging, part.runs)))
         yield Pack(route.source, route.target, part.component.name, part.buffers[0], spans)
-    whole = (np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.array([num_bytes], dtype=np.int64))
+    whole = (np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.array([base], dtype=np.int64))
     yield Copy(route.source, route.target, STAGING, STAGING, Spans(*whole))
     for part, staging in zip(parts, faces, strict=True):
         yield _unpack(part, staging)

@@ -1,7 +1,7 @@
 """What a model's cache consists of: named components over global layer ids.
 
-A component is one logical tensor. Its dims are layer, then tokens (unless it is a state, which has one entry per
-request), then units where it has them (the thing that tp cuts), then the dims inside one unit.
+A component is one logical tensor. Its dims are layer, then tokens (unless it is a state, which has one
+entry per request), then units where it has them (the thing that tp cuts), then the dims inside one unit.
 """
 
 from __future__ import annotations
@@ -90,8 +90,9 @@ class Dim:
 class Component:
     """One logical tensor of a cache.
 
-    `group` names the page table that its pages are found in, `bundle` the components it is stored beside where
-    storage is fused, `place` its turn among them. `dtype` pins an element type that does not follow the side's.
+    `group` names the page table that its pages are found in, `bundle` the components it is stored beside
+    where storage is fused, `place` its turn among them. `dtype` pins an element type that does not follow
+    the side's.
     """
 
     name: str

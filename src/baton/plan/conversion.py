@@ -12,10 +12,10 @@ def convert(raw: NDArray[np.uint8], source: str, target: str) -> NDArray[np.uint
     """The bytes of `raw` read as one dtype and written as another."""
     if source == target:
         return raw
-    return _encode(_decode(raw, source), target)
+    return _written(_read(raw, source), target)
 
 
-def _decode(raw: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:
+def _read(raw: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:
     match dtype:
         case "fp32":
             return raw.view(np.float32)
@@ -27,7 +27,7 @@ def _decode(raw: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:
             return _fp8_values()[raw]
 
 
-def _encode(values: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
+def _written(values: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
     match dtype:
         case "fp32":
             return values.view(np.uint8)

@@ -1,7 +1,7 @@
 """Layout strings: `pp2.cp2:stripe1.tp4` is a mesh of ranks and how it cuts a cache.
 
-Axes are written outermost first and ranks are numbered row-major in that order. An axis that is not written has
-size one.
+Axes are written outermost first and ranks are numbered row-major in that order. An axis that is not written
+has size one.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 """From boxes to spans: where a route's elements lie on both ends, as few contiguous copies as there are.
 
-Theory. A face is one end of a copy: a rank's pool behind a page table, or staging memory, which is a pool with one
-endless page. Along a route both faces are walked in the same logical order (layer, tokens, unit, dims), so a
-stretch of memory is one copy exactly as long as every axis inside it has the same extent at both ends and its
-strides follow on without a gap. Three things decide that:
+Theory. A face is one end of a copy: a rank's pool behind a page table, or staging memory, which is a pool
+with one endless page. Along a route both faces are walked in the same logical order (layer, tokens, unit,
+dims), so a stretch of memory is one copy exactly as long as every axis inside it has the same extent at
+both ends and its strides follow on without a gap. Three things decide that:
 
-- inside a token: axes are absorbed from the innermost one outwards while both strides equal what is absorbed so far;
-- between tokens: a run of consecutive tokens is cut where either end leaves a page, into pieces; if the token axis
-  can be absorbed a piece is one stretch, otherwise each token is one;
-- a whole page: if the piece fills the page at both ends, axes outside the token axis (units, in HND) may follow on.
+- inside a token: axes are absorbed from the innermost one outwards while both strides equal what is
+  absorbed so far;
+- between tokens: a run of consecutive tokens is cut where either end leaves a page, into pieces; if the
+  token axis can be absorbed a piece is one stretch, otherwise each token is one;
+- a whole page: if the piece fills the page at both ends, axes outside the token axis (units, in HND) may
+  follow on.
 
 What is left over is an outer sum of offsets: layers x pieces x remaining axes, by numpy. A last pass joins
 neighbours that meet by luck of the page tables or across components and layers of one pool.
@@ -70,7 +72,7 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a route lowers, whatever the page tables: elements of a stretch per token, and the axes left over."""
+    """How a route lowers, whatever the page tables: elements of a stretch, and the axes left over."""
 
     is_token_joined: bool
     elements: int

@@ -1,13 +1,13 @@
 """Sharing the load where several source ranks hold the same thing.
 
-Theory. m mirror sources and n targets that want the same are laid over one line of length m * n / gcd^2: each
-target covers m' = m / gcd of it, each source n' = n / gcd. Where a source's stretch meets a target's there is a
-route. That is at most m' + n' - 1 routes in each of gcd groups, every source has the same stretch, and where the
-numbers come out even it is one route per target or one per source.
+Theory. m mirror sources and n targets that want the same are laid over one line of length m * n / gcd^2:
+each target covers m' = m / gcd of it, each source n' = n / gcd. Where a source's stretch meets a target's
+there is a route. That is at most m' + n' - 1 routes in each of gcd groups, every source has the same
+stretch, and where the numbers come out even it is one route per target or one per source.
 
-A route's stretch within its target, [lo, hi) of m', says which turns it takes when the target's pages are dealt
-round robin in turns of m'. Pages are counted over the prompt from token 0, so that every chunk of a prefill uses
-all sources. What has no tokens is dealt by layers in the same way.
+A route's stretch within its target, [lo, hi) of m', says which turns it takes when the target's pages are
+dealt round robin in turns of m'. Pages are counted over the prompt from token 0, so that every chunk of a
+prefill uses all sources. What has no tokens is dealt by layers in the same way.
 """
 
 from __future__ import annotations

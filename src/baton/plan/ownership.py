@@ -1,8 +1,8 @@
 """Which rank holds which box of a component.
 
-A layout cuts a component along three dims, each by one axis: layers by pp, units by tp, tokens by cp. A cut is a
-list of pieces with the coordinates that hold each; where several coordinates hold one piece they are mirrors.
-dp only selects a group of ranks.
+A layout cuts a component along three dims, each by one axis: layers by pp, units by tp, tokens by cp. A cut
+is a list of pieces with the coordinates that hold each; where several coordinates hold one piece they are
+mirrors. dp only selects a group of ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Who sends what to whom: boxes of one side intersected with boxes of the other.
 
-For each component the layers, units and tokens that a source piece and a target piece have in common are found
-dim by dim. A combination that is not empty is a box that some mirrors hold and some targets want; `deal` shares it
-out. Nothing here knows a model, a kind or a ratio of ranks.
+For each component the layers, units and tokens that a source piece and a target piece have in common are
+found dim by dim. A combination that is not empty is a box that some mirrors hold and some targets want;
+`deal` shares it out. Nothing here knows a model, a kind or a ratio of ranks.
 """
 
 from __future__ import annotations
@@ -16,42 +16,14 @@ from typing import TypeVar
 from baton.errors import LayoutError
 from baton.plan.cache import Component
 from baton.plan.compatibility import check_component, check_granules
-from baton.plan.mirrors import Turns, deal
+from baton.plan.mirrors import deal
 from baton.plan.ownership import END, Spec, cuts, share_stride
+from baton.plan.proof import prove
 from baton.plan.ranges import Range, Ranges, intersection, overlap
+from baton.plan.routes import Plan, Route
 from baton.plan.tokens import can_meet
 
 Piece = TypeVar("Piece")
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """What one source rank sends to one target rank of one component, as a rule for any prompt."""
-
-    source: int
-    target: int
-    component: str
-    layers: Ranges
-    units: Range
-    source_share: int
-    target_share: int
-    turns: Turns
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Every route between one dp group of the source and one of the target."""
-
-    source: Spec
-    target: Spec
-    source_dp: int
-    target_dp: int
-    routes: tuple[Route, ...]
-
-    @property
-    def deal_tokens(self) -> int:
-        """Tokens that go to one mirror together: the larger page."""
-        return max(self.source.storage.page_tokens, self.target.storage.page_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +39,7 @@ class _Meeting:
 
 @lru_cache(maxsize=256)
 def plan(source: Spec, target: Spec, source_dp: int = 0, target_dp: int = 0) -> Plan:
-    """The routes for a pair of specs; raises LayoutError where there is no hand-over."""
+    """The routes for a pair of specs, proven for prompts of any length; LayoutError where there are none."""
     for side, spec, dp in (("source", source, source_dp), ("target", target, target_dp)):
         if not 0 <= dp < spec.layout.size("dp"):
             raise LayoutError(
@@ -81,7 +53,9 @@ def plan(source: Spec, target: Spec, source_dp: int = 0, target_dp: int = 0) -> 
     check_granules(
         source, target, [(route.source, route.target, route.component, route.units) for route in found]
     )
-    return Plan(source, target, source_dp, target_dp, tuple(found))
+    result = Plan(source, target, source_dp, target_dp, tuple(found))
+    prove(result)
+    return result
 
 
 def _component_routes(

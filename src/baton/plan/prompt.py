@@ -9,11 +9,12 @@ from baton.errors import ConfigError
 from baton.plan.cache import Component
 from baton.plan.dtypes import item_bytes
 from baton.plan.ownership import END, Spec, share_stride
-from baton.plan.planner import Plan, Route
 from baton.plan.ranges import Range, Ranges, from_ids, intersection, size, to_ids
+from baton.plan.routes import Plan, Route
 from baton.plan.tokens import Stride, TokenSet, set_runs, token_set
 
 TOKENS_MAX = 1 << 24
+NEAREST_TRIES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +63,10 @@ def check_held(target: Spec, prompt: Prompt) -> None:
         for share in range(target.layout.scheme.num_shares(target.layout.size("cp"))):
             owned = share_stride(target, by_group[group], share, prompt.num_tokens).num_below(num_held)
             if owned % target.storage.page_tokens:
+                nearest = _nearest(target, by_group[group], prompt, num_held)
                 raise ConfigError(
                     f"{num_held} held tokens leave a rank of target {target.layout} with {owned} of its own, "
-                    f"not whole pages of {target.storage.page_tokens}; {_nearest(target, by_group[group], prompt, num_held)}"
+                    f"not whole pages of {target.storage.page_tokens}; {nearest}"
                 )
 
 
@@ -73,11 +75,11 @@ def _nearest(target: Spec, component: Component, prompt: Prompt, num_held: int) 
     page = target.storage.page_tokens
     num_shares = target.layout.scheme.num_shares(target.layout.size("cp"))
     strides = [share_stride(target, component, share, prompt.num_tokens) for share in range(num_shares)]
-    step = page if page <= num_held else 1
-    for candidate in range(num_held - num_held % step, 0, -step):
+    first = num_held - num_held % page
+    for candidate in range(first, max(0, first - NEAREST_TRIES * page), -page):
         if all(stride.num_below(candidate) % page == 0 for stride in strides):
             return f"{candidate} would do"
-    return "only 0 would do"
+    return "0 always does"
 
 
 def wanted(plan: Plan, component: Component, prompt: Prompt) -> Range:
@@ -90,7 +92,7 @@ def wanted(plan: Plan, component: Component, prompt: Prompt) -> Range:
 
 
 def entries_in(plan: Plan, component: Component, prompt: Prompt, chunk: Chunk) -> Range:
-    """The entries of a component that travel with a chunk: a state goes with the chunk that ends the prompt."""
+    """What of a component travels with a chunk: a state goes with the chunk that ends the prompt."""
     start, stop = wanted(plan, component, prompt)
     is_last = chunk.tokens[1] >= prompt.num_tokens
     if not component.extent.has_tokens:
@@ -133,7 +135,7 @@ def route_layers(plan: Plan, route: Route, prompt: Prompt, layers: Range) -> Ran
 
 
 def resolve(plan: Plan, prompt: Prompt) -> tuple[BoundRoute, ...]:
-    """Every route that carries something of a prompt, sorted by source, target, component, units and tokens."""
+    """Every route that carries something, sorted by source, target, component, units and tokens."""
     check_held(plan.target, prompt)
     sets: dict[tuple[Stride, ...], tuple[TokenSet, int]] = {}
     found: list[BoundRoute] = []

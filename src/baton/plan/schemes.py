@@ -1,7 +1,7 @@
 """How context parallelism deals tokens over ranks: three schemes behind one interface.
 
-A share is a part of the tokens; `num_shares` of them partition any prompt. Where there is one share, every rank
-of the axis holds all of it.
+A share is a part of the tokens; `num_shares` of them partition any prompt. Where there is one share, every
+rank of the axis holds all of it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Mirror:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Contiguous runs of whole pages, sizes differing by at most one page, earlier ranks getting the extra."""
+    """Contiguous runs of whole pages, sizes a page apart at most, earlier ranks getting the extra."""
 
     def num_shares(self, num_ranks: int) -> int:
         """One run per rank."""

@@ -1,13 +1,14 @@
 """How a side keeps its components in memory, declared as an order of axes and turned into strides.
 
-A pool is one buffer. Its axes, outermost first, are some order of layer, page, component, unit, token and the
-dims inside a unit. With `component` in the order, all components of a bundle share the pool (K and V fused, or a
-packed convolution state); without it, each has a pool of its own. Two words of an order say all the usual things:
-HND puts unit before token, NHD after; a layer-major pool puts layer first, a page-major one page.
+A pool is one buffer. Its axes, outermost first, are some order of layer, page, component, unit, token and
+the dims inside a unit. With `component` in the order, all components of a bundle share the pool (K and V
+fused, or a packed convolution state); without it, each has a pool of its own. Two words of an order say all
+the usual things: HND puts unit before token, NHD after; a layer-major pool puts layer first, a page-major
+one page.
 
-Strides follow by walking the order from the inside out. Until `component` is reached each component has its own
-size; there the sizes are laid side by side and summed, so that K and V may differ in channels and a packed
-[q|k|v] may be cut at different places on every rank.
+Strides follow by walking the order from the inside out. Until `component` is reached each component has its
+own size; there the sizes are laid side by side and summed, so that K and V may differ in channels and a
+packed [q|k|v] may be cut at different places on every rank.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ def parse_storage(text: str, page_tokens: int, dtype: str) -> Storage:
         topic = _TOPICS.get(word) or ("granule" if word.startswith("granule") else "")
         if not topic or topic in seen:
             raise ConfigError(
-                f"storage {text!r}: cannot use {word!r}; join by dots at most one each of hnd|nhd, apart|fused, "
-                "layer|page, granuleN"
+                f"storage {text!r}: cannot use {word!r}; join by dots at most one each of "
+                "hnd|nhd, apart|fused, layer|page, granuleN"
             )
         seen.add(topic)
         if topic == "granule":

@@ -1,14 +1,14 @@
 """Which tokens a rank owns, where it keeps them, and sets of tokens as periodic patterns.
 
-Theory. Everything that selects tokens here (a context-parallel share, a mirror's share of the pages, a window,
-a held prefix, a chunk) is the same thing: tokens t of an interval [start, stop) with
-(t - phase) mod period < block. A hand-over's tokens are an intersection of a few of these, and an intersection
-of periodic sets is periodic in the least common multiple, so it is found once, as runs of consecutive tokens,
+Theory. Everything that selects tokens here (a context-parallel share, a mirror's share of the pages, a
+window, a held prefix, a chunk) is the same thing: tokens t of an interval [start, stop) with (t - phase)
+mod period < block. A hand-over's tokens are an intersection of a few of these, and an intersection of
+periodic sets is periodic in the least common multiple, so it is found once, as runs of consecutive tokens,
 without walking over tokens.
 
-A rank stores what it owns densely in token order. The slot of a token is therefore the number of owned tokens
-before it, which for a periodic set has the closed form `count`: whole periods times the block, plus what of the
-last period is reached.
+A rank stores what it owns densely in token order. The slot of a token is therefore the number of owned
+tokens before it, which for a periodic set has the closed form `count`: whole periods times the block, plus
+what of the last period is reached.
 """
 
 from __future__ import annotations
@@ -45,8 +45,11 @@ class Stride:
 
     def num_below(self, token: int) -> int:
         """How many members precede one token."""
-        clipped = min(max(token, self.start), self.stop)
-        return int(self.count(np.asarray(clipped, dtype=np.int64)))
+        below = 0
+        for sign, at in ((1, min(max(token, self.start), self.stop)), (-1, self.start)):
+            periods, rest = divmod(at - self.phase, self.period)
+            below += sign * (periods * self.block + min(rest, self.block))
+        return below
 
     def clipped(self, start: int, stop: int) -> Stride:
         """The members that lie in [start, stop)."""
@@ -127,7 +130,7 @@ TokenSet: TypeAlias = tuple[TokenItem, ...]
 
 
 def token_set(strides: Sequence[Stride]) -> TokenSet:
-    """The common tokens as a short list: (start, stop), or (start, stop, block, period) from a block's start."""
+    """The common tokens as a short list of (start, stop) and (start, stop, block, period)."""
     start = max(stride.start for stride in strides)
     stop = min(stride.stop for stride in strides)
     if start >= stop:

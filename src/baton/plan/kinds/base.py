@@ -1,4 +1,4 @@
-"""What kinds share. A kind is one file: a frozen dataclass of sizes that yields components over given layers."""
+"""What kinds share: a kind is one file, a frozen dataclass of sizes that yields components."""
 
 from __future__ import annotations
 

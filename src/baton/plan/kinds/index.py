@@ -17,7 +17,7 @@ class Index:
 
     def components(self, layers: Ranges) -> tuple[Component, ...]:
         """index_k, and index_k.scale where there are scales."""
-        parts = [("index_k", self.dim, None)]
+        parts: list[tuple[str, int, str | None]] = [("index_k", self.dim, None)]
         if self.scales:
             parts.append(("index_k.scale", self.scales, "fp32"))
         return tuple(

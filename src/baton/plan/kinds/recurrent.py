@@ -1,7 +1,8 @@
 """State of fixed size per request: Mamba2, gated delta net and other linear attention.
 
-The recurrent state is cut by its heads. A convolution's state is several components packed in one buffer, each
-cut by a unit of its own: [q|k|v] by key heads, key heads and value heads, [x|B|C] by heads, groups and groups.
+The recurrent state is cut by its heads. A convolution's state is several components packed in one buffer,
+each cut by a unit of its own: [q|k|v] by key heads, key heads and value heads, [x|B|C] by heads, groups and
+groups.
 """
 
 from __future__ import annotations

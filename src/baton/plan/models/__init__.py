@@ -2,8 +2,8 @@
 
 MODEL is a path to a folder with a config.json or to such a file, a card (`deepseek-v3`), or a spec
 (`paged:layers=80,heads=8,dim=128`). Several joined by `+` stack their layers. A spec whose kind begins with
-`draft.` adds draft layers; without one there are none, even where the model has them, because they are cached only
-where a draft runs.
+`draft.` adds draft layers; without one there are none, even where the model has them, because they are
+cached only where a draft runs.
 """
 
 from __future__ import annotations

@@ -15,16 +15,16 @@ from baton.errors import ConfigError
 from baton.plan.models import families
 from baton.plan.models.fields import Family, Fields
 from baton.plan.models.parts import Part
-from baton.plan.models.quoting import shown, suggestion
+from baton.plan.models.quoting import shown
 
 
 def read_config(values: object, where: str) -> Part:
     """The layers that a config describes; `where` names it in messages."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where}: holds {shown(values)}; a config is a JSON object")
-    family, fields = _model(values, where)
-    kinds = Fields(where, {**family.defaults, **fields})
-    return Part(kinds.num_layers, family.read(kinds), active_parameters=_active_parameters(values, where))
+    family, stated = _model(values, where)
+    fields = Fields(where, {**family.defaults, **stated})
+    return Part(fields.num_layers, family.read(fields), active_parameters=_active_parameters(values, where))
 
 
 def _model(values: Mapping[str, object], where: str) -> tuple[Family, Mapping[str, object]]:
@@ -41,9 +41,8 @@ def _model(values: Mapping[str, object], where: str) -> tuple[Family, Mapping[st
 def _family(model_type: object, where: str) -> Family:
     known = _families()
     if not isinstance(model_type, str) or model_type not in known:
-        close = suggestion(model_type, known) if isinstance(model_type, str) else ""
         raise ConfigError(
-            f"{where}: model_type {shown(model_type)} is not supported{close}; "
+            f"{where}: model_type {shown(model_type)} is not supported; "
             f"use one of {', '.join(known)}, or spell the layers out as a spec"
         )
     return known[model_type]

@@ -1,19 +1,22 @@
 """Fields of a Hugging Face config, read with checks, and what a model family is.
 
-A field that is absent has the family's default, as `transformers` would fill it in; one that is null has none.
+A field that is absent has the family's default, as `transformers` would fill it in; one that is null has
+none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from baton.errors import ConfigError
 from baton.plan.cache import DIM_MAX
+from baton.plan.kinds import Kind
 from baton.plan.models.parts import Placed
 from baton.plan.models.quoting import shown
 from baton.plan.models.spec import LAYERS_MAX
+from baton.plan.ranges import from_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +82,20 @@ class Fields:
         return value
 
 
+def placed_by(words: Sequence[str], kinds: Mapping[str, Kind]) -> tuple[Placed, ...]:
+    """Each kind on the layers that its word stands for, kinds without layers left out."""
+    placed = [
+        (kind, from_ids(i for i, each in enumerate(words) if each == word)) for word, kind in kinds.items()
+    ]
+    return tuple((kind, layers) for kind, layers in placed if layers)
+
+
 Reader: TypeAlias = Callable[[Fields], tuple[Placed, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models that spell their cache alike: how it is read, and the fields that their configs may leave out."""
+    """Models that spell their cache alike: how it is read, and fields that configs may leave out."""
 
     read: Reader
     defaults: Mapping[str, object] = field(default_factory=dict)

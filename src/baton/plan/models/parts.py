@@ -3,9 +3,9 @@
 A part numbers its layers from 0. Stacked, the main parts follow one another; draft parts follow the last main
 layer wherever they stand in the list, because a draft runs after the model and on its last stage.
 
-Components that are stored together keep one shape over all their layers. So a bundle that comes twice with equal
-shapes becomes one bundle on more layers, and one that comes with another shape becomes a bundle of its own, whose
-members carry a number.
+Components that are stored together keep one shape over all their layers. So a bundle that comes twice with
+equal shapes becomes one bundle on more layers, and one that comes with another shape becomes a bundle of its
+own, whose members carry a number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Placed: TypeAlias = tuple[Kind, Ranges]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One stretch of layers, numbered from 0, with the parameters that one token uses where they are known."""
+    """One stretch of layers, numbered from 0, and the parameters that one token uses where known."""
 
     num_layers: int
     kinds: tuple[Placed, ...]
@@ -85,8 +85,8 @@ def _unified(placed: Iterable[Placed]) -> Iterator[Component]:
     """One set of components per bundle and shape, each on all the layers that have it."""
     found: dict[str, dict[tuple[Component, ...], list[Range]]] = {}
     for kind, layers in placed:
-        for name, shape in _bundles(kind.components(layers)).items():
-            found.setdefault(name, {}).setdefault(tuple(shape), []).extend(layers)
+        for name, members in _bundles(kind.components(layers)).items():
+            found.setdefault(name, {}).setdefault(tuple(members), []).extend(layers)
     for shapes in found.values():
         for i, (shape, ranges) in enumerate(shapes.items()):
             suffix = f".{i}" if i else ""

@@ -15,6 +15,6 @@ def shown(value: object) -> str:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` where a known name is close, or nothing."""
+    """` (did you mean ...?)` where a known name is close, or nothing."""
     close = get_close_matches(name[:SHOWN_MAX], list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f" (did you mean {close[0]}?)" if close else ""

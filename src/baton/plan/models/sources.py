@@ -79,6 +79,6 @@ def _unknown(part: str, text: str) -> ConfigError:
     if os.path.isdir(part):
         return ConfigError(f"folder {shown(part)} has no config.json; name a folder that does")
     return ConfigError(
-        f"unknown model {shown(part)}{suggestion(part, card_names())}; use a card ({', '.join(card_names())}), "
-        f"a folder with a config.json, or a spec such as {EXAMPLE}"
+        f"unknown model {shown(part)}{suggestion(part, card_names())}; "
+        f"use a card ({', '.join(card_names())}), a folder with a config.json, or a spec such as {EXAMPLE}"
     )

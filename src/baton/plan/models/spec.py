@@ -1,7 +1,7 @@
 """Specs: `KIND:key=value,...` spells a stretch of layers out.
 
-The keys of a kind are the whole-number fields of its dataclass, so a new kind is one row of FORMS. `layers` belongs
-to every kind.
+The keys of a kind are the whole-number fields of its dataclass, so a new kind is one row of FORMS. `layers`
+belongs to every kind.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def _parse_options(text: str, options: str, limits: Mapping[str, int]) -> dict[s
             raise ConfigError(f"key {shown(key)} comes twice in {shown(text)}; keep one of them")
         if not _NUMBER.fullmatch(value) or int(value) > limits[key]:
             raise ConfigError(
-                f"{key} is {shown(value)} in {shown(text)}; it must be a whole number from 1 to {limits[key]}, "
-                "without sign or leading zeros"
+                f"{key} is {shown(value)} in {shown(text)}; "
+                f"it must be a whole number from 1 to {limits[key]}, without sign or leading zeros"
             )
         sizes[key] = int(value)
     return sizes

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.plan.kinds import Paged
-from baton.plan.models.fields import Family, Fields
+from baton.plan.models.fields import Family, Fields, placed_by
 from baton.plan.models.parts import Placed
-from baton.plan.ranges import from_ids
 
 FULL = "full_attention"
 WINDOWED = "sliding_attention"
@@ -27,14 +26,14 @@ def heads_and_dim(fields: Fields) -> tuple[int, int]:
     width = fields.number("hidden_size")
     if width % num_queries:
         raise fields.refusal(
-            f"hidden_size is {width}; without head_dim it must be a multiple of num_attention_heads, {num_queries}"
+            f"hidden_size is {width}; without head_dim it must be a multiple of "
+            f"num_attention_heads, {num_queries}"
         )
     return num_heads, width // num_queries
 
 
 def _attention(fields: Fields, is_windowed: Callable[[int], bool]) -> tuple[Placed, ...]:
     """Windowed and full layers, by layer_types where the config has it and by `is_windowed` otherwise."""
-    num_layers = fields.num_layers
     window = fields.number_or_none("sliding_window")
     types = fields.per_layer("layer_types", (FULL, WINDOWED))
     if window is None and types and WINDOWED in types:
@@ -42,13 +41,9 @@ def _attention(fields: Fields, is_windowed: Callable[[int], bool]) -> tuple[Plac
             f"layer_types has {WINDOWED}, but sliding_window is null; give its size in tokens"
         )
     if types is None:
-        types = [WINDOWED if window and is_windowed(i) else FULL for i in range(num_layers)]
+        types = [WINDOWED if window and is_windowed(i) else FULL for i in range(fields.num_layers)]
     heads, dim = heads_and_dim(fields)
-    kinds = {FULL: Paged(heads, dim), WINDOWED: Paged(heads, dim, window=window or 0)}
-    placed = [
-        (kind, from_ids(i for i in range(num_layers) if types[i] == name)) for name, kind in kinds.items()
-    ]
-    return tuple((kind, layers) for kind, layers in placed if layers)
+    return placed_by(types, {FULL: Paged(heads, dim), WINDOWED: Paged(heads, dim, window=window or 0)})
 
 
 def full(fields: Fields) -> tuple[Placed, ...]:
@@ -62,14 +57,16 @@ def windowed(fields: Fields) -> tuple[Placed, ...]:
 
 
 def flagged(fields: Fields) -> tuple[Placed, ...]:
-    """As `windowed`, where use_sliding_window says so."""
-    return windowed(_without_unused_window(fields))
+    """As `windowed` where use_sliding_window says so, full otherwise."""
+    return windowed(fields) if fields.flag("use_sliding_window") else full(_without_window(fields))
 
 
 def flagged_from(fields: Fields) -> tuple[Placed, ...]:
-    """Layers from max_window_layers on have the window, where use_sliding_window says so."""
+    """As `flagged`, but only layers from max_window_layers on have the window."""
+    if not fields.flag("use_sliding_window"):
+        return full(_without_window(fields))
     first = fields.number("max_window_layers", least=0)
-    return _attention(_without_unused_window(fields), lambda i: i >= first)
+    return _attention(fields, lambda i: i >= first)
 
 
 def patterned(fields: Fields) -> tuple[Placed, ...]:
@@ -78,10 +75,8 @@ def patterned(fields: Fields) -> tuple[Placed, ...]:
     return _attention(fields, lambda i: (i + 1) % period != 0)
 
 
-def _without_unused_window(fields: Fields) -> Fields:
-    """These configs state a window and layer types that count only when the flag is set."""
-    if fields.flag("use_sliding_window"):
-        return fields
+def _without_window(fields: Fields) -> Fields:
+    """The same config with no window and no layer types, which some configs state but do not use."""
     return Fields(fields.where, {**fields.values, "sliding_window": None, "layer_types": None})
 
 

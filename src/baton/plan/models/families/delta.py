@@ -5,9 +5,8 @@ from __future__ import annotations
 from baton.plan.cache import Units
 from baton.plan.kinds import Conv, Paged, Recurrent
 from baton.plan.models.families.attention import FULL, heads_and_dim
-from baton.plan.models.fields import Family, Fields
+from baton.plan.models.fields import Family, Fields, placed_by
 from baton.plan.models.parts import Placed
-from baton.plan.ranges import from_ids
 
 LINEAR = "linear_attention"
 STATE_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -19,7 +18,8 @@ def delta_net(fields: Fields) -> Recurrent:
     num_values, value_dim = fields.number("linear_num_value_heads"), fields.number("linear_value_head_dim")
     if num_values % num_keys:
         raise fields.refusal(
-            f"linear_num_value_heads is {num_values}; it must be a multiple of linear_num_key_heads, {num_keys}"
+            f"linear_num_value_heads is {num_values}; "
+            f"it must be a multiple of linear_num_key_heads, {num_keys}"
         )
     taps = fields.number("linear_conv_kernel_dim", least=2) - 1
     keys, values = Units(num_keys, "key head"), Units(num_values, "value head")
@@ -42,11 +42,7 @@ def hybrid(fields: Fields) -> tuple[Placed, ...]:
     if types is None:
         period = fields.number("full_attention_interval")
         types = [LINEAR if (i + 1) % period else FULL for i in range(fields.num_layers)]
-    kinds = {FULL: Paged(*heads_and_dim(fields)), LINEAR: delta_net(fields)}
-    placed = [
-        (kind, from_ids(i for i, word in enumerate(types) if word == name)) for name, kind in kinds.items()
-    ]
-    return tuple((kind, layers) for kind, layers in placed if layers)
+    return placed_by(types, {FULL: Paged(*heads_and_dim(fields)), LINEAR: delta_net(fields)})
 
 
 _DEFAULTS = {"head_dim": 256, "full_attention_interval": 4}

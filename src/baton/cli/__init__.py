@@ -1,0 +1,44 @@
+"""The `baton` command: one file per verb."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+import typer
+
+from baton.cli.demo import demo
+from baton.cli.plan import plan
+from baton.errors import BatonError, ConfigError, LayoutError
+
+app = typer.Typer(
+    name="baton",
+    help="Hands a request's KV cache over between any two parallel layouts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(plan)
+app.command()(demo)
+
+
+def main() -> None:
+    """Runs the command; misuse is one line on stderr and exit code 2, a failure exit code 1."""
+    try:
+        result = app(standalone_mode=False)
+    except click.ClickException as error:
+        _fail(error.format_message(), 2)
+    except (ConfigError, LayoutError) as error:
+        _fail(str(error), 2)
+    except BatonError as error:
+        _fail(str(error), 1)
+    except (click.Abort, KeyboardInterrupt):
+        _fail("interrupted", 130)
+    else:
+        sys.exit(result if isinstance(result, int) else 0)
+
+
+def _fail(message: str, code: int) -> None:
+    line = " ".join(message.split())
+    print(f"baton: {line}", file=sys.stderr)
+    sys.exit(code)

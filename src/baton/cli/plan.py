@@ -1,0 +1,67 @@
+"""`baton plan`: who sends what to whom."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.errors import ConfigError
+from baton.plan.estimate import estimates
+from baton.plan.layout import parse_layout
+from baton.plan.models import active_parameters, load_cache
+from baton.plan.ownership import Spec
+from baton.plan.packing import PackCost
+from baton.plan.planner import plan as make_plan
+from baton.plan.printer import render
+from baton.plan.prompt import Prompt
+from baton.plan.report import Report, pages_needed
+from baton.plan.storage import parse_storage
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="a card, a folder or config.json, or specs joined by +")],
+    *,
+    source: Annotated[str, typer.Option("--from", metavar="LAYOUT", help="layout that prefilled")],
+    target: Annotated[str, typer.Option("--to", metavar="LAYOUT", help="layout that will decode")],
+    tokens: Annotated[int, typer.Option(metavar="N", help="tokens of the prompt")],
+    source_page: Annotated[int, typer.Option(metavar="P", help="page size of the source, in tokens")] = 64,
+    target_page: Annotated[int, typer.Option(metavar="P", help="page size of the target, in tokens")] = 64,
+    source_dp: Annotated[int, typer.Option(metavar="I", help="dp group of the source")] = 0,
+    target_dp: Annotated[int, typer.Option(metavar="J", help="dp group of the target")] = 0,
+    skip_tokens: Annotated[int, typer.Option(metavar="K", help="prefix that the target holds")] = 0,
+    dtype: Annotated[str, typer.Option(metavar="D", help="bf16, fp16, fp32 or fp8")] = "bf16",
+    source_storage: Annotated[
+        str, typer.Option(metavar="S", help="hnd|nhd . apart|fused . layer|page . granuleN")
+    ] = "hnd.apart.layer",
+    target_storage: Annotated[
+        str, typer.Option(metavar="S", help="the same for the target")
+    ] = "hnd.apart.layer",
+    as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="write the plan as a web page")] = None,
+) -> None:
+    """Shows who sends what to whom for a model and two layouts, proven, before anything moves."""
+    cache = load_cache(model)
+    with_tokens = sorted({part.group for part in cache.components if part.extent.has_tokens})
+    prompt = Prompt(tokens, dict.fromkeys(with_tokens, skip_tokens) if skip_tokens else {})
+    specs = []
+    for layout, storage, page in (
+        (source, source_storage, source_page),
+        (target, target_storage, target_page),
+    ):
+        spec = Spec(parse_layout(layout), cache, parse_storage(storage, page, dtype))
+        specs.append(Spec(spec.layout, cache, spec.storage.with_pages(pages_needed(spec, prompt))))
+    report = Report(model, make_plan(*specs, source_dp, target_dp), prompt, PackCost())
+    if as_json:
+        print(json.dumps(report.as_json()))
+    else:
+        parameters = active_parameters(model)
+        print(render(report, estimates(report, parameters), parameters), end="")
+    if html is not None:
+        _write(html, report)
+
+
+def _write(path: Path, report: Report) -> None:
+    raise ConfigError(f"cannot write {path}: no page yet")

@@ -1,0 +1,97 @@
+"""Who owns one element: the inverse of how the planner cuts, for checks that share no code with it.
+
+The planner goes from ranks to boxes. Here one goes from an element's indices to the coordinates that hold
+it, by the definitions of the layout string alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.plan.cache import Component
+from baton.plan.ownership import Spec
+from baton.plan.ranges import to_ids
+from baton.plan.schemes import Mirror, Split
+
+
+def stage_of(spec: Spec, layer: int) -> int:
+    """The pp coordinate that holds a layer."""
+    num_stages, num_layers = spec.layout.size("pp"), spec.cache.num_layers
+    layer = min(layer, num_layers - 1)
+    if spec.layout.stage_sizes is not None:
+        return int(np.searchsorted(np.cumsum(spec.layout.stage_sizes), layer, side="right"))
+    base, extra = divmod(num_layers, num_stages)
+    small = (num_stages - extra) * base
+    return layer // base if layer < small else num_stages - extra + (layer - small) // (base + 1)
+
+
+def has_unit(spec: Spec, component: Component, tp: int, unit: int) -> bool:
+    """Whether a tp coordinate holds a unit."""
+    num_ranks = spec.layout.size("tp")
+    if component.units is None:
+        return unit == 0
+    if not 0 <= unit < component.units.count:
+        return False
+    if num_ranks > component.units.count:
+        return tp * component.units.count // num_ranks == unit
+    base, extra = divmod(component.units.count, num_ranks)
+    large = extra * (base + 1)
+    return tp == (unit // (base + 1) if unit < large else extra + (unit - large) // base)
+
+
+@lru_cache(maxsize=256)
+def has_tokens(spec: Spec, component: Component, cp: int, num_entries: int) -> NDArray[np.bool_]:
+    """Which entries a cp coordinate holds."""
+    entries = np.arange(num_entries, dtype=np.int64)
+    scheme, num_ranks, page = spec.layout.scheme, spec.layout.size("cp"), spec.storage.page_tokens
+    if isinstance(scheme, Mirror) or not component.extent.has_tokens:
+        return np.ones(num_entries, dtype=bool)
+    if isinstance(scheme, Split):
+        num_pages = -(-num_entries // page)
+        ends = np.cumsum(
+            [num_pages // num_ranks + (rank < num_pages % num_ranks) for rank in range(num_ranks)]
+        )
+        return np.asarray(np.searchsorted(ends, entries // page, side="right") == cp)
+    return np.asarray(entries // (scheme.block or page) % num_ranks == cp)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What one rank holds of one component."""
+
+    layers: frozenset[int]
+    units: frozenset[int]
+    share: int
+    dp: int
+
+
+class Holdings:
+    """What the ranks of one side hold; each distinct coordinate is worked out once."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self._layers: dict[tuple[str, int], frozenset[int]] = {}
+        self._units: dict[tuple[str, int], frozenset[int]] = {}
+        self._held: dict[tuple[str, int], Held] = {}
+
+    def of(self, name: str, rank: int) -> Held:
+        """What `rank` holds of the component called `name`."""
+        if (name, rank) not in self._held:
+            self._held[name, rank] = self._work_out(self.spec.cache.by_name[name], rank)
+        return self._held[name, rank]
+
+    def _work_out(self, component: Component, rank: int) -> Held:
+        at, name = self.spec.layout.coordinates(rank), component.name
+        if (name, at["pp"]) not in self._layers:
+            ids = (layer for layer in to_ids(component.layers) if stage_of(self.spec, layer) == at["pp"])
+            self._layers[name, at["pp"]] = frozenset(ids)
+        if (name, at["tp"]) not in self._units:
+            units = (u for u in range(component.num_units) if has_unit(self.spec, component, at["tp"], u))
+            self._units[name, at["tp"]] = frozenset(units)
+        is_shared_out = component.extent.has_tokens and not isinstance(self.spec.layout.scheme, Mirror)
+        share = at["cp"] if is_shared_out else 0
+        return Held(self._layers[name, at["pp"]], self._units[name, at["tp"]], share, at["dp"])

@@ -1,0 +1,300 @@
+"""A plan in words and columns, for a person at a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+from baton.plan.cache import Component
+from baton.plan.dtypes import item_bytes
+from baton.plan.estimate import FLOPS_PER_RANK, Estimate
+from baton.plan.ownership import Spec, cuts
+from baton.plan.prompt import BoundRoute
+from baton.plan.ranges import Range, Ranges, from_ids, text
+from baton.plan.report import Report
+from baton.plan.tokens import TokenSet
+
+ROWS_MAX = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """Routes that differ in nothing that this row's columns show."""
+
+    sources: Ranges
+    targets: Ranges
+    components: str
+    layers: Ranges
+    units: str
+    tokens: str
+    num_routes: int
+    bytes_each: Range
+
+
+def render(report: Report, estimates: Sequence[Estimate], active_parameters: float | None) -> str:
+    """The whole page."""
+    sections = [_head(report), _components(report), _routes(report), _loads(report), _copies(report)]
+    return "\n\n".join([*sections, _costs(estimates, active_parameters)]) + "\n"
+
+
+def human_bytes(num_bytes: float) -> str:
+    """1536 -> 1.5 KiB."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if num_bytes < 1024 or unit == "TiB":
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.4g} {unit}"
+        num_bytes /= 1024
+    raise AssertionError
+
+
+def human_time(seconds: float) -> str:
+    """0.0123 -> 12.3 ms."""
+    for limit, scale, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
+        if seconds < limit:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def columns(rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
+    """Rows of cells, aligned; the first row is the heading."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join((indent + line).rstrip() for line in lines)
+
+
+def _head(report: Report) -> str:
+    plan, prompt = report.plan, report.prompt
+    ends = (_end(plan.source, plan.source_dp), _end(plan.target, plan.target_dp))
+    held = max(prompt.held.values(), default=0)
+    return (
+        f"{report.model}: {ends[0]} -> {ends[1]}\n"
+        f"{prompt.num_tokens} tokens{f', {held} held by the target' if held else ''}; "
+        f"{human_bytes(sum(report.bytes_by_source))} in {len(report.routes)} routes; "
+        "every target byte proven to be sent once, by an owner"
+    )
+
+
+def _end(spec: Spec, dp: int) -> str:
+    group = f", dp group {dp} of {spec.layout.size('dp')}" if spec.layout.size("dp") > 1 else ""
+    return f"{spec.layout.text} ({spec.layout.num_ranks} ranks{group}, page {spec.storage.page_tokens})"
+
+
+def _components(report: Report) -> str:
+    rows = [("component", "layers", "units", "one unit", "per", "copies of it: source, target")]
+    for part in report.plan.target.cache.components:
+        dtype = report.plan.source.storage.dtype_of(part)
+        rows.append(
+            (
+                part.name,
+                _layers(part.layers),
+                f"{part.units.count} {part.units.name}s" if part.units else "none",
+                human_bytes(part.num_elements * item_bytes(dtype)),
+                _extent(part),
+                ", ".join(str(count) for count in _num_mirrors(report, part)),
+            )
+        )
+    return "Components\n" + columns(rows) + "\n  mirrors: " + _mirror_choice(report)
+
+
+def _extent(component: Component) -> str:
+    if not component.extent.has_tokens:
+        return "layer"
+    window = component.extent.window
+    return f"layer and token, last {window} tokens" if window else "layer and token"
+
+
+def _layers(layers: Ranges) -> str:
+    """Ranges for people, regular alternations shortened."""
+    if len(layers) <= 4:
+        return text(layers)
+    return f"{sum(stop - start for start, stop in layers)} of {layers[0][0]}-{layers[-1][1] - 1}"
+
+
+def _num_mirrors(report: Report, component: Component) -> tuple[int, int]:
+    """How many ranks of a group hold the same box, at the source and at the target."""
+    given = report.plan.source.cache.by_name[component.name]
+    found = (cuts(report.plan.source, given, "source"), cuts(report.plan.target, component, "target"))
+    source, target = (
+        len(cut.units) // len(set(cut.units)) * (len(cut.shares) // len(set(cut.shares))) for cut in found
+    )
+    return source, target
+
+
+def _mirror_choice(report: Report) -> str:
+    """In one line, what was chosen where several source ranks hold the same."""
+    choices: dict[str, list[str]] = {}
+    for part in report.plan.target.cache.components:
+        choice = _choice(*_num_mirrors(report, part), part.extent.has_tokens)
+        choices.setdefault(choice, []).append(part.name)
+    return "; ".join(f"{', '.join(names)}: {choice}" for choice, names in choices.items())
+
+
+def _choice(num_sources: int, num_targets: int, has_tokens: bool) -> str:
+    common = gcd(num_sources, num_targets)
+    sources, targets = num_sources // common, num_targets // common
+    if num_sources == 1:
+        return "one owner each, nothing to choose"
+    what = "pages" if has_tokens else "layers"
+    if sources == 1:
+        return f"each of {num_sources} mirrors serves {targets} target{'s' if targets > 1 else ''} in whole"
+    if targets == 1:
+        return f"{what} dealt round robin over {sources} mirrors for each target"
+    return f"{what} dealt in turns of {sources} so that {sources} mirrors share {targets} targets evenly"
+
+
+def _routes(report: Report) -> str:
+    for key in (_exact, _by_unit, _by_layer, _by_component):
+        rows = _group(report, key)
+        if len(rows) <= ROWS_MAX:
+            break
+    cells = [("source", "target", "components", "layers", "units", "tokens", "routes", "bytes each")]
+    for row in rows[:ROWS_MAX]:
+        low, high = row.bytes_each
+        cells.append(
+            (
+                text(row.sources),
+                text(row.targets),
+                row.components,
+                _layers(row.layers),
+                row.units,
+                row.tokens,
+                str(row.num_routes),
+                human_bytes(low) if low == high else f"{human_bytes(low)} to {human_bytes(high)}",
+            )
+        )
+    more = (
+        f"\n  and {len(rows) - ROWS_MAX} more groups; --json lists every route"
+        if len(rows) > ROWS_MAX
+        else ""
+    )
+    return "Routes\n" + (columns(cells) if rows else "  none: the target holds everything") + more
+
+
+def _exact(route: BoundRoute) -> tuple[object, ...]:
+    return (route.source, route.target, route.layers, route.units, route.tokens)
+
+
+def _by_unit(route: BoundRoute) -> tuple[object, ...]:
+    return (route.layers, route.units, route.tokens)
+
+
+def _by_layer(route: BoundRoute) -> tuple[object, ...]:
+    return (route.layers, route.tokens)
+
+
+def _by_component(route: BoundRoute) -> tuple[object, ...]:
+    return (route.tokens is None,)
+
+
+def _group(report: Report, key: Callable[[BoundRoute], tuple[object, ...]]) -> list[_Row]:
+    """Routes of equal key in one row, then components of equal rows in one."""
+    by_key: dict[tuple[object, ...], list[BoundRoute]] = {}
+    for route in report.routes:
+        by_key.setdefault((route.component, *key(route)), []).append(route)
+    alike: dict[tuple[object, ...], list[tuple[str, list[BoundRoute]]]] = {}
+    for (name, *rest), routes in by_key.items():
+        shape = (*rest, tuple((route.source, route.target, route.layers, route.units) for route in routes))
+        alike.setdefault(shape, []).append((str(name), routes))
+    return [_row(report, entries) for entries in alike.values()]
+
+
+def _row(report: Report, entries: list[tuple[str, list[BoundRoute]]]) -> _Row:
+    routes = [route for _, found in entries for route in found]
+    sizes = [route.num_bytes for route in routes]
+    sets = {route.tokens for route in routes}
+    units = {route.units for route in routes if route.units is not None}
+    return _Row(
+        sources=from_ids({route.source for route in routes}),
+        targets=from_ids({route.target for route in routes}),
+        components=", ".join(name for name, _ in entries),
+        layers=from_ids(layer for route in routes for a, b in route.layers for layer in range(a, b)),
+        units=text(from_ids(u for a, b in units for u in range(a, b))) if units else "-",
+        tokens=_tokens(report, sets.pop()) if len(sets) == 1 else f"{len(sets)} sets",
+        num_routes=len(routes),
+        bytes_each=(min(sizes), max(sizes)),
+    )
+
+
+def _tokens(report: Report, tokens: TokenSet | None) -> str:
+    if tokens is None:
+        return "state"
+    if tokens == ((0, report.prompt.num_tokens),):
+        return "all"
+    parts = [_token_item(item) for item in tokens[:3]]
+    return ", ".join(parts) + (f" and {len(tokens) - 3} more" if len(tokens) > 3 else "")
+
+
+def _token_item(item: Sequence[int]) -> str:
+    if len(item) == 4:
+        return f"{item[2]} of every {item[3]} from {item[0]}"
+    return f"{item[0]}-{item[1] - 1}"
+
+
+def _loads(report: Report) -> str:
+    plan = report.plan
+    lines = []
+    for name, totals, group in (
+        ("sent by source rank", report.bytes_by_source, plan.source.layout.group(plan.source_dp)),
+        ("got by target rank", report.bytes_by_target, plan.target.layout.group(plan.target_dp)),
+    ):
+        lines.append(f"  {name}: {_by_load(totals, group)}")
+    idle = text(from_ids(report.idle_sources)) if report.idle_sources else "none"
+    return "Load\n" + "\n".join(lines) + f"\n  idle source ranks: {idle}"
+
+
+def _by_load(totals: Sequence[int], group: Iterable[int]) -> str:
+    by_load: dict[int, list[int]] = {}
+    for rank in group:
+        by_load.setdefault(totals[rank], []).append(rank)
+    entries = sorted(by_load.items(), reverse=True)
+    shown = [f"{human_bytes(load)} each ({text(from_ids(ranks))})" for load, ranks in entries[:6]]
+    rest = f", and {len(entries) - 6} smaller loads" if len(entries) > 6 else ""
+    return ", ".join(shown) + rest
+
+
+def _copies(report: Report) -> str:
+    lengths = report.copy_lengths
+    if not len(lengths):
+        return "Copies\n  none"
+    span = f"{human_bytes(int(lengths.min()))} to {human_bytes(int(lengths.max()))}"
+    median = human_bytes(float(sorted(lengths.tolist())[len(lengths) // 2]))
+    line = f"  {len(lengths)} copies of {span}, median {median}, pages scattered"
+    num_pairs = len({(route.source, route.target) for route in report.routes})
+    if report.packed_pairs:
+        line += (
+            f"\n  packing chosen for {len(report.packed_pairs)} of {num_pairs} pairs of ranks: "
+            f"{report.num_direct_copies} copies without it"
+        )
+    else:
+        line += f"\n  packing chosen for none of {num_pairs} pairs of ranks"
+    return "Copies\n" + line
+
+
+def _costs(estimates: Sequence[Estimate], active_parameters: float | None) -> str:
+    if active_parameters is None:
+        title = (
+            "Time, estimated (transfer alone: no parameter count is known, so no compute to hide it behind)"
+        )
+        links = [(f"{found.link_gbps} Gb/s", human_time(found.serial_s)) for found in estimates]
+        return title + "\n" + columns([("link per rank", "transfer"), *links])
+    title = (
+        f"Time, estimated (prefill {human_time(estimates[0].overlapped.compute_s)}: "
+        f"2 x {active_parameters:.3g} parameters per token at {FLOPS_PER_RANK / 1e12:.0f} TFLOP/s a rank, "
+        "attention not counted)"
+    )
+    heads = ("link per rank", "transfer", "prefill, then transfer", "overlapped", "groups", "exposed")
+    rows: list[tuple[str, ...]] = [(*heads, "efficiency", "bound")]
+    for found in estimates:
+        outcome = found.overlapped
+        times = (outcome.transfer_s, found.serial_s, outcome.completion_s)
+        rows.append(
+            (
+                f"{found.link_gbps} Gb/s",
+                *(human_time(seconds) for seconds in times),
+                str(found.num_groups),
+                human_time(outcome.exposed_s),
+                f"{outcome.efficiency:.3f}",
+                f"{outcome.bound:.3f}",
+            )
+        )
+    return title + "\n" + columns(rows)

@@ -1,0 +1,179 @@
+"""A plan for one prompt as plain data: the stable contract behind `baton plan --json`.
+
+Version 1. Fields are added, never renamed or given another meaning; a change of meaning is a new version.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from baton.plan.alike import Sort, sorts_of_pairs
+from baton.plan.binding import Part, Tables, is_packed, parts_by_pair, unpacked
+from baton.plan.cache import Component
+from baton.plan.check import check
+from baton.plan.dtypes import item_bytes
+from baton.plan.ownership import END, Spec
+from baton.plan.packing import PackCost
+from baton.plan.prompt import BoundRoute, Chunk, Prompt, resolve
+from baton.plan.routes import Plan
+from baton.plan.steps import copy_lengths
+from baton.plan.tokens import Ints, TokenSet
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything that can be said of one hand-over before it happens."""
+
+    model: str
+    plan: Plan
+    prompt: Prompt
+    cost: PackCost
+
+    @cached_property
+    def routes(self) -> tuple[BoundRoute, ...]:
+        """The routes of this prompt, checked independently of the planner."""
+        found = resolve(self.plan, self.prompt)
+        check(self.plan, self.prompt, found)
+        return found
+
+    @cached_property
+    def _sorts(self) -> list[tuple[Sort, list[Part]]]:
+        """The whole prompt as one chunk over scattered pages, once for each sort of pair."""
+        whole = Chunk((0, END), (0, self.prompt.num_tokens))
+        tables = Tables(
+            _scattered(self.plan.source, self.plan.source_dp, self.prompt),
+            _scattered(self.plan.target, self.plan.target_dp, self.prompt),
+        )
+        found = []
+        for sort in sorts_of_pairs(self.plan):
+            for parts in parts_by_pair(sort.plan, self.prompt, tables, whole).values():
+                found.append((sort, parts))
+        return found
+
+    @cached_property
+    def copy_lengths(self) -> Ints:
+        """The size of every copy between ranks; a packed pair has one."""
+        lengths = [np.zeros(0, dtype=np.int64)]
+        for sort, parts in self._sorts:
+            if is_packed(parts, self.cost):
+                each = np.array([sum(part.num_bytes for part in parts)], dtype=np.int64)
+            else:
+                each = copy_lengths(list(unpacked(parts)))
+            lengths.append(np.tile(each, len(sort.pairs)))
+        return np.concatenate(lengths)
+
+    @cached_property
+    def packed_pairs(self) -> list[tuple[int, int]]:
+        """Pairs of ranks whose copies are gathered first."""
+        return sorted(
+            pair for sort, parts in self._sorts if is_packed(parts, self.cost) for pair in sort.pairs
+        )
+
+    @cached_property
+    def num_direct_copies(self) -> int:
+        """Copies if nothing were packed."""
+        return sum(len(sort.pairs) * part.num_spans for sort, parts in self._sorts for part in parts)
+
+    @cached_property
+    def bytes_by_source(self) -> list[int]:
+        """Bytes that every rank of the source side sends, all dp groups counted."""
+        return self._bytes([(route.source, route.num_bytes) for route in self.routes], self.plan.source)
+
+    @cached_property
+    def bytes_by_target(self) -> list[int]:
+        """Bytes that every rank of the target side gets, all dp groups counted."""
+        return self._bytes([(route.target, route.num_bytes) for route in self.routes], self.plan.target)
+
+    @staticmethod
+    def _bytes(entries: list[tuple[int, int]], spec: Spec) -> list[int]:
+        totals = [0] * spec.layout.num_ranks
+        for rank, num_bytes in entries:
+            totals[rank] += num_bytes
+        return totals
+
+    @cached_property
+    def idle_sources(self) -> list[int]:
+        """Ranks of the chosen source group that send nothing."""
+        return [
+            rank
+            for rank in self.plan.source.layout.group(self.plan.source_dp)
+            if not self.bytes_by_source[rank]
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """The contract's fields in its order."""
+        sets: dict[TokenSet, int] = {}
+        for route in self.routes:
+            if route.tokens is not None:
+                sets.setdefault(route.tokens, len(sets))
+        plan, storage = self.plan, self.plan.source.storage
+        lengths = self.copy_lengths
+        median = float(np.median(lengths)) if len(lengths) else 0.0
+        return {
+            "version": VERSION,
+            "model": self.model,
+            "tokens": self.prompt.num_tokens,
+            "skip_tokens": max(self.prompt.held.values(), default=0),
+            "source": _side(plan.source, plan.source_dp),
+            "target": _side(plan.target, plan.target_dp),
+            "components": [_component(part, storage.dtype_of(part)) for part in plan.target.cache.components],
+            "token_sets": [[list(item) for item in tokens] for tokens in sets],
+            "routes": [_route(route, sets) for route in self.routes],
+            "bytes": {
+                "total": sum(self.bytes_by_source),
+                "by_source": self.bytes_by_source,
+                "by_target": self.bytes_by_target,
+            },
+            "copies": {
+                "count": len(lengths),
+                "bytes_median": int(median) if median.is_integer() else median,
+                "packed_pairs": len(self.packed_pairs),
+            },
+            "idle_sources": self.idle_sources,
+        }
+
+
+def _side(spec: Spec, dp: int) -> dict[str, Any]:
+    layout = spec.layout
+    return {"layout": layout.text, "ranks": layout.num_ranks, "page": spec.storage.page_tokens, "dp": dp}
+
+
+def _component(component: Component, dtype: str) -> dict[str, Any]:
+    return {
+        "name": component.name,
+        "layers": [list(layers) for layers in component.layers],
+        "units": component.units.count if component.units else None,
+        "window": component.extent.window,
+        "bytes_per_unit": component.num_elements * item_bytes(dtype),
+    }
+
+
+def _route(route: BoundRoute, sets: dict[TokenSet, int]) -> dict[str, Any]:
+    return {
+        "source": route.source,
+        "target": route.target,
+        "component": route.component,
+        "layers": [list(layers) for layers in route.layers],
+        "units": list(route.units) if route.units is not None else None,
+        "tokens": sets[route.tokens] if route.tokens is not None else None,
+        "bytes": route.num_bytes,
+    }
+
+
+def pages_needed(spec: Spec, prompt: Prompt) -> dict[str, int]:
+    """Pages of every group for pools in which no two pages of a prompt are neighbours."""
+    stateless = {c.group for c in spec.cache.components if c.extent.has_tokens}
+    pages = 2 * -(-prompt.num_tokens // spec.storage.page_tokens)
+    return {group: pages if group in stateless else 1 for group in spec.cache.groups}
+
+
+def _scattered(spec: Spec, dp: int, prompt: Prompt) -> dict[int, dict[str, Ints]]:
+    counts = pages_needed(spec, prompt)
+    tables = {group: np.arange(0, count, 2, dtype=np.int64) for group, count in counts.items()}
+    return dict.fromkeys(spec.layout.group(dp), tables)
