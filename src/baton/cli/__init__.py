@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-import click
 import typer
 
+from baton.cli import bench
 from baton.cli.demo import demo
 from baton.cli.plan import plan
 from baton.errors import BatonError, ConfigError, LayoutError
@@ -14,25 +14,28 @@ from baton.errors import BatonError, ConfigError, LayoutError
 app = typer.Typer(
     name="baton",
     help="Hands a request's KV cache over between any two parallel layouts.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+# typer brings its own copy of click or uses the installed one, by version; either way this is the root.
+MISUSE = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
 app.command()(plan)
 app.command()(demo)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
     """Runs the command; misuse is one line on stderr and exit code 2, a failure exit code 1."""
     try:
-        result = app(standalone_mode=False)
-    except click.ClickException as error:
+        result = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)
+    except MISUSE as error:
         _fail(error.format_message(), 2)
     except (ConfigError, LayoutError) as error:
         _fail(str(error), 2)
     except BatonError as error:
         _fail(str(error), 1)
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
     else:
         sys.exit(result if isinstance(result, int) else 0)

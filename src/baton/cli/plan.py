@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from baton.cli.page import render_page
 from baton.errors import ConfigError
 from baton.plan.estimate import estimates
 from baton.plan.layout import parse_layout
@@ -46,6 +47,10 @@ def plan(
     cache = load_cache(model)
     with_tokens = sorted({part.group for part in cache.components if part.extent.has_tokens})
     prompt = Prompt(tokens, dict.fromkeys(with_tokens, skip_tokens) if skip_tokens else {})
+    if not 0 <= skip_tokens <= tokens:
+        raise ConfigError(
+            f"--skip-tokens must be 0 to {tokens}, the length of the prompt, found {skip_tokens}"
+        )
     specs = []
     for layout, storage, page in (
         (source, source_storage, source_page),
@@ -54,14 +59,20 @@ def plan(
         spec = Spec(parse_layout(layout), cache, parse_storage(storage, page, dtype))
         specs.append(Spec(spec.layout, cache, spec.storage.with_pages(pages_needed(spec, prompt))))
     report = Report(model, make_plan(*specs, source_dp, target_dp), prompt, PackCost())
+    contract = report.as_json() | {"skip_tokens": skip_tokens}
+    if html is not None:
+        _write(html, render_page(contract))
     if as_json:
-        print(json.dumps(report.as_json()))
+        print(json.dumps(contract))
     else:
         parameters = active_parameters(model)
         print(render(report, estimates(report, parameters), parameters), end="")
-    if html is not None:
-        _write(html, report)
 
 
-def _write(path: Path, report: Report) -> None:
-    raise ConfigError(f"cannot write {path}: no page yet")
+def _write(path: Path, page: str) -> None:
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; name a file in a folder that exists"
+        ) from None

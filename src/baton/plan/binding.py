@@ -18,7 +18,7 @@ import numpy as np
 
 from baton.errors import ConfigError
 from baton.plan.cache import Component
-from baton.plan.lowering import Face, Pieces, cut, join, lower, shape
+from baton.plan.lowering import Face, Lowered, Pieces, cut, join, lower, shape
 from baton.plan.ownership import Spec, box, placements, share_stride
 from baton.plan.packing import PackCost
 from baton.plan.prompt import Chunk, Prompt, check_held, entries_in, num_entries, route_layers, route_strides
@@ -204,7 +204,7 @@ def unpacked(parts: list[Part]) -> Iterator[Step]:
 
 
 def _direct(parts: list[Part]) -> Iterator[Step]:
-    together: dict[tuple[str, str], list[Spans]] = {}
+    together: dict[tuple[str, str], list[Lowered]] = {}
     for part in parts:
         spans = lower(part.source, part.target, part.extents, part.pieces)
         together.setdefault(part.buffers, []).extend(spans)
@@ -245,8 +245,11 @@ def _unpack(part: Part, staging: Face) -> Unpack:
     return Unpack(route.source, route.target, part.component.name, part.buffers[1], joined, part.dtypes)
 
 
-def _joined(spans: list[Spans], source_item: int = 1, target_item: int = 1) -> Spans:
-    if len(spans) == 1:
-        return join(spans[0], source_item, target_item)
-    arrays = ([getattr(part, name) for part in spans] for name in ("source", "target", "length"))
-    return join(Spans(*(np.concatenate(array) for array in arrays)), source_item, target_item)
+def _joined(parts: list[Lowered], source_item: int = 1, target_item: int = 1) -> Spans:
+    if len(parts) == 1 and parts[0].is_joined:
+        return parts[0].spans
+    spans = [part.spans for part in parts]
+    source = np.concatenate([part.source for part in spans])
+    target = np.concatenate([part.target for part in spans])
+    length = np.concatenate([part.length for part in spans])
+    return join(Spans(source, target, length), source_item, target_item)

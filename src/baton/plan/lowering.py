@@ -98,7 +98,8 @@ def cut(source: Face, target: Face, runs: Runs) -> Pieces:
         first,
         *(_page_marks(face, first, lengths) for face in (source, target) if face.table is not None),
     ]
-    at = np.unique(np.concatenate(marks)) if len(marks) > 1 else first
+    at = np.sort(np.concatenate(marks))
+    at = at[np.append(True, at[1:] != at[:-1])]
     run = np.searchsorted(first, at, side="right") - 1
     inside = at - first[run]
     count = np.diff(at, append=lengths.sum())
@@ -147,7 +148,15 @@ def _absorb(
         left.remove(follows[0])
 
 
-def lower(source: Face, target: Face, extents: tuple[int, ...], pieces: Pieces) -> list[Spans]:
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """Spans of one component of one route; joined: known to be sorted and to have no neighbours."""
+
+    spans: Spans
+    is_joined: bool = False
+
+
+def lower(source: Face, target: Face, extents: tuple[int, ...], pieces: Pieces) -> list[Lowered]:
     """The spans of one component of one route; to be joined with what shares its buffers."""
     found = shape(source, target, extents)
     if not found.is_token_joined:
@@ -164,22 +173,28 @@ def lower(source: Face, target: Face, extents: tuple[int, ...], pieces: Pieces) 
 
 def _spans(
     source: Face, target: Face, rest: tuple[tuple[int, ...], tuple[int, ...], int], pieces: Pieces
-) -> Spans:
+) -> Lowered:
     """The outer sum layers x pieces x remaining axes."""
     extents, axes, elements_per_token = rest
     source_at, target_at = source.offsets(pieces.source), target.offsets(pieces.target)
     length = pieces.count * (elements_per_token * source.item_bytes)
-    order = np.argsort(source_at, kind="stable")
-    joined = join(
-        Spans(source_at[order], target_at[order], length[order]), source.item_bytes, target.item_bytes
-    )
+    within = join(Spans(source_at, target_at, length), source.item_bytes, target.item_bytes)
     sides = []
-    for face, at in ((source, joined.source), (target, joined.target)):
+    for face, at in ((source, within.source), (target, within.target)):
         inner = [np.arange(extents[axis], dtype=np.int64) * face.axes[axis] for axis in axes]
         sides.append(reduce(np.add.outer, inner, np.add.outer(face.layer_offsets, at)).ravel())
-    repeats = len(sides[0]) // max(1, len(joined) * len(source.layer_offsets))
-    lengths = np.tile(np.repeat(joined.length, repeats), len(source.layer_offsets))
-    return Spans(sides[0], sides[1], lengths)
+    repeats = len(sides[0]) // max(1, len(within) * len(source.layer_offsets))
+    lengths = np.tile(np.repeat(within.length, repeats), len(source.layer_offsets))
+    is_joined = repeats == 1 and _has_gaps(source.layer_offsets, within)
+    return Lowered(Spans(sides[0], sides[1], lengths), is_joined)
+
+
+def _has_gaps(layer_offsets: Ints, within: Spans) -> bool:
+    """Whether layers lie one after another at the source with room between them."""
+    if not len(within):
+        return True
+    reach = within.source[-1] + within.length[-1] - within.source[0]
+    return bool((np.diff(layer_offsets) > reach).all())
 
 
 def join(spans: Spans, source_item: int = 1, target_item: int = 1) -> Spans:

@@ -253,12 +253,12 @@ def _by_load(totals: Sequence[int], group: Iterable[int]) -> str:
 
 
 def _copies(report: Report) -> str:
-    lengths = report.copy_lengths
-    if not len(lengths):
+    sizes = list(report.copy_sizes)
+    if not sizes:
         return "Copies\n  none"
-    span = f"{human_bytes(int(lengths.min()))} to {human_bytes(int(lengths.max()))}"
-    median = human_bytes(float(sorted(lengths.tolist())[len(lengths) // 2]))
-    line = f"  {len(lengths)} copies of {span}, median {median}, pages scattered"
+    span = " to ".join(dict.fromkeys((human_bytes(sizes[0]), human_bytes(sizes[-1]))))
+    median = human_bytes(report.copy_bytes_median)
+    line = f"  {report.num_copies} copies of {span}, median {median}, pages scattered"
     num_pairs = len({(route.source, route.target) for route in report.routes})
     if report.packed_pairs:
         line += (

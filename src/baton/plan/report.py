@@ -5,6 +5,7 @@ Version 1. Fields are added, never renamed or given another meaning; a change of
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -57,16 +58,35 @@ class Report:
         return found
 
     @cached_property
-    def copy_lengths(self) -> Ints:
-        """The size of every copy between ranks; a packed pair has one."""
-        lengths = [np.zeros(0, dtype=np.int64)]
+    def copy_sizes(self) -> dict[int, int]:
+        """How many copies there are of every size in bytes, ascending; a packed pair has one copy."""
+        found: Counter[int] = Counter()
         for sort, parts in self._sorts:
             if is_packed(parts, self.cost):
-                each = np.array([sum(part.num_bytes for part in parts)], dtype=np.int64)
-            else:
-                each = copy_lengths(list(unpacked(parts)))
-            lengths.append(np.tile(each, len(sort.pairs)))
-        return np.concatenate(lengths)
+                found[sum(part.num_bytes for part in parts)] += len(sort.pairs)
+                continue
+            sizes, counts = np.unique(copy_lengths(list(unpacked(parts))), return_counts=True)
+            for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
+                found[size] += count * len(sort.pairs)
+        return dict(sorted(found.items()))
+
+    @property
+    def num_copies(self) -> int:
+        """Copies between ranks."""
+        return sum(self.copy_sizes.values())
+
+    @property
+    def copy_bytes_median(self) -> float:
+        """The middle size of a copy, or the mean of the two in the middle; 0 where nothing moves."""
+        middle = [self._nth_size((self.num_copies - 1) // 2), self._nth_size(self.num_copies // 2)]
+        return sum(middle) / 2
+
+    def _nth_size(self, index: int) -> int:
+        for size, count in self.copy_sizes.items():
+            index -= count
+            if index < 0:
+                return size
+        return 0
 
     @cached_property
     def packed_pairs(self) -> list[tuple[int, int]]:
@@ -113,8 +133,7 @@ class Report:
             if route.tokens is not None:
                 sets.setdefault(route.tokens, len(sets))
         plan, storage = self.plan, self.plan.source.storage
-        lengths = self.copy_lengths
-        median = float(np.median(lengths)) if len(lengths) else 0.0
+        median = self.copy_bytes_median
         return {
             "version": VERSION,
             "model": self.model,
@@ -131,7 +150,7 @@ class Report:
                 "by_target": self.bytes_by_target,
             },
             "copies": {
-                "count": len(lengths),
+                "count": self.num_copies,
                 "bytes_median": int(median) if median.is_integer() else median,
                 "packed_pairs": len(self.packed_pairs),
             },

@@ -1,0 +1,83 @@
+"""What a figure needs to be believed: the command, the machine and the commit it was measured on."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from baton.errors import ConfigError
+
+
+def machine() -> dict[str, Any]:
+    """The processor, the cores and the versions that matter."""
+    return {
+        "processor": _processor(),
+        "architecture": platform.machine(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part"))]
+    return names[0] if names else "unknown"
+
+
+def commit() -> str:
+    """The commit of the checkout, marked where it has changes; `unknown` outside one."""
+    here = Path(__file__).parent
+    try:
+        words = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return words.stdout.strip()
+
+
+def write(path: Path, results: dict[str, Any]) -> None:
+    """Results with their provenance, as JSON."""
+    record = {
+        "command": " ".join(["baton", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": machine(),
+        "results": results,
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(record, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --out") from None
+
+
+def seconds(work: Callable[[], object], repeats: int) -> dict[str, float]:
+    """The best and the median of several runs; other load only ever adds to a run."""
+    times = []
+    for _ in range(repeats):
+        start = perf_counter()
+        work()
+        times.append(perf_counter() - start)
+    return {"best_s": min(times), "median_s": median(times)}
