@@ -9,7 +9,7 @@ import pytest
 from tests.plan.world import make_cache
 
 from baton.errors import PlanError
-from baton.plan.check import check
+from baton.plan.checker import check
 from baton.plan.kinds import Latent, Paged, Recurrent
 from baton.plan.layout import parse_layout
 from baton.plan.mirrors import Turns

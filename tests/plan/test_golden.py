@@ -8,7 +8,7 @@ import pytest
 from tests.plan.world import make_cache
 
 from baton.plan.cache import Cache, Units
-from baton.plan.check import check
+from baton.plan.checker import check
 from baton.plan.kinds import Conv, Latent, Paged, Recurrent
 from baton.plan.layout import parse_layout
 from baton.plan.ownership import Spec

@@ -12,7 +12,7 @@ from hypothesis import given
 from tests.plan.world import World, holdings, needed, page_tables, put, raw_values, worlds
 
 from baton.plan.binding import Tables, bind
-from baton.plan.check import check
+from baton.plan.checker import check
 from baton.plan.conversion import convert
 from baton.plan.execution import Memory, allocate, execute
 from baton.plan.packing import ALWAYS_PACK, NEVER_PACK, PackCost

@@ -6,6 +6,7 @@ it, by the definitions of the layout string alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,18 +30,18 @@ def stage_of(spec: Spec, layer: int) -> int:
     return layer // base if layer < small else num_stages - extra + (layer - small) // (base + 1)
 
 
-def has_unit(spec: Spec, component: Component, tp: int, unit: int) -> bool:
-    """Whether a tp coordinate holds a unit."""
+def owners_of_unit(spec: Spec, component: Component, unit: int) -> range:
+    """The tp coordinates that hold a unit; what has no units is held by all."""
     num_ranks = spec.layout.size("tp")
     if component.units is None:
-        return unit == 0
-    if not 0 <= unit < component.units.count:
-        return False
-    if num_ranks > component.units.count:
-        return tp * component.units.count // num_ranks == unit
-    base, extra = divmod(component.units.count, num_ranks)
+        return range(num_ranks)
+    num_units = component.units.count
+    if num_ranks > num_units:
+        return range(unit * num_ranks // num_units, (unit + 1) * num_ranks // num_units)
+    base, extra = divmod(num_units, num_ranks)
     large = extra * (base + 1)
-    return tp == (unit // (base + 1) if unit < large else extra + (unit - large) // base)
+    owner = unit // (base + 1) if unit < large else extra + (unit - large) // base
+    return range(owner, owner + 1)
 
 
 @lru_cache(maxsize=256)
@@ -70,13 +71,18 @@ class Held:
 
 
 class Holdings:
-    """What the ranks of one side hold; each distinct coordinate is worked out once."""
+    """What the ranks of one side hold, worked out element by element and kept."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        self._layers: dict[tuple[str, int], frozenset[int]] = {}
-        self._units: dict[tuple[str, int], frozenset[int]] = {}
+        self._layers: dict[str, dict[int, frozenset[int]]] = {}
+        self._units: dict[str, dict[int, frozenset[int]]] = {}
         self._held: dict[tuple[str, int], Held] = {}
+        for component in spec.cache.components:
+            stages = ((layer, (stage_of(spec, layer),)) for layer in to_ids(component.layers))
+            self._layers[component.name] = _inverted(stages)
+            owners = ((unit, owners_of_unit(spec, component, unit)) for unit in range(component.num_units))
+            self._units[component.name] = _inverted(owners)
 
     def of(self, name: str, rank: int) -> Held:
         """What `rank` holds of the component called `name`."""
@@ -86,12 +92,16 @@ class Holdings:
 
     def _work_out(self, component: Component, rank: int) -> Held:
         at, name = self.spec.layout.coordinates(rank), component.name
-        if (name, at["pp"]) not in self._layers:
-            ids = (layer for layer in to_ids(component.layers) if stage_of(self.spec, layer) == at["pp"])
-            self._layers[name, at["pp"]] = frozenset(ids)
-        if (name, at["tp"]) not in self._units:
-            units = (u for u in range(component.num_units) if has_unit(self.spec, component, at["tp"], u))
-            self._units[name, at["tp"]] = frozenset(units)
         is_shared_out = component.extent.has_tokens and not isinstance(self.spec.layout.scheme, Mirror)
         share = at["cp"] if is_shared_out else 0
-        return Held(self._layers[name, at["pp"]], self._units[name, at["tp"]], share, at["dp"])
+        layers = self._layers[name].get(at["pp"], frozenset())
+        return Held(layers, self._units[name][at["tp"]], share, at["dp"])
+
+
+def _inverted(owners: Iterable[tuple[int, Iterable[int]]]) -> dict[int, frozenset[int]]:
+    """Members by owner, from owners by member."""
+    found: dict[int, set[int]] = {}
+    for member, coordinates in owners:
+        for coordinate in coordinates:
+            found.setdefault(coordinate, set()).add(member)
+    return {coordinate: frozenset(members) for coordinate, members in found.items()}

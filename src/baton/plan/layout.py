@@ -16,7 +16,7 @@ from baton.plan.ranges import Range, Ranges, even_cuts, from_sizes
 from baton.plan.schemes import Mirror, Scheme, Split, Stripe
 
 AXIS_NAMES = ("dp", "pp", "cp", "tp")
-NUM_RANKS_MAX = 65_536
+NUM_RANKS_MAX = 16_384
 BLOCK_MAX = 1 << 24
 
 _AXIS = re.compile(r"(?P<name>[a-z]+)(?P<size>[0-9]+)(?::(?P<option>.+))?")

@@ -7,11 +7,11 @@ found dim by dim. A combination that is not empty is a box that some mirrors hol
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from baton.errors import LayoutError
 from baton.plan.cache import Component
@@ -23,7 +23,10 @@ from baton.plan.ranges import Range, Ranges, intersection, overlap
 from baton.plan.routes import Plan, Route
 from baton.plan.tokens import can_meet
 
-Piece = TypeVar("Piece")
+Piece = TypeVar("Piece", bound=Hashable)
+_Pieces: TypeAlias = list[tuple[Piece, tuple[int, ...]]]
+
+BOXES_MAX = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +68,20 @@ def _component_routes(
     wanted = cuts(target, component, "target")
     layers = [
         _Meeting(layers=common, givers=givers, takers=takers)
-        for mine, givers in _pieces(given.layers)
-        for theirs, takers in _pieces(wanted.layers)
+        for (mine, givers), (theirs, takers) in _overlapping(
+            _pieces(given.layers), _pieces(wanted.layers), _bounds
+        )
         if (common := intersection(mine, theirs))
     ]
     units = [
         _Meeting(units=shared, givers=givers, takers=takers)
-        for mine, givers in _pieces(given.units)
-        for theirs, takers in _pieces(wanted.units)
+        for (mine, givers), (theirs, takers) in _overlapping(
+            _pieces(given.units), _pieces(wanted.units), _itself
+        )
         if (shared := overlap(mine, theirs))
     ]
-    tokens = [
-        _Meeting(shares=(mine, theirs), givers=givers, takers=takers)
-        for mine, givers in _pieces(given.shares)
-        for theirs, takers in _pieces(wanted.shares)
-        if can_meet(share_stride(source, component, mine, END), share_stride(target, component, theirs, END))
-    ]
+    tokens = _share_meetings(source, target, component, (given.shares, wanted.shares))
+    _check_size(source, target, component, len(layers) * len(units) * len(tokens))
     for stage, block, share in product(layers, units, tokens):
         givers = _ranks(source, groups[0], (stage.givers, share.givers, block.givers))
         takers = _ranks(target, groups[1], (stage.takers, share.takers, block.takers))
@@ -89,7 +90,56 @@ def _component_routes(
             yield Route(*ends, component.name, stage.layers, block.units, *share.shares, match.turns)
 
 
-def _pieces(cut: Sequence[Piece]) -> list[tuple[Piece, tuple[int, ...]]]:
+def _share_meetings(
+    source: Spec, target: Spec, component: Component, shares: tuple[Sequence[int], Sequence[int]]
+) -> list[_Meeting]:
+    """Shares of tokens that can have one in common."""
+    mine, theirs = _pieces(shares[0]), _pieces(shares[1])
+    _check_size(source, target, component, len(mine) * len(theirs))
+    given = [share_stride(source, component, share, END) for share, _ in mine]
+    wanted = [share_stride(target, component, share, END) for share, _ in theirs]
+    return [
+        _Meeting(shares=(mine[i][0], theirs[j][0]), givers=mine[i][1], takers=theirs[j][1])
+        for i, left in enumerate(given)
+        for j, right in enumerate(wanted)
+        if can_meet(left, right)
+    ]
+
+
+def _check_size(source: Spec, target: Spec, component: Component, num_boxes: int) -> None:
+    if num_boxes > BOXES_MAX:
+        raise LayoutError(
+            f"{num_boxes} boxes would have to be handed over, at most {BOXES_MAX} are planned; use fewer ranks",
+            component=component.name,
+            sides=f"source {source.layout} and target {target.layout}",
+        )
+
+
+def _itself(units: Range) -> Range:
+    return units
+
+
+def _bounds(layers: Ranges) -> Range:
+    return (layers[0][0], layers[-1][1])
+
+
+def _overlapping(
+    mine: _Pieces[Piece], theirs: _Pieces[Piece], bounds: Callable[[Piece], Range]
+) -> Iterator[tuple[tuple[Piece, tuple[int, ...]], tuple[Piece, tuple[int, ...]]]]:
+    """Pairs of pieces whose bounds overlap; the pieces of a side ascend and are disjoint."""
+    left, right = [piece for piece in mine if piece[0]], [piece for piece in theirs if piece[0]]
+    i = j = 0
+    while i < len(left) and j < len(right):
+        a, b = bounds(left[i][0]), bounds(right[j][0])
+        if overlap(a, b):
+            yield left[i], right[j]
+        if a[1] <= b[1]:
+            i += 1
+        else:
+            j += 1
+
+
+def _pieces(cut: Sequence[Piece]) -> _Pieces[Piece]:
     """The distinct pieces of a cut with the coordinates that hold each."""
     found: dict[Piece, list[int]] = {}
     for coordinate, piece in enumerate(cut):

@@ -15,7 +15,7 @@ import numpy as np
 from baton.plan.alike import Sort, sorts_of_pairs
 from baton.plan.binding import Part, Tables, is_packed, parts_by_pair, unpacked
 from baton.plan.cache import Component
-from baton.plan.check import check
+from baton.plan.checker import check
 from baton.plan.dtypes import item_bytes
 from baton.plan.ownership import END, Spec
 from baton.plan.packing import PackCost
