@@ -109,7 +109,7 @@ def _share_meetings(
 def _check_size(source: Spec, target: Spec, component: Component, num_boxes: int) -> None:
     if num_boxes > BOXES_MAX:
         raise LayoutError(
-            f"{num_boxes} boxes would have to be handed over, at most {BOXES_MAX} are planned; use fewer ranks",
+            f"{num_boxes} boxes to hand over, at most {BOXES_MAX} are planned; use fewer ranks",
             component=component.name,
             sides=f"source {source.layout} and target {target.layout}",
         )
