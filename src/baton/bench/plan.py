@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.bench.record import seconds
+from baton.bench.record import seconds, side_by_side
 from baton.plan import alike, compatibility, elements, layout, mirrors, ownership, planner
 from baton.plan.binding import Tables, bind
 from baton.plan.layout import parse_layout
@@ -94,8 +94,13 @@ def _binding(repeats: int) -> Row:
     steps = bind(made, prompt, tables, chunk)
     num_spans = sum(len(step.spans) for step in steps)
     assert num_spans == num_layers * num_pages, "scattered pages must not merge"
-    ours = seconds(lambda: bind(made, prompt, tables, chunk), 10 * repeats)
-    peer = seconds(lambda: [np.add.outer(layers * page, pages) for _ in range(3)], 10 * repeats)
+    ours, peer = side_by_side(
+        [
+            lambda: bind(made, prompt, tables, chunk),
+            lambda: [np.add.outer(layers * page, pages) for _ in range(3)],
+        ],
+        20 * repeats,
+    )
     ratio = ours["median_s"] / peer["median_s"]
     figures = {"spans": num_spans, "bind": ours, "add_outer": peer, "ratio": ratio}
     text = f"{ours['median_s'] * 1e3:.2f} ms, {ratio:.1f} x np.add.outer of the same size"

@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -75,9 +75,15 @@ def write(path: Path, results: dict[str, Any]) -> None:
 
 def seconds(work: Callable[[], object], repeats: int) -> dict[str, float]:
     """The best and the median of several runs; other load only ever adds to a run."""
-    times = []
+    return side_by_side([work], repeats)[0]
+
+
+def side_by_side(works: Sequence[Callable[[], object]], repeats: int) -> list[dict[str, float]]:
+    """The same for several pieces of work, taking turns so that other load falls on all of them alike."""
+    times: list[list[float]] = [[] for _ in works]
     for _ in range(repeats):
-        start = perf_counter()
-        work()
-        times.append(perf_counter() - start)
-    return {"best_s": min(times), "median_s": median(times)}
+        for work, taken in zip(works, times, strict=True):
+            start = perf_counter()
+            work()
+            taken.append(perf_counter() - start)
+    return [{"best_s": min(taken), "median_s": median(taken)} for taken in times]
