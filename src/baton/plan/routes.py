@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.plan.mirrors import Turns
 from baton.plan.ownership import Spec
@@ -37,3 +37,12 @@ class Plan:
     def deal_tokens(self) -> int:
         """Tokens that go to one mirror together: the larger page."""
         return max(self.source.storage.page_tokens, self.target.storage.page_tokens)
+
+    def narrowed(self, *, source: int | None = None, target: int | None = None) -> Plan:
+        """The routes of one rank alone, for that rank to bind: it knows no other rank's page table."""
+        kept = tuple(
+            route
+            for route in self.routes
+            if source in (None, route.source) and target in (None, route.target)
+        )
+        return replace(self, routes=kept)
