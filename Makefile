@@ -10,7 +10,7 @@ BIN := .venv/bin
 # The work is many small arrays: a thread pool per process only gets in the way.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test check sim bench docs
+.PHONY: help setup demo test check sim bench docs transports
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,8 +25,15 @@ setup: .venv/.stamp  ## make .venv with Baton and its tools in it
 demo: setup  ## hand a cache over in memory and prove the bytes equal
 	$(BIN)/baton demo
 
-test: setup  ## all tests
-	$(BIN)/pytest -q -n $(JOBS)
+# What tests use and Python cannot bring: system libraries of two transports, and a browser. Each says so
+# in a line where it cannot be had, and the tests that need it are skipped with the reason.
+.venv/.extras: .venv/.stamp tools/native.sh tools/browser.sh
+	tools/native.sh
+	tools/browser.sh
+	touch $@
+
+test: .venv/.extras  ## all tests
+	$(BIN)/pytest -q -rs -n $(JOBS)
 
 check: setup  ## lint, format, types, layers and tidiness
 	$(BIN)/ruff check src tests
@@ -38,8 +45,9 @@ check: setup  ## lint, format, types, layers and tidiness
 sim: setup  ## long random search for a plan that moves a wrong byte (EXAMPLES=20000)
 	BATON_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -q -n $(JOBS) tests/plan/test_property.py
 
-bench: setup  ## measure planning and binding
+bench: .venv/.extras  ## measure planning, binding and transports
 	$(BIN)/baton bench plan
+	$(BIN)/baton bench transport
 
 docs: setup  ## write again the pages that code generates
 	$(BIN)/python -m baton.plan.models > docs/models.md.new

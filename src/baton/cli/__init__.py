@@ -8,6 +8,7 @@ import typer
 
 from baton.cli import bench
 from baton.cli.demo import demo
+from baton.cli.doctor import doctor
 from baton.cli.plan import plan
 from baton.errors import BatonError, ConfigError, LayoutError
 
@@ -22,6 +23,7 @@ MISUSE = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "C
 
 app.command()(plan)
 app.command()(demo)
+app.command()(doctor)
 app.add_typer(bench.app, name="bench")
 
 

@@ -11,17 +11,32 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from baton.bench.plan import run
+from baton.bench import plan as plan_bench
+from baton.bench import transport as transport_bench
+from baton.bench.plot import plot_throughput
 from baton.bench.record import write
+from baton.bench.sizes import parse_sizes, size_text
+from baton.cli.doctor import check_transport
+from baton.errors import ConfigError
+from baton.transport import transport_names
 
 app = typer.Typer(help="Measures what Baton claims.")
 
 RESULTS = Path("benchmarks/results")
+SIZES = "4KiBx256,64KiBx256,1MiBx64"
 
 
 @app.callback()
 def bench() -> None:
     """Measures what Baton claims."""
+
+
+def _progress() -> Progress:
+    return Progress(transient=True, console=Console(stderr=True))
+
+
+def _path(name: str, out: Path | None) -> Path:
+    return out or RESULTS / f"{name}-{datetime.now(UTC):%Y-%m-%d}.json"
 
 
 @app.command()
@@ -31,15 +46,98 @@ def plan(
 ) -> None:
     """Times planning and binding, and counts copies."""
     rows = []
-    with Progress(transient=True, console=Console(stderr=True)) as progress:
+    with _progress() as progress:
         task = progress.add_task("measuring", total=None)
-        for row in run(repeats):
+        for row in plan_bench.run(repeats):
             rows.append(row)
             progress.update(task, description=row.name)
     table = Table("measurement", "result", "target", title="baton bench plan")
     for row in rows:
         table.add_row(row.name, row.text, {None: "", True: "met", False: "missed"}[row.is_met])
-    Console(width=None).print(table)
-    path = out or RESULTS / f"plan-{datetime.now(UTC):%Y-%m-%d}.json"
+    Console().print(table)
+    path = _path("plan", out)
     write(path, {row.name: {**row.figures, "is_met": row.is_met} for row in rows})
     print(f"written to {path}")
+
+
+@app.command()
+def transport(
+    transports: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="comma-separated; default: all that work here")
+    ] = None,
+    sizes: Annotated[str, typer.Option(metavar="SIZES", help="spans as SIZExCOUNT, comma-separated")] = SIZES,
+    repeats: Annotated[int, typer.Option(min=1, max=1000, help="runs of each measurement")] = 15,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="where to write the results")] = None,
+) -> None:
+    """Measures throughput and latency against memcpy and each transport's own library called bare."""
+    wanted, names = parse_sizes(sizes), _names(transports)
+    found: list[transport_bench.Result] = []
+    waits: list[transport_bench.Latency] = []
+    with _progress() as progress:
+        task = progress.add_task("measuring", total=len(names) * (1 + len(wanted)))
+        for result in transport_bench.run(names, wanted, repeats):
+            (found if isinstance(result, transport_bench.Result) else waits).append(result)  # type: ignore[arg-type]
+            progress.update(task, advance=1, description=result.transport)
+    Console().print(_throughput_table(found))
+    Console().print(_latency_table(waits))
+    path = _path("transport", out)
+    write(path, _record(found, waits))
+    print(f"written to {path}")
+    picture = path.with_suffix(".png")
+    if plot_throughput(found, picture):
+        print(f"drawn in {picture}")
+    else:
+        print("no picture: matplotlib is not installed (pip install 'baton[plot]')")
+
+
+def _names(text: str | None) -> list[str]:
+    if text is None:
+        return [name for name in transport_names() if check_transport(name).is_ok]
+    names = text.split(",")
+    for name in names:
+        if name not in transport_names():
+            raise ConfigError(f"transport {name!r} is not known; use {', '.join(transport_names())}")
+        finding = check_transport(name)
+        if not finding.is_ok:
+            raise ConfigError(str(finding))
+    return names
+
+
+def _throughput_table(found: list[transport_bench.Result]) -> Table:
+    table = Table("transport", "spans", "GB/s", "of memcpy", "of its library, bare", title="throughput")
+    for result in found:
+        ratios = (result.ratio("memcpy"), result.ratio("bare"))
+        texts = ("" if ratio is None else f"{ratio:.2f}" for ratio in ratios)
+        size = size_text(result.span_bytes, result.num_spans)
+        table.add_row(result.transport, size, f"{result.bytes_per_s / 1e9:.2f}", *texts)
+    return table
+
+
+def _latency_table(waits: list[transport_bench.Latency]) -> Table:
+    heads = ("64 B to Done", "64 B to Landed at the target", "submit of 10,000 spans")
+    table = Table("transport", *heads, title="latency, medians")
+    for wait in waits:
+        keys = ("small_write", "seen_by_target", "submit_10000")
+        texts = (
+            f"{wait.figures[key]['median_s'] * 1e6:.0f} us" if key in wait.figures else "" for key in keys
+        )
+        table.add_row(wait.transport, *texts)
+    return table
+
+
+def _record(
+    found: list[transport_bench.Result], waits: list[transport_bench.Latency]
+) -> dict[str, dict[str, object]]:
+    sizes = {f"{r.transport} {size_text(r.span_bytes, r.num_spans)}": r for r in found}
+    return {
+        "throughput": {
+            name: {
+                **result.figures,
+                "bytes_per_s": result.bytes_per_s,
+                "of_memcpy": result.ratio("memcpy"),
+                "of_bare": result.ratio("bare"),
+            }
+            for name, result in sizes.items()
+        },
+        "latency": {wait.transport: wait.figures for wait in waits},
+    }

@@ -1,0 +1,43 @@
+"""Plots of measurements, where matplotlib is installed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.bench.sizes import size_text
+from baton.bench.transport import Result
+
+
+def plot_throughput(results: Sequence[Result], path: Path) -> bool:
+    """Bars of GB/s by size, one colour a transport, with memcpy as a line; False without matplotlib."""
+    try:
+        matplotlib = importlib.import_module("matplotlib")
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    names = list(dict.fromkeys(result.transport for result in results))
+    sizes = list(dict.fromkeys((result.span_bytes, result.num_spans) for result in results))
+    figure, axes = pyplot.subplots(figsize=(1.8 + 1.9 * len(sizes), 4.2), layout="constrained")
+    width = 0.8 / max(1, len(names))
+    for place, name in enumerate(names):
+        mine = {(r.span_bytes, r.num_spans): r.bytes_per_s / 1e9 for r in results if r.transport == name}
+        at = [index + (place - (len(names) - 1) / 2) * width for index in range(len(sizes))]
+        axes.bar(at, [mine.get(size, 0.0) for size in sizes], width * 0.92, label=name)
+    for index, size in enumerate(sizes):
+        speeds = [_memcpy_speed(r) for r in results if (r.span_bytes, r.num_spans) == size]
+        axes.hlines(max(speeds), index - 0.45, index + 0.45, colors="black", linewidth=1)
+    axes.set_xticks(range(len(sizes)), [size_text(*size) for size in sizes])
+    axes.set_ylabel("GB/s (black line: memcpy, one thread)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=min(len(names), 5))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+    return True
+
+
+def _memcpy_speed(result: Result) -> float:
+    return result.span_bytes * result.num_spans / float(result.figures["memcpy"]["median_s"]) / 1e9

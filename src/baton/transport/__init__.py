@@ -1,0 +1,107 @@
+"""Ways to move spans between registered buffers, one module each, all under the contract in base.py."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import select
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+from baton.errors import ConfigError
+from baton.transport.base import (
+    DEADLINE_S,
+    Batch,
+    Bytes,
+    Capabilities,
+    Completion,
+    Counters,
+    Description,
+    Done,
+    Event,
+    FailedQuiet,
+    FailedUnknown,
+    Fence,
+    Invitation,
+    Landed,
+    Peer,
+    Place,
+    Quiet,
+    Ranges,
+    Reach,
+    Region,
+    RemoteRegion,
+    Stillness,
+    Ticket,
+    Transport,
+    Unknown,
+)
+from baton.transport.fences import NOW, HostFence
+
+__all__ = [
+    "DEADLINE_S",
+    "NOW",
+    "Batch",
+    "Bytes",
+    "Capabilities",
+    "Completion",
+    "Counters",
+    "Description",
+    "Done",
+    "Event",
+    "FailedQuiet",
+    "FailedUnknown",
+    "Fence",
+    "HostFence",
+    "Invitation",
+    "Landed",
+    "Peer",
+    "Place",
+    "Quiet",
+    "Ranges",
+    "Reach",
+    "Region",
+    "RemoteRegion",
+    "Stillness",
+    "Ticket",
+    "Transport",
+    "Unknown",
+    "open_transport",
+    "transport_names",
+    "wait_for_events",
+]
+
+SHARED = frozenset({"base", "fences", "packing", "parts", "wrappers"})
+"""What is in this package and is no transport."""
+
+
+def open_transport(name: str, **options: Any) -> Transport:
+    """The transport of this name, with options of its config."""
+    if name not in transport_names():
+        raise ConfigError(f"transport '{name}' is not known; write one of {', '.join(transport_names())}")
+    module = importlib.import_module(f"{__name__}.{name}")
+    known = [field.name for field in fields(module.CONFIG)]
+    for option in options:
+        if option not in known:
+            names = ", ".join(known) or "none"
+            raise ConfigError(f"transport '{name}' has no option '{option}'; it has {names}")
+    transport: Transport = module.TRANSPORT(module.CONFIG(**options))
+    return transport
+
+
+@cache
+def transport_names() -> tuple[str, ...]:
+    """The transports there are: every module here but the shared ones."""
+    return tuple(sorted(found.name for found in pkgutil.iter_modules(__path__) if found.name not in SHARED))
+
+
+def wait_for_events(transport: Transport, timeout_s: float) -> list[Event]:
+    """What `poll` says, after sleeping until it says something or the time is up."""
+    events = transport.poll()
+    if events:
+        return events
+    poller = select.poll()
+    poller.register(transport.fileno(), select.POLLIN)
+    poller.poll(timeout_s * 1000)
+    return transport.poll()

@@ -1,0 +1,49 @@
+"""`baton doctor` says what works, each line checked by doing it, and says so when it does not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from baton.cli import doctor as command
+from baton.transport import transport_names
+
+MODULE = sys.modules["baton.cli.doctor"]
+
+
+def test_one_line_for_each_part_and_exit_0() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "baton", "doctor"], capture_output=True, text=True, timeout=180, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [*transport_names(), "cuda", "kernel"]
+    for line in lines:
+        assert re.fullmatch(r"[a-z_]+ (ok: .+|no: .+; .+)", line), line
+    assert [line for line in lines if line.startswith(("memory no", "shm no", "tcp no"))] == []
+
+
+def test_a_transport_that_garbles_is_not_ok(monkeypatch) -> None:
+    class Garbling(MODULE.Target):
+        def digest(self) -> str:
+            self.buffer[7] ^= 1
+            return super().digest()
+
+    monkeypatch.setattr(MODULE, "Target", Garbling)
+    finding = MODULE.check_transport("memory")
+    assert not finding.is_ok
+    assert "not the bytes that were sent" in finding.text
+
+
+@pytest.mark.parametrize("error", [ImportError("libx.so.1: cannot open shared object file")])
+def test_a_missing_library_is_named_with_its_remedy(monkeypatch, error: Exception) -> None:
+    def fail(name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(MODULE, "open_transport", fail)
+    finding = MODULE.check_transport("shm")
+    assert str(finding).startswith("shm no: libx.so.1: cannot open shared object file; ")
+    assert command is not None

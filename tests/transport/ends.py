@@ -1,0 +1,253 @@
+"""One end of a connection under test, in this process or in one of its own.
+
+`End` holds an opened transport and offers what the checks need at either side. `RemoteEnd` runs one in a
+child process, which can be killed and stopped; calls and answers cross a socket pair as pickles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from tests.transport import lies
+from tests.transport.subjects import SUBJECTS
+
+from baton.plan.steps import Spans
+from baton.transport import (
+    NOW,
+    Batch,
+    Counters,
+    Description,
+    Event,
+    Invitation,
+    Landed,
+    Peer,
+    Ranges,
+    Region,
+    RemoteRegion,
+    Stillness,
+    Ticket,
+    Transport,
+    wait_for_events,
+)
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a process holds and has used."""
+
+    num_fds: int
+    rss_bytes: int
+    cpu_s: float
+
+
+@dataclass(slots=True)
+class End:
+    """A transport with the buffers and events of one side of a check."""
+
+    transport: Transport
+    regions: dict[int, Region] = field(default_factory=dict)
+    buffers: dict[int, np.ndarray] = field(default_factory=dict)
+    peers: dict[int, Peer] = field(default_factory=dict)
+    waiting: list[Event] = field(default_factory=list)
+
+    def expose(self, num_bytes: int, fill: int = 0) -> RemoteRegion:
+        """A target region, every byte of which is `fill`."""
+        buffer = self.transport.allocate(num_bytes)
+        buffer[:] = fill
+        return self._keep(buffer).remote
+
+    def load(self, num_bytes: int, seed: int) -> Region:
+        """A source region with random content."""
+        content = np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
+        return self._keep(content)
+
+    def _keep(self, buffer: np.ndarray) -> Region:
+        region = self.transport.register(buffer)
+        self.regions[region.number], self.buffers[region.number] = region, buffer
+        return region
+
+    def forget(self, number: int) -> None:
+        self.transport.unregister(self.regions.pop(number))
+        del self.buffers[number]
+
+    def invite(self) -> Invitation:
+        return self.transport.invite()
+
+    def grant(self, peer: Peer, number: int, ranges: Ranges | None = None) -> int:
+        region = self.regions[number]
+        return self.transport.grant(peer, region, ranges or Ranges.whole(region))
+
+    def ungrant(self, peer: Peer, grant: int) -> Stillness:
+        return self.transport.ungrant(peer, grant)
+
+    def revoke(self, peer: Peer) -> Stillness:
+        return self.transport.revoke(peer)
+
+    def counters(self) -> Counters:
+        return self.transport.counters()
+
+    def read(self, number: int, start: int = 0, stop: int | None = None) -> bytes:
+        return self.buffers[number][start:stop].tobytes()
+
+    def digest(self, number: int) -> str:
+        return hashlib.blake2b(self.buffers[number]).hexdigest()
+
+    def connect(self, description: Description) -> Peer:
+        return self.transport.connect(description)
+
+    def send(self, peer: Peer, source: Region, target: RemoteRegion, spans: Spans, **how: Any) -> Ticket:
+        """Submits a batch; `how` may hold tag, fence and deadline_s."""
+        batch = Batch(source, target, spans, how.pop("tag", 0))
+        return self.transport.submit(peer, batch, how.pop("fence", NOW), **how)
+
+    def events(self, count: int, timeout_s: float) -> list[Event]:
+        """The next events, fewer only when the time is up."""
+        limit = time.monotonic() + timeout_s
+        while len(self.waiting) < count and time.monotonic() < limit:
+            self.waiting += wait_for_events(self.transport, limit - time.monotonic())
+        found, self.waiting = self.waiting[:count], self.waiting[count:]
+        return found
+
+    def check_landed(self, number: int, slots: np.ndarray, batch_slots: int, timeout_s: float) -> list[str]:
+        """At each Landed with tag k: whether the k-th run of 8-byte slots holds what it should, at once."""
+        words = self.buffers[number].view(np.int64)
+        faults: list[str] = []
+        num_batches = len(slots) // batch_slots
+        seen = 0
+        limit = time.monotonic() + timeout_s
+        while seen < num_batches and time.monotonic() < limit:
+            for event in wait_for_events(self.transport, 1.0):
+                if not isinstance(event, Landed):
+                    continue
+                seen += 1
+                if not self._holds(words, slots[event.tag * batch_slots :][:batch_slots]):
+                    faults.append(f"batch {event.tag} was announced before it was there")
+        return faults if seen == num_batches else [*faults, f"{seen} of {num_batches} batches announced"]
+
+    def check_slots(self, number: int, slots: np.ndarray) -> bool:
+        return self._holds(self.buffers[number].view(np.int64), slots)
+
+    @staticmethod
+    def _holds(words: np.ndarray, slots: np.ndarray) -> bool:
+        return bool((words[slots] == slots + 1).all())
+
+    def usage(self) -> Usage:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        num_fds = len(os.listdir("/proc/self/fd"))
+        return Usage(num_fds, pages * os.sysconf("SC_PAGE_SIZE"), used.ru_utime + used.ru_stime)
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+class Handle(Protocol):
+    """An End as a check sees it, here or in another process."""
+
+    pid: int | None
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
+    def begin(self, method: str, *args: Any) -> Callable[[], Any]: ...
+    def end(self) -> None: ...
+
+
+class LocalEnd:
+    """An End in this process, for transports that reach no further."""
+
+    pid = None
+
+    def __init__(self, subject: str, lie: str | None, options: dict[str, Any]) -> None:
+        self.inner = open_end(subject, lie, options)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.inner, method)(*args, **kwargs)
+
+    def begin(self, method: str, *args: Any) -> Callable[[], Any]:
+        """A call whose answer is fetched later; here it is made when fetched."""
+        return lambda: self.call(method, *args)
+
+    def end(self) -> None:
+        self.inner.close()
+
+
+class RemoteEnd:
+    """An End in a child process."""
+
+    def __init__(self, subject: str, lie: str | None, options: dict[str, Any]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            asked = [str(theirs.fileno()), subject, lie or "", json.dumps(options)]
+            command = [sys.executable, "-m", "tests.transport.child", *asked]
+            path = os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, sys.path)])
+            environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+            self.child = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], env=environment, cwd=ROOT, start_new_session=True
+            )
+        self.pid = self.child.pid
+        self.pipe = Connection(ours.detach())
+        self.call("usage")
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        self.pipe.send((method, args, kwargs))
+        return self._answer()
+
+    def begin(self, method: str, *args: Any) -> Callable[[], Any]:
+        """A call whose answer is fetched later."""
+        self.pipe.send((method, args, {}))
+        return self._answer
+
+    def _answer(self) -> Any:
+        answer = self.pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def signal(self, number: int) -> None:
+        os.kill(self.child.pid, number)
+
+    def kill(self) -> None:
+        self.child.kill()
+        self.child.wait()
+
+    def end(self) -> None:
+        if self.child.poll() is None:
+            self.signal(signal.SIGCONT)
+        self.pipe.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.child.wait(5)
+        self.kill()
+
+
+def open_end(subject: str, lie: str | None, options: dict[str, Any] | None = None) -> End:
+    transport = SUBJECTS[subject](**(options or {}))
+    return End(lies.LIES[lie](transport) if lie else transport)
+
+
+def serve(pipe: Connection, end: End) -> None:
+    while True:
+        try:
+            method, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = getattr(end, method)(*args, **kwargs)
+        except Exception as error:
+            answer = error
+        pipe.send(answer)
