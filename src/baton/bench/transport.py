@@ -17,7 +17,7 @@ import numpy as np
 from baton.bench.baselines import baseline
 from baton.bench.far_end import FarEnd, Target, random_bytes
 from baton.bench.record import seconds, side_by_side
-from baton.errors import TransportError
+from baton.errors import ConfigError, TransportError
 from baton.plan.steps import Spans
 from baton.transport import (
     NOW,
@@ -68,6 +68,18 @@ class Latency:
     figures: dict[str, Any]
 
 
+def parse_transport(text: str) -> tuple[str, dict[str, str]]:
+    """`nixl:ucx=TLS=tcp` is nixl with an option of its config; options are joined by semicolons."""
+    name, _, rest = text.partition(":")
+    options = {}
+    for part in rest.split(";") if rest else []:
+        key, sign, value = part.partition("=")
+        if not sign:
+            raise ConfigError(f"transport {text!r}: write options as NAME=VALUE, joined by semicolons")
+        options[key] = value
+    return name, options
+
+
 def spans_of(span_bytes: int, num_spans: int) -> Spans:
     """Equal spans with a gap after each, dealt to the target in another order."""
     at = np.arange(num_spans, dtype=np.int64) * 2 * span_bytes
@@ -79,14 +91,15 @@ class Link:
     """A transport here and one at the far end, connected."""
 
     def __init__(self, name: str, num_bytes: int, stack: ExitStack) -> None:
-        self.transport: Transport = open_transport(name)
+        name, options = parse_transport(name)
+        self.transport: Transport = open_transport(name, **options)
         stack.callback(self.transport.close)
         self.far: FarEnd | None = None
         if self.transport.capabilities.reach is Reach.PROCESS:
             found = Target(self.transport, num_bytes).invite()
             ends = (Description.from_json(found["description"]), RemoteRegion.from_json(found["region"]))
         else:
-            self.far = stack.enter_context(FarEnd(name, {}, num_bytes))
+            self.far = stack.enter_context(FarEnd(name, options, num_bytes))
             ends = self.far.invite()
         self.region: RemoteRegion = ends[1]
         self.source: Region = self.transport.register(random_bytes(num_bytes, 2))
@@ -117,7 +130,8 @@ def throughput(name: str, span_bytes: int, num_spans: int, repeats: int) -> Resu
     with ExitStack() as stack:
         link = Link(name, num_bytes, stack)
         works = {"transport": lambda: link.send(spans)}
-        for label, peer in (("memcpy", "memcpy"), ("bare", name)):
+        own = () if ":" in name else (("bare", name),)
+        for label, peer in (("memcpy", "memcpy"), *own):
             found: AbstractContextManager[Any] | None = baseline(peer, spans, num_bytes)
             if found is not None:
                 works[label] = stack.enter_context(found).once

@@ -63,7 +63,8 @@ def plan(
 @app.command()
 def transport(
     transports: Annotated[
-        str | None, typer.Option(metavar="NAMES", help="comma-separated; default: all that work here")
+        str | None,
+        typer.Option(metavar="NAMES", help="comma-separated, NAME or NAME:OPTION=VALUE; default: all"),
     ] = None,
     sizes: Annotated[str, typer.Option(metavar="SIZES", help="spans as SIZExCOUNT, comma-separated")] = SIZES,
     repeats: Annotated[int, typer.Option(min=1, max=1000, help="runs of each measurement")] = 15,
@@ -95,9 +96,10 @@ def _names(text: str | None) -> list[str]:
         return [name for name in transport_names() if check_transport(name).is_ok]
     names = text.split(",")
     for name in names:
-        if name not in transport_names():
-            raise ConfigError(f"transport {name!r} is not known; use {', '.join(transport_names())}")
-        finding = check_transport(name)
+        bare, _ = transport_bench.parse_transport(name)
+        if bare not in transport_names():
+            raise ConfigError(f"transport {bare!r} is not known; use {', '.join(transport_names())}")
+        finding = check_transport(bare)
         if not finding.is_ok:
             raise ConfigError(str(finding))
     return names

@@ -38,6 +38,7 @@ from baton.transport.base import (
     Unknown,
 )
 from baton.transport.fences import NOW, HostFence
+from baton.transport.parts.cuda_fences import CudaFence
 
 __all__ = [
     "DEADLINE_S",
@@ -47,6 +48,7 @@ __all__ = [
     "Capabilities",
     "Completion",
     "Counters",
+    "CudaFence",
     "Description",
     "Done",
     "Event",

@@ -21,6 +21,7 @@ class Child:
             [sys.executable, "-m", module, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         )
 
     def tell(self, words: Any) -> None:
