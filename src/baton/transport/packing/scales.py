@@ -91,7 +91,7 @@ class ScaledCasts:
         for rows, page in matrices:
             finite = torch.nan_to_num(rows.float(), nan=0.0, posinf=0.0, neginf=0.0)
             peak.scatter_reduce_(0, page, finite.abs().amax(1), "amax")
-        # By a tensor: on a GPU torch divides by a plain number through its reciprocal, which rounds otherwise.
+        # By a tensor: on a GPU torch divides by a plain number through its reciprocal and rounds otherwise.
         scale = peak / torch.full_like(peak, FP8_MAX)
         # A page of zeros, or of numbers whose scale is too small to be one, keeps its elements as they are.
         scale = torch.where(scale > 0, scale, 1.0)
