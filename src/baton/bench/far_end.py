@@ -49,16 +49,13 @@ class Target:
         """A hash of the region as it is now."""
         return hashlib.blake2b(self.buffer, digest_size=16).hexdigest()
 
-    def drain(self) -> int:
-        """Forgets what has been announced so far."""
-        return len(self.transport.poll())
-
-    def landed_at(self) -> int:
-        """When the next batch was announced, by the clock that all processes of a host share."""
+    def landed_at(self, tag: int) -> int:
+        """When the batch of this tag was announced, by the clock that all processes of a host share."""
         say("waiting")
-        while not any(isinstance(event, Landed) for event in wait_for_events(self.transport, ANSWER_S_MAX)):
-            pass
-        return monotonic_ns()
+        while events := wait_for_events(self.transport, ANSWER_S_MAX):
+            if any(isinstance(event, Landed) and event.tag == tag for event in events):
+                return monotonic_ns()
+        raise TransportError(f"batch {tag} was not announced within {ANSWER_S_MAX:.0f} s")
 
 
 def say(answer: Any) -> None:
