@@ -1,0 +1,97 @@
+"""Tables and summaries of hand-overs."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from rich.table import Table
+
+from baton.bench.handoff.control import CONTROL_S_TARGET, Control
+from baton.bench.handoff.run import Measured
+from baton.bench.handoff.sweep import Sweep
+from baton.plan.printer import human_bytes
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
+
+
+def measured_table(found: Measured) -> Table:
+    """A row for each run and one for the median."""
+    scene = found.scene
+    title = (
+        f"{scene.model}, {scene.num_tokens} tokens, {scene.source.layout} to {scene.target.layout} by "
+        f"{scene.transport}, {found.pace.policy}"
+    )
+    heads = ("tth", "compute", "exposed", "T", "efficiency", "bound", "control")
+    table = Table("run", *heads, "groups", "copies", "spans", "bytes", title=title)
+    for index, run in enumerate(found.runs, 1):
+        times = [_ms(value) for value in (run.tth_s, run.compute_s, run.exposed_s, run.transfer_s)]
+        shares = [f"{run.efficiency:.3f}", f"{run.bound:.3f}", _ms(run.control_s)]
+        counts = [str(run.num_groups), str(run.num_copies), str(run.num_spans), human_bytes(run.num_bytes)]
+        table.add_row(str(index), *times, *shares, *counts)
+    return table
+
+
+def measured_summary(found: Measured) -> str:
+    """One line."""
+    verdict = found.verdict
+    text = "every byte right" if found.is_right else f"{verdict.num_bytes - verdict.num_right} BYTES WRONG"
+    return (
+        f"tth {_ms(found.middle('tth_s'))}, exposed {_ms(found.middle('exposed_s'))} of T "
+        f"{_ms(found.middle('transfer_s'))}, efficiency {found.middle('efficiency'):.3f} of bound "
+        f"{found.middle('bound'):.3f}, control {_ms(found.middle('control_s'))}; {text} "
+        f"({verdict.num_bytes} compared)"
+    )
+
+
+def control_table(found: Control) -> Table:
+    """Times alone, and the count of those at once."""
+    scene = found.scene
+    title = f"control, {scene.source.layout} to {scene.target.layout} by {scene.transport}"
+    table = Table("measurement", "best", "median", "worst", title=title)
+    for name, values in (("tth", found.tth_s), ("control", found.control_s)):
+        texts = (_ms(value) for value in (min(values), median(values), max(values)))
+        table.add_row(f"{name} of {len(values)} one after another", *texts)
+    rate = found.num_transfers / found.elapsed_s if found.elapsed_s else 0.0
+    table.add_row(f"{found.num_transfers} transfers, {found.num_at_once} at once", "", f"{rate:.0f}/s", "")
+    return table
+
+
+def control_summary(found: Control) -> str:
+    """One line."""
+    word = "met" if found.control_s_median <= CONTROL_S_TARGET else "missed"
+    wrong = found.num_bytes - found.num_right
+    causes = "; ".join(f"{count} x {text}" for text, count in sorted(found.failures.items())[:3])
+    return (
+        f"control {_ms(found.control_s_median)} median (at most {_ms(CONTROL_S_TARGET)}: {word}); "
+        f"{found.num_transfers} transfers, {found.num_at_once} at once: {found.num_failed} failed, "
+        f"{found.num_held} held, {wrong} of {found.num_bytes} bytes wrong" + (f"; {causes}" if causes else "")
+    )
+
+
+def sweep_table(found: Sweep) -> Table:
+    """Efficiency by ratio and policy, with the bound."""
+    policies = list(dict.fromkeys(row.policy for row in found.rows))
+    scene = found.scene
+    title = f"efficiency, {scene.source.layout} to {scene.target.layout} by {scene.transport}"
+    table = Table("C/T", "bound", *policies, "cost of bound", "cost behind best", title=title)
+    for ratio in dict.fromkeys(row.ratio for row in found.rows):
+        rows = found.at(ratio)
+        shares = [f"{rows[policy].efficiency:.3f}" for policy in policies]
+        last = (f"{rows['cost'].of_bound:.3f}", f"{found.behind(ratio) * 100:+.1f}%")
+        table.add_row(f"{ratio:g}", f"{rows['cost'].middle('bound'):.3f}", *shares, *last)
+    return table
+
+
+def sweep_summary(found: Sweep) -> str:
+    """One line."""
+    ratios = list(dict.fromkeys(row.ratio for row in found.rows))
+    least = min(found.at(ratio)["cost"].of_bound for ratio in ratios)
+    behind = max(found.behind(ratio) for ratio in ratios)
+    text = "every byte right" if found.is_right else "BYTES WRONG"
+    return (
+        f"cost reaches at least {least:.3f} of bound (0.95 wanted) and is at most {behind * 100:.1f}% "
+        f"behind another policy (2% wanted); T {_ms(found.serial.busiest_s)}, "
+        f"{_ms(found.serial.overhead_s)} lost per group; {text}"
+    )

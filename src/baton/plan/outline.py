@@ -1,0 +1,120 @@
+"""A plan under one prompt: its routes by pair of ranks, each made when first asked for and then kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
+
+from baton.errors import ConfigError
+from baton.plan.ends import PlanRoute, Tables
+from baton.plan.ownership import END
+from baton.plan.parts import Known, Part, PromptRoute
+from baton.plan.prompt import Chunk, Prompt, check_held
+from baton.plan.routes import Plan
+
+Pair: TypeAlias = tuple[int, int]
+"""A source rank and a target rank."""
+
+OUTLINES_MAX = 256
+PLANS_MAX = 64
+
+
+class Same:
+    """A plan as the key of a cache, by identity: comparing two plans walks over all their routes."""
+
+    __slots__ = ("plan",)
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __hash__(self) -> int:
+        return id(self.plan)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.plan is self.plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Index:
+    """The routes of a plan by pair, and the pairs of every rank, all in the plan's order."""
+
+    routes: dict[Pair, list[PlanRoute]]
+    of_source: dict[int, list[Pair]]
+    of_target: dict[int, list[Pair]]
+
+
+@lru_cache(maxsize=PLANS_MAX)
+def _index(same: Same) -> _Index:
+    found = _Index({}, {}, {})
+    for route in same.plan.routes:
+        pair = (route.source, route.target)
+        if pair not in found.routes:
+            found.routes[pair] = []
+            found.of_source.setdefault(route.source, []).append(pair)
+            found.of_target.setdefault(route.target, []).append(pair)
+        found.routes[pair].append(PlanRoute(same.plan, route))
+    return found
+
+
+class Outline:
+    """A plan under one prompt; made by `outline`, which keeps the latest."""
+
+    def __init__(self, plan: Plan, prompt: Prompt) -> None:
+        check_held(plan.target, prompt)
+        self.plan = plan
+        self.prompt = prompt
+        self._index = _index(Same(plan))
+        self._carried: dict[Pair, tuple[PromptRoute, ...]] = {}
+        self._known = Known()
+
+    @property
+    def whole(self) -> Chunk:
+        """The whole prompt as one chunk."""
+        return Chunk((0, END), (0, self.prompt.num_tokens))
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """Every pair that the plan names."""
+        return list(self._index.routes)
+
+    def pairs_of_source(self, rank: int) -> list[Pair]:
+        """The pairs in which a rank is the source."""
+        return self._index.of_source.get(rank, [])
+
+    def pairs_of_target(self, rank: int) -> list[Pair]:
+        """The pairs in which a rank is the target."""
+        return self._index.of_target.get(rank, [])
+
+    def routes(self, pair: Pair) -> tuple[PromptRoute, ...]:
+        """The routes of a pair; none where the plan does not name it."""
+        found = self._carried.get(pair)
+        if found is None:
+            routes = self._index.routes.get(pair, [])
+            found = tuple(PromptRoute(route, self.prompt, self._known) for route in routes)
+            self._carried[pair] = found
+        return found
+
+    def parts(self, tables: Tables, chunk: Chunk, pair: Pair) -> list[Part]:
+        """What a pair moves of a chunk; raises ConfigError where that is no chunk of this prompt."""
+        self._check(chunk)
+        found = (carried.part(tables, chunk) for carried in self.routes(pair))
+        return [part for part in found if part is not None]
+
+    def _check(self, chunk: Chunk) -> None:
+        (first, last), (start, stop) = chunk.layers, chunk.tokens
+        if not (0 <= first < last and 0 <= start < stop <= self.prompt.num_tokens):
+            raise ConfigError(
+                f"layers {first} to {last}, tokens {start} to {stop} are no chunk of a prompt of "
+                f"{self.prompt.num_tokens} tokens; both ranges have to hold something"
+            )
+
+
+def outline(plan: Plan, prompt: Prompt) -> Outline:
+    """A plan under a prompt; asked again for the same two, the same one."""
+    return _outline(Same(plan), prompt.num_tokens, tuple(sorted(prompt.held.items())), prompt.offset)
+
+
+@lru_cache(maxsize=OUTLINES_MAX)
+def _outline(same: Same, num_tokens: int, held: tuple[tuple[str, int], ...], offset: int) -> Outline:
+    return Outline(same.plan, Prompt(num_tokens, dict(held), offset))

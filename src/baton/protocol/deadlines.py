@@ -1,0 +1,35 @@
+"""The two deadlines of a transfer, for the coordinators of both sides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.protocol.timings import Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """When a transfer was begun here, when it last moved, and when a question was put last."""
+
+    timings: Timings
+    began: float
+    moved: float
+    has_begun: bool = False
+    """Whether the other side has spoken of it; until then it waits for `offer_s`."""
+    asked: float = 0.0
+
+    def passed(self, now: float) -> str:
+        """Which deadline passed, in words; empty if none did."""
+        if now - self.began >= self.timings.total_s:
+            return f"not done {self.timings.total_s:g} s after it began"
+        if now - self.moved >= self._patience_s:
+            return f"no progress for {self._patience_s:g} s"
+        return ""
+
+    def next(self) -> float:
+        """When the earlier of the two passes."""
+        return min(self.began + self.timings.total_s, self.moved + self._patience_s)
+
+    @property
+    def _patience_s(self) -> float:
+        return self.timings.progress_s if self.has_begun else self.timings.offer_s

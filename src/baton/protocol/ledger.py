@@ -1,0 +1,102 @@
+"""What a target knows has landed.
+
+Chunks are rectangles of layers x tokens, cut by the source as it likes. For every pair of ranks the plan says
+which cells matter (`Need`). A pair is complete when each needed cell landed exactly once: overlap is an error
+when it happens, and since overlaps are out, counting the area is enough to know that nothing is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from baton.errors import RemoteProtocolError
+
+Range: TypeAlias = tuple[int, int]
+Pair: TypeAlias = tuple[int, int]
+"""Source rank, target rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Of these layers, every token from `start` on."""
+
+    layers: Range
+    start: int
+
+    def box(self, num_tokens: int) -> Rectangle:
+        """The cells of a prompt that it means."""
+        return Rectangle(self.layers, (self.start, num_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """A chunk: layers x tokens."""
+
+    layers: Range
+    tokens: Range
+
+    def common(self, other: Rectangle) -> Rectangle | None:
+        """What both cover."""
+        layers = (max(self.layers[0], other.layers[0]), min(self.layers[1], other.layers[1]))
+        tokens = (max(self.tokens[0], other.tokens[0]), min(self.tokens[1], other.tokens[1]))
+        if layers[0] >= layers[1] or tokens[0] >= tokens[1]:
+            return None
+        return Rectangle(layers, tokens)
+
+    @property
+    def area(self) -> int:
+        """Cells; none if either range is empty."""
+        return max(0, self.layers[1] - self.layers[0]) * max(0, self.tokens[1] - self.tokens[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Needs, what landed of them, and how many cells are missing, by pair."""
+
+    num_tokens: int
+    needs: Mapping[Pair, tuple[Need, ...]]
+    landed: Mapping[Pair, tuple[Rectangle, ...]]
+    missing: Mapping[Pair, int]
+
+    @staticmethod
+    def empty(num_tokens: int, needs: Mapping[Pair, tuple[Need, ...]]) -> Ledger:
+        """Nothing has landed yet."""
+        missing = {pair: sum(need.box(num_tokens).area for need in found) for pair, found in needs.items()}
+        return Ledger(num_tokens, needs, {}, {pair: cells for pair, cells in missing.items() if cells})
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every needed cell of every pair landed."""
+        return not self.missing
+
+    def lacks(self, source_rank: int) -> tuple[Pair, ...]:
+        """The pairs of a source rank that miss something."""
+        return tuple(sorted(pair for pair in self.missing if pair[0] == source_rank))
+
+    def entered(self, pair: Pair, chunk: Rectangle) -> Ledger:
+        """The ledger with one chunk more; raises if it is out of bounds or some needed cell landed before."""
+        if (
+            not 0 <= chunk.tokens[0] < chunk.tokens[1] <= self.num_tokens
+            or chunk.layers[0] >= chunk.layers[1]
+        ):
+            raise RemoteProtocolError(f"chunk {chunk.layers} x {chunk.tokens} is not of this prompt")
+        wanted = self._wanted(pair, chunk)
+        before = self.landed.get(pair, ())
+        for part in wanted:
+            if any(part.common(other) for other in before):
+                raise RemoteProtocolError(
+                    f"ranks {pair}: layers {part.layers} x tokens {part.tokens} came twice"
+                )
+        if not wanted:
+            return self
+        missing = dict(self.missing)
+        left = missing.pop(pair) - sum(part.area for part in wanted)
+        if left:
+            missing[pair] = left
+        return replace(self, landed={**self.landed, pair: before + tuple(wanted)}, missing=missing)
+
+    def _wanted(self, pair: Pair, chunk: Rectangle) -> list[Rectangle]:
+        needed = (need.box(self.num_tokens) for need in self.needs.get(pair, ()))
+        return [part for part in (chunk.common(need) for need in needed) if part is not None]

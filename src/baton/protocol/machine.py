@@ -1,0 +1,67 @@
+"""State machines as tables: `state x event -> state, effects`.
+
+A record is a frozen dataclass with a `state` field. A table has one cell for every state and every event:
+`cell(act, *to)` names the action and the states it may lead to; IGNORED is a cell of its own, for what may
+come late and means nothing any more. An event without a cell raises and, since records are frozen and actions
+pure, changes nothing. Actions take (record, event, now) and answer (record, effects); they read no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from baton.errors import LocalProtocolError, RemoteProtocolError
+
+Record = TypeVar("Record", bound=Any)
+Effects: TypeAlias = tuple[object, ...]
+Action: TypeAlias = Callable[[Any, Any, float], tuple[Any, Effects]]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What an event does in a state, and where that may lead."""
+
+    act: Action
+    to: tuple[Enum, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """The event changes nothing in this state."""
+
+
+IGNORED = Ignored()
+Entry: TypeAlias = Cell | Ignored
+
+
+def cell(act: Action, *to: Enum) -> Cell:
+    """A cell whose action leads to one of these states."""
+    return Cell(act, to)
+
+
+@dataclass(frozen=True)
+class Table(Generic[Record]):
+    """A machine: its name, states, events and cells. Events that the peer causes are listed as remote."""
+
+    name: str
+    states: type[Enum]
+    events: tuple[type, ...]
+    remote: frozenset[type]
+    cells: Mapping[tuple[Enum, type], Entry]
+
+    def step(self, record: Record, event: object, now: float) -> tuple[Record, Effects]:
+        """The record after an event, and what is to be done about it."""
+        entry = self.cells.get((record.state, type(event)))
+        if entry is None:
+            kind = RemoteProtocolError if type(event) in self.remote else LocalProtocolError
+            raise kind(f"{self.name}: {type(event).__name__} has no place in state {record.state.value}")
+        if isinstance(entry, Ignored):
+            return record, ()
+        after, effects = entry.act(record, event, now)
+        assert after.state in entry.to, (
+            f"{self.name}: {record.state} x {type(event).__name__} led to {after.state}"
+        )
+        return after, effects

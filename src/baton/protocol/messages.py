@@ -1,0 +1,415 @@
+"""Everything that crosses a control link, in one place.
+
+Two kinds of link exist. A *session* link joins the coordinators of two instances; a *member* link joins a
+rank to its own coordinator. Ranks of different instances never speak: all control goes through coordinators,
+so one place orders it and one place decides.
+
+Messages are maps with field names. A receiver ignores fields that it does not know, unless the sender named
+them in `needs`: then it refuses the message.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from baton.protocol.outcomes import Aux, Cause, Failed, Finished, Ready
+
+VERSION_MIN = 1
+VERSION_MAX = 1
+
+Span: TypeAlias = tuple[int, int]
+PageTable: TypeAlias = dict[str, bytes]
+"""Page ids by group, as little-endian 32-bit integers."""
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag_field="type"):
+    """What every message has: the names of fields without which it must not be understood."""
+
+    needs: tuple[str, ...] = ()
+
+
+# The handshake, on every link, dialler first. No address, spec or description is in it before `Proof` held.
+
+
+class Hello(Message, tag="hello"):
+    """Dialler: which versions, who, for what."""
+
+    version_min: int
+    version_max: int
+    nonce: bytes
+    purpose: str
+    """`session` or `member`."""
+    instance: str
+    epoch: int
+    rank: int = -1
+
+
+class Challenge(Message, tag="challenge"):
+    """Acceptor: the version taken and a nonce to prove the secret over."""
+
+    version: int
+    nonce: bytes
+    instance: str
+    epoch: int
+
+
+class Proof(Message, tag="proof"):
+    """Dialler: a MAC of both nonces and names under the shared secret."""
+
+    mac: bytes
+
+
+class Accepted(Message, tag="accepted"):
+    """Acceptor: its own MAC, and the id of the channel that both sides now have."""
+
+    mac: bytes
+    channel: bytes
+
+
+class Refused(Message, tag="refused"):
+    """Either side: why there will be no session; the link closes after it."""
+
+    cause: Cause
+
+
+# Who an instance is. First message of either side once the channel stands.
+
+
+class Introduction(Message, tag="introduction"):
+    """An instance (or a rank to its coordinator): what it caches and how."""
+
+    instance: str
+    epoch: int
+    fingerprint: str
+    """Of config, weights and cache dtype; unequal fingerprints cannot exchange caches."""
+    spec: bytes
+    """Layout, cache and storage, as `baton.plan.wire` writes them."""
+    transport: str
+    rank: int = -1
+
+
+class Goodbye(Message, tag="goodbye"):
+    """The instance ends, or no longer wants this link."""
+
+    cause: Cause
+
+
+class Beat(Message, tag="beat"):
+    """I am alive."""
+
+
+# Session links, target to source.
+
+
+class Inquiry(Message, tag="inquiry"):
+    """Which dp group has this transfer? Answered by an Offer as soon as that is known."""
+
+    transfer: str
+
+
+class Path(msgspec.Struct, frozen=True):
+    """One data connection: with this description a source rank may write to a target rank."""
+
+    number: int
+    source_rank: int
+    target_rank: int
+    description: bytes
+    regions: dict[str, bytes]
+    """RemoteRegion by buffer name, staging among them."""
+
+
+class Paths(Message, tag="paths"):
+    """Connections that later grants will name; a newer one of a pair replaces the older."""
+
+    paths: tuple[Path, ...]
+
+
+class Lane(msgspec.Struct, frozen=True):
+    """How one pair of ranks moves one transfer: over which path, packed or not, into which staging."""
+
+    source_rank: int
+    target_rank: int
+    path: int
+    mode: str = "direct"
+    """`direct`, `convert` (copied into target staging, dtype changed there) or `pack`."""
+    staging_offset: int = 0
+    staging_bytes: int = 0
+
+
+class Grant(Message, tag="grant"):
+    """Permission to write, for one attempt of one transfer, on one channel."""
+
+    transfer: str
+    grant: bytes
+    channel: bytes
+    num_tokens: int
+    digest: bytes
+    source_dp: int
+    target_dp: int
+    held: dict[str, int]
+    offset: int
+    tables: dict[int, PageTable]
+    """By target rank."""
+    lanes: tuple[Lane, ...]
+    is_verified: bool = False
+    session: int = -1
+    """On member links: which session of the coordinator it came by."""
+
+
+class QuietAsked(Message, tag="quiet?"):
+    """Are these grants quiet? Each is answered as soon as it is, also if it was never heard of."""
+
+    grants: tuple[bytes, ...]
+
+
+class Settled(Message, tag="settled"):
+    """The target's verdict; also coordinator to rank on member links of either side."""
+
+    transfer: str
+    grant: bytes
+    outcome: Ready | Finished | Failed
+
+
+# Session links, source to target; the same go from a source rank to its coordinator.
+
+
+class Offer(Message, tag="offer"):
+    """This transfer is being prefilled here."""
+
+    transfer: str
+    num_tokens: int
+    digest: bytes
+    source_dp: int
+    rank: int = -1
+
+
+class Landed(Message, tag="landed"):
+    """Every copy of one chunk of one source rank is done."""
+
+    transfer: str
+    grant: bytes
+    source_rank: int
+    chunk: int
+    layers: Span
+    tokens: Span
+    staged: dict[int, int] = {}
+    """By target rank: where in its staging lease the chunk lies, if it has to be unpacked."""
+    checksums: dict[int, dict[str, bytes]] = {}
+    """By target rank and component, in canonical order and the wire's dtype."""
+
+
+class Commit(Message, tag="commit"):
+    """A source rank has sent everything, and nothing of it moves any more."""
+
+    transfer: str
+    grant: bytes
+    source_rank: int
+    num_chunks: int
+    num_bytes: dict[int, dict[str, int]]
+    """By target rank and component."""
+
+
+class AuxRecord(Message, tag="aux"):
+    """The aux record; `is_final` when the answer ended at the source."""
+
+    transfer: str
+    grant: bytes
+    aux: Aux
+    is_final: bool = False
+
+
+class Quiet(Message, tag="quiet"):
+    """Nothing of this grant will move any more; final."""
+
+    transfer: str
+    grant: bytes
+    source_rank: int = -1
+
+
+class Unquiet(Message, tag="unquiet"):
+    """The source cannot vouch for this grant; the target has to see to it itself."""
+
+    transfer: str
+    grant: bytes
+    source_rank: int = -1
+    text: str = ""
+
+
+class SettledAsked(Message, tag="settled?"):
+    """What became of these grants?"""
+
+    grants: tuple[bytes, ...]
+
+
+# Either way.
+
+
+class Abort(Message, tag="abort"):
+    """This transfer failed here (or its caller gave it up); `grant` is empty before there is one."""
+
+    transfer: str
+    grant: bytes
+    cause: Cause
+    source_rank: int = -1
+
+
+# Member links, coordinator to rank.
+
+
+class Meet(Message, tag="meet"):
+    """A session came up: plans with this peer are made from this spec."""
+
+    session: int
+    instance: str
+    epoch: int
+    is_target: bool
+    """Whether the peer is the target of transfers."""
+    spec: bytes
+
+
+class Part(Message, tag="part"):
+    """A session ended: drop its paths; a target rank revokes them."""
+
+    session: int
+
+
+class SessionPaths(Message, tag="session-paths"):
+    """Paths of a session, for a source rank."""
+
+    session: int
+    paths: tuple[Path, ...]
+
+
+class Invite(Message, tag="invite"):
+    """Target rank: admit these source ranks of a session."""
+
+    session: int
+    source_ranks: tuple[int, ...]
+
+
+class Open(Message, tag="open"):
+    """Target rank: let these lanes write the pages of this grant."""
+
+    grant: Grant
+    fence_needed: bool = False
+
+
+class Unpack(Message, tag="unpack"):
+    """Target rank: a staged (or verified) chunk is complete; unpack or check it."""
+
+    grant: bytes
+    landed: Landed
+
+
+class Close(Message, tag="close"):
+    """Target rank: take the permissions of a grant back, after running unpacks; prove stillness if asked."""
+
+    grant: bytes
+    must_still: bool
+
+
+class Released(Message, tag="released"):
+    """The pages of a transfer are the engine's again."""
+
+    transfer: str
+
+
+# Member links, rank to coordinator.
+
+
+class Receive(Message, tag="receive"):
+    """An engine asks for a transfer, with the pages of one or more ranks."""
+
+    transfer: str
+    source: str
+    num_tokens: int
+    digest: bytes
+    tables: dict[int, PageTable]
+    held: dict[str, int]
+    source_dp: int = -1
+    """-1: the source says."""
+    is_verified: bool = False
+
+
+class Decline(Message, tag="decline"):
+    """An engine cannot take a transfer; its source is to be told."""
+
+    transfer: str
+    source: str
+    cause: Cause
+
+
+class Invited(Message, tag="invited"):
+    """Answer to Invite: new paths (their numbers count per target rank)."""
+
+    session: int
+    paths: tuple[Path, ...]
+
+
+class Opened(Message, tag="opened"):
+    """Answer to Open: the lanes as leased, or why not."""
+
+    grant: bytes
+    rank: int
+    lanes: tuple[Lane, ...] = ()
+    cause: Cause | None = None
+
+
+class Unpacked(Message, tag="unpacked"):
+    """Answer to Unpack: done, or why not."""
+
+    grant: bytes
+    rank: int
+    source_rank: int
+    chunk: int
+    cause: Cause | None = None
+
+
+class Closed(Message, tag="closed"):
+    """Answer to Close."""
+
+    grant: bytes
+    rank: int
+    is_still: bool
+    text: str = ""
+
+
+AnyMessage: TypeAlias = (
+    Hello
+    | Challenge
+    | Proof
+    | Accepted
+    | Refused
+    | Introduction
+    | Goodbye
+    | Beat
+    | Inquiry
+    | Paths
+    | Grant
+    | QuietAsked
+    | Settled
+    | Offer
+    | Landed
+    | Commit
+    | AuxRecord
+    | Quiet
+    | Unquiet
+    | SettledAsked
+    | Abort
+    | Meet
+    | Part
+    | SessionPaths
+    | Invite
+    | Open
+    | Unpack
+    | Close
+    | Released
+    | Receive
+    | Decline
+    | Invited
+    | Opened
+    | Unpacked
+    | Closed
+)

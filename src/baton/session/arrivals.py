@@ -1,0 +1,519 @@
+"""The target side of a coordinator: every transfer that its ranks receive."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from baton.errors import BatonError, RemoteProtocolError
+from baton.plan import PackCost, Plan, Prompt, plan
+from baton.plan.sides import expected_bytes, modes, needs
+from baton.protocol.arrival import (
+    Arrival,
+    AuxArrived,
+    CallerAborted,
+    ChunkLanded,
+    ChunkUnpacked,
+    CloseRanks,
+    Conclude,
+    Offered,
+    OpenRanks,
+    Prepared,
+    RankClosed,
+    RankFailed,
+    RankOpened,
+    ReceiverState,
+    Release,
+    SendGrant,
+    SessionLost,
+    SourceAborted,
+    SourceCommitted,
+    SourceQuiet,
+    SourceUnquiet,
+    Terms,
+    Ticked,
+    ToSource,
+    UnpackAt,
+    VerdictAsked,
+)
+from baton.protocol.deadlines import Deadlines
+from baton.protocol.ledger import Ledger, Need
+from baton.protocol.messages import (
+    Abort,
+    AnyMessage,
+    AuxRecord,
+    Close,
+    Closed,
+    Commit,
+    Decline,
+    Grant,
+    Inquiry,
+    Invite,
+    Invited,
+    Landed,
+    Lane,
+    Offer,
+    Open,
+    Opened,
+    PageTable,
+    Paths,
+    Quiet,
+    Receive,
+    Released,
+    Settled,
+    SettledAsked,
+    Unpack,
+    Unpacked,
+    Unquiet,
+)
+from baton.protocol.outcomes import Cause, Failed, Stage, Why
+from baton.protocol.receiver import RECEIVER
+from baton.session.loads import decode_tables
+from baton.session.sessions import Session
+
+if TYPE_CHECKING:
+    from baton.session.coordinator import CoordinatorDriver
+
+log = logging.getLogger(__name__)
+
+GRANT_BYTES = 16
+NUM_OFFSETS = 16
+
+
+@dataclass(slots=True)
+class Coming:
+    """One transfer: its machine's record and what the driver keeps beside it."""
+
+    record: Arrival
+    request: Receive
+    target_dp: int
+    tables: dict[int, PageTable] = field(default_factory=dict)
+    callers: set[int] = field(default_factory=set)
+    source_dp: int = -1
+    session: int = -1
+    epoch: int = -1
+    """Of the source, when the session was taken."""
+    is_inquired: bool = False
+    forget_at: float | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Whether its pages are not all the engine's again."""
+        return self.record.state is not ReceiverState.RELEASED
+
+
+class Arrivals:
+    """Transfers by id and by grant."""
+
+    def __init__(self, owner: CoordinatorDriver) -> None:
+        self.owner = owner
+        self.coming: dict[str, Coming] = {}
+        self.grants: dict[bytes, Coming] = {}
+        self.declined: dict[str, list[Decline]] = {}
+        """By source, until there is a session to say it by."""
+        self.cost = PackCost()
+        self._events: deque[tuple[Coming, object]] = deque()
+        self._is_busy = False
+        owner.sessions.on_failed = self._unreachable
+
+    # Words of this instance's ranks.
+
+    def heard(self, rank: int, message: AnyMessage) -> None:
+        """A target rank, or the engine beside it, said something."""
+        match message:
+            case Receive():
+                self._asked(rank, message)
+            case Decline():
+                self._decline(message)
+            case Abort():
+                self._feed_by(message.transfer, CallerAborted(message.cause))
+            case Invited():
+                self._invited(message)
+            case Opened(cause=None):
+                self._feed_grant(message.grant, RankOpened(message.rank, message.lanes))
+            case Opened(cause=Cause() as cause):
+                self._mistrust_paths(message.grant, -1)
+                self._feed_grant(message.grant, RankFailed(message.rank, cause))
+            case Unpacked(cause=None):
+                self._feed_grant(
+                    message.grant, ChunkUnpacked(message.rank, message.source_rank, message.chunk)
+                )
+            case Unpacked(cause=Cause() as cause):
+                self._feed_grant(message.grant, RankFailed(message.rank, cause))
+            case Closed():
+                self._feed_grant(message.grant, RankClosed(message.rank, message.is_still))
+
+    def _asked(self, rank: int, message: Receive) -> None:
+        coming = self.coming.get(message.transfer)
+        if coming is None or not coming.is_live:
+            if text := self.owner.refusal:
+                self._turn_down(rank, message, self.owner.cause(Why.OUT_OF_PAGES, Stage.GRANT, text))
+                return
+            coming = self._begin(message)
+        elif self._contradicts(coming, message):
+            text = f"transfer {message.transfer} is live here; take a new id for each attempt"
+            self._turn_down(rank, message, self.owner.cause(Why.REFUSED_LIVE_ID, Stage.GRANT, text))
+            return
+        coming.tables |= message.tables
+        coming.callers.add(rank)
+        self._confined(coming)
+
+    def _begin(self, message: Receive) -> Coming:
+        layout = self.owner.config.spec.layout
+        dp = layout.coordinates(min(message.tables))["dp"] if message.tables else 0
+        now = self.owner.ports.now()
+        record = Arrival(
+            transfer=message.transfer,
+            instance=self.owner.config.instance,
+            ranks=frozenset(layout.group(dp)),
+            num_tokens=message.num_tokens,
+            digest=message.digest,
+            deadlines=Deadlines(self.owner.config.timings, began=now, moved=now),
+        )
+        coming = Coming(record, message, dp, source_dp=message.source_dp)
+        self.coming[message.transfer] = coming
+        return coming
+
+    @staticmethod
+    def _contradicts(coming: Coming, message: Receive) -> bool:
+        known = coming.request
+        return bool(
+            coming.tables.keys() & message.tables.keys()
+            or (known.source, known.digest, known.num_tokens, known.held)
+            != (message.source, message.digest, message.num_tokens, message.held)
+            or coming.record.state is not ReceiverState.PREPARING
+        )
+
+    def _turn_down(self, rank: int, message: Receive, cause: Cause) -> None:
+        settled = Settled(transfer=message.transfer, grant=b"", outcome=Failed(cause))
+        self.owner.to_rank(rank, settled)
+        self.owner.to_rank(rank, Released(transfer=message.transfer))
+        if cause.why is not Why.REFUSED_LIVE_ID:
+            self._decline(Decline(transfer=message.transfer, source=message.source, cause=cause))
+
+    def _decline(self, message: Decline) -> None:
+        session = self.owner.sessions.to(message.source)
+        if session is None:
+            self.declined.setdefault(message.source, []).append(message)
+            return
+        abort = Abort(transfer=message.transfer, grant=b"", cause=message.cause)
+        self.owner.sessions.send(session.number, abort)
+
+    def _invited(self, message: Invited) -> None:
+        session = self.owner.sessions.standing.get(message.session)
+        if session is None:
+            return
+        for path in message.paths:
+            pair = (path.source_rank, path.target_rank)
+            session.paths[pair] = path
+            session.asked.discard(pair)
+        self.owner.sessions.send(session.number, Paths(paths=message.paths))
+        self._advance_all(session)
+
+    # From a request to a grant.
+
+    def session_up(self, session: Session) -> None:
+        """A source is there: what waited for it goes on."""
+        for name, dialling in self.owner.sessions.diallings.items():
+            if dialling.number != session.number:
+                continue
+            for declined in self.declined.pop(name, []):
+                self._decline(declined)
+            for coming in list(self.coming.values()):
+                if coming.request.source == name:
+                    self._confined(coming)
+
+    def _advance_all(self, session: Session) -> None:
+        for coming in list(self.coming.values()):
+            if coming.session == session.number:
+                self._confined(coming)
+
+    def _confined(self, coming: Coming) -> None:
+        try:
+            self._advance(coming)
+        except BatonError as error:
+            self._feed(coming, CallerAborted(self.owner.cause(Why.REFUSED_LAYOUT, Stage.GRANT, str(error))))
+
+    def _advance(self, coming: Coming) -> None:
+        """Goes one step nearer to the grant, if nothing is missing for it."""
+        record = coming.record
+        if record.state is not ReceiverState.PREPARING or not record.ranks <= coming.tables.keys():
+            return
+        session = self.owner.sessions.to(coming.request.source)
+        if session is None:
+            return
+        coming.session, coming.epoch = session.number, session.epoch
+        if coming.source_dp < 0 and session.spec.layout.size("dp") == 1:
+            coming.source_dp = 0
+        if coming.source_dp < 0:
+            if not coming.is_inquired:
+                coming.is_inquired = True
+                self.owner.sessions.send(session.number, Inquiry(transfer=record.transfer))
+            return
+        found = plan(session.spec, self.owner.config.spec, coming.source_dp, coming.target_dp)
+        # Where dealing over mirrors begins; few values, so that what is kept of a plan is found again.
+        offset = self.owner.ports.token(1)[0] % NUM_OFFSETS
+        prompt = Prompt(record.num_tokens, dict(coming.request.held), offset)
+        chosen = modes(found, prompt, self.cost)
+        if not self._has_paths(session, list(chosen)):
+            return
+        lanes = tuple(
+            Lane(source, target, session.paths[source, target].number, mode.mode, 0, mode.staging_bytes)
+            for (source, target), mode in chosen.items()
+        )
+        self._feed(coming, self._prepared(coming, found, prompt, lanes))
+
+    def _has_paths(self, session: Session, pairs: list[tuple[int, int]]) -> bool:
+        """Whether every pair can connect; asks for what is missing."""
+        missing = [pair for pair in pairs if pair not in session.paths]
+        by_target: dict[int, list[int]] = {}
+        for source, target in missing:
+            if (source, target) not in session.asked:
+                session.asked.add((source, target))
+                by_target.setdefault(target, []).append(source)
+        for target, sources in by_target.items():
+            self.owner.to_rank(target, Invite(session=session.number, source_ranks=tuple(sources)))
+        return not missing
+
+    def _prepared(self, coming: Coming, found: Plan, prompt: Prompt, lanes: tuple[Lane, ...]) -> Prepared:
+        session = self.owner.sessions.standing[coming.session]
+        decode_tables(coming.tables, found.target)
+        request = coming.request
+        grant = Grant(
+            transfer=request.transfer,
+            grant=self.owner.ports.token(GRANT_BYTES),
+            channel=session.channel,
+            num_tokens=request.num_tokens,
+            digest=request.digest,
+            source_dp=coming.source_dp,
+            target_dp=coming.target_dp,
+            held=request.held,
+            offset=prompt.offset,
+            tables=coming.tables,
+            lanes=lanes,
+            is_verified=request.is_verified,
+            session=coming.session,
+        )
+        targets: dict[int, tuple[int, ...]] = {}
+        for lane in lanes:
+            targets[lane.source_rank] = (*targets.get(lane.source_rank, ()), lane.target_rank)
+        worked = frozenset(
+            (lane.source_rank, lane.target_rank)
+            for lane in lanes
+            if request.is_verified or lane.mode != "direct"
+        )
+        terms = Terms(
+            sources=frozenset(session.spec.layout.group(coming.source_dp)),
+            expected=expected_bytes(found, prompt),
+            worked=worked,
+            targets=targets,
+        )
+        cells = {
+            pair: tuple(Need(need.layers, need.start) for need in needed)
+            for pair, needed in needs(found, prompt).items()
+        }
+        self.grants[grant.grant] = coming
+        return Prepared(grant, terms, Ledger.empty(request.num_tokens, cells))
+
+    # Words of sources.
+
+    def received(self, session: Session, message: AnyMessage) -> None:
+        """A source said something."""
+        match message:
+            case Offer():
+                self._offered(session, message)
+            case Landed():
+                self._feed_grant(message.grant, ChunkLanded(message), session)
+            case Commit():
+                self._feed_grant(message.grant, SourceCommitted(message), session)
+            case AuxRecord():
+                self._feed_grant(message.grant, AuxArrived(message.aux, message.is_final), session)
+            case Quiet():
+                self._feed_grant(message.grant, SourceQuiet(), session)
+            case Unquiet():
+                self._feed_grant(message.grant, SourceUnquiet(message.text), session)
+            case SettledAsked():
+                for grant in message.grants:
+                    self._feed_grant(grant, VerdictAsked(), session)
+            case Abort():
+                self._aborted(session, message)
+
+    def _offered(self, session: Session, message: Offer) -> None:
+        coming = self.coming.get(message.transfer)
+        if coming is None or coming.session != session.number:
+            return
+        if coming.source_dp < 0:
+            coming.source_dp = message.source_dp
+        self._feed(coming, Offered(message.num_tokens, message.digest))
+        self._confined(coming)
+
+    def _aborted(self, session: Session, message: Abort) -> None:
+        coming = self.grants.get(message.grant) if message.grant else self.coming.get(message.transfer)
+        if coming is None or coming.session != session.number:
+            return
+        if not message.grant and coming.record.state not in (ReceiverState.PREPARING, ReceiverState.OPENING):
+            return
+        if message.cause.why is Why.COPY_FAILED and message.grant:
+            self._mistrust_paths(message.grant, message.cause.rank)
+        self._feed(coming, SourceAborted(message.cause))
+
+    def _mistrust_paths(self, grant: bytes, source_rank: int) -> None:
+        """A copy failed: the next transfer gets new paths from that rank (-1: from all)."""
+        coming = self.grants.get(grant)
+        session = self.owner.sessions.standing.get(coming.session) if coming else None
+        if coming is None or session is None or coming.record.grant is None:
+            return
+        for lane in coming.record.grant.lanes:
+            pair = (lane.source_rank, lane.target_rank)
+            is_suspect = source_rank in (-1, lane.source_rank)
+            if is_suspect and pair in session.paths and session.paths[pair].number == lane.path:
+                del session.paths[pair]
+
+    # Machine and effects.
+
+    def lost(self, session: Session, cause: Cause) -> None:
+        """A session is gone."""
+        for coming in list(self.coming.values()):
+            if coming.session == session.number:
+                self._feed(coming, SessionLost(cause))
+
+    def _unreachable(self, name: str, cause: Cause) -> None:
+        self.declined.pop(name, None)
+        for coming in list(self.coming.values()):
+            is_waiting = coming.record.state is ReceiverState.PREPARING
+            if is_waiting and coming.request.source == name:
+                self._feed(coming, SessionLost(cause))
+
+    def tick(self) -> None:
+        """Looks at deadlines, puts questions again, and forgets what was released long ago."""
+        now = self.owner.ports.now()
+        for coming in list(self.coming.values()):
+            self._feed(coming, Ticked())
+            if coming.forget_at is not None and coming.forget_at <= now:
+                self._forget(coming)
+
+    def _forget(self, coming: Coming) -> None:
+        if self.coming.get(coming.record.transfer) is coming:
+            del self.coming[coming.record.transfer]
+        if coming.record.grant is not None:
+            self.grants.pop(coming.record.grant.grant, None)
+
+    def _feed_by(self, transfer: str, event: object) -> None:
+        if coming := self.coming.get(transfer):
+            self._feed(coming, event)
+
+    def _feed_grant(self, grant: bytes, event: object, session: Session | None = None) -> None:
+        """A word under a grant; from a session other than the grant's it is nobody's."""
+        coming = self.grants.get(grant)
+        if coming is None or (session is not None and not self._may_speak(coming, session)):
+            return
+        self._feed(coming, event)
+
+    @staticmethod
+    def _may_speak(coming: Coming, session: Session) -> bool:
+        """The grant's session; after its loss also a later one of the same incarnation, to say quiet."""
+        is_quarantined = coming.record.state is ReceiverState.QUARANTINED
+        return coming.session == session.number or (is_quarantined and coming.epoch == session.epoch)
+
+    def _feed(self, coming: Coming, event: object) -> None:
+        self._events.append((coming, event))
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            while self._events:
+                self._stepped(*self._events.popleft())
+        finally:
+            self._is_busy = False
+            self._events.clear()
+
+    def _stepped(self, coming: Coming, event: object) -> None:
+        """Whatever goes wrong in a transfer ends that transfer; a peer that broke the protocol loses more."""
+        try:
+            self._step(coming, event)
+        except RemoteProtocolError:
+            raise
+        except Exception as error:
+            log.exception("transfer %s", coming.record.transfer)
+            if isinstance(event, CallerAborted):
+                raise
+            cause = self.owner.cause(Why.ABORTED, Stage.COPY, f"{type(event).__name__}: {error}")
+            self._events.append((coming, CallerAborted(cause)))
+
+    def _step(self, coming: Coming, event: object) -> None:
+        coming.record, effects = RECEIVER.step(coming.record, event, self.owner.ports.now())
+        for effect in effects:
+            self._perform(coming, effect)
+
+    def _perform(self, coming: Coming, effect: object) -> None:
+        to_rank, transfer = self.owner.to_rank, coming.record.transfer
+        match effect:
+            case OpenRanks(grant):
+                for rank in sorted(coming.record.ranks):
+                    to_rank(rank, Open(grant=_narrowed(grant, rank)))
+            case SendGrant(grant):
+                self.owner.sessions.send(coming.session, msgspec.structs.replace(grant, session=-1))
+            case ToSource(message):
+                self._to_source(coming, message)  # type: ignore[arg-type]
+            case UnpackAt(rank, landed):
+                to_rank(rank, Unpack(grant=landed.grant, landed=landed))
+            case CloseRanks(ranks, must_still):
+                assert coming.record.grant is not None
+                for rank in ranks:
+                    to_rank(rank, Close(grant=coming.record.grant.grant, must_still=must_still))
+            case Conclude(outcome):
+                grant_id = coming.record.grant.grant if coming.record.grant else b""
+                for rank in sorted(coming.record.ranks | coming.callers):
+                    to_rank(rank, Settled(transfer=transfer, grant=grant_id, outcome=outcome))
+            case Release():
+                coming.forget_at = self.owner.ports.now() + self.owner.config.timings.linger_s
+                for rank in sorted(coming.record.ranks | coming.callers):
+                    to_rank(rank, Released(transfer=transfer))
+            case _:
+                raise AssertionError(f"no such effect: {effect}")
+
+    def _to_source(self, coming: Coming, message: AnyMessage) -> None:
+        """By the transfer's session, or by a newer one with the same incarnation if that is gone."""
+        sessions = self.owner.sessions
+        if coming.session in sessions.standing:
+            sessions.send(coming.session, message)
+        elif coming.epoch >= 0:
+            session = sessions.to(coming.request.source)
+            if session is not None and session.epoch == coming.epoch:
+                sessions.send(session.number, message)
+
+    def num_live(self) -> int:
+        """Transfers whose pages are not all the engine's again."""
+        return sum(1 for coming in self.coming.values() if coming.is_live)
+
+    def quarantined(self) -> dict[str, int]:
+        """Transfers whose pages wait for quiet, with the number of pages on all ranks together."""
+        return {
+            transfer: max(
+                (len(raw) // 4 for table in coming.tables.values() for raw in table.values()), default=0
+            )
+            for transfer, coming in self.coming.items()
+            if coming.record.state is ReceiverState.QUARANTINED
+        }
+
+    def quarantined_share(self) -> float:
+        """The largest share of a group's pages that some rank has in quarantine."""
+        storage = self.owner.config.spec.storage
+        counts: dict[tuple[int, str], int] = {}
+        for coming in self.coming.values():
+            if coming.record.state is not ReceiverState.QUARANTINED:
+                continue
+            for rank, table in coming.tables.items():
+                for group, raw in table.items():
+                    counts[rank, group] = counts.get((rank, group), 0) + len(raw) // 4
+        return max((count / storage.pages_of(group) for (_, group), count in counts.items()), default=0.0)
+
+
+def _narrowed(grant: Grant, rank: int) -> Grant:
+    """A grant as one target rank has to know it."""
+    lanes = tuple(lane for lane in grant.lanes if lane.target_rank == rank)
+    return msgspec.structs.replace(grant, lanes=lanes, tables={rank: grant.tables[rank]})

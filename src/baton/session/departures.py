@@ -1,0 +1,350 @@
+"""The source side of a coordinator: every transfer that its ranks send."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from baton.errors import RemoteProtocolError
+from baton.protocol.deadlines import Deadlines
+from baton.protocol.departure import (
+    AuxGiven,
+    Bury,
+    Departure,
+    Forget,
+    GrantArrived,
+    Inquired,
+    Prefill,
+    RankCommitted,
+    RankFailed,
+    RankLanded,
+    RankOffered,
+    RankQuiet,
+    SessionLost,
+    TargetAborted,
+    TargetSettled,
+    Ticked,
+    ToRank,
+    ToSession,
+    ToTarget,
+)
+from baton.protocol.messages import (
+    Abort,
+    AnyMessage,
+    AuxRecord,
+    Commit,
+    Grant,
+    Inquiry,
+    Landed,
+    Offer,
+    Paths,
+    Quiet,
+    QuietAsked,
+    SessionPaths,
+    Settled,
+    Unquiet,
+)
+from baton.protocol.offer import OFFER, refusals
+from baton.protocol.outcomes import Cause, Failed, Outcome, Stage, Why
+from baton.session.sessions import Session
+
+if TYPE_CHECKING:
+    from baton.session.coordinator import CoordinatorDriver
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Leaving:
+    """One transfer: its machine's record and the session that granted it."""
+
+    record: Departure
+    session: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Grave:
+    """A grant that is over: what its target is told if it asks."""
+
+    transfer: str
+    doubt: str
+    expires: float
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """How a transfer ended, for ranks that come late."""
+
+    outcome: Outcome
+    expires: float
+
+
+class Departures:
+    """Transfers by id, graves by grant, and how loaded each dp group is."""
+
+    def __init__(self, owner: CoordinatorDriver) -> None:
+        self.owner = owner
+        self.leaving: dict[str, Leaving] = {}
+        self.graves: dict[bytes, Grave] = {}
+        self.recent: dict[str, Remembered] = {}
+        self.groups: dict[str, int] = {}
+        """The dp group of every assigned or live transfer."""
+        self._events: deque[tuple[Leaving, object]] = deque()
+        self._is_busy = False
+
+    # The dp group of a transfer.
+
+    def assign(self, transfer: str, named: int | None = None) -> int:
+        """The group that prefills a transfer: the one named, else the least loaded; asked again, the same."""
+        num_groups = self.owner.config.spec.layout.size("dp")
+        if transfer not in self.groups:
+            loads = [0] * num_groups
+            for group in self.groups.values():
+                loads[group] += 1
+            self.groups[transfer] = loads.index(min(loads)) if named is None else named
+        return self.groups[transfer]
+
+    # Words of this instance's ranks.
+
+    def heard(self, rank: int, message: AnyMessage) -> None:
+        """A source rank said something about a transfer."""
+        match message:
+            case Offer():
+                self._offered(rank, message)
+            case Landed():
+                self._feed_by(message.transfer, RankLanded(message))
+            case Commit():
+                self._feed_by(message.transfer, RankCommitted(message))
+            case AuxRecord():
+                self._feed_by(message.transfer, AuxGiven(message))
+            case Abort():
+                self._feed_by(message.transfer, RankFailed(rank, message.cause))
+            case Quiet():
+                self._feed_by(message.transfer, RankQuiet(rank))
+            case Unquiet():
+                self._feed_by(message.transfer, RankQuiet(rank, message.text))
+
+    def _offered(self, rank: int, message: Offer) -> None:
+        known = self.recent.get(message.transfer)
+        if known is not None and message.transfer not in self.leaving:
+            outcome = Failed(self._ended(message.transfer, known))
+            self.owner.to_rank(rank, Settled(transfer=message.transfer, grant=b"", outcome=outcome))
+            return
+        prefill = Prefill(message.num_tokens, message.digest, message.source_dp)
+        self.groups[message.transfer] = message.source_dp
+        ranks = frozenset(self.owner.config.spec.layout.group(message.source_dp))
+        self._feed(self._leaving(message.transfer), RankOffered(rank, prefill, ranks))
+
+    def _ended(self, transfer: str, known: Remembered) -> Cause:
+        """Why a transfer that ended a moment ago is not begun again."""
+        if isinstance(known.outcome, Failed):
+            return known.outcome.cause
+        text = f"transfer {transfer} ended here a moment ago; take a new id for each attempt"
+        return self.owner.cause(Why.REFUSED_LIVE_ID, Stage.OFFER, text)
+
+    def _leaving(self, transfer: str) -> Leaving:
+        if transfer not in self.leaving:
+            now = self.owner.ports.now()
+            deadlines = Deadlines(self.owner.config.timings, began=now, moved=now)
+            record = Departure(transfer, self.owner.config.instance, deadlines)
+            self.leaving[transfer] = Leaving(record)
+        return self.leaving[transfer]
+
+    # Words of targets.
+
+    def received(self, session: Session, message: AnyMessage) -> None:
+        """A target said something."""
+        match message:
+            case Inquiry():
+                self._inquired(session, message.transfer)
+            case Paths():
+                self._pass_paths(session, message)
+            case Grant():
+                self._granted(session, message)
+            case QuietAsked():
+                for grant in message.grants:
+                    self._answer_quiet(session, grant)
+            case Settled():
+                self._feed_granted(message.transfer, message.grant, TargetSettled(message.outcome))
+            case Abort():
+                self._aborted(session, message)
+
+    def _inquired(self, session: Session, transfer: str) -> None:
+        if (known := self.recent.get(transfer)) is not None and transfer not in self.leaving:
+            cause = self._ended(transfer, known)
+            self.owner.sessions.send(session.number, Abort(transfer=transfer, grant=b"", cause=cause))
+            return
+        self._feed(self._leaving(transfer), Inquired(session.number))
+
+    def _pass_paths(self, session: Session, message: Paths) -> None:
+        by_rank: dict[int, list[object]] = {}
+        for path in message.paths:
+            by_rank.setdefault(path.source_rank, []).append(path)
+        for rank, paths in by_rank.items():
+            self.owner.to_rank(rank, SessionPaths(session=session.number, paths=tuple(paths)))  # type: ignore[arg-type]
+
+    def _granted(self, session: Session, grant: Grant) -> None:
+        fault = self._fault(session, grant)
+        if fault is not None:
+            self._refuse(session, grant, fault)
+            return
+        ranks = frozenset(self.owner.config.spec.layout.group(grant.source_dp))
+        leaving = self._leaving(grant.transfer)
+        if leaving.session not in (-1, session.number):
+            effects = refusals(leaving.record, grant)
+            for effect in effects:
+                self._perform(Leaving(leaving.record, session.number), effect)
+            return
+        leaving.session = session.number
+        self._feed(leaving, GrantArrived(msgspec.structs.replace(grant, session=session.number), ranks))
+
+    def _fault(self, session: Session, grant: Grant) -> Cause | None:
+        cause = self.owner.cause
+        if grant.channel != session.channel:
+            return cause(Why.PEER_LOST, Stage.GRANT, "the grant is of a channel that is gone")
+        if grant.grant in self.graves:
+            return cause(Why.ABORTED, Stage.GRANT, "the grant is over")
+        num_groups = self.owner.config.spec.layout.size("dp")
+        if not 0 <= grant.source_dp < num_groups:
+            return cause(Why.REFUSED_LAYOUT, Stage.GRANT, f"there is no dp group {grant.source_dp}")
+        known = self.recent.get(grant.transfer)
+        if known is not None and grant.transfer not in self.leaving:
+            return self._ended(grant.transfer, known)
+        return None
+
+    def _refuse(self, session: Session, grant: Grant, cause: Cause) -> None:
+        """No rank ever sees it, so it is quiet."""
+        self._bury(
+            grant.transfer, grant.grant, self.graves[grant.grant].doubt if grant.grant in self.graves else ""
+        )
+        sessions = self.owner.sessions
+        sessions.send(session.number, Abort(transfer=grant.transfer, grant=grant.grant, cause=cause))
+        self._answer_quiet(session, grant.grant)
+
+    def _answer_quiet(self, session: Session, grant: bytes) -> None:
+        if any(
+            one.record.grant is not None and one.record.grant.grant == grant for one in self.leaving.values()
+        ):
+            return
+        grave = self.graves.get(grant)
+        if grave is None:
+            # Never heard of: from now on it never will be.
+            self._bury("", grant, "")
+        transfer, doubt = (grave.transfer, grave.doubt) if grave else ("", "")
+        if doubt:
+            self.owner.sessions.send(session.number, Unquiet(transfer=transfer, grant=grant, text=doubt))
+        else:
+            self.owner.sessions.send(session.number, Quiet(transfer=transfer, grant=grant))
+
+    def _aborted(self, session: Session, message: Abort) -> None:
+        leaving = self.leaving.get(message.transfer)
+        if leaving is not None and leaving.record.grant is not None:
+            self._feed_granted(message.transfer, message.grant, TargetAborted(message.cause))
+            return
+        if message.grant:
+            # Overtaken: its grant is still on the way, or nobody here will ever hear of it.
+            self._bury(message.transfer, message.grant, "")
+            self._answer_quiet(session, message.grant)
+        if leaving is not None or message.transfer not in self.recent:
+            self._feed(self._leaving(message.transfer), TargetAborted(message.cause))
+
+    # Machine and effects.
+
+    def lost(self, session: Session, cause: Cause) -> None:
+        """A session is gone."""
+        for leaving in list(self.leaving.values()):
+            if leaving.session == session.number:
+                self._feed(leaving, SessionLost(cause))
+
+    def tick(self) -> None:
+        """Looks at deadlines, and forgets what nobody will ask for any more."""
+        now = self.owner.ports.now()
+        for leaving in list(self.leaving.values()):
+            self._feed(leaving, Ticked())
+        self.recent = {name: known for name, known in self.recent.items() if known.expires > now}
+        # A grave with a doubt is kept: unknown means quiet.
+        self.graves = {grant: one for grant, one in self.graves.items() if one.doubt or one.expires > now}
+
+    def _feed_by(self, transfer: str, event: object) -> None:
+        if leaving := self.leaving.get(transfer):
+            self._feed(leaving, event)
+
+    def _feed_granted(self, transfer: str, grant: bytes, event: object) -> None:
+        leaving = self.leaving.get(transfer)
+        if leaving is None or leaving.record.grant is None or leaving.record.grant.grant != grant:
+            return
+        self._feed(leaving, event)
+
+    def _feed(self, leaving: Leaving, event: object) -> None:
+        self._events.append((leaving, event))
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            while self._events:
+                self._stepped(*self._events.popleft())
+        finally:
+            self._is_busy = False
+            self._events.clear()
+
+    def _stepped(self, leaving: Leaving, event: object) -> None:
+        """Whatever goes wrong in a transfer ends that transfer; a peer that broke the protocol loses more."""
+        try:
+            self._step(leaving, event)
+        except RemoteProtocolError:
+            raise
+        except Exception as error:
+            log.exception("transfer %s", leaving.record.transfer)
+            if isinstance(event, RankFailed):
+                raise
+            cause = self.owner.cause(Why.ABORTED, Stage.COPY, f"{type(event).__name__}: {error}")
+            self._events.append((leaving, RankFailed(-1, cause)))
+
+    def _step(self, leaving: Leaving, event: object) -> None:
+        if self.leaving.get(leaving.record.transfer) is not leaving:
+            return
+        leaving.record, effects = OFFER.step(leaving.record, event, self.owner.ports.now())
+        for effect in effects:
+            self._perform(leaving, effect)
+
+    def _perform(self, leaving: Leaving, effect: object) -> None:
+        match effect:
+            case ToRank(rank, Grant() as grant):
+                self.owner.to_rank(rank, narrowed(grant, rank))
+            case ToRank(rank, message):
+                self.owner.to_rank(rank, message)  # type: ignore[arg-type]
+            case ToTarget(message):
+                self.owner.sessions.send(leaving.session, message)  # type: ignore[arg-type]
+            case ToSession(session, message):
+                self.owner.sessions.send(session, message)  # type: ignore[arg-type]
+            case Bury(grant, doubt):
+                self._bury(leaving.record.transfer, grant, doubt)
+            case Forget():
+                self._forget(leaving)
+            case _:
+                raise AssertionError(f"no such effect: {effect}")
+
+    def _bury(self, transfer: str, grant: bytes, doubt: str) -> None:
+        expires = self.owner.ports.now() + self.owner.config.timings.total_s
+        self.graves[grant] = Grave(transfer, doubt, expires)
+
+    def _forget(self, leaving: Leaving) -> None:
+        transfer, outcome = leaving.record.transfer, leaving.record.outcome
+        del self.leaving[transfer]
+        self.groups.pop(transfer, None)
+        if outcome is not None:
+            expires = self.owner.ports.now() + self.owner.config.timings.linger_s
+            self.recent[transfer] = Remembered(outcome, expires)
+
+
+def narrowed(grant: Grant, rank: int) -> Grant:
+    """A grant as one source rank has to know it."""
+    lanes = tuple(lane for lane in grant.lanes if lane.source_rank == rank)
+    targets = {lane.target_rank for lane in lanes}
+    tables = {target: table for target, table in grant.tables.items() if target in targets}
+    return msgspec.structs.replace(grant, lanes=lanes, tables=tables)

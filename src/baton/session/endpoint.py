@@ -1,0 +1,163 @@
+"""What an engine holds: one endpoint per rank, attached to its instance's coordinator.
+
+One process of an instance hosts the coordinator (the endpoint that is given none); the others are given its
+address. A scheduler that polls reads `state` of its handles, one that awaits uses `settled()`, and
+`on_change` calls back, on the endpoint's own thread, whenever a handle changed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Self
+
+from baton.errors import ConfigError
+from baton.plan import Spec
+from baton.protocol.peer import MEMBER, SESSION, Party
+from baton.protocol.timings import Timings
+from baton.session.coordinator import CoordinatorDriver, InstanceConfig
+from baton.session.handles import Handle, Receiving, Sending
+from baton.session.link_ports import LOCAL
+from baton.session.loop import Loop, SocketConfig, exit_loudly
+from baton.session.membership import Membership
+from baton.session.pools import Pools, check_buffers
+from baton.session.rank import RankConfig, RankDriver
+from baton.session.requests import Digest, Request
+from baton.transport import Bytes, Transport
+
+ROLES = ("prefill", "decode", "both")
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointConfig:
+    """Who this rank is, whom it belongs to, and how long things may take."""
+
+    instance: str
+    spec: Spec
+    rank: int
+    secret: bytes = field(repr=False)
+    role: str = "both"
+    epoch: int = 0
+    """The incarnation: the same on all ranks of an instance, larger with every start. 0: made here, which
+    only the endpoint that hosts the coordinator can do."""
+    coordinator: str | None = None
+    """Where the coordinator is, as host:port; None: this endpoint hosts it."""
+    registry: str | None = None
+    """The registry's URL."""
+    embed_registry: int | None = None
+    """The port of a registry to be hosted here; 0 takes any."""
+    fingerprint: str = ""
+    sockets: SocketConfig = field(default_factory=SocketConfig)
+    timings: Timings = field(default_factory=Timings)
+    staging_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise ConfigError(f"role {self.role!r} is not known; use {', '.join(ROLES)}")
+        if not 0 <= self.rank < self.spec.layout.num_ranks:
+            raise ConfigError(f"rank {self.rank}: {self.spec.layout} has {self.spec.layout.num_ranks} ranks")
+        if self.coordinator is not None and not self.epoch:
+            raise ConfigError("epoch 0: give the epoch of the coordinator to the ranks that attach to it")
+
+
+class Endpoint:
+    """One rank's end of every hand-over."""
+
+    def __init__(
+        self,
+        config: EndpointConfig,
+        pools: Mapping[str, Bytes],
+        transport: Transport,
+        on_end: Callable[[str], None] = exit_loudly,
+    ) -> None:
+        self.config = config if config.epoch else replace(config, epoch=time.time_ns())
+        self.transport = transport
+        self._membership = Membership(self.config, transport.name)
+        self._loop = Loop(config.sockets, directory=self._membership, on_end=on_end)
+        self._serving = threading.Event()
+        self.coordinator = self._host() if config.coordinator is None else None
+        self._rank = self._join(pools)
+        self._loop.start()
+        self._loop.post(self._attach)
+
+    def _host(self) -> CoordinatorDriver:
+        found = self.config
+        config = InstanceConfig(
+            found.instance, found.epoch, found.spec, self.transport.name, found.fingerprint, found.timings
+        )
+        party = Party(config.introduction(), found.secret, SESSION, frozenset({SESSION, MEMBER}))
+        ports = self._loop.ports(party)
+        driver = CoordinatorDriver(config, ports)
+        driver.on_serving = self._serving.set
+        self._loop.add(ports, driver)
+        return driver
+
+    def _join(self, pools: Mapping[str, Bytes]) -> RankDriver:
+        found = self.config
+        config = RankConfig(
+            found.instance, found.epoch, found.rank, found.spec, found.fingerprint, found.timings
+        )
+        party = Party(config.introduction(self.transport.name), found.secret, MEMBER)
+        ports = self._loop.ports(party)
+        check_buffers(found.spec, found.rank, pools)
+        registered = Pools(pools, self.transport, found.staging_bytes)
+        driver = RankDriver(config, ports, self.transport, registered)
+        self._loop.add(ports, driver)
+        self._loop.watch(self.transport, driver.moved)
+        return driver
+
+    def _attach(self) -> None:
+        self._rank.ports.dial(self.config.coordinator or LOCAL, self.config.instance)
+
+    @property
+    def address(self) -> str:
+        """The coordinator's host:port."""
+        return self.config.coordinator or self._loop.address
+
+    @property
+    def registry(self) -> str | None:
+        """The URL of the registry, hosted here or elsewhere."""
+        return self._membership.url
+
+    def wait_ready(self, timeout_s: float = 30.0) -> bool:
+        """Where the coordinator is hosted: whether every rank of the instance is there, after waiting."""
+        return self._serving.wait(timeout_s)
+
+    def send(self, transfer_id: str, digest: Digest) -> Sending:
+        """Source: begins to send this rank's part of a transfer."""
+        return self._rank.send(transfer_id, digest)
+
+    def receive(self, request: Request) -> Receiving:
+        """Target: asks for a transfer, with the pages of this rank or of several."""
+        return self._rank.receive(request)
+
+    def decline(self, transfer_id: str, source: str, text: str) -> None:
+        """Target: tells a source that there is no room for its transfer."""
+        self._rank.decline(transfer_id, source, text)
+
+    def on_change(self, callback: Callable[[Handle], None]) -> None:
+        """Calls back on the endpoint's thread whenever a handle changed; it must not block."""
+        self._rank.on_change = callback
+
+    def counts(self) -> dict[str, int]:
+        """How much is under way on this rank and, where it is hosted, at the coordinator."""
+        found = dict(self._rank.counts())
+        if self.coordinator is not None:
+            found |= self.coordinator.counts()
+        return found
+
+    def close(self) -> None:
+        """Ends this rank, and with the coordinator the instance; sockets and threads end."""
+        self._loop.close()
+        self.transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,65 @@
+"""An endpoint's relationship with the registry: it may host one, looks sources up, and keeps itself known."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from baton.errors import ConfigError
+from baton.session.registry import Member, RegistryClient, RegistryServer, Role
+
+if TYPE_CHECKING:
+    from baton.session.endpoint import EndpointConfig
+
+
+class Membership:
+    """Used inside the endpoint's loop alone."""
+
+    def __init__(self, config: EndpointConfig, transport: str) -> None:
+        self.config = config
+        self.transport = transport
+        self.url = config.registry
+        self._is_known = False
+        self._server: RegistryServer | None = None
+        self._client: RegistryClient | None = None
+
+    async def serve(self, address: str) -> None:
+        """Hosts a registry if that was asked for, and registers this rank; asked again, does nothing."""
+        config = self.config
+        if self._is_known:
+            return
+        self._is_known = True
+        if config.embed_registry is not None:
+            self._server = RegistryServer(config.secret)
+            await self._server.start(config.sockets.host, config.embed_registry)
+            self.url = self._server.url
+        if self.url is None:
+            return
+        self._client = RegistryClient(self.url, config.secret)
+        self._client.register(
+            Member(
+                instance=config.instance,
+                role=Role(config.role),
+                rank=config.rank,
+                epoch=config.epoch,
+                layout=str(config.spec.layout),
+                coordinator=config.coordinator or address,
+                fingerprint=config.fingerprint or "none",
+                transport=self.transport,
+            )
+        )
+
+    async def look_up(self, instance: str) -> str:
+        """The address of an instance's coordinator."""
+        if self._client is None:
+            raise ConfigError(
+                f"source {instance!r}: there is no registry to find it in; give the endpoint one, or name "
+                "the source by its coordinator's host:port"
+            )
+        return await self._client.coordinator(instance)
+
+    async def close(self) -> None:
+        """Unregisters, and ends the registry if it was hosted here."""
+        if self._client is not None:
+            await self._client.close()
+        if self._server is not None:
+            await self._server.close()

@@ -1,0 +1,35 @@
+"""Who is there: instances register their ranks, and find each other's coordinators."""
+
+from __future__ import annotations
+
+from baton.session.registry.client import Registration, RegistryClient
+from baton.session.registry.messages import (
+    Assigned,
+    Change,
+    Member,
+    Missing,
+    Refusal,
+    RegistryError,
+    Role,
+    Roster,
+    Topology,
+    What,
+)
+from baton.session.registry.server import RegistryConfig, RegistryServer
+
+__all__ = [
+    "Assigned",
+    "Change",
+    "Member",
+    "Missing",
+    "Refusal",
+    "Registration",
+    "RegistryClient",
+    "RegistryConfig",
+    "RegistryError",
+    "RegistryServer",
+    "Role",
+    "Roster",
+    "Topology",
+    "What",
+]

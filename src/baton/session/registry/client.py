@@ -1,0 +1,278 @@
+"""A client of the registry: keeps members registered, looks instances up, watches, assigns transfers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote, urlencode
+
+import aiohttp
+import msgspec
+
+from baton.session.registry.assignments import Assignments, Key
+from baton.session.registry.backoff import Backoff
+from baton.session.registry.connection import CALL_S_MAX, Call, Connection
+from baton.session.registry.events import EventReader
+from baton.session.registry.messages import (
+    BEAT_S,
+    TRANSFER_TTL_S,
+    Assigned,
+    Change,
+    Member,
+    Refusal,
+    Registered,
+    RegistryError,
+    Removed,
+    Topology,
+    Wish,
+    check_instance,
+    check_member,
+    check_transfer,
+)
+
+CLOSE_S_MAX = 2.0
+RETRY_S_FIRST = 0.1
+RETRY_S_MAX = 5.0
+SILENCE_S_MAX = 3 * BEAT_S
+
+log = logging.getLogger(__name__)
+
+
+class Registration:
+    """A member that is being kept registered."""
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.trouble = ""
+        """Why the last try failed; empty when it did not."""
+        self._registered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # Nobody has to wait for it: an exception that nobody asked for is not worth a complaint.
+        self._registered.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self._woken = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Returns once the member has been registered; raises RegistryError if it never can be."""
+        await asyncio.shield(self._registered)
+
+    def succeeded(self) -> None:
+        """The registry has it."""
+        self.trouble = ""
+        if not self._registered.done():
+            self._registered.set_result(None)
+
+    def failed(self, error: RegistryError, *, is_final: bool) -> None:
+        """The registry does not have it, as far as is known."""
+        if str(error) != self.trouble:
+            log.warning("rank %d of %s: %s", self.member.rank, self.member.instance, error)
+        self.trouble = str(error)
+        if is_final and not self._registered.done():
+            self._registered.set_exception(error)
+
+    def end(self) -> None:
+        """It is not kept any more."""
+        if not self._registered.done():
+            text = f"the client was closed before the registry had answered; {self.trouble}".rstrip("; ")
+            self._registered.set_exception(RegistryError(Refusal.UNREACHABLE, text))
+
+    def wake(self) -> None:
+        """Renew now."""
+        self._woken.set()
+
+    async def pause(self, wait_s: float) -> None:
+        """Until the next renewal."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._woken.wait()
+        self._woken.clear()
+
+
+class RegistryClient:
+    """One process's relationship with a registry, for use in one asyncio loop."""
+
+    def __init__(
+        self,
+        url: str,
+        secret: bytes | None,
+        *,
+        ssl_context: ssl.SSLContext | None = None,
+        on_displaced: Callable[[str], None] | None = None,
+    ) -> None:
+        self._connection = Connection(url, secret, ssl_context, self._restarted)
+        self._on_displaced = on_displaced
+        self._kept: dict[Registration, asyncio.Task[None]] = {}
+        self._assignments = Assignments()
+        self._telling: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def register(self, member: Member) -> Registration:
+        """Registers a member and keeps it so, whatever becomes of the registry, until `close`."""
+        assert not self._is_closed, "register was called after close"
+        check_member(member)
+        registration = Registration(member)
+        self._kept[registration] = _spawn(self._keep(registration))
+        return registration
+
+    async def topology(self, instance: str | None = None) -> Topology:
+        """Everything, or one instance; look at `is_complete` and `missing`."""
+        query = ""
+        if instance is not None:
+            check_instance(instance)
+            query = "?" + urlencode({"instance": instance})
+        return await self._connection.call(Call("GET", f"/v1/topology{query}"), Topology)
+
+    async def coordinator(self, instance: str) -> str:
+        """The address of an instance's coordinator, once the instance is complete."""
+        found = await self.topology(instance)
+        if not found.is_complete:
+            missing = found.missing[0]
+            ranks = f" (ranks {_listed(missing.ranks)})" if missing.ranks else ""
+            raise RegistryError(
+                Refusal.INCOMPLETE, f"instance {instance!r} is not complete: {missing.reason}{ranks}"
+            )
+        for roster in found.instances:
+            if roster.instance == instance:
+                return roster.coordinator
+        raise RegistryError(
+            Refusal.UNREACHABLE, f"{self._connection.url} left out {instance!r}; is it a registry?"
+        )
+
+    async def watch(self) -> AsyncIterator[Topology | Change]:
+        """The topology, then its changes; after a reconnection a topology again, which replaces the old."""
+        backoff, trouble = Backoff(RETRY_S_FIRST, RETRY_S_MAX), ""
+        while not self._is_closed:
+            try:
+                async for event in self._events():
+                    backoff.reset()
+                    trouble = ""
+                    yield event
+            except RegistryError as error:
+                if str(error) != trouble and not self._is_closed:
+                    log.warning("watch: %s", error)
+                trouble = str(error)
+            await asyncio.sleep(backoff.next())
+
+    async def assign(
+        self, instance: str, transfer: str, dp: int | None = None, ttl_s: float = TRANSFER_TTL_S
+    ) -> Assigned:
+        """The dp group of a transfer: `dp`, or where that is None the recorded or the least loaded one."""
+        assigned = await self._tell((instance, transfer), Wish(dp, ttl_s))
+        now = asyncio.get_running_loop().time()
+        self._assignments.add((instance, transfer), assigned, ttl_s, now)
+        return assigned
+
+    async def release(self, instance: str, transfer: str) -> bool:
+        """The transfer is over; answers whether the registry knew it."""
+        self._assignments.drop((instance, transfer))
+        call = Call("DELETE", _transfer_path((instance, transfer)))
+        return (await self._connection.call(call, Removed)).is_removed
+
+    async def close(self) -> None:
+        """Unregisters all members, as far as the registry answers, and ends."""
+        self._is_closed = True
+        members = [registration.member for registration in self._kept]
+        for registration in self._kept:
+            registration.end()
+        tasks = [*self._kept.values(), *([self._telling] if self._telling else [])]
+        self._kept.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S_MAX):
+                await asyncio.gather(*(self._unregister(member) for member in members))
+        await self._connection.close()
+
+    async def _unregister(self, member: Member) -> None:
+        target = f"{_member_path(member)}?epoch={member.epoch}"
+        with suppress(RegistryError):  # who cannot be told lets it expire
+            await self._connection.call(Call("DELETE", target, call_s_max=CLOSE_S_MAX), Removed)
+
+    async def _keep(self, registration: Registration) -> None:
+        member = registration.member
+        period_s = member.ttl_s / 3
+        backoff = Backoff(min(RETRY_S_FIRST, period_s), min(RETRY_S_MAX, period_s))
+        body = msgspec.json.encode(member)
+        call = Call("PUT", _member_path(member), body, min(CALL_S_MAX, period_s))
+        while True:
+            try:
+                await self._connection.call(call, Registered)
+            except RegistryError as error:
+                is_displaced = error.refusal is Refusal.DISPLACED
+                registration.failed(error, is_final=is_displaced)
+                if is_displaced:
+                    self._displaced(registration, str(error))
+                    return
+                wait_s = backoff.next()
+            else:
+                registration.succeeded()
+                backoff.reset()
+                wait_s = period_s
+            await registration.pause(wait_s)
+
+    def _displaced(self, registration: Registration, reason: str) -> None:
+        """The epoch is over: none of its members is kept any more, and the instance hears of it once."""
+        over = (registration.member.instance, registration.member.epoch)
+        for other in [kept for kept in self._kept if (kept.member.instance, kept.member.epoch) == over]:
+            task = self._kept.pop(other)
+            if other is not registration:
+                task.cancel()
+                other.failed(RegistryError(Refusal.DISPLACED, reason), is_final=True)
+        if self._on_displaced is not None:
+            self._on_displaced(reason)
+
+    def _restarted(self) -> None:
+        if self._is_closed:
+            return
+        log.warning("registry %s has started anew; telling it everything again", self._connection.url)
+        for registration in self._kept:
+            registration.wake()
+        if self._telling is not None:
+            self._telling.cancel()
+        self._telling = _spawn(self._assignments.tell_again(self._tell))
+
+    async def _tell(self, key: Key, wish: Wish) -> Assigned:
+        check_instance(key[0])
+        check_transfer(key[1])
+        call = Call("PUT", _transfer_path(key), msgspec.json.encode(wish))
+        return await self._connection.call(call, Assigned)
+
+    async def _events(self) -> AsyncIterator[Topology | Change]:
+        reader = EventReader()
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CALL_S_MAX, sock_read=SILENCE_S_MAX)
+        async with self._connection.opened(Call("GET", "/v1/watch"), timeout) as response:
+            if response.status != 200:
+                raise await self._connection.read_problem(response)
+            async for data in response.content.iter_any():
+                for event in reader.feed(data):
+                    yield event
+
+
+def _spawn(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    return asyncio.get_running_loop().create_task(work)
+
+
+def _member_path(member: Member) -> str:
+    return f"/v1/members/{quote(member.instance, safe='')}/{member.rank}"
+
+
+def _transfer_path(key: Key) -> str:
+    instance, transfer = key
+    return f"/v1/transfers/{quote(instance, safe='')}/{quote(transfer, safe='')}"
+
+
+def _listed(ranks: tuple[int, ...], most: int = 8) -> str:
+    shown = ", ".join(map(str, ranks[:most]))
+    return shown if len(ranks) <= most else f"{shown} and {len(ranks) - most} more"

@@ -1,0 +1,276 @@
+"""What registry and clients say to each other, as JSON; a field that the reader does not know is ignored."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from baton.errors import BatonError, LayoutError
+from baton.plan.layout import parse_layout
+
+BODY_BYTES_MAX = 16 << 10
+TTL_S = 10.0
+TTL_S_MAX = 3600.0
+TRANSFER_TTL_S = 600.0
+TRANSFER_TTL_S_MAX = 86_400.0
+BEAT_S = 5.0
+"""A watch is never silent for longer."""
+BOOT_HEADER = "Baton-Registry"
+"""In every answer to someone who proved the secret: which run of the registry it came from."""
+
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
+_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]{2,64}\]|[A-Za-z0-9._-]{1,253}):(?P<port>[1-9][0-9]{0,4})")
+_FIELD = re.compile(r"(?:at `\$\.|missing required field `)(?P<field>\w+)")
+
+_NAME = r"^[A-Za-z0-9_][A-Za-z0-9._:@-]{0,127}\Z"
+
+Name = Annotated[str, Meta(pattern=_NAME)]
+Label = Annotated[str, Meta(pattern=r"^[ -~]{1,256}\Z")]
+Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+WANTED = {
+    "instance": "1 to 128 of A-Z a-z 0-9 . _ : @ - and begin with a letter, a digit or _",
+    "role": "prefill, decode or both",
+    "rank": "a whole number from 0, below the number of ranks of the layout",
+    "epoch": "a whole number from 0 that grows with each start of the instance",
+    "layout": "a layout such as pp2.tp4, of at most 256 characters",
+    "coordinator": 'the address of the instance\'s coordinator, as "host:port"',
+    "fingerprint": "1 to 256 printable ASCII characters",
+    "transport": "1 to 256 printable ASCII characters",
+    "ttl_s": "a number of seconds above 0 and at most 3600 for members, 86400 for transfers",
+    "transfer": "1 to 256 printable characters other than . and .., percent-encoded in the path",
+    "dp": "null, or the number of a dp group of the instance's layout, from 0",
+}
+
+
+class Refusal(Enum):
+    """Why a call came to nothing; the set is closed, the rest is in the error's text."""
+
+    INVALID = "invalid"
+    UNAUTHENTICATED = "unauthenticated"
+    UNKNOWN = "unknown"
+    DISPLACED = "displaced"
+    """A newer epoch of the instance is registered; this one is over."""
+    CONFLICT = "conflict"
+    TOO_LARGE = "too large"
+    TOO_SLOW = "too slow"
+    FULL = "full"
+    INCOMPLETE = "incomplete"
+    UNREACHABLE = "unreachable"
+    """Said by clients alone: no answer came, or none that a registry gives."""
+
+
+class RegistryError(BatonError):
+    """A call to the registry came to nothing."""
+
+    def __init__(self, refusal: Refusal, text: str) -> None:
+        super().__init__(text)
+        self.refusal = refusal
+
+
+class Role(Enum):
+    """What an instance does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank of one incarnation of an instance; all but rank and ttl_s is equal on all of its ranks."""
+
+    instance: Name
+    role: Role
+    rank: Annotated[int, Meta(ge=0)]
+    epoch: Number
+    layout: Annotated[str, Meta(min_length=1, max_length=256)]
+    coordinator: str
+    fingerprint: Label
+    transport: Label
+    ttl_s: Annotated[float, Meta(gt=0, le=TTL_S_MAX)] = TTL_S
+
+    @property
+    def shared(self) -> dict[str, object]:
+        """What all members of one epoch agree on."""
+        names = ("role", "layout", "coordinator", "fingerprint", "transport")
+        return {name: getattr(self, name) for name in names}
+
+
+class Roster(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance as far as it has registered."""
+
+    instance: str
+    role: Role
+    epoch: int
+    layout: str
+    coordinator: str
+    fingerprint: str
+    transport: str
+    ranks: tuple[int, ...]
+    loads: tuple[int, ...]
+    """Transfers in flight, by dp group; changes of these are not watched."""
+    is_complete: bool
+
+
+class Missing(msgspec.Struct, frozen=True):
+    """Something without which a topology is not complete; no ranks are listed where none registered."""
+
+    instance: str
+    ranks: tuple[int, ...]
+    reason: str
+
+
+class Topology(msgspec.Struct, frozen=True):
+    """All that is registered, and what is missing; `id` grows with every change and is new with every run."""
+
+    id: str
+    instances: tuple[Roster, ...]
+    missing: tuple[Missing, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everything that was asked for is there."""
+        return not self.missing
+
+
+class What(Enum):
+    """What happened to a member."""
+
+    REGISTERED = "registered"
+    UNREGISTERED = "unregistered"
+    EXPIRED = "expired"
+    DISPLACED = "displaced"
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One step of the topology; `is_complete` is about the member's instance after it."""
+
+    id: str
+    what: What
+    member: Member
+    is_complete: bool
+
+
+class Registered(msgspec.Struct, frozen=True):
+    """Answer to a registration; it is new where the registry had not known the member."""
+
+    is_new: bool
+
+
+class Removed(msgspec.Struct, frozen=True):
+    """Answer to a removal; false where there was nothing to remove."""
+
+    is_removed: bool
+
+
+class Wish(msgspec.Struct, frozen=True):
+    """How a transfer is to be assigned: to this dp group, or to the least loaded one."""
+
+    dp: Annotated[int, Meta(ge=0)] | None = None
+    ttl_s: Annotated[float, Meta(gt=0, le=TRANSFER_TTL_S_MAX)] = TRANSFER_TTL_S
+    epoch: Number | None = None
+    """Of the instance for which the wish was made; None: whichever is registered."""
+
+
+class Assigned(msgspec.Struct, frozen=True):
+    """The dp group of a transfer, in this incarnation of the instance."""
+
+    dp: int
+    epoch: int
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """Body of every refusal."""
+
+    refusal: Refusal
+    error: str
+
+
+class Health(msgspec.Struct, frozen=True):
+    """Answer to anybody who asks whether the registry runs."""
+
+    status: Literal["ok"] = "ok"
+
+
+Body = TypeVar("Body", Member, Wish)
+
+
+def invalid(field: str, value: object) -> RegistryError:
+    """The error for a field whose value cannot be used."""
+    shown = repr(value)
+    shown = shown if len(shown) <= 100 else f"{shown[:100]}... ({len(shown)} characters)"
+    return RegistryError(Refusal.INVALID, f"{field} must be {WANTED[field]}; found {shown}")
+
+
+def read_body(kind: type[Body], body: bytes, **known: Any) -> Body:
+    """A record from JSON; `known` are fields that the path gives, which the body may repeat, not change."""
+    try:
+        raw = msgspec.json.decode(body or b"{}")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RegistryError(Refusal.INVALID, f"the body must be JSON in UTF-8: {error}") from None
+    if not isinstance(raw, dict):
+        raise RegistryError(Refusal.INVALID, f"the body must be a JSON object, found {type(raw).__name__}")
+    for field, value in known.items():
+        if raw.setdefault(field, value) != value:
+            raise RegistryError(
+                Refusal.INVALID,
+                f"{field} is {value!r} in the path and {str(raw[field])[:100]!r} in the body; "
+                f"leave it out of the body, or make them equal",
+            )
+    return _convert(kind, raw)
+
+
+def _convert(kind: type[Body], raw: dict[str, Any]) -> Body:
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        match = _FIELD.search(str(error))
+        if match is None or match["field"] not in WANTED:
+            raise RegistryError(Refusal.INVALID, f"the body cannot be read: {error}") from None
+        field = match["field"]
+    if field not in raw:
+        raise RegistryError(
+            Refusal.INVALID, f"{field} is missing from the body; it must be {WANTED[field]}"
+        ) from None
+    raise invalid(field, raw[field]) from None
+
+
+def read_number(field: str, text: str | None) -> int:
+    """A number from a path or a query."""
+    if text is None or _NUMBER.fullmatch(text) is None:
+        raise invalid(field, text)
+    return int(text)
+
+
+def check_member(member: Member) -> int:
+    """Refuses a member whose fields do not fit each other; answers how many ranks its instance has."""
+    _convert(Member, msgspec.to_builtins(member))  # a Struct made in Python is not checked on its own
+    try:
+        num_ranks = parse_layout(member.layout).num_ranks
+    except LayoutError as error:
+        raise RegistryError(Refusal.INVALID, f"layout cannot be used: {error}") from None
+    if member.rank >= num_ranks:
+        raise RegistryError(
+            Refusal.INVALID,
+            f"rank must be 0 to {num_ranks - 1}, the ranks of layout {member.layout}; found {member.rank}",
+        )
+    address = _ADDRESS.fullmatch(member.coordinator)
+    if address is None or int(address["port"]) > 65_535:
+        raise invalid("coordinator", member.coordinator)
+    return num_ranks
+
+
+def check_instance(instance: str) -> None:
+    """Refuses a name that no instance can have."""
+    if re.search(_NAME, instance) is None:
+        raise invalid("instance", instance)
+
+
+def check_transfer(transfer: str) -> None:
+    """Refuses a transfer id that cannot be part of a path."""
+    if not (1 <= len(transfer) <= 256 and transfer.isprintable()) or transfer in (".", ".."):
+        raise invalid("transfer", transfer)

@@ -1,0 +1,297 @@
+"""The registry over HTTP: an object that runs in any asyncio loop, on its own or inside an instance."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import msgspec
+from aiohttp import web
+
+from baton.errors import BatonError, ConfigError
+from baton.session.registry.authentication import WINDOW_S, Verifier
+from baton.session.registry.events import encode
+from baton.session.registry.messages import (
+    BEAT_S,
+    BODY_BYTES_MAX,
+    BOOT_HEADER,
+    Health,
+    Member,
+    Problem,
+    Refusal,
+    Registered,
+    RegistryError,
+    Removed,
+    Wish,
+    check_instance,
+    read_body,
+    read_number,
+)
+from baton.session.registry.state import State
+from baton.session.registry.watchers import Watchers
+
+HOST = "127.0.0.1"
+PORT = 8400
+SERVER = "baton"
+
+STATUSES = {
+    Refusal.INVALID: 400,
+    Refusal.UNAUTHENTICATED: 401,
+    Refusal.UNKNOWN: 404,
+    Refusal.TOO_SLOW: 408,
+    Refusal.DISPLACED: 409,
+    Refusal.CONFLICT: 409,
+    Refusal.TOO_LARGE: 413,
+    Refusal.FULL: 429,
+    Refusal.INCOMPLETE: 503,
+}
+_SHUTDOWN_S = 2.0
+_LINGER_S = 2.0
+_KEEPALIVE_S = 75.0
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryConfig:
+    """What is seldom changed."""
+
+    beat_s: float = BEAT_S
+    window_s: float = WINDOW_S
+    body_s_max: float = 10.0
+    num_waiting_max: int = 1024
+    """Events that wait for one watcher before it is dropped."""
+
+
+class RegistryServer:
+    """A registry; state is in memory alone, and members bring it back after a restart."""
+
+    def __init__(
+        self,
+        secret: bytes | None,
+        *,
+        ssl_context: ssl.SSLContext | None = None,
+        config: RegistryConfig | None = None,
+    ) -> None:
+        if secret == b"":
+            raise ConfigError("the registry's secret is empty; give one, or None on loopback")
+        self._secret = secret
+        self._ssl = ssl_context
+        self._config = config or RegistryConfig()
+        self._boot = secrets.token_hex(8)
+        self._state = State(self._boot)
+        self._watchers = Watchers(self._config.num_waiting_max, self._config.beat_s)
+        self._verifier: Verifier | None = None
+        self._runner: web.AppRunner | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._address: tuple[str, int] | None = None
+
+    @property
+    def address(self) -> str:
+        """Where it listens, as "host:port"."""
+        assert self._address is not None, "the registry has not been started"
+        host, port = self._address
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    @property
+    def url(self) -> str:
+        """What a client is given."""
+        return f"{'http' if self._ssl is None else 'https'}://{self.address}"
+
+    @property
+    def num_watchers(self) -> int:
+        """Watches that are open now."""
+        return len(self._watchers)
+
+    async def start(self, host: str = HOST, port: int = PORT) -> None:
+        """Listens; port 0 takes a free one. Anywhere but on loopback a secret is needed."""
+        assert self._runner is None, "the registry was started before"
+        await self._check_host(host)
+        if self._secret is not None:
+            self._verifier = Verifier(self._secret, time.time(), self._config.window_s)
+        app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[self._edge])
+        app.add_routes(self._routes())
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            auto_decompress=False,  # what is signed is what was sent, and no small body becomes a large one
+            handler_cancellation=True,  # a watcher that leaves is noticed at once
+            keepalive_timeout=_KEEPALIVE_S,
+            lingering_time=_LINGER_S,
+            shutdown_timeout=_SHUTDOWN_S,
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port, ssl_context=self._ssl)
+        try:
+            await site.start()
+        except (OSError, OverflowError) as error:
+            await self.close()
+            reason = getattr(error, "strerror", None) or str(error)
+            raise BatonError(
+                f"cannot listen on {host}:{port}: {reason}; name another port, or 0 for a free one"
+            ) from None
+        self._address = self._runner.addresses[0][:2]
+
+    async def close(self) -> None:
+        """Ends all watches, stops listening and forgets everything."""
+        self._watchers.end()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _check_host(self, host: str) -> None:
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(
+                f"host {host!r} has no address: {error}; use 127.0.0.1 or an address here"
+            ) from None
+        addresses = {str(place[4][0]).partition("%")[0] for place in found}
+        outside = sorted(text for text in addresses if not ipaddress.ip_address(text).is_loopback)
+        if outside and self._secret is None:
+            raise ConfigError(
+                f"host {host!r} ({', '.join(outside)}) can be reached from outside and there is no secret; "
+                f"give a secret, or listen on {HOST}"
+            )
+
+    def _routes(self) -> list[web.RouteDef]:
+        # Spelt out because the default of a part takes no braces.
+        member = "/v1/members/{instance:[^/]+}/{rank:[^/]+}"
+        transfer = "/v1/transfers/{instance:[^/]+}/{transfer:[^/]+}"
+        return [
+            web.put(member, self._register),
+            web.delete(member, self._unregister),
+            web.put(transfer, self._assign),
+            web.delete(transfer, self._release),
+            web.get("/v1/topology", self._topology, allow_head=False),
+            web.get("/v1/watch", self._watch, allow_head=False),
+            web.get("/health", self._health),
+        ]
+
+    @web.middleware
+    async def _edge(self, request: web.Request, handler: Answer) -> web.StreamResponse:
+        """Every request: authenticated before anything of it is looked at, and every refusal a Problem."""
+        if request.path == "/health":
+            return await handler(request)
+        try:
+            await self._authenticate(request)
+            response = await handler(request)
+        except RegistryError as error:
+            return self._problem(error)
+        except web.HTTPRequestEntityTooLarge:
+            return self._problem(
+                RegistryError(Refusal.TOO_LARGE, f"the body is longer than {BODY_BYTES_MAX} bytes; send less")
+            )
+        except web.HTTPException as error:
+            text = f"{request.method} {request.path!r}: {error.reason}; docs/registry.md lists what there is"
+            return _json(Problem(Refusal.UNKNOWN, text), error.status)
+        finally:
+            self._settle()
+        return response
+
+    async def _authenticate(self, request: web.Request) -> None:
+        try:
+            async with asyncio.timeout(self._config.body_s_max):
+                body = await request.read()
+        except TimeoutError:
+            raise RegistryError(
+                Refusal.TOO_SLOW,
+                f"the body did not come within {self._config.body_s_max:g} s; send it at once",
+            ) from None
+        if self._verifier is None:
+            return
+        sent = (request.method, request.raw_path, body)
+        reason = self._verifier.refusal(sent, request.headers.get("Authorization"), time.time())
+        if reason is not None:
+            raise RegistryError(Refusal.UNAUTHENTICATED, reason)
+
+    def _problem(self, error: RegistryError) -> web.Response:
+        response = _json(Problem(error.refusal, str(error)), STATUSES[error.refusal])
+        match error.refusal:
+            case Refusal.UNAUTHENTICATED:
+                response.headers["WWW-Authenticate"] = "Baton"
+            case Refusal.TOO_SLOW | Refusal.TOO_LARGE:
+                response.force_close()
+            case _:
+                response.headers[BOOT_HEADER] = self._boot
+        return response
+
+    def _answer(self, value: msgspec.Struct, status: int = 200) -> web.Response:
+        response = _json(value, status)
+        response.headers[BOOT_HEADER] = self._boot
+        return response
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _settle(self) -> None:
+        """Tells the watchers what changed, and sets the timer for what will expire next."""
+        changes = self._state.take_changes()
+        if changes and len(self._watchers):
+            self._watchers.publish([encode(change) for change in changes])
+        due = self._state.next_expiry()
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = None if due is None else loop.call_at(due, self._expire)
+
+    def _expire(self) -> None:
+        self._state.expire(self._now())
+        self._settle()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        del request
+        return _json(Health(), 200)
+
+    async def _register(self, request: web.Request) -> web.Response:
+        path = request.match_info
+        rank = read_number("rank", path["rank"])
+        member = read_body(Member, await request.read(), instance=path["instance"], rank=rank)
+        return self._answer(Registered(self._state.register(member, self._now())))
+
+    async def _unregister(self, request: web.Request) -> web.Response:
+        path = request.match_info
+        rank, epoch = read_number("rank", path["rank"]), read_number("epoch", request.query.get("epoch"))
+        return self._answer(Removed(self._state.unregister(path["instance"], rank, epoch, self._now())))
+
+    async def _topology(self, request: web.Request) -> web.Response:
+        names = request.query.getall("instance", None)
+        for name in names or ():
+            check_instance(name)
+        found = self._state.topology(self._now(), names)
+        return self._answer(found, 200 if found.is_complete else STATUSES[Refusal.INCOMPLETE])
+
+    async def _assign(self, request: web.Request) -> web.Response:
+        path = request.match_info
+        wish = read_body(Wish, await request.read())
+        return self._answer(self._state.assign(path["instance"], path["transfer"], self._now(), wish))
+
+    async def _release(self, request: web.Request) -> web.Response:
+        path = request.match_info
+        return self._answer(Removed(self._state.release(path["instance"], path["transfer"], self._now())))
+
+    async def _watch(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream",
+                "Cache-Control": "no-store",
+                "Server": SERVER,
+                BOOT_HEADER: self._boot,
+            }
+        )
+        topology = self._state.topology(self._now())
+        self._settle()  # what this look let expire is news to the others; the topology is without it already
+        await self._watchers.serve(request, response, encode(topology))
+        return response
+
+
+def _json(value: msgspec.Struct, status: int) -> web.Response:
+    headers = {"Content-Type": "application/json", "Server": SERVER}
+    return web.Response(body=msgspec.json.encode(value), status=status, headers=headers)

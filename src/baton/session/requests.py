@@ -1,0 +1,73 @@
+"""What an engine says when it asks for a hand-over."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from baton.errors import ConfigError
+from baton.plan import Prompt, Spec
+from baton.plan.prompt import check_held
+from baton.session.handles import Pages
+from baton.transport import NOW, Fence
+
+TRANSFER_CHARS_MAX = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """What was prefilled: its length and 128 bits that stand for everything that shaped the cache."""
+
+    num_tokens: int
+    value: bytes
+
+    def __post_init__(self) -> None:
+        Prompt(self.num_tokens)
+        if len(self.value) != 16:
+            raise ConfigError(f"a digest has 16 bytes, got {len(self.value)}; use prompt_digest")
+
+
+def prompt_digest(
+    token_ids: Iterable[int], *, adapter: str = "", salt: str = "", embeddings: bytes = b""
+) -> Digest:
+    """The digest of a prompt: token ids, adapter, cache salt and input embeddings."""
+    tokens = np.fromiter(token_ids, dtype="<i8")
+    found = hashlib.blake2b(digest_size=16, person=b"baton prompt")
+    for part in (tokens.tobytes(), adapter.encode(), salt.encode(), embeddings):
+        found.update(len(part).to_bytes(8, "little"))
+        found.update(part)
+    return Digest(len(tokens), found.digest())
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A transfer as its target asks for it."""
+
+    transfer: str
+    source: str
+    """An instance's name, to be looked up, or its coordinator's host:port."""
+    digest: Digest
+    pages: Mapping[int, Pages]
+    """By target rank."""
+    held: Mapping[str, int] = field(default_factory=dict)
+    source_dp: int | None = None
+    """Which group of the source prefills; None: the source says."""
+    fence: Fence = NOW
+    """The device work of the pages' last owner."""
+    is_verified: bool = False
+
+    def check(self, spec: Spec) -> None:
+        """Raises ConfigError on what could never be granted."""
+        if not 0 < len(self.transfer) <= TRANSFER_CHARS_MAX:
+            raise ConfigError(
+                f"transfer id {self.transfer[:40]!r} has to have 1 to {TRANSFER_CHARS_MAX} characters"
+            )
+        check_held(spec, Prompt(self.digest.num_tokens, dict(self.held)))
+        for rank in self.pages:
+            if not 0 <= rank < spec.layout.num_ranks:
+                raise ConfigError(
+                    f"pages for rank {rank}, but {spec.layout} has {spec.layout.num_ranks} ranks"
+                )

@@ -1,0 +1,342 @@
+"""The target half of a rank: it lets peers write, unpacks what landed, and takes the permissions back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from baton.errors import BatonError
+from baton.plan import Chunk, Prompt
+from baton.plan.sides import writable
+from baton.plan.steps import STAGING
+from baton.protocol.landing import (
+    LANDING,
+    CloseAsked,
+    FreeStaging,
+    JobEnded,
+    Landing,
+    StartUnpack,
+    TakeBack,
+    TakenBack,
+    Tell,
+    UnpackAsked,
+)
+from baton.protocol.messages import (
+    Abort,
+    Close,
+    Closed,
+    Grant,
+    Invite,
+    Invited,
+    Landed,
+    Lane,
+    Open,
+    Opened,
+    Path,
+    Receive,
+    Released,
+    Settled,
+    Unpack,
+)
+from baton.protocol.outcomes import Cause, Stage, Why
+from baton.session.handles import Receiving
+from baton.session.loads import Terms, decode_tables, encode_tables
+from baton.session.moving import Arrived, check_and_unpack
+from baton.session.requests import Request
+from baton.session.staging import Lease
+from baton.transport import Invitation, Quiet, Ranges, Stillness, Unknown
+
+if TYPE_CHECKING:
+    from baton.session.rank import RankDriver
+
+
+@dataclass(slots=True)
+class Guest:
+    """A source rank that was invited."""
+
+    session: int
+    source_rank: int
+    number: int
+    invitation: Invitation
+    grants: set[bytes] = field(default_factory=set)
+    is_retired: bool = False
+    """Replaced by a newer path, or its session ended: it goes when its last grant does."""
+    is_revoked: bool = False
+    is_gone: bool = False
+    """Revoked, and quiet."""
+
+
+@dataclass(slots=True)
+class Bay:
+    """One lane of a grant: who may write, under which permissions of the transport, into which staging."""
+
+    guest: Guest
+    permissions: list[int] = field(default_factory=list)
+    lease: Lease | None = None
+    stillness: Stillness = field(default_factory=Quiet)
+    """What the transport said when the permissions were taken back."""
+
+
+@dataclass(slots=True)
+class Incoming:
+    """One grant at this rank: its machine's record and what the driver keeps beside it."""
+
+    record: Landing
+    terms: Terms
+    bays: dict[int, Bay] = field(default_factory=dict)
+    """By source rank."""
+
+
+class TargetHalf:
+    """Every transfer that this rank receives."""
+
+    def __init__(self, rank: RankDriver) -> None:
+        self.rank = rank
+        self.receiving: dict[str, Receiving] = {}
+        self.incoming: dict[bytes, Incoming] = {}
+        self.guests: dict[int, Guest] = {}
+        self._num_guests = 0
+
+    # Calls of the engine.
+
+    def begin(self, receiving: Receiving, request: Request) -> None:
+        """A transfer is asked for; its pages are named once the device work of their last owner is done."""
+        if receiving.transfer in self.receiving:
+            text = f"transfer {receiving.transfer} is live on this rank; take a new id for each attempt"
+            self.rank.refuse(receiving, self.rank.cause(Why.REFUSED_LIVE_ID, Stage.GRANT, text))
+            return
+        self.receiving[receiving.transfer] = receiving
+        call = partial(self._ask, receiving, request)
+        request.fence.call_when_ready(lambda: self.rank.ports.post(call))
+
+    def _ask(self, receiving: Receiving, request: Request) -> None:
+        if self.receiving.get(receiving.transfer) is not receiving:
+            return
+        spec = self.rank.config.spec
+        message = Receive(
+            transfer=request.transfer,
+            source=request.source,
+            num_tokens=request.digest.num_tokens,
+            digest=request.digest.value,
+            tables=encode_tables(request.pages, spec),
+            held=dict(request.held),
+            source_dp=-1 if request.source_dp is None else request.source_dp,
+            is_verified=request.is_verified,
+        )
+        receiving.is_asked = True
+        self.rank.tell(message)
+
+    def abort(self, receiving: Receiving, text: str) -> None:
+        """The engine gave up."""
+        if self.receiving.get(receiving.transfer) is not receiving:
+            return
+        cause = self.rank.cause(Why.ABORTED, Stage.GRANT, text or "given up at the target")
+        if receiving.is_asked:
+            self.rank.tell(Abort(transfer=receiving.transfer, grant=b"", cause=cause))
+            return
+        # Nobody has heard of its pages yet.
+        del self.receiving[receiving.transfer]
+        self.rank.refuse(receiving, cause)
+
+    def settled(self, message: Settled) -> None:
+        """The verdict."""
+        if receiving := self.receiving.get(message.transfer):
+            self.rank.conclude(receiving, message.outcome)
+
+    def released(self, message: Released) -> None:
+        """The pages are the engine's."""
+        if receiving := self.receiving.pop(message.transfer, None):
+            self.rank.release(receiving)
+
+    # Words of the coordinator.
+
+    def invite(self, message: Invite) -> None:
+        """Admits source ranks; older paths of theirs are retired."""
+        regions = {name: region.remote.to_bytes() for name, region in self.rank.pools.regions.items()}
+        paths = []
+        for source_rank in message.source_ranks:
+            for guest in self.guests.values():
+                if (guest.session, guest.source_rank) == (message.session, source_rank):
+                    guest.is_retired = True
+            invitation = self.rank.transport.invite()
+            self._num_guests += 1
+            guest = Guest(message.session, source_rank, self._num_guests, invitation)
+            self.guests[guest.number] = guest
+            described = invitation.description.to_bytes()
+            paths.append(Path(guest.number, source_rank, self.rank.config.rank, described, regions))
+        self.rank.tell(Invited(session=message.session, paths=tuple(paths)))
+        self._see_out()
+
+    def part(self, session: int) -> None:
+        """A session ended: nobody of it may write any more."""
+        for guest in self.guests.values():
+            if guest.session == session:
+                guest.is_retired = True
+                self._revoke(guest)
+        self._see_out()
+
+    def _see_out(self) -> None:
+        """Retired guests without grants are revoked; those that are quiet are forgotten."""
+        for guest in list(self.guests.values()):
+            if guest.is_retired and not guest.grants:
+                self._revoke(guest)
+                if guest.is_gone:
+                    del self.guests[guest.number]
+
+    def _revoke(self, guest: Guest) -> Stillness:
+        if guest.is_gone:
+            return Quiet()
+        guest.is_revoked = True
+        found = self.rank.transport.revoke(guest.invitation.peer)
+        guest.is_gone = isinstance(found, Quiet)
+        return found
+
+    def open(self, message: Open) -> None:
+        """Lets the lanes of a grant write."""
+        grant, rank = message.grant, self.rank.config.rank
+        mine = [lane for lane in grant.lanes if lane.target_rank == rank]
+        modes = {(lane.source_rank, lane.target_rank): lane.mode for lane in mine}
+        prompt = Prompt(grant.num_tokens, dict(grant.held), grant.offset)
+        try:
+            plan = self.rank.plan_of(grant, is_source=False)
+            tables = decode_tables({rank: grant.tables[rank]}, plan.target)
+            terms = Terms(plan, prompt, tables, modes, grant.is_verified)
+            incoming = Incoming(Landing(grant.grant, rank), terms)
+            self.incoming[grant.grant] = incoming
+            lanes = tuple(self._open_lane(incoming, grant, lane) for lane in mine)
+        except BatonError as error:
+            why = Why.OUT_OF_PAGES if isinstance(error, StagingFullError) else Why.REFUSED_LAYOUT
+            cause = self.rank.cause(why, Stage.GRANT, str(error))
+            self.rank.tell(Opened(grant=grant.grant, rank=rank, cause=cause))
+            return
+        self.rank.tell(Opened(grant=grant.grant, rank=rank, lanes=lanes))
+
+    def _open_lane(self, incoming: Incoming, grant: Grant, lane: Lane) -> Lane:
+        guest = self.guests.get(lane.path)
+        if guest is None or guest.is_gone:
+            raise PathGoneError(f"path {lane.path} of rank {lane.source_rank} is gone")
+        bay = incoming.bays[lane.source_rank] = Bay(guest)
+        guest.grants.add(grant.grant)
+        pools, transport = self.rank.pools, self.rank.transport
+        pair = (lane.source_rank, lane.target_rank)
+        terms = incoming.terms
+        allowed = dict(writable(terms.plan, terms.prompt, terms.tables, pair, lane.mode))
+        for buffer, (starts, lengths) in allowed.items():
+            permission = transport.grant(
+                guest.invitation.peer, pools.regions[buffer], Ranges(starts, lengths)
+            )
+            bay.permissions.append(permission)
+        if not lane.staging_bytes:
+            return lane
+        bay.lease = pools.staging.lease(lane.staging_bytes)
+        if bay.lease is None:
+            raise StagingFullError(f"no room for {lane.staging_bytes} bytes of staging")
+        where = Ranges(*bay.lease.as_range())
+        bay.permissions.append(transport.grant(guest.invitation.peer, pools.regions[STAGING], where))
+        return msgspec.structs.replace(lane, staging_offset=bay.lease.offset)
+
+    def unpack(self, message: Unpack) -> None:
+        """A chunk is complete, and has to be brought home or checked."""
+        if incoming := self.incoming.get(message.grant):
+            self._feed(incoming, UnpackAsked(message.landed))
+
+    def close(self, message: Close) -> None:
+        """A grant is over."""
+        incoming = self.incoming.get(message.grant)
+        if incoming is None:
+            # Closed before, or never opened: nothing can be written under it.
+            rank = self.rank.config.rank
+            self.rank.tell(Closed(grant=message.grant, rank=rank, is_still=True))
+            return
+        self._feed(incoming, CloseAsked(message.must_still))
+
+    # Machine and effects.
+
+    def _feed(self, incoming: Incoming, event: object) -> None:
+        incoming.record, effects = LANDING.step(incoming.record, event, self.rank.ports.now())
+        for effect in effects:
+            self._perform(incoming, effect)
+
+    def _perform(self, incoming: Incoming, effect: object) -> None:
+        match effect:
+            case StartUnpack(landed):
+                self._start(incoming, landed)
+            case TakeBack(must_still):
+                self._feed(incoming, self._take_back(incoming, must_still))
+            case Tell(message):
+                self.rank.tell(message)  # type: ignore[arg-type]
+            case FreeStaging():
+                self._forget(incoming)
+            case _:
+                raise AssertionError(f"no such effect: {effect}")
+
+    def _start(self, incoming: Incoming, landed: Landed) -> None:
+        rank, pools = self.rank.config.rank, self.rank.pools
+        bay = incoming.bays.get(landed.source_rank)
+        start = bay.lease.offset if bay is not None and bay.lease is not None else 0
+        num_bytes = bay.lease.num_bytes if bay is not None and bay.lease is not None else 0
+        arrived = Arrived(
+            pair=(landed.source_rank, rank),
+            chunk=Chunk(landed.layers, landed.tokens),
+            staged_at=landed.staged.get(rank),
+            checksums=landed.checksums.get(rank),
+        )
+        staging = pools.view(start, num_bytes) if num_bytes else None
+        job = partial(check_and_unpack, incoming.terms, arrived, staging, pools.buffers)
+        self.rank.ports.run(job, partial(self._unpacked, incoming, landed))
+
+    def _unpacked(self, incoming: Incoming, landed: Landed, result: object) -> None:
+        cause: Cause | None = None
+        if isinstance(result, Exception):
+            cause = self.rank.cause(Why.CORRUPTED, Stage.COPY, str(result))
+        elif isinstance(result, str) and result:
+            cause = self.rank.cause(Why.CORRUPTED, Stage.COPY, result)
+        self._feed(incoming, JobEnded(landed.source_rank, landed.chunk, cause))
+
+    def _take_back(self, incoming: Incoming, must_still: bool) -> TakenBack:
+        """Every permission is taken back; where that does not prove stillness, the peer is turned out."""
+        doubts = []
+        for bay in incoming.bays.values():
+            found = self._ungrant(bay)
+            if must_still and isinstance(found, Unknown):
+                found = self._revoke(bay.guest)
+            if isinstance(found, Unknown):
+                doubts.append(f"rank {bay.guest.source_rank}: {found.cause}")
+        return TakenBack(not doubts, "; ".join(doubts))
+
+    def _ungrant(self, bay: Bay) -> Stillness:
+        """Takes a lane's permissions back, once; a revoked peer has none left."""
+        if bay.guest.is_revoked:
+            return self._revoke(bay.guest)
+        for permission in bay.permissions:
+            found = self.rank.transport.ungrant(bay.guest.invitation.peer, permission)
+            bay.stillness = found if isinstance(found, Unknown) else bay.stillness
+        bay.permissions.clear()
+        return bay.stillness
+
+    def _forget(self, incoming: Incoming) -> None:
+        del self.incoming[incoming.record.grant]
+        for bay in incoming.bays.values():
+            bay.guest.grants.discard(incoming.record.grant)
+            if bay.lease is not None:
+                self.rank.pools.staging.give_back(bay.lease)
+        self._see_out()
+
+    def counts(self) -> dict[str, int]:
+        """Transfers and grants under way."""
+        return {
+            "receiving": len(self.receiving),
+            "grants": len(self.incoming),
+            "guests": len(self.guests),
+        }
+
+
+class PathGoneError(BatonError):
+    """The way that a grant names is no longer there."""
+
+
+class StagingFullError(BatonError):
+    """There is no room to unpack in."""

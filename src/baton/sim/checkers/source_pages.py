@@ -1,0 +1,26 @@
+"""A page of a source is not used for anything else while a copy that has not ended reads it."""
+
+from __future__ import annotations
+
+from baton.sim.checkers.base import Checker
+from baton.sim.watch import Write
+
+
+class SourcePages(Checker):
+    """Looks at the owner of every byte at the moment it is read."""
+
+    def landing(self, write: Write) -> None:
+        """A piece is about to be read; a copy that has failed may read what it likes, nobody believes it."""
+        if write.flight.is_ended or not write.source_buffer:
+            return
+        owners = write.source.owners_of(write.source_buffer, write.read)
+        if (owners != write.flight.mark).any():
+            found = sorted(set(owners.tolist()))
+            node = write.flight.outbox.node
+            self.fail(
+                f"a copy of attempt {write.flight.mark} reads {write.source_buffer} on {node}, where pages "
+                f"belong to {found}"
+            )
+
+
+CHECKER = SourcePages

@@ -1,0 +1,255 @@
+"""What every byte of a cache has to be, by a hash of (component, layer, token, unit, place) and the prompt.
+
+Who holds what is taken from `baton.plan.elements` and the strides of the pools, not from the planner. What
+does not depend on page tables or prompts is worked out once for a spec, a rank and a prompt length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.plan.cache import Component
+from baton.plan.conversion import convert
+from baton.plan.dtypes import item_bytes
+from baton.plan.elements import Holdings, has_tokens
+from baton.plan.execution import Bytes
+from baton.plan.ownership import Spec, buffers, placements
+from baton.plan.prompt import Chunk
+from baton.plan.ranges import Range
+from baton.plan.storage import Placement
+from baton.plan.tokens import Ints
+
+SIDE = "pool"
+_FINITE = {1: 0x3F, 2: 0xBFFF, 4: 0xBFFFFFFF}
+"""Masks that keep an element from being infinite or no number, which conversion need not keep apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One component on one rank: where its elements lie but for the page, what they are but for the prompt.
+
+    Arrays are (layers, entries, elements of one entry).
+    """
+
+    component: Component
+    buffer: str
+    dtype: str
+    layers: Ints
+    tokens: Ints
+    pages: Ints
+    page_stride: int
+    offsets: Ints
+    hashes: NDArray[np.uint64]
+
+    def chosen(self, chunk: Chunk, num_tokens: int) -> tuple[Ints, Ints]:
+        """Which layers and entries belong to a chunk; a state belongs to the chunk that ends the prompt."""
+        layers = np.flatnonzero((self.layers >= chunk.layers[0]) & (self.layers < chunk.layers[1]))
+        if self.component.extent.has_tokens:
+            inside = (self.tokens >= chunk.tokens[0]) & (self.tokens < chunk.tokens[1])
+            return layers, np.flatnonzero(inside)
+        is_last = chunk.tokens[1] >= num_tokens
+        return layers, np.arange(len(self.tokens) if is_last else 0)
+
+    def place(self, table: Ints, layers: Ints, entries: Ints) -> Ints:
+        """Byte offsets of the elements."""
+        at = table[self.pages[entries]] * self.page_stride
+        return self.offsets[layers][:, entries] + at[None, :, None]
+
+    def values(self, salt: int, layers: Ints, entries: Ints, dtype: str) -> Bytes:
+        """The elements of a prompt in the dtype they were computed in, one row of bytes each."""
+        size = item_bytes(dtype)
+        mixed = _mix(self.hashes[layers][:, entries] ^ np.uint64(salt)) >> np.uint64(64 - 8 * size)
+        finite = (mixed & np.uint64(_FINITE[size])).astype(f"<u{size}")
+        return np.ascontiguousarray(finite.reshape(-1, 1)).view(np.uint8)
+
+
+@lru_cache(maxsize=8192)
+def parts(spec: Spec, rank: int, num_tokens: int) -> tuple[Part, ...]:
+    """What a rank holds of a prompt of this length."""
+    at = placements(spec, rank, SIDE)
+    return tuple(
+        _part(spec, rank, number, at[component.name], num_tokens)
+        for number, component in enumerate(spec.cache.components)
+        if component.name in at
+    )
+
+
+@lru_cache(maxsize=1024)
+def _holdings(spec: Spec) -> Holdings:
+    return Holdings(spec)
+
+
+def _part(spec: Spec, rank: int, number: int, at: Placement, num_tokens: int) -> Part:
+    component = spec.cache.components[number]
+    held = _holdings(spec).of(component.name, rank)
+    tokens = np.flatnonzero(_owned(spec, component, rank, num_tokens)).astype(np.int64)
+    pages, rest = np.divmod(np.arange(len(tokens), dtype=np.int64), at.page_entries)
+    along = [
+        (np.array(sorted(held.layers)), np.arange(len(held.layers)) * at.stride("layer")),
+        (tokens, rest * at.strides.get("token", 0)),
+        (np.array(sorted(held.units)), np.arange(len(held.units)) * at.stride("unit")),
+        *((np.arange(dim.size), np.arange(dim.size) * at.stride(dim.name)) for dim in component.dims),
+    ]
+    offsets = np.asarray(at.offset, dtype=np.int64)
+    hashes = np.asarray(number + 1, dtype=np.uint64)
+    for names, steps in along:
+        offsets = np.add.outer(offsets, steps)
+        hashes = _mix(np.add.outer(hashes * np.uint64(0x9E3779B97F4A7C15), names.astype(np.uint64)))
+    shape = (len(held.layers), len(tokens), -1) if hashes.size else (len(held.layers), len(tokens), 1)
+    return Part(
+        component=component,
+        buffer=at.buffer,
+        dtype=spec.storage.dtype_of(component),
+        layers=np.array(sorted(held.layers), dtype=np.int64),
+        tokens=tokens,
+        pages=pages,
+        page_stride=at.stride("page"),
+        offsets=offsets.reshape(shape),
+        hashes=hashes.reshape(shape),
+    )
+
+
+def _owned(spec: Spec, component: Component, rank: int, num_tokens: int) -> NDArray[np.bool_]:
+    cp = spec.layout.coordinates(rank)["cp"]
+    return has_tokens(spec, component, cp, component.extent.num_entries(num_tokens))
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A bijection that spreads neighbouring values apart."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(values ^ (values >> np.uint64(31)), dtype=np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class Copybook:
+    """One prompt on one rank: its pages, and what it has to look like there."""
+
+    spec: Spec
+    rank: int
+    num_tokens: int
+    salt: int
+    origin: Spec
+    """Whose dtype the elements were computed in."""
+    tables: Mapping[str, Ints]
+
+    def write(self, chunk: Chunk, memory: Mapping[str, Bytes]) -> None:
+        """Computes a chunk into this rank's pool."""
+        for part in parts(self.spec, self.rank, self.num_tokens):
+            layers, entries = part.chosen(chunk, self.num_tokens)
+            if len(layers) and len(entries):
+                offsets, values = self._both(part, layers, entries)
+                memory[part.buffer][offsets] = values
+
+    def write_held(self, held: Mapping[str, int], memory: Mapping[str, Bytes]) -> None:
+        """Puts the tokens that are held into this rank's pool."""
+        for part in parts(self.spec, self.rank, self.num_tokens):
+            if part.component.extent.has_tokens:
+                entries = np.flatnonzero(part.tokens < held.get(part.component.group, 0))
+                offsets, values = self._both(part, np.arange(len(part.layers)), entries)
+                memory[part.buffer][offsets] = values
+
+    def num_wrong(self, memory: Mapping[str, Bytes]) -> int:
+        """How many bytes are not what they have to be, of everything that decoding will read."""
+        wrong = 0
+        for part, layers, entries in self._needed({}):
+            offsets, values = self._both(part, layers, entries)
+            wrong += int(np.count_nonzero(memory[part.buffer][offsets] != values))
+        return wrong
+
+    def sent(self, held: Mapping[str, int]) -> list[tuple[str, Ints]]:
+        """The bytes that a hand-over has to bring, by buffer."""
+        return [
+            (part.buffer, self._bytes(part, layers, entries).reshape(-1))
+            for part, layers, entries in self._needed(held)
+        ]
+
+    def _needed(self, held: Mapping[str, int]) -> list[tuple[Part, Ints, Ints]]:
+        found = []
+        for part in parts(self.spec, self.rank, self.num_tokens):
+            start, stop = part.component.extent.wanted(self.num_tokens, held.get(part.component.group, 0))
+            entries = np.flatnonzero((part.tokens >= start) & (part.tokens < stop))
+            if len(entries) and len(part.layers):
+                found.append((part, np.arange(len(part.layers)), entries))
+        return found
+
+    def _both(self, part: Part, layers: Ints, entries: Ints) -> tuple[Ints, Bytes]:
+        dtype = self.origin.storage.dtype_of(self.origin.cache.by_name[part.component.name])
+        values = part.values(self.salt, layers, entries, dtype)
+        if dtype != part.dtype:
+            values = convert(values.reshape(-1), dtype, part.dtype).reshape(-1, item_bytes(part.dtype))
+        return self._bytes(part, layers, entries), values
+
+    def _bytes(self, part: Part, layers: Ints, entries: Ints) -> Ints:
+        offsets = part.place(self.tables[part.component.group], layers, entries).reshape(-1, 1)
+        return offsets + np.arange(item_bytes(part.dtype))
+
+
+@lru_cache(maxsize=8192)
+def pages_needed(spec: Spec, rank: int, num_tokens: int) -> dict[str, int]:
+    """How many pages of each group a rank needs for a prompt; the last granule counts whole."""
+    granule = spec.storage.granule
+    whole = -(-num_tokens // granule) * granule
+    found: dict[str, int] = {}
+    for component in spec.cache.components:
+        entries = int(_owned(spec, component, rank, whole).sum())
+        page = spec.storage.page_entries(component)
+        found[component.group] = max(found.get(component.group, 0), -(-entries // page))
+    return found
+
+
+@lru_cache(maxsize=4096)
+def prefixes(spec: Spec, num_tokens: int) -> tuple[int, ...]:
+    """Prefixes of which every rank has whole pages, so that they can be held."""
+    component = next((found for found in spec.cache.components if found.extent.has_tokens), None)
+    if component is None:
+        return (0,)
+    owned = [has_tokens(spec, component, cp, num_tokens) for cp in range(spec.layout.size("cp"))]
+    counts = np.concatenate([np.zeros((len(owned), 1), dtype=np.int64), np.cumsum(owned, axis=1)], axis=1)
+    return tuple(np.flatnonzero((counts % spec.storage.page_tokens == 0).all(axis=0)).tolist())
+
+
+@lru_cache(maxsize=2048)
+def page_bases(spec: Spec) -> dict[str, int]:
+    """The number of each group's page 0, with the pages of all groups counted through."""
+    found, base = {}, 0
+    for group in spec.cache.groups:
+        found[group] = base
+        base += spec.storage.pages_of(group)
+    return found
+
+
+def num_pages(spec: Spec) -> int:
+    """Pages of all groups together."""
+    return sum(spec.storage.pages_of(group) for group in spec.cache.groups)
+
+
+@lru_cache(maxsize=2048)
+def pages_of_bytes(spec: Spec, rank: int) -> dict[str, Ints]:
+    """For every byte of every buffer the page that it belongs to."""
+    found = {name: np.full(size, -1, dtype=np.int64) for name, size in buffers(spec, rank, SIDE).items()}
+    bases = page_bases(spec)
+    for component in spec.cache.components:
+        at = placements(spec, rank, SIDE).get(component.name)
+        if at is None:
+            continue
+        held = _holdings(spec).of(component.name, rank)
+        ids = np.arange(spec.storage.pages_of(component.group), dtype=np.int64)
+        offsets = at.offset + ids * at.stride("page")
+        extents: list[Range] = [
+            (len(held.layers), at.stride("layer")),
+            (at.page_entries, at.strides.get("token", 0)),
+            (len(held.units), at.stride("unit")),
+            *((dim.size, at.stride(dim.name)) for dim in component.dims),
+            (at.item_bytes, 1),
+        ]
+        for count, stride in extents:
+            offsets = np.add.outer(offsets, np.arange(count) * stride)
+        owners = np.broadcast_to(ids.reshape(-1, *[1] * (offsets.ndim - 1)), offsets.shape)
+        found[at.buffer][offsets.reshape(-1)] = (bases[component.group] + owners).reshape(-1)
+    return found

@@ -1,0 +1,102 @@
+"""What both engines do alike: waiting for pages, hearing of outcomes, giving pages back."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from baton.protocol.outcomes import Waiting
+from baton.sim.content import Copybook, pages_needed
+from baton.sim.engines.job import Job
+from baton.sim.request import Attempt, Prompt
+
+if TYPE_CHECKING:
+    from baton.sim.incarnation import Incarnation
+
+
+class Engine:
+    """The scheduler of one incarnation of an instance, over all its ranks."""
+
+    def __init__(self, incarnation: Incarnation, chance: random.Random) -> None:
+        self.incarnation = incarnation
+        self.world = incarnation.world
+        self.chance = chance
+        self.jobs: dict[str, Job] = {}
+        self.queue: deque[Attempt] = deque()
+        self.is_alive = True
+
+    def prompt_of(self, attempt: Attempt) -> Prompt:
+        """The prompt as this side knows it."""
+        raise NotImplementedError
+
+    def dp_of(self, attempt: Attempt) -> int:
+        """The group of this side that takes it."""
+        raise NotImplementedError
+
+    def later(self, rank: int, delay_s: float, act: Callable[..., None], *args: Any) -> None:
+        """Does something on a rank of this incarnation after a while."""
+        self.incarnation.hosts[rank].process.later(delay_s, act, *args)
+
+    def room_for(self, attempt: Attempt) -> bool:
+        """Whether every rank of the group has the pages."""
+        num_tokens = self.prompt_of(attempt).num_tokens
+        return all(
+            self.incarnation.pools[rank].can_take(pages_needed(self.incarnation.spec, rank, num_tokens))
+            for rank in self.incarnation.spec.layout.group(self.dp_of(attempt))
+        )
+
+    def take_pages(self, attempt: Attempt, is_source: bool) -> Job:
+        """A job with pages on every rank."""
+        prompt, spec = self.prompt_of(attempt), self.incarnation.spec
+        ranks = spec.layout.group(self.dp_of(attempt))
+        job = Job(attempt, self.incarnation, is_source, ranks, {})
+        origin = self.world.instances[attempt.ends.source].spec
+        for rank in ranks:
+            wanted = pages_needed(spec, rank, prompt.num_tokens)
+            tables = self.incarnation.pools[rank].take(wanted, attempt.tag, self.chance)
+            job.books[rank] = Copybook(spec, rank, prompt.num_tokens, prompt.salt, origin, tables)
+            job.pages[rank] = {group: set(ids.tolist()) for group, ids in tables.items() if len(ids)}
+        self.jobs[attempt.transfer] = job
+        return job
+
+    def give_back(self, job: Job, rank: int, kept: dict[str, frozenset[int]]) -> None:
+        """Frees what of a rank's pages is not kept."""
+        pages = job.pages[rank]
+        for group in sorted(pages):
+            free = sorted(pages[group] - kept.get(group, frozenset()))
+            if free:
+                self.incarnation.pools[rank].give_back(group, free, job.attempt.tag)
+                pages[group].difference_update(free)
+            if not pages[group]:
+                del pages[group]
+        if not pages:
+            job.pages.pop(rank)
+        self.world.schedule.after(0.0, self.try_next)
+
+    def try_next(self) -> None:
+        """Begins what waits and has room now."""
+        raise NotImplementedError
+
+    def look(self, rank: int) -> None:
+        """Something may have changed on a rank."""
+        for job in list(self.jobs.values()):
+            handle = job.handles.get(rank)
+            if handle is None:
+                continue
+            if rank not in job.outcomes and not isinstance(handle.state, Waiting):
+                job.outcomes[rank] = handle.state
+                self.world.changed(job, rank, handle.state)
+                self.heard(job, rank)
+            self.tidy(job, rank)
+            if job.is_over and self.jobs.get(job.transfer) is job:
+                del self.jobs[job.transfer]
+
+    def heard(self, job: Job, rank: int) -> None:
+        """A rank has its outcome."""
+        raise NotImplementedError
+
+    def tidy(self, job: Job, rank: int) -> None:
+        """Gives back what may be given back on a rank."""
+        raise NotImplementedError

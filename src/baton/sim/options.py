@@ -1,0 +1,71 @@
+"""What one seed is about: who is there, how much work, and which faults at which strength."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.protocol.timings import Timings
+from baton.sim.catalogue import NUM_FAMILIES
+from baton.sim.faults import draw_faults
+from baton.sim.transport.endpoint import Strength
+
+TIMINGS = Timings(
+    beat_s=0.2,
+    silence_s=0.7,
+    offer_s=0.8,
+    progress_s=0.6,
+    total_s=2.0,
+    copy_s=0.25,
+    ask_again_s=0.05,
+    ask_again_s_max=0.3,
+    redial_s=0.02,
+    redial_s_max=0.2,
+    linger_s=1.0,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """A seed's world."""
+
+    family: int = 0
+    num_requests: int = 3
+    spread_s: float = 0.03
+    """Over how long the requests come."""
+    faults: Mapping[str, Any] = field(default_factory=dict)
+    """By the name of its module: how strong each fault is."""
+    faults_s: float = 0.5
+    """After this much time there are no faults any more."""
+    strength: Strength = field(default_factory=Strength)
+    compute_speed: float = 1.0
+    finish_share: float = 0.05
+    held_share: float = 0.4
+    one_call_share: float = 0.3
+    pages_s_max: float = 0.3
+    """How long a target waits for pages before it declines."""
+    verified_share: float = 0.2
+    is_packing: bool = False
+
+
+def draw_options(chance: random.Random) -> Options:
+    """The options of a seed."""
+    is_strong = chance.random() < 0.5
+    return Options(
+        family=chance.randrange(NUM_FAMILIES),
+        num_requests=chance.choice((1, 2, 2, 3, 3, 4)),
+        spread_s=chance.choice((0.0, 0.01, 0.05)),
+        faults=draw_faults(chance),
+        faults_s=chance.choice((0.1, 0.3, 0.6)),
+        strength=Strength(
+            can_enforce_grants=is_strong or chance.random() < 0.3,
+            can_revoke=is_strong or chance.random() < 0.3,
+        ),
+        compute_speed=chance.choice((0.3, 1.0, 3.0)),
+        held_share=chance.choice((0.0, 0.5, 1.0)),
+        one_call_share=chance.choice((0.0, 1.0)),
+        verified_share=chance.choice((0.0, 0.0, 1.0)),
+        is_packing=chance.random() < 0.25,
+    )

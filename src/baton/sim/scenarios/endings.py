@@ -1,0 +1,83 @@
+"""Transfers that somebody ends, and ranks that fail (rows 4, 5, 6, 11 and 16 of the fault list)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from baton.protocol.outcomes import Failed, Why
+from baton.sim.scenarios.play import QUIET_OPTIONS, Play, Scenario, Side
+from baton.sim.transport.endpoint import Strength
+from baton.sim.transport.fate import End
+
+WEAK = replace(QUIET_OPTIONS, strength=Strength(can_enforce_grants=False, can_revoke=False))
+
+
+def _target_aborts(play: Play) -> None:
+    play.ask_at(0.01)
+    play.when_written(play.abort, 1, "target")
+    play.ask_at(0.02)
+    play.ask_at(0.05)
+
+
+def _source_preempts(play: Play) -> None:
+    play.ask_at(0.01)
+    play.when_written(play.abort, 1, "source")
+    play.ask_at(0.05)
+
+
+def _given_up(play: Play) -> None:
+    for side in ("source", "target"):
+        play.is_failed(1, side, Why.ABORTED)
+    for number in range(2, len(play.world.router.attempts) + 1):
+        play.is_ready(number)
+
+
+def _rank_fails(play: Play) -> None:
+    play.strike("P0/1", End.ERROR, times=1)
+    play.ask_at(0.01)
+    play.ask_at(0.1)
+
+
+def _rank_hangs(play: Play) -> None:
+    play.strike("P0/1", End.HANG, times=1, late_s=0.2)
+    play.ask_at(0.01)
+    play.ask_at(0.6)
+
+
+def _copy_failed(play: Play) -> None:
+    for side in ("source", "target"):
+        play.is_failed(1, side, Why.COPY_FAILED)
+        found = play.outcome(1, side)
+        assert isinstance(found, Failed)
+        play.check(found.cause.rank == 1, "the cause does not name rank 1", 1)
+    play.is_ready(2)
+
+
+def _storm(play: Play) -> None:
+    for number in range(12):
+        play.ask_at(0.01 + 0.0005 * number, 4)
+        play.at(0.012 + 0.0009 * number, play.abort, number + 1, *(("source", "target")[number % 2 :]))
+    play.ask_at(0.2)
+
+
+def _calm(play: Play) -> None:
+    play.is_ready(13)
+
+
+SCENARIOS = (
+    Scenario("target-aborts", "the target gives up while it is written", _target_aborts, _given_up),
+    Scenario(
+        "target-aborts-weak", "the same where nobody can be stopped", _target_aborts, _given_up, options=WEAK
+    ),
+    Scenario("source-preempts", "the source takes pages away under a copy", _source_preempts, _given_up),
+    Scenario("rank-fails", "one of several source ranks fails to copy", _rank_fails, _copy_failed),
+    Scenario(
+        "rank-hangs",
+        "one of several source ranks hangs, and lands later",
+        _rank_hangs,
+        _copy_failed,
+        source=Side("pp2.tp2"),
+        options=WEAK,
+    ),
+    Scenario("abort-storm", "a dozen clients go away at once", _storm, _calm),
+)

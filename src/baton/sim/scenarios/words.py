@@ -1,0 +1,76 @@
+"""Messages that are lost, doubled or out of order (rows 7 and 8 of the fault list, and two of our own)."""
+
+from __future__ import annotations
+
+from baton.protocol.messages import AuxRecord, Commit, Grant, Landed, Settled
+from baton.protocol.outcomes import Why
+from baton.sim.scenarios.play import Play, Scenario, again, later, lost
+
+
+def _verdict_lost(play: Play) -> None:
+    play.bend(Settled, lost)
+    play.ask_at(0.01)
+
+
+def _all_twice(play: Play) -> None:
+    for kind in (Grant, Landed, Commit, AuxRecord, Settled):
+        play.bend(kind, again(0.003), times=100)
+    play.ask_at(0.01)
+
+
+def _commit_first(play: Play) -> None:
+    play.bend(Landed, later(0.03), times=2)
+    play.ask_at(0.01)
+
+
+def _aux_last(play: Play) -> None:
+    play.bend(AuxRecord, later(0.05))
+    play.ask_at(0.01)
+
+
+def _late_target(play: Play) -> None:
+    world = play.world
+    engine_arrive = world.instances["D0"].arrive
+    # The decode leg reaches its instance long after the prefill is done.
+    world.instances["D0"].arrive = lambda attempt: world.schedule.after(0.3, engine_arrive, attempt)  # type: ignore[method-assign]
+    play.ask_at(0.01)
+
+
+def _ready(play: Play) -> None:
+    play.is_ready(1)
+
+
+def _overtaken(play: Play) -> None:
+    play.bend(Grant, later(0.05))
+    play.when("sent", Grant, play.abort, 1, "target")
+    play.ask_at(0.01)
+
+
+def _delayed_again(play: Play) -> None:
+    play.bend(Grant, again(0.25))
+    play.when("received", Grant, play.abort, 1, "target")
+    play.ask_at(0.01)
+    play.ask_at(0.02)
+
+
+def _nothing_written(play: Play) -> None:
+    for side in ("source", "target"):
+        play.is_failed(1, side, Why.ABORTED)
+    play.check(play.num_writes == 0, f"{play.num_writes} pieces were written under a grant that was over")
+
+
+def _one_given_up(play: Play) -> None:
+    for side in ("source", "target"):
+        play.is_failed(1, side, Why.ABORTED)
+    play.is_ready(2)
+
+
+SCENARIOS = (
+    Scenario("verdict-lost", "the verdict is lost once", _verdict_lost, _ready),
+    Scenario("words-twice", "every word comes twice", _all_twice, _ready),
+    Scenario("commit-first", "the commit overtakes the chunks", _commit_first, _ready),
+    Scenario("aux-last", "the aux record comes last", _aux_last, _ready),
+    Scenario("late-target", "the target asks after the prefill is done", _late_target, _ready),
+    Scenario("grant-overtaken", "an abort overtakes its grant", _overtaken, _nothing_written),
+    Scenario("quiet-then-grant", "a grant comes again after quiet was said", _delayed_again, _one_given_up),
+)

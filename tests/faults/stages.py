@@ -1,0 +1,154 @@
+"""Brings a transfer between real processes to a stage, breaks something there, and looks at who is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from baton.bench.handoff.fleet import Fleet, RankProcess, ask_all
+from baton.bench.handoff.pacing import Pace
+from baton.bench.handoff.scene import Scene, Side, own_layers, sampler
+from baton.protocol.timings import Timings
+
+TIMINGS = Timings(
+    beat_s=0.1, silence_s=1.0, offer_s=10.0, progress_s=2.0, total_s=30.0, copy_s=1.5, redial_s_max=0.5
+)
+DEADLINE_S = TIMINGS.progress_s
+SETTLE_S_MAX = 10.0
+MODEL = "paged:layers=4,heads=4,dim=32"
+NUM_TOKENS = 512
+SLOW_BYTES_PER_S = 1e6
+"""Half a MiB a rank: copies take half a second."""
+
+
+def scene_of(transport: str, link_bytes_per_s: float = SLOW_BYTES_PER_S) -> Scene:
+    sides = Side("tp2", 16), Side("tp2", 16)
+    return Scene(
+        MODEL, *sides, NUM_TOKENS, num_slots=4, transport=transport, link_bytes_per_s=link_bytes_per_s
+    )
+
+
+class Stage(Enum):
+    BEFORE_GRANT = "before grant"
+    MID_COPY = "mid copy"
+    BEFORE_COMMIT = "after the last copy, before commit"
+    AFTER_COMMIT = "after commit"
+    AFTER_VERDICT = "after the verdict"
+
+
+def until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Returns as soon as a condition of other processes holds."""
+    limit_s = monotonic() + timeout_s
+    while not condition():
+        assert monotonic() < limit_s, f"not within {timeout_s} s: {what}"
+        time.sleep(0.005)
+
+
+def bring_to(fleet: Fleet, stage: Stage, transfer: str, slot: int = 0) -> None:
+    """Every call of the engines up to a stage, and the wait until it is reached."""
+    first, sources = fleet.targets[0], fleet.sources
+    ask_all(sources, "send", transfer)
+    if stage is Stage.BEFORE_GRANT:
+        # Without the pages of the other ranks there is no grant.
+        first.ask("receive", transfer, slot, False, [0])
+        return
+    first.ask("receive", transfer, slot)
+    for rank in sources:
+        rank.ask("ready", transfer, slot, own_layers(fleet.scene, rank.rank), (0, fleet.scene.num_tokens))
+    if stage is Stage.MID_COPY:
+        until(lambda: all(ask_all(sources, "num_copying")), SETTLE_S_MAX, "copies on every source rank")
+        return
+    until(lambda: not any(ask_all(sources, "num_read", transfer)), SETTLE_S_MAX, "all copies ended")
+    if stage is Stage.BEFORE_COMMIT:
+        return
+    for rank in sources:
+        is_sampler = rank.rank == sampler(fleet.scene)
+        # The verdict needs every rank's word, so that of one is held back.
+        if stage is Stage.AFTER_VERDICT or not is_sampler:
+            rank.ask("commit", transfer, is_sampler)
+    if stage is Stage.AFTER_VERDICT:
+        for rank in (first, *sources):
+            assert rank.ask("wait", transfer, SETTLE_S_MAX)["state"] == "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Who is hit, and by what."""
+
+    side: str
+    rank: int
+    is_stop: bool
+
+    @property
+    def other(self) -> str:
+        return "target" if self.side == "source" else "source"
+
+    def victim(self, fleet: Fleet) -> RankProcess:
+        return fleet.sides[self.side][self.rank]
+
+    def survivors(self, fleet: Fleet) -> list[RankProcess]:
+        """The ranks of the other side that hold a handle of the transfer."""
+        return fleet.sources if self.other == "source" else fleet.targets[:1]
+
+    def strike(self, fleet: Fleet) -> float:
+        """Does it, and says when."""
+        victim = self.victim(fleet).child
+        struck_s = monotonic()
+        victim.signal(signal.SIGSTOP if self.is_stop else signal.SIGKILL)
+        return struck_s
+
+    def __str__(self) -> str:
+        return f"{'stop' if self.is_stop else 'kill'} {self.side} rank {self.rank}"
+
+
+def outcomes(ranks: list[RankProcess], transfer: str, timeout_s: float) -> list[dict[str, Any]]:
+    """What each rank's handle says, after waiting for it."""
+    return ask_all(ranks, "wait", transfer, timeout_s)
+
+
+def assert_hands_over(fleet: Fleet, slot: int, salt: int) -> None:
+    """A new transfer into the same pages succeeds, and every byte of it is right."""
+    ask_all(fleet.targets, "wipe")
+    fleet.fill([slot], salt)
+    found = fleet.hand_over(Pace(), slot=slot)
+    assert found.is_ready, found.received.outcome
+    verdict = fleet.compare(slot, salt)
+    assert verdict.num_right == verdict.num_bytes > 0
+
+
+def assert_nothing_under_way(ranks: list[RankProcess]) -> None:
+    """No transfer, grant or page is left of what happened."""
+    for rank in ranks:
+        assert rank.ask("held") == []
+        until(
+            lambda rank=rank: not any(_open_counts(rank).values()),
+            SETTLE_S_MAX,
+            f"{rank.child.name} idle, but {_open_counts(rank)}",
+        )
+
+
+def _open_counts(rank: RankProcess) -> dict[str, int]:
+    standing = {"guests", "sessions", "members", "paths"}
+    """What an idle instance with a peer has."""
+    return {name: count for name, count in rank.ask("counts").items() if name not in standing}
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and is not a zombie of ours."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def shared_segments() -> set[str]:
+    """Named segments of shared memory on this machine."""
+    return set(os.listdir("/dev/shm"))

@@ -1,0 +1,88 @@
+"""Many transfers at once, half of them given up, and a registry that comes and goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import pytest
+from tests.faults.stages import (
+    SETTLE_S_MAX,
+    TIMINGS,
+    assert_hands_over,
+    assert_nothing_under_way,
+    is_alive,
+    scene_of,
+    shared_segments,
+)
+
+from baton.bench.handoff.fleet import Fleet
+from baton.bench.handoff.mill import Grist
+
+NUM_SLOTS, NUM_ROUNDS = 50, 10
+
+
+@pytest.fixture(scope="module")
+def fleet() -> Iterator[Fleet]:
+    segments = shared_segments()
+    scene = replace(scene_of("shm", 0.0), num_tokens=64, num_slots=NUM_SLOTS)
+    with Fleet(scene, TIMINGS) as found:
+        pids = [rank.child.pid for side in found.sides.values() for rank in side]
+        yield found
+    assert not [pid for pid in pids if is_alive(pid)]
+    assert shared_segments() <= segments
+
+
+def test_abort_storm(fleet: Fleet) -> None:
+    assert_hands_over(fleet, slot=0, salt=1)
+    ranks = [*fleet.sources, *fleet.targets]
+    before = [rank.ask("num_descriptors") for rank in ranks]
+    tallies = []
+    for rank in ranks:
+        share = 0.25 if rank.rank == 0 else 0.0
+        grist = Grist("storm", NUM_SLOTS, NUM_ROUNDS, abort_share=share, seed=len(rank.side), timeout_s=60.0)
+        rank.begin("grind", asdict(grist))
+    tallies = [rank.answer() for rank in ranks]
+    for tally in tallies:
+        assert tally["num_held"] == 0, "every page comes back"
+        assert tally["failures"] == {}, "given up, or ready; nothing else"
+        assert tally["num_ready"] + tally["num_aborted"] == NUM_SLOTS * NUM_ROUNDS
+        assert tally["num_aborted"] > NUM_SLOTS * NUM_ROUNDS / 4
+        assert tally["num_ready"] > 0
+        assert tally["num_right"] == tally["num_bytes"], "survivors are right"
+    assert tallies[-1]["num_bytes"] > 0
+    assert_nothing_under_way(ranks)
+    assert_hands_over(fleet, slot=0, salt=2)
+    assert [rank.ask("num_descriptors") for rank in ranks] == before
+
+
+def test_registry_restarts(fleet: Fleet) -> None:
+    assert fleet.registry is not None
+    assert_hands_over(fleet, slot=0, salt=3)
+    fleet.registry.stop()
+    assert_hands_over(fleet, slot=0, salt=4)  # who knows each other needs no registry
+    fleet.end("source")
+    fleet.registry.start()
+    fleet.start("source")
+    assert_hands_over(fleet, slot=0, salt=5)
+    fleet.registry.stop()
+    fleet.registry.start()
+    fleet.end("target")
+    fleet.start("target")
+    assert_hands_over(fleet, slot=0, salt=6)
+
+
+def test_a_transfer_waits_for_the_registry(fleet: Fleet) -> None:
+    assert fleet.registry is not None
+    fleet.registry.stop()
+    fleet.end("target")
+    transfer = fleet.new_transfer()
+    fleet.registry.start()
+    fleet.start("target")
+    fleet.fill([1], salt=7)
+    first = fleet.targets[0]
+    first.ask("receive", transfer, 1)
+    for rank in fleet.sources:
+        rank.ask("start", transfer, 1, fleet.salt(1, 7))
+    assert first.ask("wait", transfer, SETTLE_S_MAX)["state"] == "ready"
+    assert fleet.compare(1, 7).num_right > 0

@@ -1,0 +1,212 @@
+"""The ledger beside a naive one that keeps a set of cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import find, given, settings
+from hypothesis import strategies as st
+
+from baton.errors import RemoteProtocolError
+from baton.protocol.ledger import Ledger, Need, Pair, Rectangle
+
+NUM_LAYERS = 5
+TOKENS_MAX = 7
+PAIRS: tuple[Pair, ...] = ((0, 0), (0, 1), (2, 0))
+Enter = Callable[[Ledger, Pair, Rectangle], Ledger]
+
+
+@dataclass
+class Cells:
+    """What landed, cell by cell."""
+
+    num_tokens: int
+    needed: dict[Pair, set[tuple[int, int]]]
+    landed: dict[Pair, set[tuple[int, int]]] = field(default_factory=dict)
+
+    @staticmethod
+    def empty(num_tokens: int, needs: dict[Pair, tuple[Need, ...]]) -> Cells:
+        needed = {
+            pair: {
+                (layer, token)
+                for need in found
+                for layer in range(*need.layers)
+                for token in range(need.start, num_tokens)
+            }
+            for pair, found in needs.items()
+        }
+        return Cells(num_tokens, needed)
+
+    def enter(self, pair: Pair, chunk: Rectangle) -> bool:
+        """Whether the chunk is welcome; entered if so."""
+        cells = {(layer, token) for layer in range(*chunk.layers) for token in range(*chunk.tokens)}
+        before = self.landed.setdefault(pair, set())
+        wanted = cells & self.needed.get(pair, set())
+        if not cells or chunk.tokens[0] < 0 or chunk.tokens[1] > self.num_tokens or wanted & before:
+            return False
+        before |= wanted
+        return True
+
+    def missing(self) -> dict[Pair, int]:
+        found = {pair: len(cells - self.landed.get(pair, set())) for pair, cells in self.needed.items()}
+        return {pair: count for pair, count in found.items() if count}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A prompt, what is needed of it, and the chunks that come, in order."""
+
+    num_tokens: int
+    needs: dict[Pair, tuple[Need, ...]]
+    entries: tuple[tuple[Pair, Rectangle], ...]
+
+
+def spans(first: int, last: int) -> st.SearchStrategy[tuple[int, int]]:
+    return st.tuples(st.integers(first, last), st.integers(first, last)).map(
+        lambda ends: (min(ends), max(ends))
+    )
+
+
+@st.composite
+def needs(draw: st.DrawFn, num_tokens: int) -> tuple[Need, ...]:
+    """Runs of layers, each with a start of its own; it may lie at or behind the prompt's end."""
+    cuts = sorted(draw(st.sets(st.integers(0, NUM_LAYERS), min_size=1, max_size=4)))
+    found = [
+        Need(layers, draw(st.integers(0, num_tokens + 2))) for layers in zip(cuts, cuts[1:], strict=False)
+    ]
+    return tuple(draw(st.sets(st.sampled_from(found)))) if found else ()
+
+
+@st.composite
+def cuttings(draw: st.DrawFn, box: Rectangle) -> list[Rectangle]:
+    """A rectangle cut into rectangles, again and again."""
+    found = [box]
+    for _ in range(draw(st.integers(0, 5))):
+        one = found.pop(draw(st.integers(0, len(found) - 1)))
+        if draw(st.booleans()):
+            at = draw(st.integers(*one.layers))
+            halves = (replace(one, layers=(one.layers[0], at)), replace(one, layers=(at, one.layers[1])))
+        else:
+            at = draw(st.integers(*one.tokens))
+            halves = (replace(one, tokens=(one.tokens[0], at)), replace(one, tokens=(at, one.tokens[1])))
+        found += [half for half in halves if half.area] or [one]
+    return found
+
+
+@st.composite
+def scenarios(draw: st.DrawFn) -> Scenario:
+    """The whole prompt cut up for every pair, in any order, with what does not belong strewn in."""
+    num_tokens = draw(st.integers(1, TOKENS_MAX))
+    whole = Rectangle((0, NUM_LAYERS), (0, num_tokens))
+    wanted = {pair: draw(needs(num_tokens)) for pair in draw(st.sets(st.sampled_from(PAIRS)))}
+    entries = [(pair, chunk) for pair in PAIRS for chunk in draw(cuttings(whole))]
+    if draw(st.booleans()):
+        strange = st.builds(Rectangle, spans(-2, NUM_LAYERS + 2), spans(-2, num_tokens + 2))
+        extra = st.one_of(st.sampled_from(entries), st.tuples(st.sampled_from(PAIRS), strange))
+        entries += draw(st.lists(extra, max_size=4))
+    entries = draw(st.permutations(entries))
+    return Scenario(num_tokens, wanted, tuple(entries[: draw(st.integers(0, len(entries)))]))
+
+
+def disagreement(scenario: Scenario, enter: Enter = Ledger.entered) -> str:
+    """Where the ledger and the cells say different things, in words; empty if nowhere."""
+    ledger = Ledger.empty(scenario.num_tokens, scenario.needs)
+    cells = Cells.empty(scenario.num_tokens, scenario.needs)
+    for pair, chunk in scenario.entries:
+        before, kept = ledger, dict(ledger.missing)
+        is_welcome = cells.enter(pair, chunk)
+        try:
+            ledger = enter(ledger, pair, chunk)
+        except RemoteProtocolError:
+            if is_welcome:
+                return f"{chunk} was turned away"
+        else:
+            if not is_welcome:
+                return f"{chunk} was let in"
+        if dict(before.missing) != kept:
+            return "the ledger before was altered"
+        if dict(ledger.missing) != cells.missing():
+            return f"missing: {ledger.missing}, cells {cells.missing()}"
+        if ledger.is_full != (not cells.missing()):
+            return "fullness"
+        lacks = tuple(sorted(one for one in cells.missing() if one[0] == 0))
+        if ledger.lacks(0) != lacks:
+            return f"lacks {ledger.lacks(0)}, cells {lacks}"
+    return ""
+
+
+@given(scenarios())
+def test_the_ledger_knows_what_the_cells_know(scenario: Scenario):
+    assert disagreement(scenario) == ""
+
+
+@given(st.data())
+def test_a_prompt_cut_up_and_sent_once_fills_the_ledger_with_its_last_chunk(data: st.DataObject):
+    num_tokens = data.draw(st.integers(1, TOKENS_MAX))
+    chunks = data.draw(cuttings(Rectangle((0, NUM_LAYERS), (0, num_tokens))).flatmap(st.permutations))
+    ledger = Ledger.empty(num_tokens, {(0, 0): (Need((0, NUM_LAYERS), 0),)})
+    for chunk in chunks:
+        assert not ledger.is_full
+        ledger = ledger.entered((0, 0), chunk)
+    assert ledger.is_full
+
+
+def _count_alone(ledger: Ledger, pair: Pair, chunk: Rectangle) -> Ledger:
+    """Admits by the number of cells: what comes twice makes up for what is missing."""
+    fresh = Ledger.entered(replace(ledger, landed={}), pair, chunk)
+    return replace(fresh, landed={**ledger.landed, pair: (*ledger.landed.get(pair, ()), chunk)})
+
+
+def _trust_the_bounds(ledger: Ledger, pair: Pair, chunk: Rectangle) -> Ledger:
+    inside = chunk.common(Rectangle((0, NUM_LAYERS), (0, ledger.num_tokens)))
+    return ledger if inside is None else ledger.entered(pair, inside)
+
+
+def _forget_the_pair(ledger: Ledger, pair: Pair, chunk: Rectangle) -> Ledger:
+    return ledger.entered((0, 0), chunk)
+
+
+def _ignore_repeats(ledger: Ledger, pair: Pair, chunk: Rectangle) -> Ledger:
+    try:
+        return ledger.entered(pair, chunk)
+    except RemoteProtocolError:
+        return ledger
+
+
+@pytest.mark.parametrize("broken", [_count_alone, _trust_the_bounds, _forget_the_pair, _ignore_repeats])
+def test_a_ledger_that_is_wrong_is_caught(broken: Enter):
+    search = settings(max_examples=3000, database=None)
+    find(scenarios(), lambda scenario: disagreement(scenario, broken) != "", settings=search)
+
+
+def test_a_ledger_that_needs_nothing_is_full_from_the_start():
+    for wanted in ({}, {(0, 0): ()}, {(0, 0): (Need((0, 4), 8), Need((4, 5), 8))}):
+        assert Ledger.empty(8, wanted).is_full
+        assert Ledger.empty(8, wanted).entered((0, 0), Rectangle((0, 5), (0, 8))).is_full
+
+
+def test_a_need_behind_the_end_does_not_make_up_for_another():
+    ledger = Ledger.empty(4, {(0, 0): (Need((0, 1), 0), Need((1, 2), 8))})
+    assert not ledger.is_full
+    assert ledger.entered((0, 0), Rectangle((0, 2), (0, 4))).is_full
+
+
+def test_state_alone_is_the_last_token_of_its_layers():
+    ledger = Ledger.empty(8, {(0, 0): (Need((1, 3), 7),)})
+    ledger = ledger.entered((0, 0), Rectangle((0, 4), (0, 7)))
+    assert dict(ledger.missing) == {(0, 0): 2}
+    ledger = ledger.entered((0, 0), Rectangle((0, 2), (7, 8)))
+    assert dict(ledger.missing) == {(0, 0): 1}
+    assert ledger.entered((0, 0), Rectangle((2, 4), (7, 8))).is_full
+
+
+def test_a_refusal_names_the_place():
+    ledger = Ledger.empty(8, {(0, 1): (Need((0, 4), 0),)}).entered((0, 1), Rectangle((0, 4), (0, 4)))
+    with pytest.raises(
+        RemoteProtocolError, match=r"ranks \(0, 1\): layers \(1, 2\) x tokens \(3, 5\) came twice"
+    ):
+        ledger.entered((0, 1), Rectangle((1, 2), (3, 5)))
+    with pytest.raises(RemoteProtocolError, match=r"chunk \(0, 4\) x \(4, 9\) is not of this prompt"):
+        ledger.entered((0, 1), Rectangle((0, 4), (4, 9)))

@@ -1,0 +1,185 @@
+"""Real loops with drivers that only remember, and strangers with bare sockets."""
+
+import gc
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tests.session.link_ends import PREFILL
+
+from baton.protocol.messages import AnyMessage, Introduction
+from baton.protocol.peer import Party
+from baton.session.links import Link
+from baton.session.loop import DriverPorts, Loop, SocketConfig
+from baton.transport.base import Event
+
+PATIENCE_S = 20.0
+"""How long a test waits for what has to come; never for what must not."""
+
+
+class Recorder:
+    """A driver that remembers what it was told; `on_message` may do more."""
+
+    def __init__(self, ports: DriverPorts) -> None:
+        self.ports = ports
+        self.told: list[tuple[Any, ...]] = []
+        self.threads: set[int] = set()
+        self.changed = threading.Condition()
+        self.on_message: Callable[[int, AnyMessage], None] = lambda link, message: None
+        self.next_tick_s: float | None = None
+        self.on_tick: Callable[[], None] = lambda: None
+
+    def note(self, *what: Any) -> None:
+        with self.changed:
+            self.told.append(what)
+            self.threads.add(threading.get_ident())
+            self.changed.notify_all()
+
+    def linked(self, link: int, peer: Introduction, channel: bytes) -> None:
+        self.note("linked", link, peer, channel)
+
+    def received(self, link: int, message: AnyMessage) -> None:
+        self.note("received", link, message)
+        self.on_message(link, message)
+
+    def lost(self, link: int, cause: str) -> None:
+        self.note("lost", link, cause)
+
+    def moved(self, events: list[Event]) -> None:
+        self.note("moved", events)
+
+    def tick(self) -> None:
+        self.note("tick", self.ports.now())
+        self.on_tick()
+
+    def next_tick(self) -> float | None:
+        return self.next_tick_s
+
+    def wait(self, kind: str, count: int = 1) -> list[tuple[Any, ...]]:
+        """The first `count` of a kind of events, as soon as they are there."""
+
+        def found() -> list[tuple[Any, ...]]:
+            return [what[1:] for what in self.told if what[0] == kind]
+
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(found()) >= count, PATIENCE_S), (kind, self.told)
+        return found()[:count]
+
+    def messages(self, count: int) -> list[AnyMessage]:
+        return [message for _, message in self.wait("received", count)]
+
+
+class Ended:
+    """An `on_end` that remembers."""
+
+    def __init__(self) -> None:
+        self.causes: list[str] = []
+        self.event = threading.Event()
+
+    def __call__(self, cause: str) -> None:
+        self.causes.append(cause)
+        self.event.set()
+
+    def wait(self) -> str:
+        assert self.event.wait(PATIENCE_S)
+        return self.causes[0]
+
+
+class Loops:
+    """Loops that are closed at the end, and a look at what they left behind."""
+
+    def __init__(self) -> None:
+        self.made: list[Loop] = []
+        self.socks: list[socket.socket] = []
+        self.ended: dict[Loop, Ended] = {}
+        gc.collect()
+        self.before = (fds(), threads())
+
+    def make(self, *parties: Party, config: SocketConfig | None = None, **options: Any) -> tuple[Any, ...]:
+        """A started loop and a recorder per party."""
+        ended = Ended()
+        loop = Loop(config or SocketConfig(), on_end=options.pop("on_end", ended), **options)
+        self.made.append(loop)
+        self.ended[loop] = ended
+        drivers = []
+        for party in parties:
+            ports = loop.ports(party)
+            drivers.append(Recorder(ports))
+            loop.add(ports, drivers[-1])
+        loop.start()
+        return loop, *drivers
+
+    def dial(self, loop: Loop, driver: Recorder, address: str, instance: str = "prefill") -> None:
+        loop.post(lambda: driver.note("dialled", driver.ports.dial(address, instance)))
+
+    def pair(self, dialler: Party, acceptor: Party = PREFILL, **options: Any) -> tuple[Any, Any, int, int]:
+        """Two drivers of two loops, linked, and the number of the link at each."""
+        far_loop, far = self.make(acceptor, **options)
+        near_loop, near = self.make(dialler, **options)
+        self.dial(near_loop, near, far_loop.address)
+        return near, far, near.wait("linked")[0][0], far.wait("linked")[0][0]
+
+    def connect(self, address: str) -> socket.socket:
+        """A bare socket; somebody who has proven nothing."""
+        host, _, port = address.rpartition(":")
+        sock = socket.create_connection((host, int(port)), timeout=PATIENCE_S)
+        self.socks.append(sock)
+        return sock
+
+    def close(self) -> None:
+        for sock in self.socks:
+            sock.close()
+        for loop in self.made:
+            loop.close()
+        self.made.clear()
+        self.ended.clear()
+        gc.collect()
+        assert (fds(), threads()) == self.before
+
+
+def opened() -> Iterator[Loops]:
+    """The body of a fixture."""
+    made = Loops()
+    yield made
+    made.close()
+
+
+def fds() -> set[str]:
+    """Open sockets and polls of this process."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            place = os.readlink(f"/proc/self/fd/{name}")
+        except FileNotFoundError:
+            continue
+        if place.startswith(("socket:", "anon_inode:")):
+            found.add(place + name)
+    return found
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate() if thread.name.startswith(("baton", "asyncio"))}
+
+
+def hear(sock: socket.socket, num_bytes: int | None = None) -> bytes:
+    """Everything until the other end closes, or this many bytes."""
+    heard = b""
+    try:
+        while (num_bytes is None or len(heard) < num_bytes) and (data := sock.recv(65536)):
+            heard += data
+    except ConnectionResetError:
+        pass
+    return heard
+
+
+def converse(sock: socket.socket, link: Link) -> Link:
+    """Takes a link through its handshake over a bare socket."""
+    sock.sendall(link.begin(0.0))
+    while not (link.is_standing or link.is_ended):
+        data = sock.recv(65536)
+        assert data, "hung up on"
+        link.receive(data, 0.0)
+        sock.sendall(link.replies())
+    return link
