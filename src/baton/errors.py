@@ -7,6 +7,7 @@ BatonError
 |-- ProtocolError
 |   |-- LocalProtocolError     this side misused the protocol
 |   `-- RemoteProtocolError    the peer misbehaved
+|-- RegistryError          the registry refused, or could not be reached (baton.session.registry)
 |-- TransportError         bytes could not be moved
 `-- EngineError            a model could not be loaded or run
 """

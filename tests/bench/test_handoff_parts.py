@@ -107,12 +107,14 @@ def test_slots_share_no_page() -> None:
     for group in spec.cache.groups:
         used = np.concatenate([pages_of(scene, "target", 1, slot)[group] for slot in range(7)])
         assert sorted(used.tolist()) == list(range(spec.storage.pages_of(group)))
+        lent = np.concatenate([pages_of(scene, "source", 1, slot)[group] for slot in range(7)])
+        assert len(set(lent.tolist())) == len(lent) == len(used)
 
 
 def test_layers_are_dropped_until_pools_fit() -> None:
     scene = Scene("paged:layers=8,heads=2,dim=8", Side("pp2.tp1"), Side("tp2"), num_tokens=64)
     whole = pool_bytes(scene)
-    assert whole == 2 * 8 * 2 * 2 * 64 * 8 * 2
+    assert whole == 3 * 8 * 2 * 2 * 64 * 8 * 2, "the source has twice the room"
     assert fitted(scene, whole) == scene
     assert fitted(scene, whole - 1).num_layers == 7
     assert fitted(scene, whole // 2).num_layers == 4

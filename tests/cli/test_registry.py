@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,9 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.session.registry_world import SECRET, RegistryProcess, member, run
+from tests.session.registry_world import SECRET, RegistryProcess, member, registry, run
 
-from baton.session.registry import RegistryClient
+from baton.session.registry import RegistryClient, RegistryConfig
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -79,3 +81,47 @@ def test_misuse_is_one_line_and_exit_2(options: list[str], secret: str | None, r
     code, line = fails(*options, secret=secret)
     assert code == 2
     assert reason in line
+
+
+PAGE = (Path(__file__).parents[2] / "docs/registry.md").read_text()
+
+
+def example(language: str, url: str) -> str:
+    (block,) = re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    return block.replace("http://127.0.0.1:8400", url)
+
+
+def test_the_shell_example_of_the_page_runs(tmp_path: Path) -> None:
+    missing = [name for name in ("bash", "curl", "openssl") if shutil.which(name) is None]
+    if missing:
+        pytest.skip(f"no {', '.join(missing)} here")
+    (tmp_path / "secret").write_bytes(SECRET)
+
+    async def body() -> None:
+        # With a short beat the one that watches soon notices that nobody reads any more.
+        async with registry(config=RegistryConfig(beat_s=0.1)) as server:
+            shell = await asyncio.create_subprocess_exec(
+                "bash", "-c", example("bash", server.url), cwd=tmp_path, stdout=subprocess.PIPE
+            )
+            output, _ = await shell.communicate()
+        lines = [line for line in output.decode().splitlines() if line]
+        assert lines[0] == '{"status":"ok"}'
+        assert lines[1] == '{"is_new":true}'
+        for line in lines[2:4]:
+            assert '"ranks":[0]' in line
+            assert '"missing":[{"instance":"p0","ranks":[1]' in line
+        assert lines[4:6] == ['{"dp":0,"epoch":1}', '{"is_removed":true}']
+        assert [line.split(":")[0] for line in lines[6:9]] == ["id", "event", "data"]
+        assert lines[9:] == ['{"is_removed":true}']
+
+    run(body)
+
+
+def test_the_python_example_of_the_page_runs() -> None:
+    with RegistryProcess() as process:
+        environment = {**os.environ, "BATON_SECRET": SECRET.decode()}
+        words = [sys.executable, "-c", example("python", process.url)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[0].startswith("False (Missing(instance='prefill-0', ranks=(1,)")
+    assert done.stdout.splitlines()[1] == "Assigned(dp=0, epoch=1)"

@@ -36,7 +36,7 @@ def scene_of(transport: str, link_bytes_per_s: float = SLOW_BYTES_PER_S) -> Scen
 
 
 class Stage(Enum):
-    BEFORE_GRANT = "before grant"
+    BEFORE_OFFER = "before the source has heard of it"
     MID_COPY = "mid copy"
     BEFORE_COMMIT = "after the last copy, before commit"
     AFTER_COMMIT = "after commit"
@@ -54,12 +54,10 @@ def until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
 def bring_to(fleet: Fleet, stage: Stage, transfer: str, slot: int = 0) -> None:
     """Every call of the engines up to a stage, and the wait until it is reached."""
     first, sources = fleet.targets[0], fleet.sources
-    ask_all(sources, "send", transfer)
-    if stage is Stage.BEFORE_GRANT:
-        # Without the pages of the other ranks there is no grant.
-        first.ask("receive", transfer, slot, False, [0])
-        return
     first.ask("receive", transfer, slot)
+    if stage is Stage.BEFORE_OFFER:
+        return
+    ask_all(sources, "send", transfer)
     for rank in sources:
         rank.ask("ready", transfer, slot, own_layers(fleet.scene, rank.rank), (0, fleet.scene.num_tokens))
     if stage is Stage.MID_COPY:

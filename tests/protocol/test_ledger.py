@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import find, given, settings
-from hypothesis import strategies as st
+from tests.protocol.choices import Choices, choices
 
 from baton.errors import RemoteProtocolError
 from baton.protocol.ledger import Ledger, Need, Pair, Rectangle
@@ -63,51 +64,49 @@ class Scenario:
     entries: tuple[tuple[Pair, Rectangle], ...]
 
 
-def spans(first: int, last: int) -> st.SearchStrategy[tuple[int, int]]:
-    return st.tuples(st.integers(first, last), st.integers(first, last)).map(
-        lambda ends: (min(ends), max(ends))
-    )
-
-
-@st.composite
-def needs(draw: st.DrawFn, num_tokens: int) -> tuple[Need, ...]:
+def needs(choices: Choices, num_tokens: int) -> tuple[Need, ...]:
     """Runs of layers, each with a start of its own; it may lie at or behind the prompt's end."""
-    cuts = sorted(draw(st.sets(st.integers(0, NUM_LAYERS), min_size=1, max_size=4)))
-    found = [
-        Need(layers, draw(st.integers(0, num_tokens + 2))) for layers in zip(cuts, cuts[1:], strict=False)
-    ]
-    return tuple(draw(st.sets(st.sampled_from(found)))) if found else ()
+    cuts = sorted({choices.between(0, NUM_LAYERS) for _ in range(4)})
+    found = [Need(layers, choices.between(0, num_tokens + 2)) for layers in itertools.pairwise(cuts)]
+    return tuple(choices.some(found))
 
 
-@st.composite
-def cuttings(draw: st.DrawFn, box: Rectangle) -> list[Rectangle]:
+def cutting(choices: Choices, box: Rectangle) -> list[Rectangle]:
     """A rectangle cut into rectangles, again and again."""
     found = [box]
-    for _ in range(draw(st.integers(0, 5))):
-        one = found.pop(draw(st.integers(0, len(found) - 1)))
-        if draw(st.booleans()):
-            at = draw(st.integers(*one.layers))
+    for _ in range(choices.between(0, 5)):
+        one = found.pop(choices.below(len(found)))
+        if choices.one_in(2):
+            at = choices.between(*one.layers)
             halves = (replace(one, layers=(one.layers[0], at)), replace(one, layers=(at, one.layers[1])))
         else:
-            at = draw(st.integers(*one.tokens))
+            at = choices.between(*one.tokens)
             halves = (replace(one, tokens=(one.tokens[0], at)), replace(one, tokens=(at, one.tokens[1])))
-        found += [half for half in halves if half.area] or [one]
+        found += [half for half in halves if half.area]
     return found
 
 
-@st.composite
-def scenarios(draw: st.DrawFn) -> Scenario:
+def strange(choices: Choices, num_tokens: int) -> Rectangle:
+    """Perhaps empty, perhaps outside of the prompt."""
+    layers = sorted(choices.between(-2, NUM_LAYERS + 2) for _ in range(2))
+    tokens = sorted(choices.between(-2, num_tokens + 2) for _ in range(2))
+    return Rectangle((layers[0], layers[1]), (tokens[0], tokens[1]))
+
+
+def scenario_of(choices: Choices) -> Scenario:
     """The whole prompt cut up for every pair, in any order, with what does not belong strewn in."""
-    num_tokens = draw(st.integers(1, TOKENS_MAX))
+    num_tokens = choices.between(1, TOKENS_MAX)
     whole = Rectangle((0, NUM_LAYERS), (0, num_tokens))
-    wanted = {pair: draw(needs(num_tokens)) for pair in draw(st.sets(st.sampled_from(PAIRS)))}
-    entries = [(pair, chunk) for pair in PAIRS for chunk in draw(cuttings(whole))]
-    if draw(st.booleans()):
-        strange = st.builds(Rectangle, spans(-2, NUM_LAYERS + 2), spans(-2, num_tokens + 2))
-        extra = st.one_of(st.sampled_from(entries), st.tuples(st.sampled_from(PAIRS), strange))
-        entries += draw(st.lists(extra, max_size=4))
-    entries = draw(st.permutations(entries))
-    return Scenario(num_tokens, wanted, tuple(entries[: draw(st.integers(0, len(entries)))]))
+    wanted = {pair: needs(choices, num_tokens) for pair in choices.some(PAIRS)}
+    entries = [(pair, chunk) for pair in PAIRS for chunk in cutting(choices, whole)]
+    for _ in range(choices.pick((0, 0, 1, 3))):
+        other = (choices.pick(PAIRS), strange(choices, num_tokens))
+        entries.append(choices.pick((choices.pick(entries), other)))
+    entries = choices.shuffled(entries)
+    return Scenario(num_tokens, wanted, tuple(entries[choices.pick((0, 0, 1, 2)) :]))
+
+
+SCENARIOS = choices(100).map(scenario_of)
 
 
 def disagreement(scenario: Scenario, enter: Enter = Ledger.entered) -> str:
@@ -137,15 +136,15 @@ def disagreement(scenario: Scenario, enter: Enter = Ledger.entered) -> str:
     return ""
 
 
-@given(scenarios())
+@given(SCENARIOS)
 def test_the_ledger_knows_what_the_cells_know(scenario: Scenario):
     assert disagreement(scenario) == ""
 
 
-@given(st.data())
-def test_a_prompt_cut_up_and_sent_once_fills_the_ledger_with_its_last_chunk(data: st.DataObject):
-    num_tokens = data.draw(st.integers(1, TOKENS_MAX))
-    chunks = data.draw(cuttings(Rectangle((0, NUM_LAYERS), (0, num_tokens))).flatmap(st.permutations))
+@given(choices(40))
+def test_a_prompt_cut_up_and_sent_once_fills_the_ledger_with_its_last_chunk(found: Choices):
+    num_tokens = found.between(1, TOKENS_MAX)
+    chunks = found.shuffled(cutting(found, Rectangle((0, NUM_LAYERS), (0, num_tokens))))
     ledger = Ledger.empty(num_tokens, {(0, 0): (Need((0, NUM_LAYERS), 0),)})
     for chunk in chunks:
         assert not ledger.is_full
@@ -155,8 +154,10 @@ def test_a_prompt_cut_up_and_sent_once_fills_the_ledger_with_its_last_chunk(data
 
 def _count_alone(ledger: Ledger, pair: Pair, chunk: Rectangle) -> Ledger:
     """Admits by the number of cells: what comes twice makes up for what is missing."""
-    fresh = Ledger.entered(replace(ledger, landed={}), pair, chunk)
-    return replace(fresh, landed={**ledger.landed, pair: (*ledger.landed.get(pair, ()), chunk)})
+    whole = Ledger.empty(ledger.num_tokens, ledger.needs)
+    num_cells = whole.missing.get(pair, 0) - whole.entered(pair, chunk).missing.get(pair, 0)
+    missing = {**ledger.missing, pair: max(0, ledger.missing.get(pair, 0) - num_cells)}
+    return replace(ledger, missing={one: count for one, count in missing.items() if count})
 
 
 def _trust_the_bounds(ledger: Ledger, pair: Pair, chunk: Rectangle) -> Ledger:
@@ -178,7 +179,7 @@ def _ignore_repeats(ledger: Ledger, pair: Pair, chunk: Rectangle) -> Ledger:
 @pytest.mark.parametrize("broken", [_count_alone, _trust_the_bounds, _forget_the_pair, _ignore_repeats])
 def test_a_ledger_that_is_wrong_is_caught(broken: Enter):
     search = settings(max_examples=3000, database=None)
-    find(scenarios(), lambda scenario: disagreement(scenario, broken) != "", settings=search)
+    find(SCENARIOS, lambda scenario: disagreement(scenario, broken) != "", settings=search)
 
 
 def test_a_ledger_that_needs_nothing_is_full_from_the_start():

@@ -10,6 +10,8 @@ from baton.cli import bench
 from baton.cli.demo import demo
 from baton.cli.doctor import doctor
 from baton.cli.plan import plan
+from baton.cli.registry import registry
+from baton.cli.sim import sim
 from baton.errors import BatonError, ConfigError, LayoutError
 
 app = typer.Typer(
@@ -24,6 +26,8 @@ MISUSE = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "C
 app.command()(plan)
 app.command()(demo)
 app.command()(doctor)
+app.command()(registry)
+app.command()(sim)
 app.add_typer(bench.app, name="bench")
 
 

@@ -252,7 +252,8 @@ class Part:
         if side == "staging":
             return self.fixed.wire_item_bytes
         end: End = getattr(self.fixed, side)
-        return (end.geometry, self.pages(side).tobytes())
+        # The side says which of the strides its slots are counted by.
+        return (side, end.geometry, self.pages(side).tobytes())
 
     def _layer_offsets(self, side: str, base: int) -> Ints:
         if side == "staging":

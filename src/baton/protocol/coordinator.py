@@ -98,9 +98,10 @@ class StopGranting:
 
 @dataclass(frozen=True, slots=True)
 class EndAll:
-    """Say goodbye to peers and ranks; the process ends."""
+    """Say goodbye to peers and ranks; unless that was wished, the process ends loudly."""
 
     text: str
+    is_wished: bool = False
 
 
 Step: TypeAlias = tuple[Instance, Effects]
@@ -140,7 +141,7 @@ def _drain(one: Instance, event: DrainAsked, now: float) -> Step:
 
 
 def _end_now(one: Instance, event: EndAsked, now: float) -> Step:
-    return _end(one, event.text)
+    return replace(one, state=S.ENDED, cause=event.text), (EndAll(event.text, is_wished=True),)
 
 
 def _count(one: Instance, event: WorkCounted, now: float) -> Step:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from baton.errors import BatonError, RemoteProtocolError
-from baton.plan import PackCost, Plan, Prompt, plan
-from baton.plan.sides import expected_bytes, modes, needs
 from baton.protocol.arrival import (
     Arrival,
     AuxArrived,
@@ -22,7 +19,6 @@ from baton.protocol.arrival import (
     Conclude,
     Offered,
     OpenRanks,
-    Prepared,
     RankClosed,
     RankFailed,
     RankOpened,
@@ -34,14 +30,12 @@ from baton.protocol.arrival import (
     SourceCommitted,
     SourceQuiet,
     SourceUnquiet,
-    Terms,
     Ticked,
     ToSource,
     UnpackAt,
     VerdictAsked,
 )
 from baton.protocol.deadlines import Deadlines
-from baton.protocol.ledger import Ledger, Need
 from baton.protocol.messages import (
     Abort,
     AnyMessage,
@@ -51,15 +45,11 @@ from baton.protocol.messages import (
     Commit,
     Decline,
     Grant,
-    Inquiry,
-    Invite,
     Invited,
     Landed,
-    Lane,
     Offer,
     Open,
     Opened,
-    PageTable,
     Paths,
     Quiet,
     Receive,
@@ -70,40 +60,15 @@ from baton.protocol.messages import (
     Unpacked,
     Unquiet,
 )
-from baton.protocol.outcomes import Cause, Failed, Stage, Why
+from baton.protocol.outcomes import Cause, Failed, Ready, Stage, Why
 from baton.protocol.receiver import RECEIVER
-from baton.session.loads import decode_tables
+from baton.session.granting import Coming, Granting
 from baton.session.sessions import Session
 
 if TYPE_CHECKING:
     from baton.session.coordinator import CoordinatorDriver
 
 log = logging.getLogger(__name__)
-
-GRANT_BYTES = 16
-NUM_OFFSETS = 16
-
-
-@dataclass(slots=True)
-class Coming:
-    """One transfer: its machine's record and what the driver keeps beside it."""
-
-    record: Arrival
-    request: Receive
-    target_dp: int
-    tables: dict[int, PageTable] = field(default_factory=dict)
-    callers: set[int] = field(default_factory=set)
-    source_dp: int = -1
-    session: int = -1
-    epoch: int = -1
-    """Of the source, when the session was taken."""
-    is_inquired: bool = False
-    forget_at: float | None = None
-
-    @property
-    def is_live(self) -> bool:
-        """Whether its pages are not all the engine's again."""
-        return self.record.state is not ReceiverState.RELEASED
 
 
 class Arrivals:
@@ -115,7 +80,7 @@ class Arrivals:
         self.grants: dict[bytes, Coming] = {}
         self.declined: dict[str, list[Decline]] = {}
         """By source, until there is a session to say it by."""
-        self.cost = PackCost()
+        self.granting = Granting(owner)
         self._events: deque[tuple[Coming, object]] = deque()
         self._is_busy = False
         owner.sessions.on_failed = self._unreachable
@@ -136,7 +101,8 @@ class Arrivals:
             case Opened(cause=None):
                 self._feed_grant(message.grant, RankOpened(message.rank, message.lanes))
             case Opened(cause=Cause() as cause):
-                self._mistrust_paths(message.grant, -1)
+                if coming := self.grants.get(message.grant):
+                    self.granting.mistrust_paths(coming, -1)
                 self._feed_grant(message.grant, RankFailed(message.rank, cause))
             case Unpacked(cause=None):
                 self._feed_grant(
@@ -149,11 +115,14 @@ class Arrivals:
 
     def _asked(self, rank: int, message: Receive) -> None:
         coming = self.coming.get(message.transfer)
+        if coming is not None and self._joins_late(coming, rank, message):
+            self._tell_late(coming, rank)
+            return
         if coming is None or not coming.is_live:
             if text := self.owner.refusal:
                 self._turn_down(rank, message, self.owner.cause(Why.OUT_OF_PAGES, Stage.GRANT, text))
                 return
-            coming = self._begin(message)
+            coming = self._begin(rank, message)
         elif self._contradicts(coming, message):
             text = f"transfer {message.transfer} is live here; take a new id for each attempt"
             self._turn_down(rank, message, self.owner.cause(Why.REFUSED_LIVE_ID, Stage.GRANT, text))
@@ -162,9 +131,9 @@ class Arrivals:
         coming.callers.add(rank)
         self._confined(coming)
 
-    def _begin(self, message: Receive) -> Coming:
+    def _begin(self, rank: int, message: Receive) -> Coming:
         layout = self.owner.config.spec.layout
-        dp = layout.coordinates(min(message.tables))["dp"] if message.tables else 0
+        dp = layout.coordinates(min(message.tables, default=rank))["dp"]
         now = self.owner.ports.now()
         record = Arrival(
             transfer=message.transfer,
@@ -177,6 +146,27 @@ class Arrivals:
         coming = Coming(record, message, dp, source_dp=message.source_dp)
         self.coming[message.transfer] = coming
         return coming
+
+    @staticmethod
+    def _joins_late(coming: Coming, rank: int, message: Receive) -> bool:
+        """Whether a rank, whose pages another rank named, asks for its handle's sake alone."""
+        known = coming.request
+        is_same = (known.source, known.digest, known.num_tokens, known.held) == (
+            message.source,
+            message.digest,
+            message.num_tokens,
+            message.held,
+        )
+        is_over = coming.record.state is not ReceiverState.PREPARING
+        return is_over and is_same and not message.tables and rank not in coming.callers
+
+    def _tell_late(self, coming: Coming, rank: int) -> None:
+        coming.callers.add(rank)
+        transfer, outcome = coming.record.transfer, coming.record.outcome
+        if outcome is not None:
+            self.owner.to_rank(rank, Settled(transfer=transfer, grant=b"", outcome=outcome))
+        if not coming.is_live or isinstance(outcome, Ready):
+            self.owner.to_rank(rank, Released(transfer=transfer))
 
     @staticmethod
     def _contradicts(coming: Coming, message: Receive) -> bool:
@@ -234,90 +224,12 @@ class Arrivals:
 
     def _confined(self, coming: Coming) -> None:
         try:
-            self._advance(coming)
+            prepared = self.granting.advance(coming)
+            if prepared is not None:
+                self.grants[prepared.grant.grant] = coming
+                self._feed(coming, prepared)
         except BatonError as error:
             self._feed(coming, CallerAborted(self.owner.cause(Why.REFUSED_LAYOUT, Stage.GRANT, str(error))))
-
-    def _advance(self, coming: Coming) -> None:
-        """Goes one step nearer to the grant, if nothing is missing for it."""
-        record = coming.record
-        if record.state is not ReceiverState.PREPARING or not record.ranks <= coming.tables.keys():
-            return
-        session = self.owner.sessions.to(coming.request.source)
-        if session is None:
-            return
-        coming.session, coming.epoch = session.number, session.epoch
-        if coming.source_dp < 0 and session.spec.layout.size("dp") == 1:
-            coming.source_dp = 0
-        if coming.source_dp < 0:
-            if not coming.is_inquired:
-                coming.is_inquired = True
-                self.owner.sessions.send(session.number, Inquiry(transfer=record.transfer))
-            return
-        found = plan(session.spec, self.owner.config.spec, coming.source_dp, coming.target_dp)
-        # Where dealing over mirrors begins; few values, so that what is kept of a plan is found again.
-        offset = self.owner.ports.token(1)[0] % NUM_OFFSETS
-        prompt = Prompt(record.num_tokens, dict(coming.request.held), offset)
-        chosen = modes(found, prompt, self.cost)
-        if not self._has_paths(session, list(chosen)):
-            return
-        lanes = tuple(
-            Lane(source, target, session.paths[source, target].number, mode.mode, 0, mode.staging_bytes)
-            for (source, target), mode in chosen.items()
-        )
-        self._feed(coming, self._prepared(coming, found, prompt, lanes))
-
-    def _has_paths(self, session: Session, pairs: list[tuple[int, int]]) -> bool:
-        """Whether every pair can connect; asks for what is missing."""
-        missing = [pair for pair in pairs if pair not in session.paths]
-        by_target: dict[int, list[int]] = {}
-        for source, target in missing:
-            if (source, target) not in session.asked:
-                session.asked.add((source, target))
-                by_target.setdefault(target, []).append(source)
-        for target, sources in by_target.items():
-            self.owner.to_rank(target, Invite(session=session.number, source_ranks=tuple(sources)))
-        return not missing
-
-    def _prepared(self, coming: Coming, found: Plan, prompt: Prompt, lanes: tuple[Lane, ...]) -> Prepared:
-        session = self.owner.sessions.standing[coming.session]
-        decode_tables(coming.tables, found.target)
-        request = coming.request
-        grant = Grant(
-            transfer=request.transfer,
-            grant=self.owner.ports.token(GRANT_BYTES),
-            channel=session.channel,
-            num_tokens=request.num_tokens,
-            digest=request.digest,
-            source_dp=coming.source_dp,
-            target_dp=coming.target_dp,
-            held=request.held,
-            offset=prompt.offset,
-            tables=coming.tables,
-            lanes=lanes,
-            is_verified=request.is_verified,
-            session=coming.session,
-        )
-        targets: dict[int, tuple[int, ...]] = {}
-        for lane in lanes:
-            targets[lane.source_rank] = (*targets.get(lane.source_rank, ()), lane.target_rank)
-        worked = frozenset(
-            (lane.source_rank, lane.target_rank)
-            for lane in lanes
-            if request.is_verified or lane.mode != "direct"
-        )
-        terms = Terms(
-            sources=frozenset(session.spec.layout.group(coming.source_dp)),
-            expected=expected_bytes(found, prompt),
-            worked=worked,
-            targets=targets,
-        )
-        cells = {
-            pair: tuple(Need(need.layers, need.start) for need in needed)
-            for pair, needed in needs(found, prompt).items()
-        }
-        self.grants[grant.grant] = coming
-        return Prepared(grant, terms, Ledger.empty(request.num_tokens, cells))
 
     # Words of sources.
 
@@ -358,20 +270,8 @@ class Arrivals:
         if not message.grant and coming.record.state not in (ReceiverState.PREPARING, ReceiverState.OPENING):
             return
         if message.cause.why is Why.COPY_FAILED and message.grant:
-            self._mistrust_paths(message.grant, message.cause.rank)
+            self.granting.mistrust_paths(coming, message.cause.rank)
         self._feed(coming, SourceAborted(message.cause))
-
-    def _mistrust_paths(self, grant: bytes, source_rank: int) -> None:
-        """A copy failed: the next transfer gets new paths from that rank (-1: from all)."""
-        coming = self.grants.get(grant)
-        session = self.owner.sessions.standing.get(coming.session) if coming else None
-        if coming is None or session is None or coming.record.grant is None:
-            return
-        for lane in coming.record.grant.lanes:
-            pair = (lane.source_rank, lane.target_rank)
-            is_suspect = source_rank in (-1, lane.source_rank)
-            if is_suspect and pair in session.paths and session.paths[pair].number == lane.path:
-                del session.paths[pair]
 
     # Machine and effects.
 
@@ -489,6 +389,10 @@ class Arrivals:
     def num_live(self) -> int:
         """Transfers whose pages are not all the engine's again."""
         return sum(1 for coming in self.coming.values() if coming.is_live)
+
+    def num_active(self) -> int:
+        """Transfers without a verdict."""
+        return sum(1 for coming in self.coming.values() if coming.record.outcome is None)
 
     def quarantined(self) -> dict[str, int]:
         """Transfers whose pages wait for quiet, with the number of pages on all ranks together."""

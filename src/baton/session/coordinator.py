@@ -130,6 +130,7 @@ class CoordinatorDriver:
             self.ports.hang_up(link)
             self._drop(link, fault)
             return
+        self._replace_older(peer, is_target)
         session = self.sessions.add(link, spec, (peer.instance, peer.epoch), channel)
         meet = Meet(
             session=session.number,
@@ -156,6 +157,14 @@ class CoordinatorDriver:
             self.members[peer.rank] = link
         self._heard[link] = self.ports.now()
         self._feed(RankAttached(peer.rank, fault), link)
+
+    def _replace_older(self, peer: Introduction, is_target: bool) -> None:
+        """A target has one link to its source: if it dials again, the older one is dead, known or not."""
+        for old in list(self.sessions.standing.values()):
+            if is_target and old.is_target and old.instance == peer.instance:
+                text = f"{peer.instance} came back" + (", restarted" if old.epoch != peer.epoch else "")
+                self.ports.hang_up(old.link)
+                self._drop(old.link, self.cause(Why.PEER_LOST, Stage.COPY, text))
 
     def _unlike(self, peer: Introduction) -> Cause | None:
         mine = self.config
@@ -240,6 +249,8 @@ class CoordinatorDriver:
         match message:
             case Beat():
                 pass
+            case Goodbye(cause=Cause(why=Why.ABORTED, text=text)):
+                self._feed(EndAsked(text))
             case Goodbye():
                 self._feed(RankLost(rank, str(message.cause)))
             case Abort(source_rank=source) if source >= 0:
@@ -266,8 +277,8 @@ class CoordinatorDriver:
             self._drop(session.link, cause)
         self.departures.tick()
         self.arrivals.tick()
-        num_live = self.arrivals.num_live() + len(self.departures.leaving)
-        self._feed(WorkCounted(num_live, self.arrivals.quarantined_share()))
+        num_active = self.arrivals.num_active() + len(self.departures.leaving)
+        self._feed(WorkCounted(num_active, self.arrivals.quarantined_share()))
 
     def next_tick(self) -> float | None:
         """The next beat."""
@@ -312,12 +323,14 @@ class CoordinatorDriver:
             case StopGranting(text):
                 self.refusal = text
                 log.error("%s stops granting: %s", self.config.instance, text)
-            case EndAll(text):
-                goodbye = Goodbye(cause=self.cause(Why.PEER_LOST, Stage.COPY, text))
+            case EndAll(text, is_wished):
+                why = Why.ABORTED if is_wished else Why.PEER_LOST
+                goodbye = Goodbye(cause=self.cause(why, Stage.COPY, text))
                 for session in self.sessions.standing.values():
                     self.ports.send(session.link, goodbye)
                 for member in self.members.values():
                     self.ports.send(member, goodbye)
-                self.ports.end(text)
+                if not is_wished:
+                    self.ports.end(text)
             case _:
                 raise AssertionError(f"no such effect: {effect}")

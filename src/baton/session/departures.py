@@ -135,6 +135,10 @@ class Departures:
             outcome = Failed(self._ended(message.transfer, known))
             self.owner.to_rank(rank, Settled(transfer=message.transfer, grant=b"", outcome=outcome))
             return
+        if self.owner.refusal and message.transfer not in self.leaving:
+            cause = self.owner.cause(Why.ABORTED, Stage.OFFER, self.owner.refusal)
+            self.owner.to_rank(rank, Settled(transfer=message.transfer, grant=b"", outcome=Failed(cause)))
+            return
         prefill = Prefill(message.num_tokens, message.digest, message.source_dp)
         self.groups[message.transfer] = message.source_dp
         ranks = frozenset(self.owner.config.spec.layout.group(message.source_dp))

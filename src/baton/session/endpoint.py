@@ -75,7 +75,7 @@ class Endpoint:
     ) -> None:
         self.config = config if config.epoch else replace(config, epoch=time.time_ns())
         self.transport = transport
-        self._membership = Membership(self.config, transport.name)
+        self._membership = Membership(self.config, transport.name, on_end)
         self._loop = Loop(config.sockets, directory=self._membership, on_end=on_end)
         self._serving = threading.Event()
         self.coordinator = self._host() if config.coordinator is None else None
@@ -151,6 +151,8 @@ class Endpoint:
 
     def close(self) -> None:
         """Ends this rank, and with the coordinator the instance; sockets and threads end."""
+        text = f"rank {self.config.rank} of {self.config.instance} was closed"
+        self._loop.post(lambda: self._rank.leave(text))
         self._loop.close()
         self.transport.close()
 

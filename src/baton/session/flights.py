@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from baton.errors import BatonError
 from baton.plan import Chunk as Box
-from baton.plan import Copy, Spans
+from baton.plan import Copy
 from baton.plan.sides import pages_read
-from baton.plan.steps import STAGING
 from baton.protocol.messages import Grant, Lane, SessionPaths
 from baton.protocol.outcomes import Cause, Stage, Why
 from baton.protocol.sender import Sender
 from baton.session.handles import Offered, Sending
-from baton.session.loads import Load, Terms, make_loads, own_table
-from baton.session.moving import run_packs, source_checksums
+from baton.session.loads import Load, Terms, decode_pages, encode_pages, make_loads, placed
+from baton.session.moving import checksums, run_packs
 from baton.session.staging import Lease
 from baton.transport import (
     NOW,
@@ -39,6 +37,9 @@ from baton.transport import (
 
 if TYPE_CHECKING:
     from baton.session.rank import RankDriver
+
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -104,8 +105,13 @@ class Flights:
     def take_paths(self, message: SessionPaths) -> None:
         """Connects to target ranks."""
         for path in message.paths:
-            peer = self.rank.transport.connect(Description.from_bytes(path.description))
-            regions = {name: RemoteRegion.from_bytes(raw) for name, raw in path.regions.items()}
+            try:
+                regions = {name: RemoteRegion.from_bytes(raw) for name, raw in path.regions.items()}
+                peer = self.rank.transport.connect(Description.from_bytes(path.description))
+            except BatonError as error:
+                # What is to be copied by it will fail, and say so.
+                log.warning("path %d to rank %d: %s", path.number, path.target_rank, error)
+                continue
             for (session, target, _), way in self.ways.items():
                 if (session, target) == (message.session, path.target_rank):
                     way.is_replaced = True
@@ -132,19 +138,21 @@ class Flights:
         box = Box(offered.layers, offered.tokens)
         rank = self.rank.config.rank
         try:
-            table = own_table(offered.pages, self.rank.config.spec)
+            table = decode_pages(encode_pages(offered.pages), self.rank.config.spec)
             loads = make_loads(found.terms, rank, table, box)
             read = pages_read(found.terms.plan, found.terms.prompt, table, box, rank)
             found.handle.narrow(offered.index, {group: ids.tolist() for group, ids in read.items()})
             for load in loads:
                 self._dispatch(found, flight, load, offered.fence)
             if found.terms.is_verified and loads:
-                self._when(flight, offered.fence, partial(self._sum, found, flight, offered))
+                self._when(flight, offered.fence, partial(self._sum, found, flight, loads))
         except BatonError as error:
             self._spoil(flight, self.rank.cause(Why.COPY_FAILED, Stage.COPY, str(error)))
         self._end_if_over(found, flight)
 
     def _dispatch(self, found: Outgoing, flight: Flight, load: Load, fence: Fence) -> None:
+        if flight.is_off:
+            return
         flight.num_bytes[load.target_rank] = load.num_bytes
         if load.staging_bytes:
             lane, used = found.lanes[load.target_rank], found.staging_used.get(load.target_rank, 0)
@@ -169,7 +177,7 @@ class Flights:
                 self.starved.popleft()
                 continue
             lease = self.rank.pools.staging.lease(load.staging_bytes)
-            if lease is None and not self.rank.pools.staging.could_hold(load.staging_bytes):
+            if lease is None and load.staging_bytes > self.rank.pools.staging.num_bytes:
                 self.starved.popleft()
                 text = f"a chunk needs {load.staging_bytes} bytes of staging, the whole has fewer"
                 self._spoil(flight, self.rank.cause(Why.OUT_OF_PAGES, Stage.COPY, text))
@@ -184,6 +192,8 @@ class Flights:
 
     def _when(self, flight: Flight, fence: Fence, call: partial[None]) -> None:
         """Begins something once the fence is ready, unless the flight is called off before."""
+        if flight.is_off:
+            return
         flight.num_waits += 1
 
         def begin() -> None:
@@ -207,13 +217,9 @@ class Flights:
             self._submit(found, flight, load, lease.offset, NOW)
         self._end_if_over(found, flight)
 
-    def _sum(self, found: Outgoing, flight: Flight, offered: Offered) -> None:
-        assert found.terms is not None
-        box = Box(offered.layers, offered.tokens)
-        table = own_table(offered.pages, self.rank.config.spec)
-        job = partial(
-            source_checksums, found.terms, self.rank.config.rank, table, box, self.rank.pools.buffers
-        )
+    def _sum(self, found: Outgoing, flight: Flight, loads: list[Load]) -> None:
+        buffers = self.rank.pools.buffers
+        job = partial(lambda: {load.target_rank: checksums(load.sums, buffers) for load in loads})
         self.rank.ports.run(job, partial(self._summed, found, flight))
 
     def _summed(self, found: Outgoing, flight: Flight, result: object) -> None:
@@ -250,10 +256,7 @@ class Flights:
 
     def _batch(self, way: Way, copy: Copy, staged_at: int, landed_at: int) -> Batch:
         region: Region = self.rank.pools.regions[copy.source_buffer]
-        spans = copy.spans
-        read = spans.source + staged_at if copy.source_buffer == STAGING else spans.source
-        write = spans.target + landed_at if copy.target_buffer == STAGING else spans.target
-        return Batch(region, way.regions[copy.target_buffer], Spans(np.asarray(read), write, spans.length))
+        return Batch(region, way.regions[copy.target_buffer], placed(copy, staged_at, landed_at))
 
     def moved(self, event: Event) -> None:
         """A copy is terminal."""

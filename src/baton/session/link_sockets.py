@@ -79,6 +79,8 @@ class SocketLink(asyncio.BufferedProtocol):
         self._link: Link | None = None
         self._socket: asyncio.Transport | None = None
         self._unsent: list[bytes] = []
+        self._early = bytearray()
+        """What came with the end of TLS's own handshake."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_closing = False
 
@@ -87,10 +89,11 @@ class SocketLink(asyncio.BufferedProtocol):
         assert isinstance(transport, asyncio.Transport)
         self._socket = transport
         sockets = self._sockets
-        if not sockets.admit(self):
-            self.abort(f"{HANDSHAKES_MAX} others are at their handshake; try again")
         if self._is_closing:
             transport.abort()
+            return
+        if not sockets.admit(self):
+            self.abort(f"{HANDSHAKES_MAX} others are at their handshake; try again")
             return
         _hurry(transport)
         deadline = sockets.now() + sockets.config.handshake_s
@@ -98,6 +101,8 @@ class SocketLink(asyncio.BufferedProtocol):
         self._link = self.owner.shake_hands(self.wanted, deadline)
         if self.wanted is not None:
             transport.write(self._link.begin(sockets.now()))
+        if self._early:
+            self._tell(self._link.receive(bytes(self._early), sockets.now()))
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where bytes are read to; all links share it, since each empties it at once."""
@@ -105,8 +110,11 @@ class SocketLink(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Bytes came."""
-        if self._link is not None and not self._is_closing:
-            self._tell(self._link.receive(self._sockets.inbox[:nbytes], self._sockets.now()))
+        data = self._sockets.inbox[:nbytes]
+        if self._link is None:
+            self._early += data
+        elif not self._is_closing:
+            self._tell(self._link.receive(data, self._sockets.now()))
 
     def eof_received(self) -> None:
         """The peer closed its direction; `connection_lost` follows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError
@@ -14,8 +15,10 @@ if TYPE_CHECKING:
 class Membership:
     """Used inside the endpoint's loop alone."""
 
-    def __init__(self, config: EndpointConfig, transport: str) -> None:
+    def __init__(self, config: EndpointConfig, transport: str, on_displaced: Callable[[str], None]) -> None:
         self.config = config
+        self.on_displaced = on_displaced
+        """Called when a newer incarnation of this instance has registered: this one is over."""
         self.transport = transport
         self.url = config.registry
         self._is_known = False
@@ -34,7 +37,7 @@ class Membership:
             self.url = self._server.url
         if self.url is None:
             return
-        self._client = RegistryClient(self.url, config.secret)
+        self._client = RegistryClient(self.url, config.secret, on_displaced=self.on_displaced)
         self._client.register(
             Member(
                 instance=config.instance,

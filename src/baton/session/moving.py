@@ -1,95 +1,82 @@
-"""Work on a rank's own memory, done beside the driver: packing, unpacking and checksums."""
+"""The work of a chunk that is not copying between ranks: packing, unpacking and checksums.
+
+These run beside the driver, on registered buffers: numpy arrays or torch tensors, of one device. Each call is
+done with its bytes when it returns.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
 import xxhash
+from torch import Tensor
 
-from baton.plan import Chunk, Pack, Spans, Tables
-from baton.plan.outline import outline
-from baton.plan.sides import canonical, parts_of, places_in_staging, target_steps
-from baton.plan.tokens import Ints
-from baton.session.loads import Terms
-from baton.transport import Bytes
-from baton.transport.packing import pack, unpack
+from baton.errors import TransportError
+from baton.plan.steps import STAGING, Pack, Spans, Unpack
+from baton.session.loads import Gathers
+from baton.transport import packing
+from baton.transport.base import Bytes
 
-
-@dataclass(frozen=True, slots=True)
-class Arrived:
-    """A chunk of one source rank as its target was told of it."""
-
-    pair: tuple[int, int]
-    chunk: Chunk
-    staged_at: int | None
-    """Where it lies in the staging lease; None: nowhere."""
-    checksums: Mapping[str, bytes] | None
+Buffer: TypeAlias = Bytes | Tensor
+"""Contiguous memory that was registered with a transport."""
 
 
-def run_packs(packs: Iterable[Pack], buffers: Mapping[str, Bytes], staging: Bytes) -> None:
-    """Gathers a chunk into staging."""
-    view = torch.from_numpy(staging)
+def run_packs(packs: Iterable[Pack], buffers: Mapping[str, Buffer], staging: Buffer) -> None:
+    """Gathers a chunk into its place in the source's staging."""
+    into = _bytes_of(staging)
     for step in packs:
-        pack(step, torch.from_numpy(buffers[step.buffer]), view)
+        packing.pack(step, _bytes_of(buffers[step.buffer]), into)
+    _finish(into)
 
 
-def check_and_unpack(
-    terms: Terms, arrived: Arrived, staging: Bytes | None, buffers: Mapping[str, Bytes]
-) -> str:
-    """Brings a chunk home; answers what is wrong with it, or nothing."""
-    parts = parts_of(terms.plan, terms.prompt, Tables({}, terms.tables), arrived.chunk, arrived.pair)
-    if not parts:
-        return ""
-    mode = terms.modes[arrived.pair]
-    steps = target_steps(parts, mode)
-    places = places_in_staging(parts, mode)
-    place: Bytes | None = None
-    if places:
-        num_bytes = max(stop for _, stop in places.values())
-        start = -1 if arrived.staged_at is None else arrived.staged_at
-        if staging is None or start < 0 or start + num_bytes > len(staging):
-            return f"{num_bytes} bytes have to be unpacked, but are said to lie at {arrived.staged_at}"
-        place = staging[start : start + num_bytes]
-    if terms.is_verified:
-        found = {name: _sum(place[a:b]) for name, (a, b) in places.items()} if place is not None else {}
-        for name, (buffer, spans) in canonical(parts, "target").items():
-            if name not in found:
-                found[name] = _sum(_gathered(buffers[buffer], name, spans))
-        if found != arrived.checksums:
-            wrong = sorted(name for name in found if (arrived.checksums or {}).get(name) != found[name])
-            return f"checksums of {', '.join(wrong) or 'the chunk'} differ"
-    if place is not None:
-        view = torch.from_numpy(place)
-        for step in steps:
-            unpack(step, view, torch.from_numpy(buffers[step.buffer]))
-    return ""
+def run_unpacks(unpacks: Iterable[Unpack], staging: Buffer, buffers: Mapping[str, Buffer]) -> None:
+    """Scatters a chunk from its place in the target's staging, changing element types on the way."""
+    landed = _bytes_of(staging)
+    for step in unpacks:
+        packing.unpack(step, landed, _bytes_of(buffers[step.buffer]))
+    _finish(landed)
 
 
-def source_checksums(
-    terms: Terms, source_rank: int, table: Mapping[str, Ints], chunk: Chunk, buffers: Mapping[str, Bytes]
-) -> dict[int, dict[str, bytes]]:
-    """By target rank and component: the checksum of a chunk in canonical order and the wire's dtype."""
-    found = {}
-    tables = Tables({source_rank: table}, terms.tables)
-    for pair in outline(terms.plan, terms.prompt).pairs_of_source(source_rank):
-        parts = parts_of(terms.plan, terms.prompt, tables, chunk, pair)
-        if parts:
-            found[pair[1]] = {
-                name: _sum(_gathered(buffers[buffer], name, spans))
-                for name, (buffer, spans) in canonical(parts, "source").items()
-            }
+def checksums(
+    sums: Gathers, buffers: Mapping[str, Buffer], staging: Buffer | None = None
+) -> dict[str, bytes]:
+    """By component: the xxh3 of a chunk's bytes in canonical order; `staging` is the chunk's place in it."""
+    found: dict[str, bytes] = {}
+    for name, (buffer, spans) in sums.items():
+        memory = staging if buffer == STAGING else buffers[buffer]
+        assert memory is not None, "a chunk that lies in staging is summed there"
+        found[name] = xxhash.xxh3_128_digest(_gathered(spans, _bytes_of(memory)).data)
     return found
 
 
-def _gathered(buffer: Bytes, name: str, spans: Spans) -> Bytes:
-    """A component of a chunk in canonical order."""
-    found = np.empty(spans.num_bytes, dtype=np.uint8)
-    pack(Pack(0, 0, name, "", spans), torch.from_numpy(buffer), torch.from_numpy(found))
-    return found
+def _gathered(spans: Spans, buffer: Tensor) -> Bytes:
+    """The spans' bytes one after another, on the host."""
+    if len(spans) == 1:
+        start, stop = int(spans.source[0]), int(spans.source[0] + spans.length[0])
+        if not 0 <= start <= stop <= len(buffer):
+            raise TransportError(f"bytes {start} to {stop} are not in a buffer of {len(buffer)} bytes")
+        found = buffer[start:stop]
+    else:
+        found = torch.empty(spans.num_bytes, dtype=torch.uint8, device=buffer.device)
+        packing.pack(Pack(0, 0, "", "", spans), buffer, found)
+    return np.asarray(found.cpu().numpy(), dtype=np.uint8)
 
 
-def _sum(raw: Bytes) -> bytes:
-    return xxhash.xxh3_128_digest(np.ascontiguousarray(raw).data)
+def _bytes_of(buffer: Buffer) -> Tensor:
+    """A buffer as a tensor of bytes with one dim, in the same memory."""
+    if isinstance(buffer, Tensor):
+        if not buffer.is_contiguous():
+            raise TransportError(f"only contiguous buffers can be moved; got strides {buffer.stride()}")
+        return buffer.view(-1).view(torch.uint8)
+    if not buffer.flags.c_contiguous or not buffer.flags.writeable:
+        raise TransportError("only contiguous buffers that can be written can be moved")
+    return torch.from_numpy(buffer.reshape(-1).view(np.uint8))
+
+
+def _finish(buffer: Tensor) -> None:
+    """Waits for what was queued on a device."""
+    if buffer.device.type == "cuda":
+        torch.cuda.current_stream(buffer.device).synchronize()

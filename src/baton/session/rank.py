@@ -65,6 +65,14 @@ class RankConfig:
         )
 
 
+@dataclass(slots=True)
+class Pulse:
+    """When the coordinator was heard last, and when this rank beat last."""
+
+    heard: float
+    beat: float
+
+
 class RankDriver:
     """Drives one rank; see `baton.session.ports` for who calls what."""
 
@@ -76,9 +84,9 @@ class RankDriver:
         self.peers: dict[int, Spec] = {}
         self.on_change: Callable[[Handle], None] = lambda handle: None
         self._link: int | None = None
+        self._is_over = False
         self._queued: list[AnyMessage] = []
-        self._heard = ports.now()
-        self._beat = ports.now()
+        self._pulse = Pulse(ports.now(), ports.now())
         self.source = SourceHalf(self)
         self.target = TargetHalf(self)
 
@@ -113,19 +121,33 @@ class RankDriver:
             self.ports.end(f"rank {self.config.rank} reached another instance's coordinator: {peer.instance}")
             return
         self._link = link
-        self._heard = self.ports.now()
+        self._pulse.heard = self.ports.now()
         for message in self._queued:
             self.ports.send(link, message)
         self._queued.clear()
         self.ports.serving()
 
+    def leave(self, text: str) -> None:
+        """The owner wishes this rank to end, and with it the instance."""
+        cause = self.cause(Why.ABORTED, Stage.COPY, text)
+        self.tell(Goodbye(cause=cause))
+        self._over(cause)
+
+    def _over(self, cause: Cause) -> None:
+        """The instance ended as it was wished: nothing more will come of what is under way."""
+        self._is_over = True
+        for handle in [*self.source.handles(), *self.target.handles()]:
+            self.conclude(handle, Failed(cause))
+
     def lost(self, link: int, cause: Cause) -> None:
         """Without its coordinator a rank is nothing."""
+        if self._is_over:
+            return
         self.ports.end(f"rank {self.config.rank} of {self.config.instance} lost its coordinator: {cause}")
 
     def received(self, link: int, message: AnyMessage) -> None:
         """A word of the coordinator."""
-        self._heard = self.ports.now()
+        self._pulse.heard = self.ports.now()
         match message:
             case Beat():
                 pass
@@ -152,6 +174,8 @@ class RankDriver:
                 self.target.close(message)
             case Released():
                 self.target.released(message)
+            case Goodbye(cause=Cause(why=Why.ABORTED)):
+                self._over(message.cause)
             case Goodbye():
                 self.ports.end(f"rank {self.config.rank} of {self.config.instance}: {message.cause}")
             case _:
@@ -165,17 +189,17 @@ class RankDriver:
     def tick(self) -> None:
         """Says that it lives, and looks whether the coordinator does."""
         now, timings = self.ports.now(), self.config.timings
-        if self._link is None or now < self._beat + timings.beat_s:
+        if self._link is None or self._is_over or now < self._pulse.beat + timings.beat_s:
             return
-        self._beat = now
+        self._pulse.beat = now
         self.ports.send(self._link, Beat())
-        if now - self._heard > timings.silence_s:
-            silence = f"silent for {now - self._heard:.1f} s"
+        if now - self._pulse.heard > timings.silence_s:
+            silence = f"silent for {now - self._pulse.heard:.1f} s"
             self.lost(self._link, self.cause(Why.PEER_LOST, Stage.HANDSHAKE, silence))
 
     def next_tick(self) -> float | None:
         """The next beat."""
-        return self._beat + self.config.timings.beat_s
+        return self._pulse.beat + self.config.timings.beat_s
 
     # What both halves use.
 

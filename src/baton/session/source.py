@@ -33,7 +33,7 @@ from baton.protocol.sender import (
 )
 from baton.session.flights import Flight, Flights, Outgoing
 from baton.session.handles import Offered, Sending
-from baton.session.loads import Terms, decode_tables
+from baton.session.loads import Terms, check_terms, decode_tables
 from baton.session.requests import Digest
 
 if TYPE_CHECKING:
@@ -127,16 +127,18 @@ class SourceHalf:
         found = self.outgoing.get(grant.transfer)
         if found is None:
             return
+        modes = {(lane.source_rank, lane.target_rank): lane.mode for lane in grant.lanes}
+        prompt = Prompt(grant.num_tokens, dict(grant.held), grant.offset)
         try:
             plan = self.rank.plan_of(grant, is_source=True)
-            tables = decode_tables(grant.tables, plan.target)
+            tables = decode_tables(grant.tables, plan.target, grant.target_dp)
+            found.terms = Terms(plan, prompt, tables, modes, grant.is_verified)
+            staging = {lane.target_rank: lane.staging_bytes for lane in grant.lanes}
+            check_terms(found.terms, self.rank.config.rank, staging)
         except BatonError as error:
             self._feed(found, Aborted(self.rank.cause(Why.REFUSED_LAYOUT, Stage.GRANT, str(error))))
             return
         found.grant = grant
-        modes = {(lane.source_rank, lane.target_rank): lane.mode for lane in grant.lanes}
-        prompt = Prompt(grant.num_tokens, dict(grant.held), grant.offset)
-        found.terms = Terms(plan, prompt, tables, modes, grant.is_verified)
         found.lanes = {lane.target_rank: lane for lane in grant.lanes}
         self._feed(found, Granted(grant))
 
@@ -203,6 +205,10 @@ class SourceHalf:
         else:
             done = ChunkCopied(flight.index, flight.num_bytes, flight.staged, flight.checksums)
             self._feed(found, done)
+
+    def handles(self) -> list[Sending]:
+        """What engines hold."""
+        return [found.handle for found in self.outgoing.values()]
 
     def counts(self) -> dict[str, int]:
         """Transfers and copies under way."""

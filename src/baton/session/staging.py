@@ -1,74 +1,90 @@
-"""Leases of one staging buffer. Pure bookkeeping: first fit, aligned, neighbours joined again."""
+"""Leases of byte ranges of one staging buffer, first fit.
+
+A lease that may still be written by somebody is quarantined by not giving it back.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
-import numpy as np
-
-from baton.plan.tokens import Ints
+from baton.errors import ConfigError, LocalProtocolError
 
 ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A piece of staging that one chunk or one grant has for itself."""
+    """A range of the staging buffer, and the number of this lease, which is never used again."""
 
     offset: int
     num_bytes: int
-
-    def as_range(self) -> tuple[Ints, Ints]:
-        """Its start and its length, in the form that transports grant."""
-        return np.array([self.offset], dtype=np.int64), np.array([self.num_bytes], dtype=np.int64)
+    number: int
 
 
 class Staging:
-    """A buffer of `num_bytes`, and who has which piece of it."""
+    """One staging buffer's ranges: leased, or free."""
 
     def __init__(self, num_bytes: int) -> None:
+        if num_bytes < 0:
+            raise ConfigError(f"staging cannot have {num_bytes} bytes; use 0 for none")
         self.num_bytes = num_bytes
-        self._free: list[tuple[int, int]] = [(0, num_bytes)] if num_bytes else []
-        """Starts and stops, ascending, never touching."""
-        self._leased: dict[int, int] = {}
-        """Aligned sizes by offset."""
+        self._leases: list[Lease] = []
+        """Ascending by offset."""
+        self._num_made = 0
 
     @property
-    def num_leased(self) -> int:
-        """Bytes that are leased, alignment included."""
-        return sum(self._leased.values())
+    def num_leases(self) -> int:
+        """Leases that are out."""
+        return len(self._leases)
 
-    def could_hold(self, num_bytes: int) -> bool:
-        """Whether a lease of this size is possible at all."""
-        return num_bytes <= self.num_bytes
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes that are out, the rounding of each lease counted."""
+        return sum(_stop(lease) - lease.offset for lease in self._leases)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that are not out; they may lie apart."""
+        return max(0, self.num_bytes - self.leased_bytes)
 
     def lease(self, num_bytes: int) -> Lease | None:
-        """The first piece that is large enough; None if there is none now."""
-        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        for i, (start, stop) in enumerate(self._free):
-            taken = min(size, stop - start) if stop == self.num_bytes else size
-            if num_bytes <= taken <= stop - start:
-                self._free[i : i + 1] = [(start + taken, stop)] if start + taken < stop else []
-                self._leased[start] = taken
-                return Lease(start, num_bytes)
+        """The first free range that is long enough, or None; what is longer than the buffer never fits."""
+        if num_bytes < 1:
+            raise LocalProtocolError(f"a lease of {num_bytes} bytes; who needs none asks for none")
+        start = 0
+        for place, lease in enumerate([*self._leases, None]):
+            stop = self.num_bytes if lease is None else lease.offset
+            if start + num_bytes <= stop:
+                found = Lease(start, num_bytes, self._num_made)
+                self._num_made += 1
+                self._leases.insert(place, found)
+                return found
+            if lease is not None:
+                start = _stop(lease)
         return None
 
     def give_back(self, lease: Lease) -> None:
-        """Ends a lease."""
-        start, stop = lease.offset, lease.offset + self._leased.pop(lease.offset)
-        joined = []
-        for piece in self._free:
-            if piece[1] == start:
-                start = piece[0]
-            elif piece[0] == stop:
-                stop = piece[1]
-            else:
-                joined.append(piece)
-        self._free = sorted([*joined, (start, stop)])
+        """Ends a lease, once."""
+        place = bisect_left(self._leases, lease.offset, key=lambda found: found.offset)
+        if place == len(self._leases) or self._leases[place] != lease:
+            raise LocalProtocolError(f"{lease} is not out; a lease is given back once, where it came from")
+        del self._leases[place]
 
     def check_integrity(self) -> None:
-        """Asserts that every byte is leased once or free once."""
-        pieces = sorted([*self._free, *((start, start + size) for start, size in self._leased.items())])
-        ends = [0, *(stop for _, stop in pieces)]
-        assert ends[:-1] == [start for start, _ in pieces], pieces
-        assert ends[-1] == self.num_bytes, pieces
+        """Leases are ascending, aligned, apart, inside the buffer, and each was made here."""
+        reached = 0
+        for lease in self._leases:
+            assert lease.offset % ALIGNMENT == 0, f"{lease} is not aligned"
+            assert lease.offset >= reached, f"{lease} begins inside the lease before it"
+            assert lease.num_bytes >= 1, f"{lease} is of nothing"
+            assert 0 <= lease.number < self._num_made, f"{lease} was not made here"
+            reached = lease.offset + lease.num_bytes
+        assert reached <= self.num_bytes, f"leases reach to {reached} of {self.num_bytes} bytes"
+        numbers = {lease.number for lease in self._leases}
+        assert len(numbers) == len(self._leases), "two leases with one number"
+
+
+def _stop(lease: Lease) -> int:
+    """Where the next lease may begin."""
+    return -(-(lease.offset + lease.num_bytes) // ALIGNMENT) * ALIGNMENT

@@ -7,10 +7,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from baton.errors import BatonError
 from baton.plan import Chunk, Prompt
-from baton.plan.sides import writable
 from baton.plan.steps import STAGING
 from baton.protocol.landing import (
     LANDING,
@@ -43,11 +43,11 @@ from baton.protocol.messages import (
 )
 from baton.protocol.outcomes import Cause, Stage, Why
 from baton.session.handles import Receiving
-from baton.session.loads import Terms, decode_tables, encode_tables
-from baton.session.moving import Arrived, check_and_unpack
+from baton.session.loads import Terms, decode_tables, encode_pages, make_unload, writable_by
+from baton.session.moving import checksums, run_unpacks
 from baton.session.requests import Request
 from baton.session.staging import Lease
-from baton.transport import Invitation, Quiet, Ranges, Stillness, Unknown
+from baton.transport import Bytes, Invitation, Quiet, Ranges, Stillness, Unknown
 
 if TYPE_CHECKING:
     from baton.session.rank import RankDriver
@@ -115,13 +115,12 @@ class TargetHalf:
     def _ask(self, receiving: Receiving, request: Request) -> None:
         if self.receiving.get(receiving.transfer) is not receiving:
             return
-        spec = self.rank.config.spec
         message = Receive(
             transfer=request.transfer,
             source=request.source,
             num_tokens=request.digest.num_tokens,
             digest=request.digest.value,
-            tables=encode_tables(request.pages, spec),
+            tables={rank: encode_pages(table) for rank, table in request.pages.items()},
             held=dict(request.held),
             source_dp=-1 if request.source_dp is None else request.source_dp,
             is_verified=request.is_verified,
@@ -202,7 +201,7 @@ class TargetHalf:
         prompt = Prompt(grant.num_tokens, dict(grant.held), grant.offset)
         try:
             plan = self.rank.plan_of(grant, is_source=False)
-            tables = decode_tables({rank: grant.tables[rank]}, plan.target)
+            tables = decode_tables({rank: grant.tables[rank]}, plan.target, grant.target_dp)
             terms = Terms(plan, prompt, tables, modes, grant.is_verified)
             incoming = Incoming(Landing(grant.grant, rank), terms)
             self.incoming[grant.grant] = incoming
@@ -221,9 +220,7 @@ class TargetHalf:
         bay = incoming.bays[lane.source_rank] = Bay(guest)
         guest.grants.add(grant.grant)
         pools, transport = self.rank.pools, self.rank.transport
-        pair = (lane.source_rank, lane.target_rank)
-        terms = incoming.terms
-        allowed = dict(writable(terms.plan, terms.prompt, terms.tables, pair, lane.mode))
+        allowed = writable_by(incoming.terms, lane.source_rank, lane.target_rank)
         for buffer, (starts, lengths) in allowed.items():
             permission = transport.grant(
                 guest.invitation.peer, pools.regions[buffer], Ranges(starts, lengths)
@@ -234,7 +231,8 @@ class TargetHalf:
         bay.lease = pools.staging.lease(lane.staging_bytes)
         if bay.lease is None:
             raise StagingFullError(f"no room for {lane.staging_bytes} bytes of staging")
-        where = Ranges(*bay.lease.as_range())
+        start, length = np.array([bay.lease.offset]), np.array([bay.lease.num_bytes])
+        where = Ranges(start, length)
         bay.permissions.append(transport.grant(guest.invitation.peer, pools.regions[STAGING], where))
         return msgspec.structs.replace(lane, staging_offset=bay.lease.offset)
 
@@ -274,19 +272,28 @@ class TargetHalf:
                 raise AssertionError(f"no such effect: {effect}")
 
     def _start(self, incoming: Incoming, landed: Landed) -> None:
-        rank, pools = self.rank.config.rank, self.rank.pools
-        bay = incoming.bays.get(landed.source_rank)
-        start = bay.lease.offset if bay is not None and bay.lease is not None else 0
-        num_bytes = bay.lease.num_bytes if bay is not None and bay.lease is not None else 0
-        arrived = Arrived(
-            pair=(landed.source_rank, rank),
-            chunk=Chunk(landed.layers, landed.tokens),
-            staged_at=landed.staged.get(rank),
-            checksums=landed.checksums.get(rank),
-        )
-        staging = pools.view(start, num_bytes) if num_bytes else None
-        job = partial(check_and_unpack, incoming.terms, arrived, staging, pools.buffers)
+        job = partial(self._bring_home, incoming, landed)
         self.rank.ports.run(job, partial(self._unpacked, incoming, landed))
+
+    def _bring_home(self, incoming: Incoming, landed: Landed) -> str:
+        """Checks and unpacks a chunk, on a worker; answers what is wrong with it, or nothing."""
+        rank, pools = self.rank.config.rank, self.rank.pools
+        chunk = Chunk(landed.layers, landed.tokens)
+        found = make_unload(incoming.terms, landed.source_rank, rank, chunk)
+        place: Bytes | None = None
+        if found.staging_bytes:
+            lease, start = incoming.bays[landed.source_rank].lease, landed.staged.get(rank, -1)
+            if lease is None or not 0 <= start <= lease.num_bytes - found.staging_bytes:
+                return f"{found.staging_bytes} bytes to unpack are said to lie at {start} of the lease"
+            place = pools.view(lease.offset + start, found.staging_bytes)
+        if found.sums:
+            said, sums = landed.checksums.get(rank, {}), checksums(found.sums, pools.buffers, place)
+            wrong = [name for name, value in sums.items() if said.get(name) != value]
+            if wrong:
+                return f"checksum of {', '.join(wrong)} differs from the source's"
+        if place is not None:
+            run_unpacks(found.unpacks, place, pools.buffers)
+        return ""
 
     def _unpacked(self, incoming: Incoming, landed: Landed, result: object) -> None:
         cause: Cause | None = None
@@ -324,6 +331,10 @@ class TargetHalf:
             if bay.lease is not None:
                 self.rank.pools.staging.give_back(bay.lease)
         self._see_out()
+
+    def handles(self) -> list[Receiving]:
+        """What engines hold."""
+        return list(self.receiving.values())
 
     def counts(self) -> dict[str, int]:
         """Transfers and grants under way."""

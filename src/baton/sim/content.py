@@ -179,7 +179,8 @@ class Copybook:
         return found
 
     def _both(self, part: Part, layers: Ints, entries: Ints) -> tuple[Ints, Bytes]:
-        dtype = self.origin.storage.dtype_of(self.origin.cache.by_name[part.component.name])
+        given = self.origin.cache.by_name.get(part.component.name, part.component)
+        dtype = self.origin.storage.dtype_of(given)
         values = part.values(self.salt, layers, entries, dtype)
         if dtype != part.dtype:
             values = convert(values.reshape(-1), dtype, part.dtype).reshape(-1, item_bytes(part.dtype))

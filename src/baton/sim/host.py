@@ -32,6 +32,7 @@ class Host:
         """What looks whether something changed."""
         self.cords: dict[int, Cord] = {}
         self._num_links = 0
+        self._posted_s = 0.0
         self._tick: Entry | None = None
         self._tick_at = 0.0
 
@@ -70,8 +71,10 @@ class Host:
         self.world.registry.look_up(self, instance, then)
 
     def post(self, call: Callable[[], None]) -> None:
-        """Calls back soon."""
-        self.process.later(POST_S * self.chance.random(), self.enter, call)
+        """Calls back soon, in the order of the posts."""
+        schedule = self.world.schedule
+        self._posted_s = max(self._posted_s, schedule.now + POST_S * self.chance.random())
+        schedule.at(self._posted_s, self.process.do, self.enter, call)
 
     def serving(self) -> None:
         """The instance is complete: its coordinator may be found."""

@@ -27,7 +27,7 @@ from baton.sim.pool import Pool
 from baton.sim.process import Clock, Process
 from baton.sim.registry import address_of
 from baton.sim.request import Attempt
-from baton.sim.transport.endpoint import NAME, SimTransport
+from baton.sim.transport.endpoint import NAME, Owner, SimTransport
 
 if TYPE_CHECKING:
     from baton.sim.instance import Instance
@@ -73,7 +73,7 @@ class Incarnation:
 
     def _process(self, name: str) -> Process:
         offset_s, rate = self.world.facts.draw_clock()
-        process = Process(name, self.name, Clock(self.world.schedule, offset_s, rate))
+        process = Process(name, self.name, self.epoch, Clock(self.world.schedule, offset_s, rate))
         process.at_death.append(partial(self.instance.process_died, self))
         self.processes.append(process)
         return process
@@ -105,8 +105,8 @@ class Incarnation:
         share = self.world.facts.pressure[0 if self.instance.is_source else 1]
         if share:
             pool.fill(share, host.chance)
-        wake = partial(self._wake, host, rank)
-        transport = SimTransport(self.world.fabric, host.name, self.world.options.strength, wake)
+        owner = Owner(host.name, partial(self._wake, host, rank), process.is_running)
+        transport = SimTransport(self.world.fabric, owner, self.world.options.strength)
         config = RankConfig(self.name, self.epoch, rank, self.spec, FINGERPRINT, TIMINGS)
         pools = Pools(pool.memory, transport, STAGING_BYTES)
         driver = RankDriver(config, host, transport, pools)

@@ -172,8 +172,11 @@ class Network:
     def note_trouble(self, end: SessionEnd) -> None:
         """Remembers when a pair of instances last lost something."""
         assert end.peer is not None
-        pair = frozenset((end.host.process.instance, end.peer.host.process.instance))
-        self.trouble[pair] = self.world.schedule.now
+        self.note_apart(end.host.process.instance, end.peer.host.process.instance)
+
+    def note_apart(self, one: str, other: str) -> None:
+        """Remembers when two instances last could not reach each other."""
+        self.trouble[frozenset((one, other))] = self.world.schedule.now
 
 
 def _plain(secure: Secure) -> Codec:

@@ -32,6 +32,7 @@ class Process:
 
     name: str
     instance: str
+    epoch: int
     clock: Clock
     is_alive: bool = True
     is_stopped: bool = False
@@ -50,6 +51,15 @@ class Process:
     def later(self, delay_s: float, act: Callable[..., None], *args: Any) -> None:
         """Does something in this process after a while."""
         self.clock.schedule.after(delay_s, self.do, act, *args)
+
+    @property
+    def life(self) -> str:
+        """The incarnation that it belongs to."""
+        return f"{self.instance}#{self.epoch}"
+
+    def is_running(self) -> bool:
+        """Whether anything of it runs now."""
+        return self.is_alive and not self.is_stopped
 
     def stop(self) -> None:
         """Nothing of it runs any more until it goes on."""

@@ -34,6 +34,8 @@ class Registry:
 
     def _answer(self, asker: Host, instance: str, then: Callable[[str | None, str], None]) -> None:
         found = self.known.get(instance)
+        if not self.is_up or found is None:
+            self.world.network.note_apart(asker.process.instance, instance)
         if not self.is_up:
             asker.enter(then, None, "the registry does not answer")
         elif found is None:

@@ -23,14 +23,14 @@ class Router:
     world: World
     chance: random.Random
     requests: list[Request] = field(default_factory=list)
-    attempts: dict[str, Attempt] = field(default_factory=dict)
+    attempts: list[Attempt] = field(default_factory=list)
     attempts_max: int = 1
     retry_s: float = 0.0
     mismatch: tuple[float, bool] = (0.0, False)
     """How often the two sides tokenise differently, and whether to another length."""
     on_attempt: list[Callable[[Attempt], None]] = field(default_factory=list)
     num_waiting: int = 0
-    """Attempts that are still to come."""
+    """Attempts and legs that are still to come."""
 
     def draw(self) -> None:
         """Lays out the requests of a seed."""
@@ -61,7 +61,7 @@ class Router:
             target_prompt=request.prompts[1],
         )
         request.attempts.append(attempt)
-        self.attempts[attempt.transfer] = attempt
+        self.attempts.append(attempt)
         self.world.note(
             "router",
             "request",
@@ -71,10 +71,13 @@ class Router:
         for call in self.on_attempt:
             call(attempt)
         for name in (request.ends.source, request.ends.target):
-            self.world.schedule.after(
-                LEG_S * self.chance.random(), self.world.instances[name].arrive, attempt
-            )
+            self.num_waiting += 1
+            self.world.schedule.after(LEG_S * self.chance.random(), self._arrive, name, attempt)
         return attempt
+
+    def _arrive(self, name: str, attempt: Attempt) -> None:
+        self.num_waiting -= 1
+        self.world.instances[name].arrive(attempt)
 
     def abort(self, attempt: Attempt, sides: Sequence[str]) -> None:
         """The client is gone, or one side wants its pages back."""

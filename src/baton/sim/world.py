@@ -118,7 +118,7 @@ class World:
                 found.append(f"{name} is down")
                 continue
             jobs = incarnation.engine.jobs
-            found += [f"{name} has {transfer}: {jobs[transfer].described()}" for transfer in sorted(jobs)]
+            found += [f"{name} has {job.transfer}: {job.described()}" for _, job in sorted(jobs.items())]
             found += [f"{name} has {attempt.transfer} waiting" for attempt in incarnation.engine.queue]
         return "; ".join(found)
 

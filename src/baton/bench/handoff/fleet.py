@@ -102,8 +102,10 @@ class Fleet:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
             self.registry = Registry(folder, self.secret)
             stack.callback(self.registry.stop)
+            for side in SIDES:  # all of them load while the first are being met
+                self._launch(side)
             for side in SIDES:
-                self.start(side)
+                self._assemble(side)
             self._stack = stack.pop_all()
         return self
 
@@ -131,11 +133,26 @@ class Fleet:
             rank.child.kill()
             rank.child.close()
 
+    def mend(self) -> None:
+        """Starts the sides anew of which a rank is missing."""
+        for side in SIDES:
+            ranks = self.sides.get(side, [])
+            if not ranks or any(rank.child.await_end(0) for rank in ranks):
+                if side in self.sides:
+                    self.end(side)
+                self.start(side)
+
     def start(self, side: str) -> None:
-        """Starts one side's ranks; rank 0 hosts the coordinator."""
-        ranks = self.sides[side] = [
-            RankProcess(side, number) for number in range(num_ranks(self.scene, side))
-        ]
+        """Starts one side's ranks."""
+        self._launch(side)
+        self._assemble(side)
+
+    def _launch(self, side: str) -> None:
+        self.sides[side] = [RankProcess(side, number) for number in range(num_ranks(self.scene, side))]
+
+    def _assemble(self, side: str) -> None:
+        """Tells every rank who it is; rank 0 hosts the coordinator."""
+        ranks = self.sides[side]
         first = ranks[0]
         first.child.tell(self._part(first, None, 0))
         found = self._met(first)

@@ -18,26 +18,24 @@ COPY_COLOUR = "#f2a93b"
 
 
 def draw(timeline: Timeline, path: Path, title: str) -> bool:
-    """One row per lane, a colour per kind of work; False without matplotlib."""
+    """One row per track, what overlaps in it in thinner bars; False without matplotlib."""
     try:
         matplotlib = importlib.import_module("matplotlib")
     except ImportError:
         return False
     matplotlib.use("Agg")
     pyplot = importlib.import_module("matplotlib.pyplot")
-    rows = [(track, lane) for track in timeline.tracks for lane in timeline.lanes(track)]
-    figure, axes = pyplot.subplots(figsize=(11, 1.2 + 0.27 * len(rows)), layout="constrained")
-    named: set[tuple[str, str]] = set()
-    labels = []
-    for row, (track, lane) in enumerate(rows):
-        bars = [(each.start_s * 1e3, max(each.duration_s * 1e3, 1e-3)) for each in lane]
-        colour = COLOURS.get(track.name, COPY_COLOUR)
-        axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=colour, edgecolors="white", linewidth=0.4)
-        key = (track.group, track.name)
-        labels.append("" if key in named else f"{track.group}: {track.name}")
-        named.add(key)
-    axes.set_yticks(range(len(rows)), labels, fontsize=7)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    tracks = timeline.tracks
+    figure, axes = pyplot.subplots(figsize=(11, 1.2 + 0.3 * len(tracks)), layout="constrained")
+    for row, track in enumerate(tracks):
+        colour, lanes = COLOURS.get(track.name, COPY_COLOUR), timeline.lanes(track)
+        height = 0.8 / len(lanes)
+        for index, lane in enumerate(lanes):
+            bars = [(each.start_s * 1e3, max(each.duration_s * 1e3, 1e-3)) for each in lane]
+            place = (row - 0.4 + index * height, height)
+            axes.broken_barh(bars, place, facecolors=colour, edgecolors="white", linewidth=0.3)
+    axes.set_yticks(range(len(tracks)), [f"{track.group}: {track.name}" for track in tracks], fontsize=7)
+    axes.set_ylim(len(tracks) - 0.5, -0.5)
     axes.set_xlim(0, timeline.stop_s * 1e3 * 1.01 or 1)
     axes.set_xlabel("ms since the request came in")
     axes.set_title(title, fontsize=9, loc="left")

@@ -8,28 +8,46 @@ from rich.table import Table
 
 from baton.bench.handoff.control import CONTROL_S_TARGET, Control
 from baton.bench.handoff.run import Measured
+from baton.bench.handoff.scene import Scene
 from baton.bench.handoff.sweep import Sweep
 from baton.plan.printer import human_bytes
+
+COLUMNS_MAX = 5
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms"
 
 
+def title_of(scene: Scene) -> str:
+    """What is handed over, between whom and how."""
+    sides = f"{scene.source.layout} to {scene.target.layout}"
+    link = f", {scene.link_bytes_per_s / 1e9:g} GB/s a rank" if scene.link_bytes_per_s else ""
+    return f"{scene.model}, {scene.num_tokens} tokens, {sides} by {scene.transport}{link}"
+
+
 def measured_table(found: Measured) -> Table:
-    """A row for each run and one for the median."""
-    scene = found.scene
-    title = (
-        f"{scene.model}, {scene.num_tokens} tokens, {scene.source.layout} to {scene.target.layout} by "
-        f"{scene.transport}, {found.pace.policy}"
-    )
-    heads = ("tth", "compute", "exposed", "T", "efficiency", "bound", "control")
-    table = Table("run", *heads, "groups", "copies", "spans", "bytes", title=title)
-    for index, run in enumerate(found.runs, 1):
-        times = [_ms(value) for value in (run.tth_s, run.compute_s, run.exposed_s, run.transfer_s)]
-        shares = [f"{run.efficiency:.3f}", f"{run.bound:.3f}", _ms(run.control_s)]
-        counts = [str(run.num_groups), str(run.num_copies), str(run.num_spans), human_bytes(run.num_bytes)]
-        table.add_row(str(index), *times, *shares, *counts)
+    """A column for each run."""
+    table = Table("", title=f"{title_of(found.scene)}, {found.pace.policy}")
+    rows = {
+        "tth": lambda run: _ms(run.tth_s),
+        "compute": lambda run: _ms(run.compute_s),
+        "exposed": lambda run: _ms(run.exposed_s),
+        "T": lambda run: _ms(run.transfer_s),
+        "efficiency": lambda run: f"{run.efficiency:.3f}",
+        "bound": lambda run: f"{run.bound:.3f}",
+        "control": lambda run: _ms(run.control_s),
+        "producer late": lambda run: _ms(run.late_s),
+        "groups": lambda run: str(run.num_groups),
+        "copies": lambda run: str(run.num_copies),
+        "spans": lambda run: str(run.num_spans),
+        "bytes": lambda run: human_bytes(run.num_bytes),
+    }
+    shown = found.runs[:COLUMNS_MAX]
+    for index in range(len(shown)):
+        table.add_column(f"run {index + 1}", justify="right")
+    for name, text in rows.items():
+        table.add_row(name, *(text(run) for run in shown))
     return table
 
 

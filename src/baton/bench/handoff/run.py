@@ -152,6 +152,6 @@ def link_notes(scene: Scene, found: list[HandOver]) -> list[str]:
         return []
     text = "slower than" if inner < link else "hardly faster than"
     return [
-        f"the transport under the link reached {inner / 1e9:.2f} GB/s a rank, {text} its "
-        f"{link / 1e9:.2f} GB/s: transfer times are in part the transport's own"
+        f"the transport under the link reached {inner / 1e6:.0f} MB/s a rank, {text} its "
+        f"{link / 1e6:.0f} MB/s: transfer times are in part the transport's own"
     ]

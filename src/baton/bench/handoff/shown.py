@@ -42,7 +42,7 @@ class Shown:
         write(path, self.record)
         print(f"written to {path}")
         if self.timeline is not None:
-            _write_timeline(self.timeline, path, self.summary)
+            _write_timeline(self.timeline, path, str(self.table.title))
         print(self.summary)
 
 

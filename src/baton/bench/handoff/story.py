@@ -42,16 +42,16 @@ def _groups(found: HandOver, rank: int, sent: Sent) -> Iterator[Interval]:
     track = Track(f"source rank {rank}", "compute")
     steps = found.steps[rank]
     layer_s = _layer_s([step.at_s for step in steps])
-    first = 0
+    first, last_s = 0, 0.0
     for index, step in enumerate(steps):
         if step.sends[0] >= step.sends[1]:
             continue
         stop_s = sent.layer_ends_s[index] - found.start_s
-        start_s = min(stop_s, max(0.0, steps[first].at_s - layer_s))
+        start_s = min(stop_s, max(last_s, steps[first].at_s - layer_s))
         layers, tokens = step.sends, step.tokens
         details = {"tokens": f"{tokens[0]}-{tokens[1]}"}
         yield Interval(track, f"layers {layers[0]}-{layers[1]}", start_s, stop_s, details)
-        first = index + 1
+        first, last_s = index + 1, stop_s
 
 
 def _layer_s(ends: list[float]) -> float:
@@ -61,8 +61,9 @@ def _layer_s(ends: list[float]) -> float:
 
 
 def _copies(found: HandOver, rank: int, sent: Sent) -> Iterator[Interval]:
-    for copy in sent.copies:
-        target = found.target_ranks.get(copy.target, -1)
+    targets = found.target_ranks
+    for copy in sorted(sent.copies, key=lambda each: targets.get(each.target, -1)):
+        target = targets.get(copy.target, -1)
         yield Interval(
             Track(f"source rank {rank}", f"copy to {target}"),
             f"{rank} to {target}" if copy.is_done else f"{rank} to {target}, failed",

@@ -15,11 +15,11 @@ class Agreement(Checker):
 
     def __init__(self, world, name: str) -> None:  # type: ignore[no-untyped-def]
         super().__init__(world, name)
-        self._known: dict[str, dict[str, Outcome]] = {}
+        self._known: dict[int, dict[str, Outcome]] = {}
 
     def changed(self, job: Job, rank: int, outcome: Outcome) -> None:
         """A rank's engine heard how a transfer ended."""
-        known = self._known.setdefault(job.transfer, {})
+        known = self._known.setdefault(job.attempt.tag, {})
         before = known.setdefault(job.side, outcome)
         if type(before) is not type(outcome):
             told = f"{_words(before)} and {_words(outcome)}"

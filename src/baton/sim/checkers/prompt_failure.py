@@ -27,16 +27,14 @@ class PromptFailure(Checker):
         if not isinstance(outcome, Failed):
             return
         now = self.world.schedule.now
-        since = max(self._first.setdefault(job.transfer, now), job.begun_s.get(rank, 0.0))
+        first = self._first.setdefault(job.transfer, now)
+        since = max(first, job.begun_s.get(rank, 0.0))
         if now - since <= KNOWN_S_MAX:
             return
         ends = frozenset((job.attempt.ends.source, job.attempt.ends.target))
-        excuse = max(
-            self.world.network.trouble.get(ends, -1.0),
-            self.world.network.trouble.get(frozenset(), -1.0),
-            *(self._died.get(name, -1.0) for name in ends),
-        )
-        if excuse < since - KNOWN_S_MAX:
+        trouble = self.world.network.trouble.get(ends, -1.0)
+        excuse = max(trouble, *(self._died.get(name, -1.0) for name in ends))
+        if excuse < first - KNOWN_S_MAX:
             self.fail(
                 f"{job.transfer}: failed at {since:.4f} s, but {job.incarnation.name}/{rank} heard of it "
                 f"{now - since:.3f} s later: {outcome.cause}"

@@ -23,7 +23,8 @@ class Engine:
         self.incarnation = incarnation
         self.world = incarnation.world
         self.chance = chance
-        self.jobs: dict[str, Job] = {}
+        self.jobs: dict[int, Job] = {}
+        """By the tag of the attempt."""
         self.queue: deque[Attempt] = deque()
         self.is_alive = True
 
@@ -58,7 +59,7 @@ class Engine:
             tables = self.incarnation.pools[rank].take(wanted, attempt.tag, self.chance)
             job.books[rank] = Copybook(spec, rank, prompt.num_tokens, prompt.salt, origin, tables)
             job.pages[rank] = {group: set(ids.tolist()) for group, ids in tables.items() if len(ids)}
-        self.jobs[attempt.transfer] = job
+        self.jobs[attempt.tag] = job
         return job
 
     def give_back(self, job: Job, rank: int, kept: dict[str, frozenset[int]]) -> None:
@@ -75,6 +76,10 @@ class Engine:
             job.pages.pop(rank)
         self.world.schedule.after(0.0, self.try_next)
 
+    def job_of(self, transfer: str) -> Job | None:
+        """The latest job of a transfer."""
+        return next((job for job in reversed(self.jobs.values()) if job.transfer == transfer), None)
+
     def try_next(self) -> None:
         """Begins what waits and has room now."""
         raise NotImplementedError
@@ -90,8 +95,8 @@ class Engine:
                 self.world.changed(job, rank, handle.state)
                 self.heard(job, rank)
             self.tidy(job, rank)
-            if job.is_over and self.jobs.get(job.transfer) is job:
-                del self.jobs[job.transfer]
+            if job.is_over:
+                self.jobs.pop(job.attempt.tag, None)
 
     def heard(self, job: Job, rank: int) -> None:
         """A rank has its outcome."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -125,7 +126,7 @@ class SourceEngine(Engine):
     def abort(self, transfer: str, text: str) -> None:
         """The client is gone, or the request is preempted."""
         self.queue = type(self.queue)(found for found in self.queue if found.transfer != transfer)
-        job = self.jobs.get(transfer)
+        job = self.job_of(transfer)
         if job is None or job.is_aborted or not job.handles:
             return
         job.is_aborted = True
@@ -148,14 +149,17 @@ class SourceEngine(Engine):
         chance, spec = self.chance, self.incarnation.spec
         num_tokens = job.attempt.source_prompt.num_tokens
         num_layers = max(stop for component in spec.cache.components for _, stop in component.layers)
-        token_cuts = _cut(num_tokens, chance.choice((1, 1, 2, 3)), chance.random)
+        # Tokens that only move together go with the chunk that ends them: the others have to be there by then.
+        is_loose = spec.storage.granule == 1 or chance.random() < 0.5
+        unit = 1 if spec.storage.granule == 1 or not is_loose else spec.storage.granule
+        token_cuts = cut(num_tokens, chance.choice((1, 1, 2, 3)), chance, unit)
         chunks = []
         for tokens in token_cuts:
-            groups = _cut(num_layers, chance.choice((1, 2, 2, 3)), chance.random)
+            groups = cut(num_layers, chance.choice((1, 2, 2, 3)), chance)
             if chance.random() < 0.3:
                 chance.shuffle(groups)
             chunks += [Chunk(layers, tokens) for layers in groups]
-        if chance.random() < 0.2:
+        if is_loose and chance.random() < 0.2:
             chance.shuffle(chunks)
         # A prefix that the source had cached is ready at once.
         is_hit = chance.random() < 0.3
@@ -169,7 +173,7 @@ class SourceEngine(Engine):
             compute_s=tuple(times),
             sampler=chance.choice(job.ranks),
             ends_here=chance.random() < self.world.options.finish_share,
-            fenced=tuple(chance.random() < 0.5 for _ in chunks),
+            fenced=tuple(is_loose and chance.random() < 0.5 for _ in chunks),
         )
 
     def _clipped(self, rank: int, chunk: Chunk) -> tuple[int, int] | None:
@@ -194,6 +198,7 @@ class SourceEngine(Engine):
         return handle
 
 
-def _cut(total: int, num_parts: int, draw) -> list[tuple[int, int]]:  # type: ignore[no-untyped-def]
-    cuts = sorted({0, total, *(int(draw() * total) for _ in range(num_parts - 1))})
-    return list(pairwise(cuts))
+def cut(total: int, num_parts: int, chance: random.Random, unit: int = 1) -> list[tuple[int, int]]:
+    """So many ranges or fewer that make up [0, total), cut at multiples of a unit."""
+    inner = (int(chance.random() * total) // unit * unit for _ in range(num_parts - 1))
+    return list(pairwise(sorted({0, total, *inner})))

@@ -83,7 +83,7 @@ class TargetEngine(Engine):
         for attempt in [found for found in self.queue if found.transfer == transfer]:
             self.queue.remove(attempt)
             self.incarnation.decline(attempt)
-        job = self.jobs.get(transfer)
+        job = self.job_of(transfer)
         if job is None or job.is_aborted or not job.handles or job.outcomes:
             return
         job.is_aborted = True

@@ -65,8 +65,8 @@ class Play:
         self.world = World(seed, story.options, is_traced=is_traced)
         self.world.facts.is_scripted = True
         self.world.populate(Family(-1, story.source.cache, (story.source.spec(),), (story.target.spec(),)))
-        self.told: dict[tuple[str, str], list[Outcome]] = {}
-        """By transfer and side: what every rank was told."""
+        self.told: dict[tuple[int, str], list[Outcome]] = {}
+        """By tag and side: what every rank was told."""
         self.num_writes = 0
         self.world.checkers.listen("changed", self._changed)
         self.world.checkers.listen("landing", self._landing)
@@ -152,11 +152,11 @@ class Play:
 
     def attempt(self, number: int) -> Attempt:
         """The nth attempt, counted from 1."""
-        return list(self.world.router.attempts.values())[number - 1]
+        return self.world.router.attempts[number - 1]
 
     def outcome(self, number: int, side: str) -> Outcome | None:
         """What the ranks of a side were told; they were all told the same, by a checker's word."""
-        found = self.told.get((self.attempt(number).transfer, side))
+        found = self.told.get((number, side))
         return found[0] if found else None
 
     def is_ready(self, number: int) -> None:
@@ -187,7 +187,7 @@ class Play:
 
     def _changed(self, job: Job, rank: int, outcome: Outcome) -> None:
         del rank
-        self.told.setdefault((job.transfer, job.side), []).append(outcome)
+        self.told.setdefault((job.attempt.tag, job.side), []).append(outcome)
 
     def _landing(self, write: object) -> None:
         del write

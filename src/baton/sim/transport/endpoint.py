@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 
 import numpy as np
@@ -68,12 +67,24 @@ class Strength:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The process that a transport is in."""
+
+    node: str
+    life: str
+    """The incarnation of the instance."""
+    on_event: Callable[[], None]
+    """Called when `poll` has something."""
+    is_running: Callable[[], bool]
+
+
 class SimTransport:
     """One rank's transport, for the life of its process."""
 
     name = NAME
 
-    def __init__(self, fabric: Fabric, node: str, strength: Strength, on_event: Callable[[], None]) -> None:
+    def __init__(self, fabric: Fabric, owner: Owner, strength: Strength) -> None:
         self.incarnation = fabric.incarnation()
         self.capabilities = strength.capabilities()
         self._fabric = fabric
@@ -81,8 +92,10 @@ class SimTransport:
         self._regions: dict[int, Region] = {}
         self._memory: dict[int, Bytes] = {}
         self._events: list[Event] = []
-        self.inbox = Inbox(fabric, node, self.incarnation, self.capabilities, self._memory, self._events)
-        self.outbox = Outbox(fabric, node, self._memory, self._events, partial(on_event))
+        self.inbox = Inbox(
+            fabric, owner.node, self.incarnation, self.capabilities, self._memory, self._events
+        )
+        self.outbox = Outbox(fabric, owner.node, self._memory, self._events, owner.on_event, owner.is_running)
         fabric.living[self.incarnation] = self.inbox
 
     def allocate(self, num_bytes: int) -> Bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,8 +26,12 @@ from baton.transport.base import (
     Unknown,
 )
 
+if TYPE_CHECKING:
+    from baton.sim.transport.outbox import Outbox
+
 TURNED_OUT = "turned out by the target"
 GONE = "the target is gone"
+LEAVE_RETRY_S = 0.02
 GONE_S_MAX = 0.3
 """How long a source may take to notice that its target's process is gone."""
 
@@ -41,7 +46,8 @@ class Writer:
     """By region: how many grants each byte has."""
     granted: dict[int, tuple[int, Ints]] = field(default_factory=dict)
     num_granted: int = 0
-    is_connected: bool = False
+    caller: tuple[Outbox, int] | None = None
+    """Who is connected, and what it calls this connection."""
     is_revoked: bool = False
     flights: list[Flight] = field(default_factory=list)
 
@@ -117,7 +123,7 @@ class Inbox:
         writer = self.writer(peer)
         number, index = writer.remove(grant)
         if not self.capabilities.can_revoke:
-            is_near = writer.is_connected or bool(writer.under_way())
+            is_near = writer.caller is not None or bool(writer.under_way())
             return Unknown("the peer knows the region") if is_near else Quiet()
         for flight in writer.under_way():
             if flight.load.batch.target.number == number and np.isin(flight.load.written, index).any():
@@ -129,15 +135,27 @@ class Inbox:
         writer = self.writers.get(peer.number)
         if writer is None:
             return Quiet()
-        writer.is_revoked = True
+        was_revoked, writer.is_revoked = writer.is_revoked, True
         under_way = writer.under_way()
-        if not self.capabilities.can_revoke and (writer.is_connected or under_way):
+        if not self.capabilities.can_revoke and (writer.caller is not None or under_way):
+            if not was_revoked and writer.caller is not None:
+                self.fabric.schedule.after(self.fabric.copy_s, self._ask_to_leave, writer)
             return Unknown("the peer has not hung up, or what it wrote has not drained")
         for flight in list(writer.flights):
             flight.drop()
             self.fabric.schedule.after(self.fabric.copy_s, flight.outbox.lose, flight, True, TURNED_OUT)
         del self.writers[peer.number]
         return Quiet()
+
+    def _ask_to_leave(self, writer: Writer) -> None:
+        """Closes this end's half; the peer hangs up when it hears of it."""
+        if writer.caller is None or not self.is_alive:
+            return
+        outbox, number = writer.caller
+        if self.fabric.is_cut(self.node, outbox.node) or not outbox.can_hear():
+            self.fabric.schedule.after(LEAVE_RETRY_S, self._ask_to_leave, writer)
+        else:
+            outbox.leave(number)
 
     def land(self, flight: Flight, writer: Writer, piece: Ints) -> str:
         """Writes a piece; answers why not if it is refused."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -41,7 +42,9 @@ class Outbox:
     memory: dict[int, Bytes]
     """Registered buffers by number."""
     events: list[Event]
-    wake: partial[None]
+    wake: Callable[[], None]
+    can_hear: Callable[[], bool]
+    """Whether the process runs."""
     targets: dict[int, Description] = field(default_factory=dict)
     flights: dict[int, Flight] = field(default_factory=dict)
     is_alive: bool = True
@@ -52,7 +55,7 @@ class Outbox:
         inbox = self.fabric.living.get(description.incarnation)
         writer = inbox.welcome(description.peer, description.secret) if inbox else None
         if writer is not None:
-            writer.is_connected = True
+            writer.caller = (self, number)
 
     def disconnect(self, number: int) -> None:
         """Ends a connection and every ticket on it."""
@@ -60,11 +63,22 @@ class Outbox:
             raise TransportError(f"peer {number} is not connected")
         for flight in [found for found in self.flights.values() if found.peer.number == number]:
             self.lose(flight, True, "disconnected by the source")
-        description = self.targets.pop(number)
+        self._hang_up(number)
+        del self.targets[number]
+
+    def leave(self, number: int) -> None:
+        """The target wants this source gone: what is under way may still arrive."""
+        for flight in [found for found in self.flights.values() if found.peer.number == number]:
+            self.lose(flight, not flight.is_moving, "the target hung up")
+        if number in self.targets:
+            self._hang_up(number)
+
+    def _hang_up(self, number: int) -> None:
+        description = self.targets[number]
         inbox = self.fabric.living.get(description.incarnation)
         writer = inbox.writers.get(description.peer) if inbox else None
-        if writer is not None and writer.secret == description.secret:
-            writer.is_connected = False
+        if writer is not None and writer.caller == (self, number):
+            writer.caller = None
 
     def submit(self, ticket: Ticket, peer: Peer, batch: Batch, fence: Fence, deadline_s: float) -> None:
         """Queues a batch."""
@@ -93,12 +107,8 @@ class Outbox:
     def die(self, lingers: bool) -> None:
         """The process is gone; what it had under way lands all the same if it lingers."""
         self.is_alive = False
-        for number in list(self.targets):
-            description = self.targets[number]
-            inbox = self.fabric.living.get(description.incarnation)
-            writer = inbox.writers.get(description.peer) if inbox else None
-            if writer is not None:
-                writer.is_connected = False
+        for number in self.targets:
+            self._hang_up(number)
         for flight in self.flights.values():
             flight.is_ended = True
             if not lingers:
