@@ -5,6 +5,7 @@ SHELL := bash
 PYTHON ?= python3
 JOBS ?= 2
 EXAMPLES ?= 20000
+SEEDS ?= 20000
 BIN := .venv/bin
 
 # The work is many small arrays: a thread pool per process only gets in the way.
@@ -42,13 +43,18 @@ check: setup  ## lint, format, types, layers and tidiness
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pytest -q tests/test_tidy.py
 
-sim: setup  ## long random search for a plan that moves a wrong byte (EXAMPLES=20000)
+sim: setup  ## long random search: hand-overs under faults (SEEDS=20000), plans (EXAMPLES=20000)
+	$(BIN)/baton sim --seeds $(SEEDS) --jobs $(JOBS)
 	BATON_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -q -n $(JOBS) tests/plan/test_property.py
 
-bench: .venv/.extras  ## measure planning, binding and transports
+bench: .venv/.extras  ## measure planning, binding, transports and hand-overs
 	$(BIN)/baton bench plan
 	$(BIN)/baton bench transport
+	$(BIN)/baton bench handoff
+	$(BIN)/baton bench handoff --control
+	$(BIN)/baton bench handoff --sweep
 
 docs: setup  ## write again the pages that code generates
 	$(BIN)/python -m baton.plan.models > docs/models.md.new
 	mv docs/models.md.new docs/models.md
+	$(BIN)/python -m baton.protocol docs/protocol.md

@@ -24,6 +24,8 @@ DEADLINE_S = TIMINGS.progress_s
 SETTLE_S_MAX = 10.0
 MODEL = "paged:layers=4,heads=4,dim=32"
 NUM_TOKENS = 512
+STANDING = {"guests", "sessions", "ways"}
+"""What an idle instance has of its peers, by the names of `counts`."""
 SLOW_BYTES_PER_S = 1e6
 """Half a MiB a rank: copies take half a second."""
 
@@ -133,9 +135,7 @@ def assert_nothing_under_way(ranks: list[RankProcess]) -> None:
 
 
 def _open_counts(rank: RankProcess) -> dict[str, int]:
-    standing = {"guests", "sessions", "members", "paths"}
-    """What an idle instance with a peer has."""
-    return {name: count for name, count in rank.ask("counts").items() if name not in standing}
+    return {name: count for name, count in rank.ask("counts").items() if name not in STANDING}
 
 
 def is_alive(pid: int) -> bool:

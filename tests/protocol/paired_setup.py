@@ -60,7 +60,19 @@ class Faults:
     never_seals: bool = False
     declines: bool = False
     has_rival: bool = False
+    retries: bool = False
     jumps: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing keeps both sides from hearing the same story."""
+        is_muddled = self.reorders or self.repeats
+        return not (is_muddled or self.has_rival or self.retries or self.declines)
+
+    @property
+    def withholds(self) -> bool:
+        """Whether somebody may wait for what never comes."""
+        return self.never_offers or self.never_seals or self.loses_session or self.jumps
 
     def __repr__(self) -> str:
         return f"Faults({', '.join(one.name for one in fields(self) if getattr(self, one.name))})"
@@ -163,12 +175,12 @@ def setup_of(choices: Choices, faults: Faults) -> Setup:
 def _script(choices: Choices, faults: Faults, whole: Rectangle, is_sampler: bool) -> Script:
     script = Script([Prefill(whole.tokens[1], DIGEST, 0)])
     boxes = _cut(choices, whole)
+    if faults.overlaps and choices.one_in(2):
+        boxes.insert(0, choices.pick((whole, *boxes)))
+        script.faulty.add("overlap")
     if faults.leaves_gap and choices.one_in(2):
         boxes.pop()
         script.faulty.add("gap")
-    if faults.overlaps and choices.one_in(2):
-        boxes.append(whole)
-        script.faulty.add("overlap")
     script.calls += [ChunkReady(Chunk(index, box)) for index, box in enumerate(boxes)]
     if is_sampler and faults.finishes:
         del script.calls[1 + choices.below(len(script.calls)) :]
@@ -178,10 +190,13 @@ def _script(choices: Choices, faults: Faults, whole: Rectangle, is_sampler: bool
         script.faulty.add("never seals")
     else:
         script.calls.append(Sealed(AUX if is_sampler else None))
-    if faults.rank_aborts and choices.one_in(2):
+    again = list(script.calls)
+    if (faults.rank_aborts or faults.retries) and choices.one_in(2):
         cause = Cause(Why.ABORTED, Stage.COPY, "prefill", 0, "given up")
         script.calls.insert(choices.between(1, len(script.calls)), Aborted(cause))
         script.faulty.add("abort")
+    if faults.retries:
+        script.calls += again
     return script
 
 

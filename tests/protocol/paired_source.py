@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -39,6 +40,19 @@ LIVE = Cause(Why.REFUSED_LIVE_ID, Stage.GRANT, "prefill", -1, "ended a moment ag
 OVER = Cause(Why.ABORTED, Stage.GRANT, "prefill", -1, "the grant is over")
 
 
+@dataclass
+class Attempt:
+    """One transfer of a rank's engine, and what came of it."""
+
+    record: Sender
+    flights: dict[int, Flight] = field(default_factory=dict)
+    ready: set[int] = field(default_factory=set)
+    let_go: Counter[int] = field(default_factory=Counter)
+    conclusions: list[Outcome] = field(default_factory=list)
+    num_retired: int = 0
+    last_word: str = ""
+
+
 class SourceRank:
     """One source rank: its engine's script, its machine, and its copies."""
 
@@ -46,38 +60,44 @@ class SourceRank:
         self.world = world
         self.rank = rank
         self.script = deque(script)
-        self.record: Sender | None = None
+        self.attempts: list[Attempt] = []
         self.inbox: deque[Message] = deque()
         self.outbox: deque[Message] = deque()
-        self.flights: dict[int, Flight] = {}
-        self.ready: set[int] = set()
-        self.let_go: Counter[int] = Counter()
-        self.conclusions: list[Outcome] = []
-        self.num_retired = 0
-        self.last_word = ""
+
+    @property
+    def last(self) -> Attempt:
+        return self.attempts[-1]
+
+    def flights(self) -> list[Flight]:
+        """Every chunk whose copies are under way."""
+        return list(self.last.flights.values()) if self.attempts else []
 
     def call(self) -> None:
         """The engine makes its next call; it may not have heard yet that all is over."""
         event = self.script.popleft()
         if isinstance(event, Prefill):
-            self.record = Sender(TRANSFER, self.rank)
-            self.outbox.append(
-                Offer(
-                    transfer=TRANSFER,
-                    num_tokens=event.num_tokens,
-                    digest=event.digest,
-                    source_dp=event.source_dp,
-                    rank=self.rank,
-                )
-            )
+            self._begin(event)
             return
+        one = self.last
         if isinstance(event, at_rank.ChunkReady):
-            self.ready.add(event.chunk.index)
-        if isinstance(event, at_rank.Aborted | at_rank.AnswerEnded) and not self.conclusions:
+            one.ready.add(event.chunk.index)
+        if isinstance(event, at_rank.Aborted | at_rank.AnswerEnded) and not one.conclusions:
             self.world.initiatives.append(type(event).__name__)
-        if isinstance(event, at_rank.AnswerEnded) and self.record.state is at_rank.SenderState.COMMITTED:
-            return
         self.feed(event)
+
+    def _begin(self, prefill: Prefill) -> None:
+        if self.attempts and not self.last.num_retired:
+            self.script.clear()  # the id is live here: refused
+            return
+        self.attempts.append(Attempt(Sender(TRANSFER, self.rank)))
+        offer = Offer(
+            transfer=TRANSFER,
+            num_tokens=prefill.num_tokens,
+            digest=prefill.digest,
+            source_dp=prefill.source_dp,
+            rank=self.rank,
+        )
+        self.outbox.append(offer)
 
     def hear(self) -> None:
         """The next word of the coordinator."""
@@ -88,61 +108,70 @@ class SourceRank:
                 self.feed(at_rank.VerdictHeard(outcome))
 
     def feed(self, event: object) -> None:
-        assert self.record is not None
-        self.record, effects = self.world.machines.sender.step(self.record, event, self.world.now)
+        one = self.last
+        one.record, effects = self.world.machines.sender.step(one.record, event, self.world.now)
         for effect in effects:
-            self._perform(effect)
+            self._perform(one, effect)
 
-    def _perform(self, effect: object) -> None:
+    def _perform(self, one: Attempt, effect: object) -> None:
         match effect:
             case Submit(chunk):
-                if self.last_word:
-                    raise BrokenError(f"rank {self.rank} began a copy after it said {self.last_word}")
-                self.flights[chunk.index] = Flight(self.rank, chunk, self.record.grant)
+                if one.last_word:
+                    raise BrokenError(f"rank {self.rank} began a copy after it said {one.last_word}")
+                one.flights[chunk.index] = Flight(self.rank, chunk, one.record.grant)
             case CancelCopies():
-                for flight in self.flights.values():
+                for flight in one.flights.values():
                     flight.is_off = True
             case LetGo(indices):
                 for index in indices:
-                    if index in self.flights:
+                    if index in one.flights:
                         raise BrokenError(f"rank {self.rank} let chunk {index} go while a copy reads it")
-                    self.let_go[index] += 1
+                    one.let_go[index] += 1
             case Tell(message):
                 if isinstance(message, Quiet | Unquiet | Commit):
-                    self.last_word = type(message).__name__
-                    self._check_still(message)
+                    one.last_word = type(message).__name__
+                    self._check_still(one, message)
                 self.outbox.append(message)
             case Conclude(outcome):
-                self.conclusions.append(outcome)
+                one.conclusions.append(outcome)
             case Retire():
-                self.num_retired += 1
+                one.num_retired += 1
 
-    def _check_still(self, message: Message) -> None:
-        if self.flights:
+    def _check_still(self, one: Attempt, message: Message) -> None:
+        if one.flights:
             raise BrokenError(f"rank {self.rank} said {type(message).__name__} with copies under way")
-        if not isinstance(message, Unquiet) and any(one.source == self.rank for one in self.world.strays):
+        strays = [stray for stray in self.world.strays if stray.grant == message.grant]
+        if not isinstance(message, Unquiet) and any(stray.source == self.rank for stray in strays):
             raise BrokenError(f"rank {self.rank} vouched for bytes that may still move")
 
     def end_flight(self, index: int, how: str) -> None:
         """A chunk's copies are terminal: `done`, `failed`, or failed with a `doubt`."""
-        flight = self.flights.pop(index)
+        flight = self.last.flights.pop(index)
         world, setup = self.world, self.world.setup
         memory = world.memory_of(flight.grant)
         reached = [target for target in setup.targets(self.rank) if flight.reaches(setup, target)]
-        cause = Cause(Why.COPY_FAILED, Stage.COPY, "prefill", self.rank, f"chunk {index}")
         if how == "done" and not any(target in memory.barred for target in reached):
             memory.land(flight)
-            counts = {
-                target: {"k": len(setup.cells((self.rank, target), flight.chunk.box))} for target in reached
-            }
+            box = flight.chunk.box
+            counts = {target: {"k": len(setup.cells((self.rank, target), box))} for target in reached}
             staged = {target: index for target in reached if (self.rank, target) in setup.worked}
             self.feed(at_rank.ChunkCopied(index, counts, staged))
             return
-        if not flight.is_off and not self.conclusions:
+        if not flight.is_off and not self.last.conclusions:
             world.initiatives.append("copy")
         if how == "doubt":
             world.strays.append(flight)
+        cause = Cause(Why.COPY_FAILED, Stage.COPY, "prefill", self.rank, f"chunk {index}")
         self.feed(at_rank.ChunkFailed(index, cause, "bytes may be under way" if how == "doubt" else ""))
+
+    def check_over(self) -> None:
+        """Each attempt was concluded and retired once, and each of its chunks let go once."""
+        for one in self.attempts:
+            if (len(one.conclusions), one.num_retired) != (1, 1):
+                told = f"{len(one.conclusions)} conclusions, retired {one.num_retired} times"
+                raise BrokenError(f"source rank {self.rank}: {told}")
+            if dict(one.let_go) != dict.fromkeys(one.ready, 1):
+                raise BrokenError(f"rank {self.rank}: ready {one.ready}, let go {dict(one.let_go)}")
 
 
 class SourceSide:
@@ -306,7 +335,7 @@ class SourceSide:
 
     def _check_quiet(self, message: Quiet | Unquiet) -> None:
         for rank in self.ranks.values():
-            if any(flight.grant == message.grant for flight in rank.flights.values()):
+            if any(flight.grant == message.grant for flight in rank.flights()):
                 raise BrokenError(f"the source said {type(message).__name__} while rank {rank.rank} copies")
         memory = self.world.memory_of(message.grant)
         if isinstance(message, Quiet) and self.world.live_strays(memory):

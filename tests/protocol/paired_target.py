@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from tests.protocol.paired_setup import TRANSFER, BrokenError
+from tests.protocol.paired_setup import DIGEST, TRANSFER, BrokenError
 from tests.protocol.paired_wire import Link, Memory
 from tests.protocol.values import TIMINGS
 
@@ -45,7 +45,7 @@ from baton.protocol.messages import (
     Unpacked,
     Unquiet,
 )
-from baton.protocol.outcomes import Cause, Outcome, Ready, Stage, Why
+from baton.protocol.outcomes import Cause, Failed, Outcome, Ready, Stage, Why
 from baton.protocol.sender import Chunk
 
 if TYPE_CHECKING:
@@ -260,6 +260,8 @@ class TargetSide:
                     self.ranks[rank].inbox.append(Close(grant=self.memory.grant, must_still=must_still))
             case Conclude(outcome):
                 self.conclusions.append(outcome)
+                if not isinstance(outcome, Failed) and self.world.setup.digest != DIGEST:
+                    raise BrokenError(f"the answer to another prompt: {outcome}")
                 if isinstance(outcome, Ready):
                     self._check_ready()
             case Release():
@@ -275,9 +277,9 @@ class TargetSide:
         self.memory.check_complete()
         world = self.world
         for rank in world.source.ranks.values():
-            if rank.last_word != "Commit":
+            if rank.last.last_word != "Commit":
                 raise BrokenError(f"ready, but source rank {rank.rank} has not committed")
-            if rank.ready != set(rank.let_go):
+            if rank.last.ready != set(rank.last.let_go):
                 raise BrokenError(f"ready, but not every chunk of source rank {rank.rank} landed")
         if self.conclusions[-1] != world.ready:
             raise BrokenError("ready with another aux record")
@@ -289,7 +291,7 @@ class TargetSide:
             raise BrokenError(f"{what} while rank {rank} unpacks")
         if rank in memory.barred:
             return
-        flying = [flight for one in world.source.ranks.values() for flight in one.flights.values()]
+        flying = [flight for one in world.source.ranks.values() for flight in one.flights()]
         for flight in [*flying, *world.strays]:
             if flight.grant == memory.grant and flight.reaches(world.setup, rank):
                 raise BrokenError(f"{what} while source rank {flight.source} may write at rank {rank}")

@@ -1,8 +1,8 @@
 """Two instances of real endpoints in one process, and transfers between them that are compared byte by byte.
 
 The pools of a target begin with noise. After a transfer every element that the prompt needed has to be right,
-and every byte that no transfer was granted has to be as it was; both are counted from `tests.plan.world` and
-`baton.plan.identity`, which know nothing of the planner.
+and every byte that no transfer was granted has to be as it was. Who holds which element is taken from
+`tests.plan.world`, which knows nothing of the planner.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from tests.plan.world import holdings, make_cache, needed
+from tests.plan.world import Held, holdings, make_cache, needed, put, raw_values
 
 from baton.plan import Cache, Prompt, Spec, Storage, parse_layout
-from baton.plan.identity import compare, fill
+from baton.plan.conversion import convert
+from baton.plan.dtypes import item_bytes
 from baton.plan.kinds import Paged
 from baton.plan.ownership import buffers
 from baton.plan.packing import ALWAYS_PACK, NEVER_PACK
@@ -150,6 +151,8 @@ class World:
         self.transport = transport
         self.rng = np.random.default_rng(7)
         self.target = Instance("d0", cache, target, transport)
+        if registry := self.target.first.registry:
+            source = replace(source, options={**source.options, "registry": registry})
         self.source = Instance("p0", cache, source, transport)
         for buffer in self.target.memory.values():
             buffer[:] = self.rng.integers(0, 256, len(buffer), dtype=np.uint8)
@@ -160,6 +163,11 @@ class World:
         """Has every pair of the transfers to come gathered into one copy each."""
         assert self.target.first.coordinator is not None
         self.target.first.coordinator.arrivals.granting.cost = ALWAYS_PACK if is_packing else NEVER_PACK
+
+    def restart_source(self) -> None:
+        """The source ends, and comes back under its name with pools of its own."""
+        self.source.close()
+        self.source = Instance("p0", self.cache, self.source.side, self.transport)
 
     def transfer(self, job: Job | None = None, transfer_id: str = "") -> Transfer:
         """A transfer with pages on both sides and a filled source; nobody has been told of it."""
@@ -217,17 +225,25 @@ class Transfer:
         self.target_tables = world.target.take(job.dps[1], job.num_tokens)
         self.sendings: dict[int, Sending] = {}
         self.receivings: dict[int, Receiving] = {}
-        # Elements say what they are, but not of which transfer: that is in every byte.
-        is_same = world.source.side.dtype == world.target.side.dtype
-        self.salt = np.uint8(len(world.transfers) * 37 % 256 if is_same else 0)
-        self._fill()
+        self.salt = len(world.transfers)
+        for held in self._held(world.source, job.num_tokens):
+            values = self._values(held, world.source.spec.storage.dtype_of(held.component))
+            put(world.source.memory[held.rank, held.buffer], held.offsets, values)
 
-    def _fill(self) -> None:
-        spec, dp, memory = self.world.source.spec, self.job.dps[0], self.world.source.memory
-        fill(spec, dp, self.prompt, self.source_tables, memory)
-        for held in holdings(spec, dp, self.job.num_tokens, self.source_tables, "source"):
-            at = held.offsets[:, None] + np.arange(held.item_bytes)
-            memory[held.rank, held.buffer][at] ^= self.salt
+    def _held(self, instance: Instance, num_tokens: int) -> Iterator[Held]:
+        """What the ranks of one side hold of this prompt, by rank and component."""
+        is_source = instance.name == self.world.source.name
+        dp = self.job.dps[0 if is_source else 1]
+        tables = self.source_tables if is_source else self.target_tables
+        return holdings(instance.spec, dp, num_tokens, tables, "source" if is_source else "target")
+
+    def _values(self, held: Held, dtype: str) -> np.ndarray:
+        """The bytes of elements in an element type of the source; no other transfer has the same."""
+        values = raw_values(held.identities, item_bytes(dtype), self.salt)
+        if dtype != self.world.target.spec.storage.dtype_of(held.component):
+            # A converted NaN may come out as another one: without this bit of its exponent, none is one.
+            values[:, -1] &= 0xBF
+        return values
 
     # Calls of engines.
 
@@ -314,18 +330,22 @@ class Transfer:
 
     def compare(self) -> tuple[int, int]:
         """How many bytes the target needed, and how many it has."""
-        target = self.world.target
-        memory = {key: buffer ^ self.salt for key, buffer in target.memory.items()}
-        specs = (self.world.source.spec, target.spec)
-        found = compare(specs, self.job.dps[1], self.prompt, self.target_tables, memory)
-        return found.num_bytes, found.num_right
+        source, target = self.world.source.spec.storage, self.world.target.spec.storage
+        num_bytes = num_right = 0
+        for held in self._held(self.world.target, self.job.num_tokens):
+            keep = needed(held.component, self.prompt, 1, held.tokens)
+            dtypes = (source.dtype_of(held.component), target.dtype_of(held.component))
+            values = np.ascontiguousarray(self._values(held, dtypes[0])[keep])
+            wanted = convert(values.reshape(-1), *dtypes).reshape(-1, held.item_bytes)
+            at = held.offsets[keep][:, None] + np.arange(held.item_bytes)
+            num_bytes += wanted.size
+            num_right += int(np.count_nonzero(self.world.target.memory[held.rank, held.buffer][at] == wanted))
+        return num_bytes, num_right
 
     def mark(self, allowed: dict[tuple[int, str], np.ndarray]) -> None:
         """Marks the bytes that this transfer may write."""
         granule = self.world.source.side.granule
-        num_tokens = -(-self.job.num_tokens // granule) * granule
-        spec, dp = self.world.target.spec, self.job.dps[1]
-        for held in holdings(spec, dp, num_tokens, self.target_tables, "target"):
+        for held in self._held(self.world.target, -(-self.job.num_tokens // granule) * granule):
             offsets = held.offsets[needed(held.component, self.prompt, granule, held.tokens)]
             allowed[held.rank, held.buffer][offsets[:, None] + np.arange(held.item_bytes)] = True
 

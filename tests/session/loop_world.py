@@ -10,6 +10,7 @@ from typing import Any
 from tests.session.link_ends import PREFILL
 
 from baton.protocol.messages import AnyMessage, Introduction
+from baton.protocol.outcomes import Cause
 from baton.protocol.peer import Party
 from baton.session.links import Link
 from baton.session.loop import DriverPorts, Loop, SocketConfig
@@ -25,6 +26,7 @@ class Recorder:
     def __init__(self, ports: DriverPorts) -> None:
         self.ports = ports
         self.told: list[tuple[Any, ...]] = []
+        self.causes: list[Cause] = []
         self.threads: set[int] = set()
         self.changed = threading.Condition()
         self.on_message: Callable[[int, AnyMessage], None] = lambda link, message: None
@@ -44,8 +46,9 @@ class Recorder:
         self.note("received", link, message)
         self.on_message(link, message)
 
-    def lost(self, link: int, cause: str) -> None:
-        self.note("lost", link, cause)
+    def lost(self, link: int, cause: Cause) -> None:
+        self.causes.append(cause)
+        self.note("lost", link, cause.text)
 
     def moved(self, events: list[Event]) -> None:
         self.note("moved", events)

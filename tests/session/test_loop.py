@@ -17,7 +17,7 @@ from tests.session.loop_world import Loops, converse, hear, opened
 
 from baton.errors import BatonError, ConfigError, LocalProtocolError, RemoteProtocolError
 from baton.plan.steps import Spans
-from baton.protocol.messages import AnyMessage, Beat
+from baton.protocol.messages import AnyMessage, Beat, Path, Paths
 from baton.protocol.peer import MEMBER, Party
 from baton.session import link_sockets
 from baton.session.loop import LOCAL, Loop, SocketConfig
@@ -34,6 +34,11 @@ RANK = Party(introduction("prefill", rank=2), SECRET, dials=MEMBER)
 @pytest.fixture
 def loops() -> Iterator[Loops]:
     yield from opened()
+
+
+def paths(num_bytes: int) -> Paths:
+    """A large message."""
+    return Paths(paths=(Path(0, 0, 0, b"x" * num_bytes, {}),))
 
 
 # Links between loops.
@@ -85,18 +90,22 @@ def test_hang_up_delivers_what_was_queued_and_only_the_other_end_hears_of_it(loo
     assert [what[0] for what in near.told] == ["dialled", "linked"]
 
 
-def test_last_words_are_heard_though_the_other_end_is_still_sending(loops: Loops):
+def test_last_words_are_heard_though_the_other_end_is_still_sending(
+    loops: Loops, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(link_sockets, "LINGER_S", 20.0)
     loop, far = loops.make(PREFILL)
     sock = loops.connect(loop.address)
     link = converse(sock, dialled())
+    last = paths(8 << 20)
 
     def leave(number: int, message: AnyMessage) -> None:
-        far.ports.send(number, Beat())
+        far.ports.send(number, last)
         far.ports.hang_up(number)
 
     far.on_message = leave
     sock.sendall(b"".join(link.send(OFFERS[0]) for _ in range(5000)))
-    assert link.receive(hear(sock), 0.0) == [Beat()]
+    assert link.receive(hear(sock), 0.0) == [last]
     assert len([what for what in far.told if what[0] == "received"]) == 1
 
 
@@ -127,15 +136,11 @@ def test_peer_that_does_not_read_loses_its_link(loops: Loops, monkeypatch: pytes
     loop, far = loops.make(PREFILL)
     converse(loops.connect(loop.address), dialled())
     ((number, _, _),) = far.wait("linked")
-    bulky = replace_spec(1 << 20)
+    bulky = paths(1 << 20)
     for _ in range(64):
         far.ports.post(lambda: far.ports.send(number, bulky))
     assert "unread" in far.wait("lost")[0][1]
     assert len([what for what in far.told if what[0] == "lost"]) == 1
-
-
-def replace_spec(num_bytes: int) -> AnyMessage:
-    return introduction("prefill", spec=b"x" * num_bytes)
 
 
 # Links that stand and go wrong.
@@ -179,8 +184,17 @@ def test_driver_that_fails_ends_the_instance_loudly(loops: Loops, how: str, capl
     assert "Traceback" in caplog.text
 
 
-def test_end_sends_what_is_queued_and_is_told_once(loops: Loops):
-    near, far, link, _ = loops.pair(DECODE)
+def test_what_is_queued_at_the_end_is_sent_before_the_owner_hears_of_it(loops: Loops):
+    far_loop, far = loops.make(PREFILL)
+    causes = []
+
+    def on_end(cause: str) -> None:
+        assert far.messages(1) == OFFERS[:1]  # as if the process ended here
+        causes.append(cause)
+
+    near_loop, near = loops.make(DECODE, on_end=on_end)
+    loops.dial(near_loop, near, far_loop.address)
+    ((link, _, _),) = near.wait("linked")
 
     def finish() -> None:
         near.ports.send(link, OFFERS[0])
@@ -188,11 +202,9 @@ def test_end_sends_what_is_queued_and_is_told_once(loops: Loops):
         near.ports.end("twice")
 
     near.ports.post(finish)
-    assert far.messages(1) == OFFERS[:1]
     far.wait("lost")
-    near_loop = loops.made[1]
     near_loop.close()
-    assert loops.ended[near_loop].causes == ["enough"]
+    assert causes == ["enough"]
     assert [what[0] for what in near.told] == ["dialled", "linked"]
 
 
@@ -314,12 +326,25 @@ def test_ticks_come_when_they_are_wanted_and_not_before(loops: Loops):
     assert len([what for what in driver.told if what[0] == "tick"]) == 5
 
 
-def test_tick_may_be_wanted_earlier_than_before(loops: Loops):
+@pytest.mark.parametrize(("first_s", "then_s"), [(3600.0, 0.01), (0.02, 0.1)])
+def test_tick_may_be_wanted_at_another_time_than_before(loops: Loops, first_s: float, then_s: float):
     loop, driver = loops.make(DECODE)
-    driver.on_tick = lambda: setattr(driver, "next_tick_s", None)
-    loop.post(lambda: setattr(driver, "next_tick_s", driver.ports.now() + 3600))
-    loop.post(lambda: setattr(driver, "next_tick_s", driver.ports.now() + 0.001))
-    driver.wait("tick")
+
+    def on_tick() -> None:
+        driver.note("late", driver.ports.now() - driver.next_tick_s)
+        driver.next_tick_s = None
+
+    def want(after_s: float) -> None:
+        driver.next_tick_s = driver.ports.now() + after_s
+        # A turn later, so that the first wish is known to the loop before the second.
+        driver.ports.run(lambda: None, lambda result: driver.note("wanted"))
+
+    driver.on_tick = on_tick
+    for number, after_s in enumerate((first_s, then_s), start=1):
+        loop.post(lambda after_s=after_s: want(after_s))
+        driver.wait("wanted", number)
+    driver.wait("late")
+    assert all(what[1] >= 0 for what in driver.told if what[0] == "late")
 
 
 def test_driver_that_always_wants_a_tick_does_not_stop_the_rest(loops: Loops):

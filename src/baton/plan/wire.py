@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any, TypeVar
 
@@ -41,7 +42,11 @@ AXES = ("layer", "page", "component", "unit", "token")
 
 Value = TypeVar("Value")
 
+SPECS_MAX = 256
+"""Specs that are kept in both forms: every link of an instance asks for the same few."""
 
+
+@lru_cache(maxsize=SPECS_MAX)
 def spec_to_bytes(spec: Spec) -> bytes:
     """The spec as JSON; equal specs give equal bytes. Raises where `spec_from_bytes` would refuse them."""
     found = {
@@ -81,6 +86,7 @@ def _component_out(component: Component) -> dict[str, Any]:
     }
 
 
+@lru_cache(maxsize=SPECS_MAX)
 def spec_from_bytes(raw: bytes) -> Spec:
     """The spec that the bytes say; raises ConfigError or LayoutError, naming the field, on anything else."""
     if len(raw) > SPEC_BYTES_MAX:

@@ -363,6 +363,9 @@ class Arrivals:
                 to_rank(rank, Unpack(grant=landed.grant, landed=landed))
             case CloseRanks(ranks, must_still):
                 assert coming.record.grant is not None
+                if must_still:
+                    # To be sure, ranks turn the writers out: the next transfer needs new paths.
+                    self.granting.mistrust_paths(coming, -1)
                 for rank in ranks:
                     to_rank(rank, Close(grant=coming.record.grant.grant, must_still=must_still))
             case Conclude(outcome):
@@ -385,6 +388,10 @@ class Arrivals:
             session = sessions.to(coming.request.source)
             if session is not None and session.epoch == coming.epoch:
                 sessions.send(session.number, message)
+        elif isinstance(message, Abort):
+            # There was no session yet: the source is told as soon as there is one.
+            request = coming.request
+            self._decline(Decline(transfer=request.transfer, source=request.source, cause=message.cause))
 
     def num_live(self) -> int:
         """Transfers whose pages are not all the engine's again."""

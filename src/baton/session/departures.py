@@ -334,6 +334,9 @@ class Departures:
                 raise AssertionError(f"no such effect: {effect}")
 
     def _bury(self, transfer: str, grant: bytes, doubt: str) -> None:
+        if (known := self.graves.get(grant)) is not None:
+            # A doubt is not lifted by hearing of the grant again.
+            transfer, doubt = known.transfer or transfer, known.doubt or doubt
         expires = self.owner.ports.now() + self.owner.config.timings.total_s
         self.graves[grant] = Grave(transfer, doubt, expires)
 

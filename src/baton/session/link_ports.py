@@ -14,6 +14,7 @@ from typing import Protocol
 
 from baton.errors import LocalProtocolError, RemoteProtocolError
 from baton.protocol.messages import AnyMessage, Introduction
+from baton.protocol.outcomes import Cause, Stage, Why
 from baton.protocol.peer import NONCE_BYTES, Party, accepting, dialling
 from baton.protocol.wire import CHANNEL_BYTES
 from baton.session.link_sockets import SocketLink, Sockets
@@ -148,9 +149,14 @@ class DriverPorts:
         """A message came by a socket."""
         self.take(link.number, message)
 
-    def over(self, link: SocketLink, cause: str) -> None:
+    def over(self, link: SocketLink, cause: Cause) -> None:
         """A socket's link is gone."""
         self.drop(link.number, cause)
+
+    def lost_peer(self, text: str) -> Cause:
+        """That a peer is gone, as this end says it."""
+        said = self.party.introduction
+        return Cause(Why.PEER_LOST, Stage.HANDSHAKE, said.instance, said.rank, text)
 
     def adopt(self, channel: Channel) -> int:
         """A number for a link that the other end began."""
@@ -168,7 +174,7 @@ class DriverPorts:
         assert self.driver is not None
         self.world.turns.step(self._confined, number, self.driver.received, message)
 
-    def drop(self, number: int, cause: str) -> None:
+    def drop(self, number: int, cause: Cause) -> None:
         """Tells the driver that a link is gone, unless it hung up itself."""
         assert self.driver is not None
         if self._links.pop(number, None) is not None:
@@ -222,7 +228,7 @@ class DriverPorts:
             return
         far = next((end for end in self.world.ends if self.party.dials in end.party.accepts), None)
         if far is None or instance not in ("", far.party.instance):
-            self.drop(near.number, f"no coordinator of {instance} in this process")
+            self.drop(near.number, self.lost_peer(f"no coordinator of {instance} in this process"))
             return
         near.far = far_link = LocalLink(far)
         far_link.far, far_link.number = near, far.adopt(far_link)
@@ -251,13 +257,16 @@ class LocalLink:
     def hang_up(self) -> None:
         """Closes after what is queued."""
         if (far := self.far) is not None:
-            self.owner.world.turns.later(partial(far.owner.drop, far.number, "the peer closed the link"))
+            cause = far.owner.lost_peer("the peer closed the link")
+            self.owner.world.turns.later(partial(far.owner.drop, far.number, cause))
 
     def refuse(self, text: str) -> None:
         """Ends the link at both ends."""
-        self.owner.drop(self.number, text)
+        said = self.owner.party.introduction
+        cause = Cause(Why.REFUSED_VERSION, Stage.HANDSHAKE, said.instance, said.rank, text)
+        self.owner.drop(self.number, cause)
         if self.far is not None:
-            self.far.owner.drop(self.far.number, text)
+            self.far.owner.drop(self.far.number, cause)
 
 
 def _looked_up(then: Callable[[str | None, str], None], task: asyncio.Task[str]) -> None:

@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import msgspec
+
 from baton.errors import ConfigError, LocalProtocolError
 from baton.protocol.messages import AnyMessage
+from baton.protocol.outcomes import Cause
 from baton.session.link_turns import Turns
 from baton.session.links import Ended, Established, Happening, Link
 from baton.settings import Tls
@@ -62,8 +65,11 @@ class Owner(Protocol):
     def arrived(self, link: SocketLink, message: AnyMessage) -> None:
         """A message came."""
 
-    def over(self, link: SocketLink, cause: str) -> None:
+    def over(self, link: SocketLink, cause: Cause) -> None:
         """The link is gone."""
+
+    def lost_peer(self, text: str) -> Cause:
+        """That a peer is gone, as this end says it."""
 
 
 class SocketLink(asyncio.BufferedProtocol):
@@ -126,7 +132,8 @@ class SocketLink(asyncio.BufferedProtocol):
         self._sockets.forget(self)
         if not self._is_closing:
             self._is_closing = True
-            self._report(f"the connection was lost: {exc}" if exc else "the peer closed the connection")
+            text = f"the connection was lost: {exc}" if exc else "the peer closed the connection"
+            self._report(self.owner.lost_peer(text))
 
     def send(self, message: AnyMessage) -> None:
         """Queues a message until the turn is over."""
@@ -164,11 +171,11 @@ class SocketLink(asyncio.BufferedProtocol):
             self.flush()
             self._close(self._socket)
 
-    def abort(self, cause: str) -> None:
+    def abort(self, text: str) -> None:
         """Closes without a word."""
         if not self._is_closing:
             self._is_closing = True
-            self._report(cause)
+            self._report(self.owner.lost_peer(text))
         if self._socket is not None:
             self._socket.abort()
 
@@ -178,8 +185,6 @@ class SocketLink(asyncio.BufferedProtocol):
             self._unsent.append(replies)
             self._sockets.turns.keep(self)
         for what in happened:
-            if self._is_closing:
-                return
             match what:
                 case Established():
                     if self._timer is not None:
@@ -187,12 +192,12 @@ class SocketLink(asyncio.BufferedProtocol):
                     self._sockets.trust(self)
                     self.owner.established(self, what)
                 case Ended(cause):
-                    self._report(_printable(str(cause)))
+                    self._report(_printable(cause))
                     self.hang_up()
                 case message:
                     self.owner.arrived(self, message)
 
-    def _report(self, cause: str) -> None:
+    def _report(self, cause: Cause) -> None:
         if self.number < 0:
             logger.warning("no link with %s: %s", self._peer_name(), cause)
         self.owner.over(self, cause)
@@ -375,7 +380,10 @@ def _hurry(connection: asyncio.Transport) -> None:
     connection.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _printable(text: str) -> str:
-    """What a peer said, fit for a log."""
-    cut = text[:CAUSE_LENGTH_MAX]
-    return "".join(letter if letter.isprintable() else "?" for letter in cut)
+def _printable(cause: Cause) -> Cause:
+    """What a peer may have said, fit for a log."""
+    instance, text = (
+        "".join(letter if letter.isprintable() else "?" for letter in said[:CAUSE_LENGTH_MAX])
+        for said in (cause.instance, cause.text)
+    )
+    return msgspec.structs.replace(cause, instance=instance, text=text)

@@ -78,7 +78,8 @@ class Host:
 
     def serving(self) -> None:
         """The instance is complete: its coordinator may be found."""
-        self.world.registry.register(self)
+        if self.name in self.world.network.parties:
+            self.world.registry.register(self)
 
     def end(self, cause: str) -> None:
         """The process ends once the driver has returned."""

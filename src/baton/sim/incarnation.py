@@ -85,7 +85,7 @@ class Incarnation:
         host = self._host(process, f"{self.name}/c")
         config = InstanceConfig(self.name, self.epoch, self.spec, NAME, FINGERPRINT, TIMINGS)
         driver = CoordinatorDriver(config, host)
-        driver.arrivals.cost = ALWAYS_PACK if self.world.options.is_packing else NEVER_PACK
+        driver.arrivals.granting.cost = ALWAYS_PACK if self.world.options.is_packing else NEVER_PACK
         host.driver = driver
         party = Party(
             introduction=config.introduction(),
@@ -105,7 +105,7 @@ class Incarnation:
         share = self.world.facts.pressure[0 if self.instance.is_source else 1]
         if share:
             pool.fill(share, host.chance)
-        owner = Owner(host.name, partial(self._wake, host, rank), process.is_running)
+        owner = Owner(host.name, process.life, partial(self._wake, host, rank), process.is_running)
         transport = SimTransport(self.world.fabric, owner, self.world.options.strength)
         config = RankConfig(self.name, self.epoch, rank, self.spec, FINGERPRINT, TIMINGS)
         pools = Pools(pool.memory, transport, STAGING_BYTES)

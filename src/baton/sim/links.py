@@ -101,6 +101,8 @@ class SessionEnd:
         driver = self.host.driver
         if (self.is_linked or self.link.peer.is_dialler) and driver is not None:
             found = cause if isinstance(cause, Cause) else gone(self.host, cause)
+            if self.peer is not None:
+                self.network.note_trouble(self)
             self.network.world.note(self.host.name, "lost", detail=str(found))
             self.host.enter(driver.lost, self.number, found)
 

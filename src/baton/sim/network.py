@@ -67,6 +67,8 @@ class Network:
     """Ordered pairs of instances between which nothing passes."""
     trouble: dict[frozenset[str], float] = field(default_factory=dict)
     """By pair of instances: when a frame or a link of theirs was last lost."""
+    slowest_s: float = 0.0
+    """The longest that a frame took."""
     past: deque[tuple[str, str, AnyMessage]] = field(default_factory=lambda: deque(maxlen=200))
     """Messages of links that are gone: who sent them, to whom."""
 
@@ -109,6 +111,7 @@ class Network:
             frame.arrivals = [max(arrival, sender.arrival_s) for arrival in frame.arrivals]
             sender.arrival_s = max(frame.arrivals)
         for arrival in frame.arrivals:
+            self.slowest_s = max(self.slowest_s, arrival - now)
             self.world.schedule.at(arrival, self._arrive, frame)
 
     def _arrive(self, frame: Frame) -> None:

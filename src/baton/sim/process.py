@@ -36,6 +36,8 @@ class Process:
     clock: Clock
     is_alive: bool = True
     is_stopped: bool = False
+    stopped_s: float = float("-inf")
+    """Until when it was last stopped."""
     at_death: list[Callable[[], None]] = field(default_factory=list)
     _backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
 
@@ -64,10 +66,12 @@ class Process:
     def stop(self) -> None:
         """Nothing of it runs any more until it goes on."""
         self.is_stopped = True
+        self.stopped_s = float("inf")
 
     def go_on(self) -> None:
         """Does what has gathered."""
         self.is_stopped = False
+        self.stopped_s = self.clock.schedule.now
         backlog, self._backlog = self._backlog, []
         for act, args in backlog:
             self.do(act, *args)

@@ -88,6 +88,8 @@ class World:
         self.schedule.after(ROUND_S, self._look_round)
         with Overheard(frozenset(self.options.faults)) as overheard:
             while not self.checkers.is_over and self.schedule.step():
+                if self.checkers.found is not None:
+                    raise self.checkers.found
                 if overheard.text:
                     self.checkers.fail("escape", overheard.text)
                 if self.schedule.num_done > STEPS_MAX:
@@ -155,3 +157,4 @@ class World:
         """A message was sent by a member link."""
         if self.trace.is_on:
             self.note(host.name, "tell", getattr(message, "transfer", ""), type(message).__name__)
+        self.checkers.tell("told", host, message)

@@ -10,6 +10,7 @@ A module has `CHECKER`, a subclass of `Checker`. A method of one of these names 
     died(incarnation)                 a process of an instance is gone
     sent(end, message)                a message left by a session link
     received(end, message)            a message came by a session link
+    told(host, message)               a message left by a member link
     over()                            everything is settled
 """
 
@@ -42,6 +43,7 @@ class Checkers:
     def __init__(self, world: World) -> None:
         self.world = world
         self.is_over = False
+        self.found: Violation | None = None
         modules = [importlib.import_module(f"{__name__}.{name}") for name in checker_names()]
         self.all: dict[str, Checker] = {
             name: module.CHECKER(world, name) for name, module in zip(checker_names(), modules, strict=True)
@@ -49,9 +51,13 @@ class Checkers:
         self._hooks: dict[str, list[Callable[..., None]]] = {}
 
     def tell(self, event: str, *args: Any) -> None:
-        """Something happened."""
-        for hook in self._hooks_of(event):
-            hook(*args)
+        """Something happened; a violation that a driver's own safety net catches is not forgotten."""
+        try:
+            for hook in self._hooks_of(event):
+                hook(*args)
+        except Violation as found:
+            self.found = self.found or found
+            raise
 
     def listen(self, event: str, hook: Callable[..., None]) -> None:
         """Has somebody else told too."""

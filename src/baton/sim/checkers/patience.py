@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from baton.protocol.messages import AnyMessage, AuxRecord, Commit, Grant, Landed, Offer
+from baton.protocol.messages import AnyMessage, Commit, Landed
 from baton.protocol.outcomes import Failed, Outcome, Why
 from baton.sim.checkers.base import Checker
 from baton.sim.engines.job import Job
 from baton.sim.links import SessionEnd
 from baton.sim.options import TIMINGS
 
-PROGRESS = (Offer, Grant, Landed, Commit, AuxRecord)
+PROGRESS = (Landed, Commit)
 SLACK = 0.85
 """Clocks run up to a twentieth fast, and words take a while inside an instance."""
 

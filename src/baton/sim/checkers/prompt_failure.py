@@ -7,7 +7,10 @@ from baton.sim.checkers.base import Checker
 from baton.sim.engines.job import Job
 from baton.sim.incarnation import Incarnation
 
-KNOWN_S_MAX = 1.0
+KNOWN_S_MAX = 0.45
+"""A second of real time; here everything that takes long is shortened to less than half."""
+EXCUSE_S = 1.2
+"""For how long something that was lost may have its effects: until a handshake is given up."""
 
 
 class PromptFailure(Checker):
@@ -15,7 +18,7 @@ class PromptFailure(Checker):
 
     def __init__(self, world, name: str) -> None:  # type: ignore[no-untyped-def]
         super().__init__(world, name)
-        self._first: dict[str, float] = {}
+        self._first: dict[int, float] = {}
         self._died: dict[str, float] = {}
 
     def died(self, incarnation: Incarnation) -> None:
@@ -27,18 +30,24 @@ class PromptFailure(Checker):
         if not isinstance(outcome, Failed):
             return
         now = self.world.schedule.now
-        first = self._first.setdefault(job.transfer, now)
+        first = self._first.setdefault(job.attempt.tag, now)
         since = max(first, job.begun_s.get(rank, 0.0))
-        if now - since <= KNOWN_S_MAX:
+        if now - since <= KNOWN_S_MAX + 3 * self.world.network.slowest_s:
             return
-        ends = frozenset((job.attempt.ends.source, job.attempt.ends.target))
-        trouble = self.world.network.trouble.get(ends, -1.0)
-        excuse = max(trouble, *(self._died.get(name, -1.0) for name in ends))
-        if excuse < first - KNOWN_S_MAX:
+        if self._excuse_s(job) < first - EXCUSE_S:
             self.fail(
                 f"{job.transfer}: failed at {since:.4f} s, but {job.incarnation.name}/{rank} heard of it "
                 f"{now - since:.3f} s later: {outcome.cause}"
             )
+
+    def _excuse_s(self, job: Job) -> float:
+        """When something last kept the two sides, or their ranks, from hearing of each other."""
+        names = (job.attempt.ends.source, job.attempt.ends.target)
+        found = [self.world.network.trouble.get(frozenset(names), -EXCUSE_S)]
+        for name in names:
+            found.append(self._died.get(name, -EXCUSE_S))
+            found += [process.stopped_s for process in self.world.instances[name].processes]
+        return max(found)
 
 
 CHECKER = PromptFailure

@@ -149,7 +149,7 @@ class SourceEngine(Engine):
         chance, spec = self.chance, self.incarnation.spec
         num_tokens = job.attempt.source_prompt.num_tokens
         num_layers = max(stop for component in spec.cache.components for _, stop in component.layers)
-        # Tokens that only move together go with the chunk that ends them: the others have to be there by then.
+        # Tokens that only move together go with the chunk that ends them: all have to be there by then.
         is_loose = spec.storage.granule == 1 or chance.random() < 0.5
         unit = 1 if spec.storage.granule == 1 or not is_loose else spec.storage.granule
         token_cuts = cut(num_tokens, chance.choice((1, 1, 2, 3)), chance, unit)

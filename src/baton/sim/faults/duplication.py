@@ -34,10 +34,10 @@ class Duplication:
     chance: random.Random
 
     def bend(self, frame: Frame) -> None:
-        """Has a frame arrive once more."""
+        """Has a frame arrive once more; a handshake does not stand that, and no framing would let it in."""
         if self.world.are_faults_over() or self.chance.random() >= self.config.probability:
             return
-        if frame.arrivals:
+        if frame.arrivals and frame.message is not None:
             frame.arrivals.append(frame.arrivals[0] + self.config.delay_s_max * self.chance.random())
 
 

@@ -35,7 +35,7 @@ class Reordering:
 
     def bend(self, frame: Frame) -> None:
         """Holds a frame back, but not those behind it; a handshake keeps its order, or it would never end."""
-        if self.world.are_faults_over() or not frame.sender.is_linked or not frame.receiver.is_linked:
+        if self.world.are_faults_over() or frame.message is None or not frame.receiver.is_linked:
             return
         if self.chance.random() < self.config.probability:
             late_s = self.config.delay_s_max * self.chance.random()

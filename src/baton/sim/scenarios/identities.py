@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from baton.errors import ConfigError
-from baton.protocol.messages import Settled
-from baton.protocol.outcomes import Why
+from baton.protocol.messages import Grant, Paths, Settled
+from baton.protocol.outcomes import Failed, Why
+from baton.session.handles import Receiving
 from baton.session.requests import Digest
 from baton.session.requests import Request as Asked
 from baton.sim.faults import skew
 from baton.sim.scenarios.play import QUIET_OPTIONS, Play, Scenario, Side
 from baton.sim.transport.fate import End
+
+LONG_AFTER_S = 5.0
+"""When nobody remembers what ended at the start."""
 
 
 def _replayed(play: Play) -> None:
@@ -39,27 +42,56 @@ def _live_twice(play: Play) -> None:
     play.at(0.0135, _ask_again, play)
 
 
+def _reused(play: Play) -> None:
+    """Long after its end an id is used again, and old words about it are heard once more."""
+    play.ask_at(0.01)
+    play.at(0.1, _remember, play)
+    play.at(LONG_AFTER_S, _ask_again, play)
+    play.when("received", Grant, _say_again, play, nth=2)
+
+
+def _remember(play: Play) -> None:
+    for end in play.world.network.standing():
+        for one in (end, end.peer):
+            assert one is not None
+            assert one.peer is not None
+            names = (one.host.process.instance, one.peer.host.process.instance)
+            play.world.network.past.extend((*names, message) for message in one.sent)
+
+
+def _say_again(play: Play) -> None:
+    for end in play.world.network.standing():
+        for sender, _, message in list(play.world.network.past):
+            if sender == "P0" and not isinstance(message, Paths):
+                end.host.process.do(end.deliver, message)
+
+
+def _both_ready(play: Play) -> None:
+    play.is_ready(1)
+    play.is_ready(2)
+
+
 def _wild_pages(play: Play) -> None:
     play.at(0.01, _name_wild_pages, play)
     play.ask_at(0.05)
 
 
 def _name_wild_pages(play: Play) -> None:
-    """A caller's mistake is the caller's exception: nothing of it may reach the instance."""
     incarnation = play.world.instances["D0"].incarnation
     assert incarnation is not None
     pages = {0: {"tokens": [0, 9999]}, 1: {"tokens": [0, 1]}}
-    try:
-        incarnation.drivers[0].receive(Asked("wild", "P0", Digest(8, bytes(16)), pages))
-    except ConfigError as error:
-        play.world.note("D0", "refused", "wild", str(error))
-        play.at(0.02, play.ask)
+    handle = incarnation.drivers[0].receive(Asked("wild", "P0", Digest(8, bytes(16)), pages))
+    play.at(0.1, _look_at, play, handle)
+
+
+def _look_at(play: Play, handle: Receiving) -> None:
+    state = handle.state
+    is_refused = isinstance(state, Failed) and state.cause.why is Why.REFUSED_LAYOUT
+    play.check(is_refused and handle.is_released, f"pages that are not there were taken: {state}")
 
 
 def _wild_refused(play: Play) -> None:
-    play.check(len(play.world.router.attempts) == 2, "pages that are not there were taken")
     play.is_ready(1)
-    play.is_ready(2)
 
 
 def _skewed(play: Play) -> None:
@@ -121,11 +153,6 @@ def _second(play: Play) -> None:
     router.leg_ended(play.attempt(1), "the router lost patience")
 
 
-def _both(play: Play) -> None:
-    play.is_ready(1)
-    play.is_ready(2)
-
-
 def _other_words(play: Play) -> None:
     play.at(0.01, lambda: play.ask(is_same=False))
     play.ask_at(0.05)
@@ -142,12 +169,20 @@ def _refused_prompt(play: Play) -> None:
     play.is_ready(2)
 
 
+LATER = replace(QUIET_OPTIONS, faults_s=LONG_AFTER_S)
 LONG = replace(QUIET_OPTIONS, faults_s=30.5)
 UNLIKE = {"source": Side("tp2", "gqa"), "target": Side("pp2", "latent")}
 
 SCENARIOS = (
     Scenario("id-replayed", "a transfer id comes again after its end", _replayed, _not_twice),
     Scenario("id-live", "a transfer id comes again while it is live", _live_twice, _not_twice),
+    Scenario(
+        "id-reused",
+        "an id is used again, and old words about it are heard",
+        _reused,
+        _both_ready,
+        options=LATER,
+    ),
     Scenario("wild-pages", "a target names pages that it does not have", _wild_pages, _wild_refused),
     Scenario("clocks-apart", "every process has a clock of its own", _skewed, _three_ready),
     Scenario(
@@ -161,7 +196,7 @@ SCENARIOS = (
         **UNLIKE,
     ),
     Scenario("idle", "connections died while nothing was to do", _idle, _heals, options=LONG),
-    Scenario("two-attempts", "a request is tried again while it is under way", _two_attempts, _both),
+    Scenario("two-attempts", "a request is tried again while it is under way", _two_attempts, _both_ready),
     Scenario("other-words", "the sides tokenise a prompt differently", _other_words, _refused_prompt),
     Scenario("other-length", "the same, to another length", _other_length, _refused_prompt),
 )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from baton.protocol.messages import AuxRecord, Commit, Grant, Landed, Settled
+from dataclasses import replace
+
+from baton.plan.execution import Bytes
+from baton.protocol.messages import Abort, AuxRecord, Commit, Grant, Landed, Settled
 from baton.protocol.outcomes import Why
-from baton.sim.scenarios.play import Play, Scenario, again, later, lost
+from baton.sim.scenarios.play import QUIET_OPTIONS, Play, Scenario, again, later, lost
 
 
 def _verdict_lost(play: Play) -> None:
@@ -53,6 +56,39 @@ def _delayed_again(play: Play) -> None:
     play.ask_at(0.02)
 
 
+def _asked_meanwhile(play: Play) -> None:
+    """The abort is lost, so the target asks whether its grant is quiet before the grant is there."""
+    play.bend(Grant, later(0.5))
+    play.bend(Abort, lost, times=3)
+    play.when("sent", Grant, play.abort, 1, "target")
+    play.ask_at(0.01)
+
+
+def _never_written(play: Play) -> None:
+    play.is_failed(1, "target", Why.ABORTED)
+    play.is_failed(1, "source", Why.ABORTED, Why.DEADLINE)
+    play.check(play.num_writes == 0, f"{play.num_writes} pieces were written after quiet was said")
+
+
+def _bad_wire(play: Play) -> None:
+    play.world.fabric.spoil = _flip
+    play.ask_at(0.01)
+    play.at(0.1, setattr, play.world.fabric, "spoil", None)
+    play.ask_at(0.2)
+
+
+def _flip(carried: Bytes) -> Bytes:
+    spoilt = carried.copy()
+    spoilt[0] ^= 1
+    return spoilt
+
+
+def _corrupted(play: Play) -> None:
+    for side in ("source", "target"):
+        play.is_failed(1, side, Why.CORRUPTED)
+    play.is_ready(2)
+
+
 def _nothing_written(play: Play) -> None:
     for side in ("source", "target"):
         play.is_failed(1, side, Why.ABORTED)
@@ -65,6 +101,8 @@ def _one_given_up(play: Play) -> None:
     play.is_ready(2)
 
 
+VERIFIED = replace(QUIET_OPTIONS, verified_share=1.0)
+
 SCENARIOS = (
     Scenario("verdict-lost", "the verdict is lost once", _verdict_lost, _ready),
     Scenario("words-twice", "every word comes twice", _all_twice, _ready),
@@ -72,5 +110,12 @@ SCENARIOS = (
     Scenario("aux-last", "the aux record comes last", _aux_last, _ready),
     Scenario("late-target", "the target asks after the prefill is done", _late_target, _ready),
     Scenario("grant-overtaken", "an abort overtakes its grant", _overtaken, _nothing_written),
+    Scenario(
+        "quiet-asked-then-grant",
+        "a grant comes after its target asked for quiet",
+        _asked_meanwhile,
+        _never_written,
+    ),
+    Scenario("bad-wire", "a wire that flips bits, and checksums", _bad_wire, _corrupted, options=VERIFIED),
     Scenario("quiet-then-grant", "a grant comes again after quiet was said", _delayed_again, _one_given_up),
 )

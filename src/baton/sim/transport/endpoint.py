@@ -95,7 +95,9 @@ class SimTransport:
         self.inbox = Inbox(
             fabric, owner.node, self.incarnation, self.capabilities, self._memory, self._events
         )
-        self.outbox = Outbox(fabric, owner.node, self._memory, self._events, owner.on_event, owner.is_running)
+        self.outbox = Outbox(
+            fabric, owner.node, owner.life, self._memory, self._events, owner.on_event, owner.is_running
+        )
         fabric.living[self.incarnation] = self.inbox
 
     def allocate(self, num_bytes: int) -> Bytes:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from baton.plan.execution import Bytes
 from baton.plan.tokens import Ints
 from baton.sim.schedule import Schedule
 from baton.sim.transport.fate import Fate
@@ -48,6 +49,8 @@ class Fabric:
     faults: list[CopyFault] = field(default_factory=list)
     living: dict[str, Inbox] = field(default_factory=dict)
     copy_s: float = 0.0005
+    spoil: Callable[[Bytes], Bytes] | None = None
+    """What a bad wire makes of the bytes of a piece."""
     num_opened: int = 0
     num_pending: int = 0
     """Pieces that may still land."""

@@ -170,7 +170,8 @@ class Inbox:
             return "a write outside of what was granted was refused"
         read = flight.load.read[piece]
         self.fabric.watcher.landing(flight, self, index, read)
-        raw[index] = flight.load.memory[read]
+        carried = flight.load.memory[read]
+        raw[index] = carried if self.fabric.spoil is None else self.fabric.spoil(carried)
         return ""
 
     def announce(self, flight: Flight, writer: Writer) -> None:

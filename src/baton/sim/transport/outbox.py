@@ -39,6 +39,7 @@ class Outbox:
 
     fabric: Fabric
     node: str
+    life: str
     memory: dict[int, Bytes]
     """Registered buffers by number."""
     events: list[Event]

@@ -1,0 +1,47 @@
+"""A chunk that is reported twice is entered twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from baton.protocol import judgement, receiver
+from baton.protocol.ledger import Ledger, Rectangle
+from baton.sim.faults import duplication
+from baton.sim.variants.patching import patched
+from baton.sim.variants.variant import Variant
+
+_enter_landed = judgement.enter_landed
+
+
+def _anew(account: Any, terms: Any, landed: Any) -> Any:
+    key = (landed.source_rank, landed.chunk)
+    known = {other: box for other, box in account.chunks.items() if other != key}
+    return _enter_landed(replace(account, chunks=known), terms, landed)
+
+
+def _entered(self: Ledger, pair: tuple[int, int], chunk: Rectangle) -> Ledger:
+    """Counts cells, whether or not they were counted before."""
+    wanted = self._wanted(pair, chunk)
+    missing = dict(self.missing)
+    left = missing.pop(pair, 0) - sum(part.area for part in wanted)
+    if left > 0:
+        missing[pair] = left
+    return replace(self, missing=missing)
+
+
+@contextmanager
+def broken() -> Iterator[None]:
+    """Forgets which chunks and cells were counted."""
+    with patched(receiver, enter_landed=_anew), patched(Ledger, entered=_entered):
+        yield
+
+
+VARIANT = Variant(
+    "a chunk that is reported twice counts twice",
+    broken,
+    ("bytes_right", "full_ledger", "clean", "written_once"),
+    {"faults": {"duplication": duplication.Config(0.3, 0.1)}, "is_packing": True},
+)

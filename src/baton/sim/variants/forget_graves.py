@@ -1,0 +1,26 @@
+"""A source forgets of which grants it said quiet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from baton.session.departures import Departures
+from baton.sim.variants.patching import patched
+from baton.sim.variants.variant import Variant
+
+
+@contextmanager
+def broken() -> Iterator[None]:
+    """Buries nothing."""
+    with patched(Departures, _bury=lambda self, transfer, grant, doubt: None):
+        yield
+
+
+VARIANT = Variant(
+    "tombstones are forgotten",
+    broken,
+    ("final_quiet", "no_late_write", "quiet-asked-then-grant"),
+    scenario="quiet-asked-then-grant",
+    num_tries=10,
+)

@@ -1,0 +1,39 @@
+"""A source accepts grants of a channel that is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from baton.session.departures import Departures
+from baton.sim.faults import breakage, echo, loss
+from baton.sim.variants.patching import patched
+from baton.sim.variants.variant import Variant
+
+_fault = Departures._fault
+
+
+def _blind(self: Departures, session: Any, grant: Any) -> Any:
+    return _fault(self, session, msgspec.structs.replace(grant, channel=session.channel))
+
+
+@contextmanager
+def broken() -> Iterator[None]:
+    """Takes the channel of every grant for the right one."""
+    with patched(Departures, _fault=_blind):
+        yield
+
+
+VARIANT = Variant(
+    "a source accepts grants of a channel that is gone",
+    broken,
+    ("final_quiet", "no_late_write", "bytes_right"),
+    {
+        "faults": {"breakage": breakage.Config(5), "echo": echo.Config(60), "loss": loss.Config(0.2)},
+        "faults_s": 0.3,
+    },
+    num_tries=150,
+)

@@ -1,0 +1,36 @@
+"""A target takes any word about a transfer for one under the present grant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from baton.session.arrivals import Arrivals
+from baton.sim.variants.patching import patched
+from baton.sim.variants.variant import Variant
+
+_received = Arrivals.received
+
+
+def _by_transfer(self: Arrivals, session: Any, message: Any) -> None:
+    coming = self.coming.get(getattr(message, "transfer", ""))
+    if coming is not None and coming.record.grant is not None and getattr(message, "grant", b""):
+        self.grants[message.grant] = coming
+    _received(self, session, message)
+
+
+@contextmanager
+def broken() -> Iterator[None]:
+    """Finds the transfer by its id, whatever the grant."""
+    with patched(Arrivals, received=_by_transfer):
+        yield
+
+
+VARIANT = Variant(
+    "a target takes words under an old grant for words under the new one",
+    broken,
+    ("bytes_right", "full_ledger", "written_once", "id-reused"),
+    scenario="id-reused",
+    num_tries=10,
+)

@@ -1,0 +1,39 @@
+"""A target rank does not ask its transport whether writes can still land."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from baton.protocol.landing import TakenBack
+from baton.session.target import TargetHalf
+from baton.sim.faults import copies
+from baton.sim.transport.endpoint import Strength
+from baton.sim.variants.patching import patched
+from baton.sim.variants.variant import Variant
+
+_take_back = TargetHalf._take_back
+
+
+def _hopeful(self: TargetHalf, incoming: Any, must_still: bool) -> TakenBack:
+    _take_back(self, incoming, False)
+    return TakenBack(True)
+
+
+@contextmanager
+def broken() -> Iterator[None]:
+    """Says still, whatever the transport says."""
+    with patched(TargetHalf, _take_back=_hopeful):
+        yield
+
+
+VARIANT = Variant(
+    "a rank says that writers are still without asking its transport",
+    broken,
+    ("no_late_write", "bytes_right"),
+    {
+        "faults": {"copies": copies.Config(0.3, ("late", "hang", "again"), 0.3, 1.0)},
+        "strength": Strength(can_enforce_grants=False, can_revoke=False),
+    },
+)
