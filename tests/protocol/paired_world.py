@@ -27,6 +27,17 @@ NUM_STEPS_MAX = 150
 NUM_STEPS_ALL = 4000
 TICK_S = 5.0
 NUM_TICKS_MAX = 100
+KINDS = (
+    "engine",
+    "to source rank",
+    "from source rank",
+    "copy",
+    "session",
+    "target rank",
+    "unpack",
+)
+WEIGHTS = (4, 1, 4, 16)
+"""How often something of a kind happens, beside the others."""
 SOUND = Machines()
 JUMPS_S = (0.5, 4.0, 17.0, 21.0, 51.0, 61.0, 301.0)
 
@@ -46,6 +57,7 @@ class World:
         self.source = SourceSide(self)
         self.targets = [TargetSide(self, number) for number in range(2 if setup.faults.has_rival else 1)]
         self.due = self._planned()
+        self.weights = {kind: choices.pick(WEIGHTS) for kind in KINDS}
         self.is_rough = True
 
     def _planned(self) -> list[tuple[int, Act]]:
@@ -72,22 +84,22 @@ class World:
     def play(self, num_steps: int) -> None:
         """The first part."""
         for step in range(num_steps):
-            acts = self._acts()
-            for planned in [one for one in self.due if one[0] <= step or not acts]:
+            act = self._pick()
+            for planned in [one for one in self.due if one[0] <= step or act is None]:
                 self.due.remove(planned)
                 planned[1]()
-                acts = self._acts()
-            if not acts:
+                act = self._pick()
+            if act is None:
                 break
-            self.choices.pick(acts)()
+            act()
 
     def settle(self) -> None:
         """The second part."""
         self.is_rough = False
         num_steps = 0
         for _ in range(NUM_TICKS_MAX):
-            while acts := self._acts():
-                acts[self.choices.below(len(acts))]()
+            while act := self._pick():
+                act()
                 num_steps += 1
                 if num_steps > NUM_STEPS_ALL:
                     raise BrokenError("it never comes to rest")
@@ -97,45 +109,58 @@ class World:
             self._tick(TICK_S)
         raise BrokenError(f"stuck: {self.describe()}")
 
-    def _acts(self) -> list[Act]:
-        acts: list[Act] = []
+    def _pick(self) -> Act | None:
+        """What happens next; each kind of thing is as slow or fast as this run has it."""
+        kinds = {kind: found for kind, found in self._acts().items() if found}
+        if not kinds:
+            return None
+        mark = self.choices.below(sum(self.weights[kind] for kind in kinds))
+        for kind, found in kinds.items():
+            mark -= self.weights[kind]
+            if mark < 0:
+                return self.choices.pick(found)
+        raise AssertionError
+
+    def _acts(self) -> dict[str, list[Act]]:
+        acts: dict[str, list[Act]] = {kind: [] for kind in KINDS}
         for rank in self.source.ranks.values():
             if rank.script:
-                acts.append(rank.call)
+                acts["engine"].append(rank.call)
             if rank.inbox:
-                acts.append(rank.hear)
+                acts["to source rank"].append(rank.hear)
             if rank.outbox:
-                acts.append(partial(self.source.hear, rank.rank))
-            acts += [partial(self._end_flight, rank.rank, flight.chunk.index) for flight in rank.flights()]
+                acts["from source rank"].append(partial(self.source.hear, rank.rank))
+            for flight in rank.flights():
+                acts["copy"].append(partial(self._end_flight, rank.rank, flight.chunk.index))
         for side in self.targets:
-            acts += self._target_acts(side)
+            self._add_target_acts(acts, side)
         if self.is_rough and self.strays:
-            acts.append(self._land_stray)
+            acts["copy"].append(self._land_stray)
         return acts
 
-    def _target_acts(self, side: TargetSide) -> list[Act]:
-        acts: list[Act] = []
+    def _add_target_acts(self, acts: dict[str, list[Act]], side: TargetSide) -> None:
         link = side.link
         if side.record is None and not self.setup.faults.declines:
-            acts.append(side.begin)
+            acts["engine"].append(side.begin)
         if side.record is not None and side.has_offer and not side.has_prepared:
-            acts.append(side.prepare)
+            acts["engine"].append(side.prepare)
         if link.to_source:
-            acts.append(lambda: self.source.receive(link, link.take(link.to_source, self.choices)))
+            acts["session"].append(lambda: self.source.receive(link, link.take(link.to_source, self.choices)))
         if link.to_target:
-            acts.append(lambda: side.receive(link.take(link.to_target, self.choices)))
-        acts += [partial(self._notice, side, who) for who in sorted(link.unaware)]
+            acts["session"].append(lambda: side.receive(link.take(link.to_target, self.choices)))
+        acts["session"] += [partial(self._notice, side, who) for who in sorted(link.unaware)]
         if not link.is_up and not link.unaware and link.incarnation == 1 and self.choices.one_in(2):
-            acts.append(link.heal)
+            acts["session"].append(link.heal)
         for rank in side.ranks.values():
             if rank.inbox:
-                acts.append(rank.hear)
+                acts["target rank"].append(rank.hear)
             if rank.outbox:
-                acts.append(partial(side.hear, rank.rank))
+                acts["target rank"].append(partial(side.hear, rank.rank))
             if rank.take_backs:
-                acts.append(partial(self._take_back, side, rank.rank))
-            acts += [partial(self._end_job, side, rank.rank, index) for index in range(len(rank.jobs))]
-        return acts
+                acts["target rank"].append(partial(self._take_back, side, rank.rank))
+            acts["unpack"] += [
+                partial(self._end_job, side, rank.rank, index) for index in range(len(rank.jobs))
+            ]
 
     # What happens, and what goes wrong.
 

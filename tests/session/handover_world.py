@@ -26,6 +26,7 @@ from baton.plan.kinds import Paged
 from baton.plan.ownership import buffers
 from baton.plan.packing import ALWAYS_PACK, NEVER_PACK
 from baton.plan.storage import HND, Order
+from baton.protocol.departure import OfferState
 from baton.protocol.outcomes import Aux, Cause, Failed, Outcome, Ready
 from baton.protocol.timings import Timings
 from baton.session.endpoint import Endpoint, EndpointConfig
@@ -138,6 +139,15 @@ class Instance:
                 total[name] = total.get(name, 0) + count
         return total
 
+    def is_idle(self) -> bool:
+        """Whether nothing is under way; what stands between transfers does not count."""
+        counts = self.counts()
+        assert self.first.coordinator is not None
+        leaving = list(self.first.coordinator.departures.leaving.values())
+        # A decision that no target has asked for yet is kept for a while.
+        counts["departures"] -= sum(1 for one in leaving if one.record.state is OfferState.DECIDED)
+        return not any(count for name, count in counts.items() if name not in {"ways", "guests", "sessions"})
+
     def close(self) -> None:
         for endpoint in reversed(self.endpoints):
             endpoint.close()
@@ -196,12 +206,8 @@ class World:
 
     def check_idle(self) -> None:
         """Nothing is under way on either side, and no instance ended."""
-        passing = {"ways", "guests", "sessions"}
         for instance in (self.source, self.target):
-            until(
-                lambda one=instance: not any(n for name, n in one.counts().items() if name not in passing),
-                lambda one=instance: f"{one.name} has {one.counts()}",
-            )
+            until(instance.is_idle, lambda one=instance: f"{one.name} has {one.counts()}")
             assert not instance.ended
             for endpoint in instance.endpoints:
                 endpoint._rank.pools.staging.check_integrity()

@@ -16,8 +16,6 @@ from baton.sim.scenarios import play, scenario, scenario_names
 from baton.sim.variants import catch, variant, variant_names
 from baton.sim.violation import Violation
 
-Names = Annotated[str | None, typer.Option(metavar="NAME")]
-
 
 def sim(
     *,
@@ -85,14 +83,13 @@ def _play(name: str, is_traced: bool) -> int:
 
 
 def _catch(name: str, is_traced: bool) -> int:
-    caught = catch(variant(name))
+    caught = catch(name, is_traced=is_traced)
     if caught is None:
-        print(f"{name}: not caught")
+        print(f"{name}: not caught in {variant(name).num_tries} tries")
         return 1
-    if is_traced:
-        for row in caught.rows():
-            print(row)
-    print(f"{name}: caught in the {caught.num_tries}. try by {caught.violation}")
+    for row in caught.world.trace.rows:
+        print(row)
+    print(f"{name}: caught in try {caught.num_tries}: {caught.violation}")
     return 0
 
 

@@ -33,7 +33,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag
 # The handshake, on every link, dialler first. No address, spec or description is in it before `Proof` held.
 
 
-class Hello(Message, tag="hello"):
+class Hello(Message, frozen=True, tag="hello"):
     """Dialler: which versions, who, for what."""
 
     version_min: int
@@ -46,7 +46,7 @@ class Hello(Message, tag="hello"):
     rank: int = -1
 
 
-class Challenge(Message, tag="challenge"):
+class Challenge(Message, frozen=True, tag="challenge"):
     """Acceptor: the version taken and a nonce to prove the secret over."""
 
     version: int
@@ -55,20 +55,20 @@ class Challenge(Message, tag="challenge"):
     epoch: int
 
 
-class Proof(Message, tag="proof"):
+class Proof(Message, frozen=True, tag="proof"):
     """Dialler: a MAC of both nonces and names under the shared secret."""
 
     mac: bytes
 
 
-class Accepted(Message, tag="accepted"):
+class Accepted(Message, frozen=True, tag="accepted"):
     """Acceptor: its own MAC, and the id of the channel that both sides now have."""
 
     mac: bytes
     channel: bytes
 
 
-class Refused(Message, tag="refused"):
+class Refused(Message, frozen=True, tag="refused"):
     """Either side: why there will be no session; the link closes after it."""
 
     cause: Cause
@@ -77,7 +77,7 @@ class Refused(Message, tag="refused"):
 # Who an instance is. First message of either side once the channel stands.
 
 
-class Introduction(Message, tag="introduction"):
+class Introduction(Message, frozen=True, tag="introduction"):
     """An instance (or a rank to its coordinator): what it caches and how."""
 
     instance: str
@@ -90,20 +90,20 @@ class Introduction(Message, tag="introduction"):
     rank: int = -1
 
 
-class Goodbye(Message, tag="goodbye"):
+class Goodbye(Message, frozen=True, tag="goodbye"):
     """The instance ends, or no longer wants this link."""
 
     cause: Cause
 
 
-class Beat(Message, tag="beat"):
+class Beat(Message, frozen=True, tag="beat"):
     """I am alive."""
 
 
 # Session links, target to source.
 
 
-class Inquiry(Message, tag="inquiry"):
+class Inquiry(Message, frozen=True, tag="inquiry"):
     """Which dp group has this transfer? Answered by an Offer as soon as that is known."""
 
     transfer: str
@@ -120,7 +120,7 @@ class Path(msgspec.Struct, frozen=True):
     """RemoteRegion by buffer name, staging among them."""
 
 
-class Paths(Message, tag="paths"):
+class Paths(Message, frozen=True, tag="paths"):
     """Connections that later grants will name; a newer one of a pair replaces the older."""
 
     paths: tuple[Path, ...]
@@ -138,7 +138,7 @@ class Lane(msgspec.Struct, frozen=True):
     staging_bytes: int = 0
 
 
-class Grant(Message, tag="grant"):
+class Grant(Message, frozen=True, tag="grant"):
     """Permission to write, for one attempt of one transfer, on one channel."""
 
     transfer: str
@@ -158,13 +158,13 @@ class Grant(Message, tag="grant"):
     """On member links: which session of the coordinator it came by."""
 
 
-class QuietAsked(Message, tag="quiet?"):
+class QuietAsked(Message, frozen=True, tag="quiet?"):
     """Are these grants quiet? Each is answered as soon as it is, also if it was never heard of."""
 
     grants: tuple[bytes, ...]
 
 
-class Settled(Message, tag="settled"):
+class Settled(Message, frozen=True, tag="settled"):
     """The target's verdict; also coordinator to rank on member links of either side."""
 
     transfer: str
@@ -175,7 +175,7 @@ class Settled(Message, tag="settled"):
 # Session links, source to target; the same go from a source rank to its coordinator.
 
 
-class Offer(Message, tag="offer"):
+class Offer(Message, frozen=True, tag="offer"):
     """This transfer is being prefilled here."""
 
     transfer: str
@@ -185,7 +185,7 @@ class Offer(Message, tag="offer"):
     rank: int = -1
 
 
-class Landed(Message, tag="landed"):
+class Landed(Message, frozen=True, tag="landed"):
     """Every copy of one chunk of one source rank is done."""
 
     transfer: str
@@ -200,7 +200,7 @@ class Landed(Message, tag="landed"):
     """By target rank and component, in canonical order and the wire's dtype."""
 
 
-class Commit(Message, tag="commit"):
+class Commit(Message, frozen=True, tag="commit"):
     """A source rank has sent everything, and nothing of it moves any more."""
 
     transfer: str
@@ -211,7 +211,7 @@ class Commit(Message, tag="commit"):
     """By target rank and component."""
 
 
-class AuxRecord(Message, tag="aux"):
+class AuxRecord(Message, frozen=True, tag="aux"):
     """The aux record; `is_final` when the answer ended at the source."""
 
     transfer: str
@@ -220,7 +220,7 @@ class AuxRecord(Message, tag="aux"):
     is_final: bool = False
 
 
-class Quiet(Message, tag="quiet"):
+class Quiet(Message, frozen=True, tag="quiet"):
     """Nothing of this grant will move any more; final."""
 
     transfer: str
@@ -228,7 +228,7 @@ class Quiet(Message, tag="quiet"):
     source_rank: int = -1
 
 
-class Unquiet(Message, tag="unquiet"):
+class Unquiet(Message, frozen=True, tag="unquiet"):
     """The source cannot vouch for this grant; the target has to see to it itself."""
 
     transfer: str
@@ -237,7 +237,7 @@ class Unquiet(Message, tag="unquiet"):
     text: str = ""
 
 
-class SettledAsked(Message, tag="settled?"):
+class SettledAsked(Message, frozen=True, tag="settled?"):
     """What became of these grants?"""
 
     grants: tuple[bytes, ...]
@@ -246,7 +246,7 @@ class SettledAsked(Message, tag="settled?"):
 # Either way.
 
 
-class Abort(Message, tag="abort"):
+class Abort(Message, frozen=True, tag="abort"):
     """This transfer failed here (or its caller gave it up); `grant` is empty before there is one."""
 
     transfer: str
@@ -258,7 +258,7 @@ class Abort(Message, tag="abort"):
 # Member links, coordinator to rank.
 
 
-class Meet(Message, tag="meet"):
+class Meet(Message, frozen=True, tag="meet"):
     """A session came up: plans with this peer are made from this spec."""
 
     session: int
@@ -269,48 +269,48 @@ class Meet(Message, tag="meet"):
     spec: bytes
 
 
-class Part(Message, tag="part"):
+class Part(Message, frozen=True, tag="part"):
     """A session ended: drop its paths; a target rank revokes them."""
 
     session: int
 
 
-class SessionPaths(Message, tag="session-paths"):
+class SessionPaths(Message, frozen=True, tag="session-paths"):
     """Paths of a session, for a source rank."""
 
     session: int
     paths: tuple[Path, ...]
 
 
-class Invite(Message, tag="invite"):
+class Invite(Message, frozen=True, tag="invite"):
     """Target rank: admit these source ranks of a session."""
 
     session: int
     source_ranks: tuple[int, ...]
 
 
-class Open(Message, tag="open"):
+class Open(Message, frozen=True, tag="open"):
     """Target rank: let these lanes write the pages of this grant."""
 
     grant: Grant
     fence_needed: bool = False
 
 
-class Unpack(Message, tag="unpack"):
+class Unpack(Message, frozen=True, tag="unpack"):
     """Target rank: a staged (or verified) chunk is complete; unpack or check it."""
 
     grant: bytes
     landed: Landed
 
 
-class Close(Message, tag="close"):
+class Close(Message, frozen=True, tag="close"):
     """Target rank: take the permissions of a grant back, after running unpacks; prove stillness if asked."""
 
     grant: bytes
     must_still: bool
 
 
-class Released(Message, tag="released"):
+class Released(Message, frozen=True, tag="released"):
     """The pages of a transfer are the engine's again."""
 
     transfer: str
@@ -319,7 +319,7 @@ class Released(Message, tag="released"):
 # Member links, rank to coordinator.
 
 
-class Receive(Message, tag="receive"):
+class Receive(Message, frozen=True, tag="receive"):
     """An engine asks for a transfer, with the pages of one or more ranks."""
 
     transfer: str
@@ -333,7 +333,7 @@ class Receive(Message, tag="receive"):
     is_verified: bool = False
 
 
-class Decline(Message, tag="decline"):
+class Decline(Message, frozen=True, tag="decline"):
     """An engine cannot take a transfer; its source is to be told."""
 
     transfer: str
@@ -341,14 +341,14 @@ class Decline(Message, tag="decline"):
     cause: Cause
 
 
-class Invited(Message, tag="invited"):
+class Invited(Message, frozen=True, tag="invited"):
     """Answer to Invite: new paths (their numbers count per target rank)."""
 
     session: int
     paths: tuple[Path, ...]
 
 
-class Opened(Message, tag="opened"):
+class Opened(Message, frozen=True, tag="opened"):
     """Answer to Open: the lanes as leased, or why not."""
 
     grant: bytes
@@ -357,7 +357,7 @@ class Opened(Message, tag="opened"):
     cause: Cause | None = None
 
 
-class Unpacked(Message, tag="unpacked"):
+class Unpacked(Message, frozen=True, tag="unpacked"):
     """Answer to Unpack: done, or why not."""
 
     grant: bytes
@@ -367,7 +367,7 @@ class Unpacked(Message, tag="unpacked"):
     cause: Cause | None = None
 
 
-class Closed(Message, tag="closed"):
+class Closed(Message, frozen=True, tag="closed"):
     """Answer to Close."""
 
     grant: bytes

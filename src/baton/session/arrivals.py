@@ -95,7 +95,7 @@ class Arrivals:
             case Decline():
                 self._decline(message)
             case Abort():
-                self._feed_by(message.transfer, CallerAborted(message.cause))
+                self._given_up(message)
             case Invited():
                 self._invited(message)
             case Opened(cause=None):
@@ -112,6 +112,13 @@ class Arrivals:
                 self._feed_grant(message.grant, RankFailed(message.rank, cause))
             case Closed():
                 self._feed_grant(message.grant, RankClosed(message.rank, message.is_still))
+
+    def _given_up(self, message: Abort) -> None:
+        """The engine aborted; its rank does not know how far the transfer had come."""
+        coming, cause = self.coming.get(message.transfer), message.cause
+        if coming is not None and coming.record.state is ReceiverState.GRANTED:
+            cause = msgspec.structs.replace(cause, stage=Stage.COPY)
+        self._feed_by(message.transfer, CallerAborted(cause))
 
     def _asked(self, rank: int, message: Receive) -> None:
         coming = self.coming.get(message.transfer)

@@ -324,12 +324,13 @@ class CoordinatorDriver:
                 self.refusal = text
                 log.error("%s stops granting: %s", self.config.instance, text)
             case EndAll(text, is_wished):
-                why = Why.ABORTED if is_wished else Why.PEER_LOST
-                goodbye = Goodbye(cause=self.cause(why, Stage.COPY, text))
+                lost = Goodbye(cause=self.cause(Why.PEER_LOST, Stage.COPY, text))
                 for session in self.sessions.standing.values():
-                    self.ports.send(session.link, goodbye)
+                    self.ports.send(session.link, lost)
+                # Ranks of an instance that was closed on purpose end without noise.
+                wished = Goodbye(cause=self.cause(Why.ABORTED, Stage.COPY, text))
                 for member in self.members.values():
-                    self.ports.send(member, goodbye)
+                    self.ports.send(member, wished if is_wished else lost)
                 if not is_wished:
                     self.ports.end(text)
             case _:

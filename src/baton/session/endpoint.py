@@ -124,7 +124,9 @@ class Endpoint:
 
     def wait_ready(self, timeout_s: float = 30.0) -> bool:
         """Where the coordinator is hosted: whether every rank of the instance is there, after waiting."""
-        return self._serving.wait(timeout_s)
+        limit_s = time.monotonic() + timeout_s
+        is_serving = self._serving.wait(timeout_s)
+        return is_serving and self._membership.served.wait(max(0.0, limit_s - time.monotonic()))
 
     def send(self, transfer_id: str, digest: Digest) -> Sending:
         """Source: begins to send this rank's part of a transfer."""

@@ -6,7 +6,7 @@ tables travel as little-endian 32-bit integers; what a peer sends is checked aga
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -183,7 +183,7 @@ def _landed(parts: list[Part], mode: str) -> Gathers:
     return found
 
 
-def encode_pages(pages: Mapping[str, Ints]) -> PageTable:
+def encode_pages(pages: Mapping[str, Sequence[int] | Ints]) -> PageTable:
     """Page ids by group as they travel; raises ConfigError on what is no page id."""
     found: PageTable = {}
     for group, ids in pages.items():

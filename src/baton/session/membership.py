@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+import threading
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError
@@ -22,6 +23,8 @@ class Membership:
         self.transport = transport
         self.url = config.registry
         self._is_known = False
+        self.served = threading.Event()
+        """Set when the URL of the registry, if there is one, is known."""
         self._server: RegistryServer | None = None
         self._client: RegistryClient | None = None
 
@@ -35,6 +38,7 @@ class Membership:
             self._server = RegistryServer(config.secret)
             await self._server.start(config.sockets.host, config.embed_registry)
             self.url = self._server.url
+        self.served.set()
         if self.url is None:
             return
         self._client = RegistryClient(self.url, config.secret, on_displaced=self.on_displaced)

@@ -189,9 +189,11 @@ class RankDriver:
     def tick(self) -> None:
         """Says that it lives, and looks whether the coordinator does."""
         now, timings = self.ports.now(), self.config.timings
-        if self._link is None or self._is_over or now < self._pulse.beat + timings.beat_s:
+        if now < self._pulse.beat + timings.beat_s:
             return
         self._pulse.beat = now
+        if self._link is None or self._is_over:
+            return
         self.ports.send(self._link, Beat())
         if now - self._pulse.heard > timings.silence_s:
             silence = f"silent for {now - self._pulse.heard:.1f} s"

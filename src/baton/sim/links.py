@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from baton.errors import RemoteProtocolError
-from baton.protocol.messages import AnyMessage, Introduction
+from baton.protocol.messages import AnyMessage, Goodbye, Introduction, Refused
 from baton.protocol.outcomes import Cause, Stage, Why
 from baton.protocol.wire import decode, encode
 from baton.session.links import Ended, Established, Link
@@ -52,6 +52,8 @@ class SessionEnd:
         """Sends a message as a frame."""
         if self.is_open and self.link.is_standing:
             self.network.world.note_message(self, message, "sent")
+            if isinstance(message, Refused | Goodbye):
+                self.network.note_trouble(self)
             self.sent.append(message)
             self.network.post(self, self.link.send(message), message)
 

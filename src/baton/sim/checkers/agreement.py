@@ -24,6 +24,8 @@ class Agreement(Checker):
         if type(before) is not type(outcome) and not _ended_here(job, before, outcome):
             told = f"{_words(before)} and {_words(outcome)}"
             self.fail(f"{job.transfer}: ranks of {job.incarnation.name} were told {told}")
+        if isinstance(outcome, Finished):
+            known[job.side] = outcome
         if not isinstance(outcome, Failed) and outcome.aux != job.attempt.aux:
             self.fail(f"{job.transfer}: {job.incarnation.name}/{rank} got the aux record {outcome.aux}")
         if len(known) == 2:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from baton.protocol.messages import Abort, Paths, Unquiet
 from baton.protocol.outcomes import Failed, Why
-from baton.sim.scenarios.play import QUIET_OPTIONS, Play, Scenario, Side
+from baton.sim.scenarios.play import QUIET_OPTIONS, Play, Scenario, Side, lost
 from baton.sim.transport.endpoint import Strength
 from baton.sim.transport.fate import End
 
 WEAK = replace(QUIET_OPTIONS, strength=Strength(can_enforce_grants=False, can_revoke=False))
+VERIFIED = replace(QUIET_OPTIONS, verified_share=1.0)
 
 
 def _target_aborts(play: Play) -> None:
@@ -53,6 +55,45 @@ def _copy_failed(play: Play) -> None:
     play.is_ready(2)
 
 
+def _unmet(play: Play) -> None:
+    """The target gives up before it has even reached the source, which hears of it all the same."""
+    play.ask_at(0.01)
+    play.at(0.0115, play.abort, 1, "target")
+
+
+def _source_hears(play: Play) -> None:
+    for side in ("source", "target"):
+        play.is_failed(1, side, Why.ABORTED)
+
+
+def _doubted(play: Play) -> None:
+    """What a source could not vouch for does not become quiet because its target asks again."""
+    play.strike("P0", End.LATE, times=1, late_s=0.4)
+    play.bend(Abort, lost)
+    play.bend(Unquiet, lost)
+    play.ask_at(0.01)
+    play.at(0.05, play.abort, 1, "target")
+    play.ask_at(0.1)
+
+
+def _doubt_stays(play: Play) -> None:
+    play.is_failed(1, "source", Why.COPY_FAILED)
+    play.is_failed(1, "target", Why.ABORTED, Why.COPY_FAILED)
+    play.is_ready(2)
+
+
+def _no_paths(play: Play) -> None:
+    play.bend(Paths, lost, times=2)
+    for number in range(3):
+        play.ask_at(0.01 + 0.1 * number)
+
+
+def _heals(play: Play) -> None:
+    for side in ("source", "target"):
+        play.is_failed(1, side, Why.COPY_FAILED)
+    play.is_ready(3)
+
+
 def _storm(play: Play) -> None:
     for number in range(12):
         play.ask_at(0.01 + 0.0005 * number, 4)
@@ -79,5 +120,8 @@ SCENARIOS = (
         source=Side("pp2.tp2"),
         options=WEAK,
     ),
+    Scenario("abort-unmet", "a target gives up before it met the source", _unmet, _source_hears),
+    Scenario("doubt-stays", "a doubt outlives the words about it", _doubted, _doubt_stays, options=WEAK),
+    Scenario("paths-lost", "a grant comes without its paths", _no_paths, _heals, options=VERIFIED),
     Scenario("abort-storm", "a dozen clients go away at once", _storm, _calm),
 )

@@ -93,7 +93,10 @@ class Play:
         """A request comes in now; perhaps the sides tokenise it differently."""
         prompt = Prompt(1000 + num_tokens + len(self.world.router.requests), num_tokens)
         other = Prompt(prompt.salt if is_same else prompt.salt + 7, target_tokens or num_tokens)
-        return self.world.router.begin(Ends("P0", "D0"), (prompt, other))
+        number = len(self.world.router.requests)
+        groups = [self.world.instances[name].spec.layout.size("dp") for name in ("P0", "D0")]
+        ends = Ends("P0", "D0", number % groups[0], number % groups[1])
+        return self.world.router.begin(ends, (prompt, other))
 
     def ask_at(self, time_s: float, num_tokens: int = 8) -> None:
         """A request comes in later."""

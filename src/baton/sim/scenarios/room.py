@@ -87,6 +87,11 @@ def _sizes(play: Play) -> None:
         play.ask_at(0.01 + 0.02 * number, num_tokens)
 
 
+def _groups(play: Play) -> None:
+    for number in range(6):
+        play.ask_at(0.01 + 0.01 * number, 8)
+
+
 def _all_ready(play: Play) -> None:
     for number in range(1, 7):
         play.is_ready(number)
@@ -109,6 +114,14 @@ SCENARIOS = (
         _circle_opens,
         source=Side("tp2", num_pages=8),
         target=Side("pp2", num_pages=8),
+    ),
+    Scenario(
+        "one-caller",
+        "one rank names the pages of all, in any dp group",
+        _groups,
+        _all_ready,
+        target=Side("dp2.tp2"),
+        options=replace(QUIET_OPTIONS, one_call_share=1.0),
     ),
     Scenario("sizes", "prompts shorter than a page, of whole pages, and in between", _sizes, _all_ready),
     Scenario("sizes-held", "the same with prefixes that the target holds", _sizes, _all_ready, options=HELD),

@@ -1,0 +1,68 @@
+"""`baton sim` as a person or a script meets it."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from baton.cli.sim import sim
+from baton.errors import ConfigError
+from baton.sim.scenarios import scenario_names
+from baton.sim.variants import variant, variant_names
+
+app = typer.Typer()
+app.command()(sim)
+
+
+def run(*words: str) -> tuple[int, list[str]]:
+    done = CliRunner().invoke(app, list(words), standalone_mode=False)
+    if done.exception is not None:
+        raise done.exception
+    return int(done.return_value or 0), done.output.splitlines()
+
+
+def test_the_last_line_is_the_summary() -> None:
+    code, lines = run("--seed", "1", "--seeds", "3")
+    assert code == 0
+    assert lines[-1].startswith("no violation in 3 seeds from 1: ")
+    assert lines[-1].endswith("ms a seed")
+
+
+def test_a_violation_exits_1_with_the_command_that_replays_it() -> None:
+    with variant("drop_last_chunk").broken():
+        code, lines = run("--seed", "1", "--seeds", "2")
+        assert code == 1
+        assert any(line.startswith("seed 1: ") for line in lines)
+        assert "replay: baton sim --seed 1 --trace" in lines
+        assert "violations in 2 seeds" in lines[-1]
+        code, traced = run("--seed", "1", "--trace")
+    assert code == 1
+    assert traced[-1] in lines
+
+
+def test_a_trace_replays_byte_for_byte_and_has_a_row_per_event() -> None:
+    code, lines = run("--seed", "7", "--trace")
+    assert (code, lines) == run("--seed", "7", "--trace")
+    assert code == 0
+    assert lines[-1] == f"seed 7: {len(lines) - 1} events, no violation"
+
+
+def test_a_scenario_and_a_defect_can_be_named() -> None:
+    assert run("--scenario", "two-attempts")[0] == 0
+    code, lines = run("--variant", "drop_last_chunk")
+    assert code == 0
+    assert lines[-1].startswith("drop_last_chunk: caught in try ")
+
+
+def test_all_names_are_listed_with_a_text() -> None:
+    _, lines = run("--list")
+    listed = {line.split()[0] for line in lines if line.startswith("  ")}
+    assert listed == {*scenario_names(), *variant_names()}
+    assert all(len(line.split()) > 2 for line in lines if line.startswith("  "))
+
+
+@pytest.mark.parametrize("words", [("--seeds", "0"), ("--scenario", "nothing"), ("--variant", "nothing")])
+def test_misuse_is_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError):
+        run(*words)

@@ -1,0 +1,200 @@
+"""The simulated transport keeps the contract in the points that the protocol rests on."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from baton.errors import TransportError
+from baton.plan.steps import Spans
+from baton.sim.schedule import Schedule
+from baton.sim.transport.endpoint import Owner, SimTransport, Strength
+from baton.sim.transport.fabric import Fabric
+from baton.sim.transport.fate import End, Fate
+from baton.sim.transport.fence import SimFence
+from baton.transport import (
+    NOW,
+    Batch,
+    Done,
+    FailedQuiet,
+    FailedUnknown,
+    Quiet,
+    Ranges,
+    Unknown,
+)
+
+WEAK = Strength(can_enforce_grants=False, can_revoke=False)
+
+
+class Blind:
+    """A watcher that only counts."""
+
+    def __init__(self) -> None:
+        self.num_pieces = 0
+
+    def submitted(self, flight) -> None: ...
+
+    def landing(self, flight, inbox, index, read) -> None:
+        self.num_pieces += 1
+
+    def ended(self, flight, how) -> None: ...
+
+
+class Pair:
+    """A source and a target of 64 bytes each, all of the target granted."""
+
+    def __init__(self, strength: Strength = Strength(), fate: Fate | None = None) -> None:
+        self.schedule = Schedule()
+        self.is_cut = False
+        self.fabric = Fabric(self.schedule, random.Random(1), Blind(), lambda *ends: self.is_cut)
+        if fate is not None:
+            self.fabric.draw = lambda flight: fate  # type: ignore[method-assign]
+        self.source, self.target = (
+            SimTransport(self.fabric, Owner(name, name, lambda: None, lambda: True), strength)
+            for name in "sd"
+        )
+        self.given = np.arange(1, 65, dtype=np.uint8)
+        self.taken = np.zeros(64, dtype=np.uint8)
+        self.read, self.written = self.source.register(self.given), self.target.register(self.taken)
+        self.invitation = self.target.invite()
+        self.grant = self.target.grant(self.invitation.peer, self.written, Ranges.whole(self.written))
+        self.peer = self.source.connect(self.invitation.description)
+
+    def submit(self, fence=NOW, start: int = 0, deadline_s: float = 1.0):
+        at = np.array([start], dtype=np.int64)
+        spans = Spans(at, at, np.array([64 - start], dtype=np.int64))
+        return self.source.submit(self.peer, Batch(self.read, self.written.remote, spans), fence, deadline_s)
+
+    def run(self, until_s: float = 10.0) -> list[object]:
+        while self.schedule.now < until_s and self.schedule.step():
+            pass
+        return list(self.source.poll())
+
+
+def test_done_means_that_the_bytes_are_there() -> None:
+    pair = Pair(fate=Fate(0.01, 7))
+    ticket = pair.submit()
+    assert not pair.taken.any()
+    assert pair.run() == [Done(ticket)]
+    assert (pair.taken == pair.given).all()
+    assert pair.fabric.num_pending == 0
+
+
+def test_nothing_is_read_before_the_fence() -> None:
+    pair, fence = Pair(), SimFence()
+    pair.submit(fence)
+    pair.schedule.at(5.0, pair.given.fill, 9)
+    pair.schedule.at(5.0, fence.set)
+    assert [type(event) for event in pair.run()] == [Done]
+    assert (pair.taken == 9).all()
+
+
+def test_a_quiet_failure_lets_nothing_more_land() -> None:
+    pair = Pair(fate=Fate(0.01, 8, End.ERROR, share=0.5, late_s=1.0))
+    pair.submit()
+    assert [type(event) for event in pair.run()] == [FailedQuiet]
+    assert pair.fabric.num_pending == 0
+    assert 0 < np.count_nonzero(pair.taken) < 64
+
+
+@pytest.mark.parametrize("end", [End.LATE, End.HANG, End.AGAIN])
+def test_after_an_unknown_failure_the_rest_lands_with_what_the_source_holds_then(end: End) -> None:
+    pair = Pair(WEAK, Fate(0.01, 8, end, share=0.5, late_s=0.5))
+    pair.submit(deadline_s=0.2)
+    while not pair.source.outbox.events:
+        pair.schedule.step()
+    assert [type(event) for event in pair.source.poll()] == [FailedUnknown]
+    before = pair.taken.copy()
+    pair.given.fill(200)
+    pair.run()
+    assert (pair.taken == 200).any()
+    assert not (before == 200).any()
+
+
+def test_a_capable_target_stops_what_is_under_way() -> None:
+    pair = Pair(Strength(), Fate(0.01, 8, End.LATE, share=0.5, late_s=0.5))
+    pair.submit()
+    while not pair.source.outbox.events:
+        pair.schedule.step()
+    assert pair.target.revoke(pair.invitation.peer) == Quiet()
+    before = pair.taken.copy()
+    pair.run()
+    assert (pair.taken == before).all()
+
+
+def test_a_weak_target_is_told_quiet_only_when_the_peer_has_left_and_all_has_drained() -> None:
+    pair = Pair(WEAK, Fate(0.01, 8, End.LATE, share=0.5, late_s=0.5))
+    pair.submit()
+    pair.run(0.02)
+    assert isinstance(pair.target.ungrant(pair.invitation.peer, pair.grant), Unknown)
+    assert isinstance(pair.target.revoke(pair.invitation.peer), Unknown)
+    pair.run()
+    assert (pair.taken == pair.given).all()
+    assert pair.target.revoke(pair.invitation.peer) == Quiet()
+
+
+def test_a_weak_target_that_cannot_be_heard_is_not_left() -> None:
+    pair = Pair(WEAK)
+    pair.is_cut = True
+    assert isinstance(pair.target.revoke(pair.invitation.peer), Unknown)
+    pair.run(1.0)
+    assert isinstance(pair.target.revoke(pair.invitation.peer), Unknown)
+    pair.is_cut = False
+    pair.run(2.0)
+    assert pair.target.revoke(pair.invitation.peer) == Quiet()
+
+
+def test_a_write_outside_of_a_grant_is_refused_where_grants_are_enforced() -> None:
+    pair = Pair()
+    assert pair.target.ungrant(pair.invitation.peer, pair.grant) == Quiet()
+    pair.submit()
+    assert [type(event) for event in pair.run()] == [FailedQuiet]
+    assert not pair.taken.any()
+    assert pair.target.counters().num_writes_refused == 1
+
+
+def test_a_dead_incarnation_gets_nothing_and_its_writer_hears_of_it_within_a_second() -> None:
+    pair = Pair(WEAK, Fate(5.0, 8))
+    pair.submit(deadline_s=60.0)
+    pair.schedule.at(1.0, pair.target.die, True)
+    events = pair.run(2.0)
+    assert len(events) == 1
+    assert not isinstance(events[0], Done)
+    landed = pair.taken.copy()
+    pair.run(20.0)
+    assert (pair.taken == landed).all()
+
+
+@pytest.mark.parametrize("lingers", [True, False])
+def test_copies_of_a_dead_source_land_only_if_they_linger(lingers: bool) -> None:
+    pair = Pair(WEAK, Fate(5.0, 8))
+    pair.submit(deadline_s=60.0)
+    pair.run(0.001)
+    pair.source.die(lingers)
+    pair.run(20.0)
+    assert (pair.taken == pair.given).all() == lingers
+
+
+def test_a_cut_wire_holds_copies_up_until_their_deadline() -> None:
+    pair = Pair(WEAK, Fate(0.01, 4))
+    pair.is_cut = True
+    pair.submit(deadline_s=0.3)
+    assert [type(event) for event in pair.run(1.0)] == [FailedUnknown]
+    assert not pair.taken.any()
+    pair.is_cut = False
+    pair.run(2.0)
+    assert (pair.taken == pair.given).all()
+
+
+def test_what_waits_can_be_called_off_and_misuse_is_told_at_once() -> None:
+    pair = Pair()
+    ticket = pair.submit(SimFence())
+    pair.source.cancel(ticket)
+    assert pair.source.poll() == [FailedQuiet(ticket, "cancelled")]
+    with pytest.raises(TransportError):
+        pair.target.ungrant(pair.invitation.peer, 99)
+    pair.source.disconnect(pair.peer)
+    with pytest.raises(TransportError):
+        pair.submit()
