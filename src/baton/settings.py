@@ -21,7 +21,7 @@ def secret(path: str | None) -> bytes:
     found = os.environb.get(SECRET_VARIABLE.encode())
     if found is None:
         raise ConfigError(
-            f"no secret: name a file with --secret-file, or set {SECRET_VARIABLE}, to the same on every instance; "
+            f"no secret: name a file with --secret-file, or set {SECRET_VARIABLE}, the same everywhere; "
             f"{_MAKE_ONE}"
         )
     return _long_enough(found, f"variable {SECRET_VARIABLE}")

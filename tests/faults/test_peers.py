@@ -96,7 +96,8 @@ def test_a_target_that_died_before_it_asked_is_not_missed(fleet: Fleet, rank: in
     fleet.end("target")
     fleet.start("target")
     fleet.targets[0].ask("receive", transfer, 1)
-    assert fleet.targets[0].ask("wait", transfer, SETTLE_S_MAX)["state"] == "ready"
+    found = fleet.targets[0].ask("wait", transfer, SETTLE_S_MAX)
+    assert found["state"] == "ready", found
     verdict = fleet.compare(1, 3)
     assert verdict.num_right == verdict.num_bytes > 0
     assert all(ask_all(fleet.sources, "wait_released", transfer, SETTLE_S_MAX))

@@ -51,6 +51,7 @@ class Faults:
     copies_fail: bool = False
     copies_doubt: bool = False
     unpacks_fail: bool = False
+    unpacks_slow: bool = False
     opens_fail: bool = False
     leaves_gap: bool = False
     overlaps: bool = False
@@ -72,7 +73,8 @@ class Faults:
     @property
     def withholds(self) -> bool:
         """Whether somebody may wait for what never comes."""
-        return self.never_offers or self.never_seals or self.loses_session or self.jumps
+        is_slow = self.jumps or self.unpacks_slow
+        return self.never_offers or self.never_seals or self.loses_session or is_slow
 
     def __repr__(self) -> str:
         return f"Faults({', '.join(one.name for one in fields(self) if getattr(self, one.name))})"

@@ -255,7 +255,7 @@ VARIANTS: tuple[tuple[Callable[[], Machines], Faults, str], ...] = (
     (ignore_the_target, Faults(target_aborts=True), "waits to be told"),
     (leave_an_asker_waiting, Faults(has_rival=True, target_aborts=True), "waits to be told"),
     (answer_any_prompt, Faults(prompts_differ=True, finishes=True), "the answer to another prompt"),
-    (give_up_without_asking, Faults(jumps=True), "the target is ready, the source was told"),
+    (give_up_without_asking, Faults(unpacks_slow=True), "the target is ready, the source was told"),
     (close_while_unpacking, Faults(target_aborts=True), "takes permissions back while it unpacks"),
     (claim_to_be_still, Faults(loses_session=True), "while source rank"),
 )

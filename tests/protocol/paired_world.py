@@ -26,6 +26,7 @@ NUM_STEPS_MAX = 150
 """Steps of the first part, in which faults happen."""
 NUM_STEPS_ALL = 4000
 TICK_S = 5.0
+UNPACK_S = 12.0
 NUM_TICKS_MAX = 100
 KINDS = (
     "engine",
@@ -175,7 +176,10 @@ class World:
         self.source.ranks[rank].end_flight(index, how)
 
     def _end_job(self, side: TargetSide, rank: int, index: int) -> None:
-        is_bad = self.is_rough and self.setup.faults.unpacks_fail and self.choices.one_in(4)
+        faults = self.setup.faults
+        is_bad = self.is_rough and faults.unpacks_fail and self.choices.one_in(4)
+        if self.is_rough and faults.unpacks_slow:
+            self._tick_if_quiet(UNPACK_S)
         side.ranks[rank].end_job(index, not is_bad)
 
     def _take_back(self, side: TargetSide, rank: int) -> None:
@@ -206,9 +210,12 @@ class World:
             act()
 
     def _jump(self) -> None:
+        self._tick_if_quiet(self.choices.pick(JUMPS_S))
+
+    def _tick_if_quiet(self, seconds: float) -> None:
         """Time passes; a session is never so slow that a deadline passes meanwhile."""
         if all(side.link.is_empty for side in self.targets):
-            self._tick(self.choices.pick(JUMPS_S))
+            self._tick(seconds)
 
     def _tick(self, seconds: float) -> None:
         self.now += seconds

@@ -40,6 +40,10 @@ def ended(text: str, **fields: object) -> tuple[dict[str, object], tuple[object,
     return {"state": S.ENDED, "cause": text, **fields}, (EndAll(text),)
 
 
+def wished(text: str) -> tuple[dict[str, object], tuple[object, ...]]:
+    return {"state": S.ENDED, "cause": text}, (EndAll(text, is_wished=True),)
+
+
 RECORDS = {one.state: one for one in (FORMING, SERVING, DRAINING, ENDED)}
 EVENTS = {
     type(event): event
@@ -74,7 +78,7 @@ SUITE = Suite(
         Case("does not fit", HALF, RankAttached(0, "other spec"), {}, (RefuseRank(0, "other spec"),)),
         Case("nothing is recovered in place", HALF, RankLost(1, "killed"), *ended(LOST)),
         Case("nothing to wait for", HALF, DrainAsked("upgrade"), *ended("upgrade")),
-        Case("at once", HALF, EndAsked("upgrade"), *ended("upgrade")),
+        Case("at once", HALF, EndAsked("upgrade"), *wished("upgrade")),
         *ignored(RECORDS, EVENTS, S.FORMING, WorkCounted),
         Case("nobody is replaced", SERVING, RankAttached(0), {}, (RefuseRank(0, full(S.SERVING)),)),
         Case("does not fit", SERVING, RankAttached(0, "other spec"), {}, (RefuseRank(0, "other spec"),)),
@@ -98,7 +102,7 @@ SUITE = Suite(
             (StopGranting(TOO_MUCH),),
         ),
         Case("more, and nothing to wait for", BUSY, WorkCounted(0, 0.3), *ended(TOO_MUCH, is_idle=True)),
-        Case("at once", BUSY, EndAsked("upgrade"), *ended("upgrade")),
+        Case("at once", BUSY, EndAsked("upgrade"), *wished("upgrade")),
         Case("nobody is replaced", DRAINING, RankAttached(0), {}, (RefuseRank(0, full(S.DRAINING)),)),
         Case("one fate", DRAINING, RankLost(1, "killed"), *ended(LOST)),
         Case("one is left", replace(DRAINING, is_idle=True), WorkCounted(1), {"is_idle": False}),
@@ -109,7 +113,7 @@ SUITE = Suite(
             {"state": S.ENDED, "is_idle": True},
             (EndAll("upgrade"),),
         ),
-        Case("at once", DRAINING, EndAsked("now"), *ended("now")),
+        Case("at once", DRAINING, EndAsked("now"), *wished("now")),
         *ignored(RECORDS, EVENTS, S.DRAINING, DrainAsked),
         Case("over", ENDED, RankAttached(0), {}, (RefuseRank(0, full(S.ENDED)),)),
         *ignored(RECORDS, EVENTS, S.ENDED, RankLost, DrainAsked, WorkCounted, EndAsked),

@@ -74,8 +74,11 @@ HALF = replace(RUNNING, joined=frozenset({0}), committed=frozenset({0}))
 """One rank committed, the other never joined: all that have the grant are quiet."""
 COMMITTED = replace(RUNNING, state=S.COMMITTED, committed=RANKS)
 GIVING_UP = Failed(
-    Cause(Why.DEADLINE, Stage.COMMIT, SOURCE, -1, f"no verdict: no progress for {TIMINGS.progress_s:g} s")
+    Cause(
+        Why.DEADLINE, Stage.COMMIT, SOURCE, -1, f"no verdict: not done {TIMINGS.total_s:g} s after it began"
+    )
 )
+TOO_LATE = 90.0 + TIMINGS.total_s
 STOPPING = replace(RUNNING, state=S.STOPPING, outcome=FAILED)
 STOPPING_LAST = replace(STOPPING, quiet=frozenset({0}))
 ENDED = replace(STOPPING, state=S.ENDED, quiet=RANKS)
@@ -542,26 +545,32 @@ COMMITTED_CASES = (
         now=102.9,
     ),
     Case(
+        "the target may be unpacking: it watches that itself",
+        replace(COMMITTED, deadlines=replace(deadlines(), asked=LATE)),
+        Ticked(),
+        now=LATE + 3.9,
+    ),
+    Case(
         "too late: the target is asked to give up, and decides",
         COMMITTED,
         Ticked(),
-        {"outcome": GIVING_UP, "deadlines": replace(deadlines(), moved=LATE)},
+        {"outcome": GIVING_UP, "deadlines": replace(deadlines(), moved=TOO_LATE)},
         (ToTarget(abort(GIVING_UP.cause)),),
-        now=LATE,
+        now=TOO_LATE,
     ),
     Case(
         "it has a moment to answer",
-        replace(COMMITTED, outcome=GIVING_UP, deadlines=replace(deadlines(), moved=LATE)),
+        replace(COMMITTED, outcome=GIVING_UP, deadlines=replace(deadlines(), moved=TOO_LATE)),
         Ticked(),
-        now=LATE + TIMINGS.silence_s - 0.1,
+        now=TOO_LATE + TIMINGS.silence_s - 0.1,
     ),
     Case(
         "it did not",
-        replace(COMMITTED, outcome=GIVING_UP, deadlines=replace(deadlines(), moved=LATE)),
+        replace(COMMITTED, outcome=GIVING_UP, deadlines=replace(deadlines(), moved=TOO_LATE)),
         Ticked(),
         {"state": S.ENDED},
         (QUIET, *verdict(GIVING_UP, 0, 1), Bury(GRANT_ID, ""), Forget()),
-        now=LATE + TIMINGS.silence_s,
+        now=TOO_LATE + TIMINGS.silence_s,
     ),
 )
 STOPPING_CASES = (
@@ -653,7 +662,10 @@ def test_the_two_deadlines():
     for one in (waits, moves):
         assert one.passed(one.next() - 0.01) == ""
         assert "no progress" in one.passed(one.next())
+        assert one.passed_in_all(one.next()) == ""
     dripping = replace(moves, moved=TIMINGS.total_s - 1)
     assert dripping.next() == TIMINGS.total_s
     assert dripping.passed(TIMINGS.total_s - 0.01) == ""
+    assert dripping.passed_in_all(TIMINGS.total_s - 0.01) == ""
     assert "after it began" in dripping.passed(TIMINGS.total_s)
+    assert dripping.passed_in_all(TIMINGS.total_s) == dripping.passed(TIMINGS.total_s)

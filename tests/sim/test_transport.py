@@ -25,6 +25,7 @@ from baton.transport import (
     Unknown,
 )
 
+STRONG = Strength()
 WEAK = Strength(can_enforce_grants=False, can_revoke=False)
 
 
@@ -45,7 +46,7 @@ class Blind:
 class Pair:
     """A source and a target of 64 bytes each, all of the target granted."""
 
-    def __init__(self, strength: Strength = Strength(), fate: Fate | None = None) -> None:
+    def __init__(self, strength: Strength = STRONG, fate: Fate | None = None) -> None:
         self.schedule = Schedule()
         self.is_cut = False
         self.fabric = Fabric(self.schedule, random.Random(1), Blind(), lambda *ends: self.is_cut)

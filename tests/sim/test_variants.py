@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.sim.checkers import checker_names
+from baton.sim.runner import make_world, options_of, run_world
 from baton.sim.scenarios import scenario_names
 from baton.sim.variants import catch, variant, variant_names
 
@@ -34,8 +35,6 @@ def test_a_defect_leaves_no_trace_behind(name: str) -> None:
 
 def catch_without(name: str):
     """The worlds of a defect without the defect."""
-    from baton.sim.runner import make_world, options_of, run_world
-
     for seed in range(1, 6):
         violation = run_world(make_world(seed, options_of(seed, **variant(name).options)))
         if violation is not None:

@@ -20,10 +20,16 @@ class Deadlines:
 
     def passed(self, now: float) -> str:
         """Which deadline passed, in words; empty if none did."""
-        if now - self.began >= self.timings.total_s:
-            return f"not done {self.timings.total_s:g} s after it began"
+        if passed := self.passed_in_all(now):
+            return passed
         if now - self.moved >= self._patience_s:
             return f"no progress for {self._patience_s:g} s"
+        return ""
+
+    def passed_in_all(self, now: float) -> str:
+        """The same for the total alone, where progress is not for this side to see."""
+        if now - self.began >= self.timings.total_s:
+            return f"not done {self.timings.total_s:g} s after it began"
         return ""
 
     def next(self) -> float:

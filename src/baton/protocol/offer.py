@@ -266,8 +266,9 @@ def _tick_committed(one: Departure, event: Ticked, now: float) -> Step:
     deadlines = one.deadlines
     if one.outcome is not None and now - deadlines.moved >= deadlines.timings.silence_s:
         return _close(one, one.outcome)
-    if one.outcome is None and (passed := deadlines.passed(now)):
-        # The target may have admitted it: it is asked to give up, and what it says counts.
+    # The target may be unpacking, and watches that itself; or it has admitted everything, and its word is on
+    # the way. So it is asked to give up, and what it says counts.
+    if one.outcome is None and (passed := deadlines.passed_in_all(now)):
         cause = one.cause(Why.DEADLINE, Stage.COMMIT, f"no verdict: {passed}")
         after = replace(one, outcome=Failed(cause), deadlines=replace(deadlines, moved=now))
         return after, (ToTarget(Abort(transfer=one.transfer, grant=one.grant.grant, cause=cause)),)

@@ -80,6 +80,8 @@ class Arrivals:
         self.grants: dict[bytes, Coming] = {}
         self.declined: dict[str, list[Decline]] = {}
         """By source, until there is a session to say it by."""
+        self.given_up: dict[str, tuple[Cause, float]] = {}
+        """Transfers that an engine aborted on a rank before any rank had asked, until they are forgotten."""
         self.granting = Granting(owner)
         self._events: deque[tuple[Coming, object]] = deque()
         self._is_busy = False
@@ -116,6 +118,10 @@ class Arrivals:
     def _given_up(self, message: Abort) -> None:
         """The engine aborted; its rank does not know how far the transfer had come."""
         coming, cause = self.coming.get(message.transfer), message.cause
+        if coming is None:
+            # The other ranks have not asked yet: when they do, they are told.
+            expires = self.owner.ports.now() + self.owner.config.timings.linger_s
+            self.given_up[message.transfer] = (cause, expires)
         if coming is not None and coming.record.state is ReceiverState.GRANTED:
             cause = msgspec.structs.replace(cause, stage=Stage.COPY)
         self._feed_by(message.transfer, CallerAborted(cause))
@@ -124,6 +130,9 @@ class Arrivals:
         coming = self.coming.get(message.transfer)
         if coming is not None and self._joins_late(coming, rank, message):
             self._tell_late(coming, rank)
+            return
+        if coming is None and message.transfer in self.given_up:
+            self._turn_down(rank, message, self.given_up[message.transfer][0])
             return
         if coming is None or not coming.is_live:
             if text := self.owner.refusal:
@@ -298,6 +307,7 @@ class Arrivals:
     def tick(self) -> None:
         """Looks at deadlines, puts questions again, and forgets what was released long ago."""
         now = self.owner.ports.now()
+        self.given_up = {name: found for name, found in self.given_up.items() if found[1] > now}
         for coming in list(self.coming.values()):
             self._feed(coming, Ticked())
             if coming.forget_at is not None and coming.forget_at <= now:

@@ -67,8 +67,9 @@ class Handle:
 
 
 class SendingCalls(Protocol):
-    """What a sending handle asks of its driver."""
+    """What a sending handle asks of its driver; `check_chunk` on any thread, the rest on the driver's."""
 
+    def check_chunk(self, offered: Offered) -> None: ...
     def chunk_ready(self, sending: Sending, offered: Offered) -> None: ...
     def seal(self, sending: Sending, aux: Aux | None) -> None: ...
     def answer_ended(self, sending: Sending, aux: Aux) -> None: ...
@@ -115,6 +116,7 @@ class Sending(Handle):
                 f"of {self.num_tokens} tokens"
             )
         offered = Offered(self._num_chunks, layers, tokens, pages, fence)
+        self._calls.check_chunk(offered)
         self._num_chunks += 1
         self._reading[offered.index] = {group: [int(page) for page in ids] for group, ids in pages.items()}
         self._post(lambda: self._calls.chunk_ready(self, offered))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError

@@ -66,8 +66,28 @@ class Request:
                 f"transfer id {self.transfer[:40]!r} has to have 1 to {TRANSFER_CHARS_MAX} characters"
             )
         check_held(spec, Prompt(self.digest.num_tokens, dict(self.held)))
-        for rank in self.pages:
-            if not 0 <= rank < spec.layout.num_ranks:
-                raise ConfigError(
-                    f"pages for rank {rank}, but {spec.layout} has {spec.layout.num_ranks} ranks"
-                )
+        layout = spec.layout
+        if not self.pages:
+            raise ConfigError(f"transfer {self.transfer}: give the pages of at least one rank")
+        for rank, pages in self.pages.items():
+            if not 0 <= rank < layout.num_ranks:
+                raise ConfigError(f"pages for rank {rank}, but {layout} has {layout.num_ranks} ranks")
+            check_pages(pages, spec)
+        if len({layout.coordinates(rank)["dp"] for rank in self.pages}) > 1:
+            ranks = ", ".join(map(str, sorted(self.pages)))
+            raise ConfigError(f"ranks {ranks} of {layout} are of several dp groups; a prompt lives in one")
+
+
+def check_pages(pages: Pages, spec: Spec) -> None:
+    """Raises ConfigError unless these are ids of pages that the pools of a spec have."""
+    for group, ids in pages.items():
+        if group not in spec.cache.groups:
+            known = ", ".join(spec.cache.groups)
+            raise ConfigError(f"no component is in group {group!r}; the cache has {known}")
+        found, num_pages = np.asarray(ids), spec.storage.pages_of(group)
+        if found.ndim != 1 or (found.size and found.dtype.kind not in "iu"):
+            raise ConfigError(f"pages of group {group!r} have to be a list of integers, got {ids!r}")
+        if found.size and not 0 <= int(found.min()) <= int(found.max()) < num_pages:
+            raise ConfigError(
+                f"pages {found.min()} to {found.max()} of group {group!r}: its pools have {num_pages} pages"
+            )

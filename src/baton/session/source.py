@@ -34,7 +34,7 @@ from baton.protocol.sender import (
 from baton.session.flights import Flight, Flights, Outgoing
 from baton.session.handles import Offered, Sending
 from baton.session.loads import Terms, check_terms, decode_tables
-from baton.session.requests import Digest
+from baton.session.requests import Digest, check_pages
 
 if TYPE_CHECKING:
     from baton.session.rank import RankDriver
@@ -72,6 +72,10 @@ class SourceHalf:
             rank=rank.config.rank,
         )
         rank.tell(offer)
+
+    def check_chunk(self, offered: Offered) -> None:
+        """Raises ConfigError on a chunk that this rank's pools cannot have."""
+        check_pages(offered.pages, self.rank.config.spec)
 
     def chunk_ready(self, sending: Sending, offered: Offered) -> None:
         """The engine offered a chunk."""

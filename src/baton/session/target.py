@@ -11,6 +11,7 @@ import numpy as np
 
 from baton.errors import BatonError
 from baton.plan import Chunk, Prompt
+from baton.plan.sides import check_pages
 from baton.plan.steps import STAGING
 from baton.protocol.landing import (
     LANDING,
@@ -41,7 +42,7 @@ from baton.protocol.messages import (
     Settled,
     Unpack,
 )
-from baton.protocol.outcomes import Cause, Stage, Why
+from baton.protocol.outcomes import Cause, Stage, Waiting, Why
 from baton.session.handles import Receiving
 from baton.session.loads import Terms, decode_tables, encode_pages, make_unload, writable_by
 from baton.session.moving import checksums, run_unpacks
@@ -133,12 +134,11 @@ class TargetHalf:
         if self.receiving.get(receiving.transfer) is not receiving:
             return
         cause = self.rank.cause(Why.ABORTED, Stage.GRANT, text or "given up at the target")
-        if receiving.is_asked:
-            self.rank.tell(Abort(transfer=receiving.transfer, grant=b"", cause=cause))
-            return
-        # Nobody has heard of its pages yet.
-        del self.receiving[receiving.transfer]
-        self.rank.refuse(receiving, cause)
+        self.rank.tell(Abort(transfer=receiving.transfer, grant=b"", cause=cause))
+        if not receiving.is_asked:
+            # Nobody has heard of its pages yet.
+            del self.receiving[receiving.transfer]
+            self.rank.refuse(receiving, cause)
 
     def settled(self, message: Settled) -> None:
         """The verdict."""
@@ -147,7 +147,10 @@ class TargetHalf:
 
     def released(self, message: Released) -> None:
         """The pages are the engine's."""
-        if receiving := self.receiving.pop(message.transfer, None):
+        receiving = self.receiving.get(message.transfer)
+        # One that asked too late for this word gets the verdict first, and the word again.
+        if receiving is not None and not isinstance(receiving.state, Waiting):
+            del self.receiving[message.transfer]
             self.rank.release(receiving)
 
     # Words of the coordinator.
@@ -205,6 +208,7 @@ class TargetHalf:
             terms = Terms(plan, prompt, tables, modes, grant.is_verified)
             incoming = Incoming(Landing(grant.grant, rank), terms)
             self.incoming[grant.grant] = incoming
+            check_pages(plan, prompt, tables[rank], rank)
             lanes = tuple(self._open_lane(incoming, grant, lane) for lane in mine)
         except BatonError as error:
             why = Why.OUT_OF_PAGES if isinstance(error, StagingFullError) else Why.REFUSED_LAYOUT

@@ -53,7 +53,6 @@ class Watch:
         name = self._names.get(_address(flight.load.memory), "")
         if name and len(flight.load.read):
             flight.mark = int(pool.owners_of(name, flight.load.read[:1])[0])
-            self.world.facts.granted.add(flight.mark)
         self.world.checkers.tell("submitted", flight, pool, name)
 
     def landing(self, flight: Flight, inbox: Inbox, index: Ints, read: Ints) -> None:

@@ -104,7 +104,7 @@ def run(scene: Scene, num_alone: int, num_rounds: int, tell: Callable[[str], Non
         num_at_once=min(tally["num_at_once_max"] for tally in tallies),
         num_transfers=scene.num_slots * num_rounds,
         num_failed=sum(sum(tally["failures"].values()) + tally["num_aborted"] for tally in tallies),
-        num_held=sum(tally["num_held"] for tally in tallies),
+        num_held=sum(len(tally["held"]) for tally in tallies),
         num_bytes=sum(tally["num_bytes"] for tally in tallies),
         num_right=sum(tally["num_right"] for tally in tallies),
         elapsed_s=max(tally["elapsed_s"] for tally in tallies),

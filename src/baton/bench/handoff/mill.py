@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from time import monotonic
 from typing import Any, Protocol
@@ -62,11 +61,11 @@ class Tally:
 
     num_ready: int = 0
     num_aborted: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
+    failures: dict[str, int] = field(default_factory=dict)
     num_bytes: int = 0
     num_right: int = 0
-    num_held: int = 0
-    """Transfers whose pages did not come back in time."""
+    held: list[str] = field(default_factory=list)
+    """Transfers whose pages did not come back in time, and what was known of them."""
     elapsed_s: float = 0.0
     num_at_once_max: int = 0
 
@@ -78,9 +77,12 @@ class Tally:
             case Failed(cause=cause) if cause.why is Why.ABORTED:
                 self.num_aborted += 1
             case Failed(cause=cause):
-                self.failures[str(cause)] += 1
+                self._fail(str(cause))
             case _:
-                self.failures[type(state).__name__] += 1
+                self._fail(type(state).__name__)
+
+    def _fail(self, text: str) -> None:
+        self.failures[text] = self.failures.get(text, 0) + 1
 
 
 class Mill:
@@ -110,7 +112,9 @@ class Mill:
             self._changed.clear()
             self._look()
         self.tally.elapsed_s = monotonic() - start_s
-        self.tally.num_held = len(self._turns)
+        for slot, turn in self._turns.items():
+            transfer = self._grist.transfer(slot, turn)
+            self.tally.held.append(f"{transfer}: {self._worker.handles[transfer].state}")
         return asdict(self.tally)
 
     def _begin(self, slot: int, turn: int) -> None:

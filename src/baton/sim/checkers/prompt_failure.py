@@ -6,11 +6,14 @@ from baton.protocol.outcomes import Failed, Outcome
 from baton.sim.checkers.base import Checker
 from baton.sim.engines.job import Job
 from baton.sim.incarnation import Incarnation
+from baton.sim.options import TIMINGS
 
 KNOWN_S_MAX = 0.45
 """A second of real time; here everything that takes long is shortened to less than half."""
 EXCUSE_S = 1.2
 """For how long something that was lost may have its effects: until a handshake is given up."""
+FORGOTTEN = 0.9
+"""Who asks later than this share of the time for which outcomes are remembered may not be told."""
 
 
 class PromptFailure(Checker):
@@ -33,6 +36,8 @@ class PromptFailure(Checker):
         first = self._first.setdefault(job.attempt.tag, now)
         since = max(first, job.begun_s.get(rank, 0.0))
         if now - since <= KNOWN_S_MAX + 3 * self.world.network.slowest_s:
+            return
+        if since - first > FORGOTTEN * TIMINGS.linger_s:
             return
         if self._excuse_s(job) < first - EXCUSE_S:
             self.fail(

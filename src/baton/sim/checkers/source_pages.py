@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from baton.sim.checkers.base import Checker
+from baton.sim.pool import Pool
+from baton.sim.transport.flight import Flight
 from baton.sim.watch import Write
 
 
 class SourcePages(Checker):
     """Looks at the owner of every byte at the moment it is read."""
+
+    def submitted(self, flight: Flight, pool: Pool, buffer: str) -> None:
+        """A batch was queued: its pages have to be of one transfer that has not given them back."""
+        owners = pool.owners_of(buffer, flight.load.read) if buffer else ()
+        if any(owner != flight.mark or owner <= 0 for owner in set(map(int, owners))):
+            self.fail(f"a copy on {flight.outbox.node} is to read pages of {sorted(set(map(int, owners)))}")
 
     def landing(self, write: Write) -> None:
         """A piece is about to be read; a copy that has failed may read what it likes, nobody believes it."""

@@ -95,8 +95,8 @@ class Engine:
                 self.world.changed(job, rank, handle.state)
                 self.heard(job, rank)
             self.tidy(job, rank)
-            if job.is_over:
-                self.jobs.pop(job.attempt.tag, None)
+            if job.is_over and self.jobs.pop(job.attempt.tag, None) is not None:
+                self.world.schedule.after(0.0, self.try_next)
 
     def heard(self, job: Job, rank: int) -> None:
         """A rank has its outcome."""
