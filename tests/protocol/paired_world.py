@@ -65,7 +65,7 @@ class World:
         """The faults that happen once, and after how many steps."""
         faults, main, planned = self.setup.faults, self.targets[0], []
         if faults.loses_session:
-            planned.append((self.choices.below(80), partial(self._lose, main.link)))
+            planned.append((self.choices.below(80), partial(self.lose, main.link)))
         if faults.target_aborts:
             planned.append((self.choices.below(80), partial(self._if_begun, main.abort)))
         if faults.declines:
@@ -107,7 +107,7 @@ class World:
             if self.is_over:
                 return
             self._check_told()
-            self._tick(TICK_S)
+            self.tick(TICK_S)
         raise BrokenError(f"stuck: {self.describe()}")
 
     def _pick(self) -> Act | None:
@@ -136,7 +136,7 @@ class World:
         for side in self.targets:
             self._add_target_acts(acts, side)
         if self.is_rough and self.strays:
-            acts["copy"].append(self._land_stray)
+            acts["copy"].append(self.land_stray)
         return acts
 
     def _add_target_acts(self, acts: dict[str, list[Act]], side: TargetSide) -> None:
@@ -179,17 +179,19 @@ class World:
         faults = self.setup.faults
         is_bad = self.is_rough and faults.unpacks_fail and self.choices.one_in(4)
         if self.is_rough and faults.unpacks_slow:
-            self._tick_if_quiet(UNPACK_S)
+            self.tick_if_idle(UNPACK_S)
         side.ranks[rank].end_job(index, not is_bad)
 
     def _take_back(self, side: TargetSide, rank: int) -> None:
         side.ranks[rank].take_back(is_still=not self.is_rough or not self.choices.one_in(3))
 
-    def _land_stray(self) -> None:
+    def land_stray(self) -> None:
+        """Something that a failed copy left under way arrives, perhaps not for the first time."""
         stray = self.strays[self.choices.below(len(self.strays))]
         self.memory_of(stray.grant).land(stray)
 
-    def _lose(self, link: Link) -> None:
+    def lose(self, link: Link) -> None:
+        """A session is gone; neither side knows yet."""
         self.initiatives.append("session")
         link.lose()
 
@@ -210,14 +212,15 @@ class World:
             act()
 
     def _jump(self) -> None:
-        self._tick_if_quiet(self.choices.pick(JUMPS_S))
+        self.tick_if_idle(self.choices.pick(JUMPS_S))
 
-    def _tick_if_quiet(self, seconds: float) -> None:
+    def tick_if_idle(self, seconds: float) -> None:
         """Time passes; a session is never so slow that a deadline passes meanwhile."""
         if all(side.link.is_empty for side in self.targets):
-            self._tick(seconds)
+            self.tick(seconds)
 
-    def _tick(self, seconds: float) -> None:
+    def tick(self, seconds: float) -> None:
+        """Time passes."""
         self.now += seconds
         self.source.tick()
         for side in self.targets:

@@ -30,22 +30,24 @@ class House:
 
 @dataclass(frozen=True)
 class Pushed:
+    """Somebody came."""
+
     who: str = "ann"
 
 
 @dataclass(frozen=True)
 class Pulled:
-    pass
+    """It was closed."""
 
 
 @dataclass(frozen=True)
 class Stormed:
-    pass
+    """The wind blew."""
 
 
 @dataclass(frozen=True)
 class Creak:
-    pass
+    """The hinges."""
 
 
 def _push(one: House, event: Pushed, now: float):

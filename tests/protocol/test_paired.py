@@ -8,7 +8,16 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from tests.protocol.choices import Choices, choices
-from tests.protocol.paired_setup import DIGEST, BrokenError, Faults, Machines, Setup, faults_of, setup_of
+from tests.protocol.paired_setup import (
+    DIGEST,
+    NONE,
+    BrokenError,
+    Faults,
+    Machines,
+    Setup,
+    faults_of,
+    setup_of,
+)
 from tests.protocol.paired_variants import VARIANTS
 from tests.protocol.paired_world import World
 from tests.protocol.values import AUX
@@ -63,7 +72,7 @@ def world(
     *scripts: tuple[object, ...],
     needs: dict[Pair, Need] | None = None,
     worked: tuple[Pair, ...] = (),
-    faults: Faults = Faults(),  # noqa: B008
+    faults: Faults = NONE,
     num_targets: int = 1,
 ) -> World:
     setup = Setup(
@@ -158,7 +167,7 @@ def test_the_fast_path_message_by_message():
 
 @pytest.mark.parametrize("scripts", [[script()], [script(WHOLE)], [script(), script(WHOLE, aux=False)]])
 def test_a_hand_over_without_bytes(scripts: list[tuple[object, ...]]):
-    """The target holds everything: no lanes, nothing expected, an empty ledger; chunks may come all the same."""
+    """The target holds everything: no lanes, nothing expected, an empty ledger; chunks may come anyway."""
     one = world(*scripts, needs={})
     assert finish(one)[1] == Ready(AUX)
     assert one.targets[0].memory.written == {}
@@ -235,7 +244,7 @@ def test_abort_of_the_target_overtakes_its_grant():
     one.targets[0].abort()
     assert isinstance(deliver(one, 1), Abort)
     assert isinstance(deliver(one), Grant)
-    assert one.source.record is None or one.source.record.state is OfferState.DECIDED
+    assert one.source.record.state is OfferState.DECIDED
     assert one.source.ranks[0].last.flights == {}
     assert Quiet in sent(one)
     assert whys(one) == {Why.ABORTED}
@@ -248,7 +257,7 @@ def test_quiet_and_then_a_delayed_grant():
     held = link.to_source.popleft()
     one.targets[0].abort()
     deliver(one)
-    one._tick(2.0)
+    one.tick(2.0)
     one.settle()
     assert one.targets[0].memory.is_released
     link.to_source.append(held)
@@ -362,10 +371,12 @@ def test_a_second_grant_for_a_live_transfer():
 def test_the_answer_ends_before_the_grant():
     one = granted((OFFERS, AnswerEnded(AUX)))
     one.source.ranks[0].call()
+    pass_on(one)
+    one.tick(45.0)
     one.source.ranks[0].call()
     pass_on(one)
     assert one.source.record.state is OfferState.DECIDED
-    one.now += 20.0
+    one.now += 45.0
     one.source.tick()
     assert finish(one) == ([Finished(AUX)], Finished(AUX))
 
@@ -384,7 +395,7 @@ def test_a_session_lost_after_any_step():
         offer = one.source.record.state.value if one.source.record else "none"
         receiver = one.targets[0].record.state.value if one.targets[0].record else "none"
         states.add((offer, receiver))
-        one._lose(one.targets[0].link)
+        one.lose(one.targets[0].link)
         finish(one)
     receivers, offers = {state[1] for state in states}, {state[0] for state in states}
     assert receivers >= {"preparing", "opening", "granted", "ready", "released"}
@@ -410,11 +421,11 @@ def test_a_source_that_cannot_vouch_leaves_it_to_the_transport():
     target.hear(0)
     assert target.record.state is ReceiverState.QUARANTINED
     assert not target.memory.is_released
-    one._land_stray()
-    one._tick(1.0)
+    one.land_stray()
+    one.tick(1.0)
     place.hear()
     place.take_back(is_still=True)
     target.hear(0)
     assert target.memory.is_released
-    one._land_stray()
+    one.land_stray()
     assert whys(one) == {Why.COPY_FAILED}

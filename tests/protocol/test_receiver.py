@@ -74,6 +74,7 @@ TERMS = Terms(
     targets={0: (0, 1), 1: ()},
 )
 """Source rank 0 sends to both target ranks, to the second through staging; source rank 1 has nothing."""
+UNWORKED = replace(TERMS, worked=frozenset())
 NEEDS = {(0, 0): (Need((0, 2), 0),), (0, 1): (Need((0, 2), 4),)}
 LEDGER = Ledger.empty(NUM_TOKENS, NEEDS)
 WAITS = deadlines(has_begun=False)
@@ -323,10 +324,22 @@ LANDED_CASES = (
     ),
     Case(
         "the last, after the commit that it was overtaken by",
-        with_account(ALMOST, ledger=WITH_HEAD, chunks={(0, 0): HEAD}, aux=AUX),
+        replace(with_account(ALMOST, ledger=WITH_HEAD, chunks={(0, 0): HEAD}, aux=AUX), terms=UNWORKED),
         ChunkLanded(landed(1, TAIL)),
         {**ADMIT, **entered(ALMOST, aux=AUX)},
         ADMITTED,
+    ),
+    Case(
+        "through staging, although the source does not say so: the rank will look",
+        with_account(ONE_HEAD),
+        ChunkLanded(landed(1, TAIL)),
+        entered(
+            ONE_HEAD,
+            ledger=WITH_HEAD.entered((0, 0), TAIL),
+            chunks={(0, 0): HEAD, (0, 1): TAIL},
+            at_work=frozenset({(0, 1, 1)}),
+        ),
+        (UnpackAt(1, landed(1, TAIL)),),
     ),
     Case(
         "twice, and different",
@@ -360,7 +373,7 @@ LANDED_CASES = (
     ),
     Case(
         "the last, and there is a gap",
-        with_account(ONE_HEAD, commits={0: COMMITS[0]}),
+        replace(with_account(ONE_HEAD, commits={0: COMMITS[0]}), terms=UNWORKED),
         ChunkLanded(landed(1, Rectangle((0, 2), (4, 7)))),
         *rejected("rank 0 committed, but pairs ((0, 0), (0, 1)) lack something"),
     ),

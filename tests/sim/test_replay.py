@@ -78,4 +78,4 @@ def test_a_trace_is_aligned(seed: int) -> None:
     world = make_world(seed, is_traced=True)
     run_world(world)
     assert len(world.trace.rows) > 50
-    assert {row[8] for row in world.trace.rows} == {"."}
+    assert {row[7] for row in world.trace.rows} == {"."}

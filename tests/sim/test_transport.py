@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -43,6 +44,17 @@ class Blind:
     def ended(self, flight, how) -> None: ...
 
 
+class Fixed:
+    """A fault that leaves nothing to chance."""
+
+    def __init__(self, fate: Fate) -> None:
+        self.fate = fate
+
+    def strike(self, flight, fate: Fate) -> None:
+        for field in fields(Fate):
+            setattr(fate, field.name, getattr(self.fate, field.name))
+
+
 class Pair:
     """A source and a target of 64 bytes each, all of the target granted."""
 
@@ -51,7 +63,7 @@ class Pair:
         self.is_cut = False
         self.fabric = Fabric(self.schedule, random.Random(1), Blind(), lambda *ends: self.is_cut)
         if fate is not None:
-            self.fabric.draw = lambda flight: fate  # type: ignore[method-assign]
+            self.fabric.faults.append(Fixed(fate))
         self.source, self.target = (
             SimTransport(self.fabric, Owner(name, name, lambda: None, lambda: True), strength)
             for name in "sd"

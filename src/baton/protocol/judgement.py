@@ -29,8 +29,9 @@ def enter_landed(account: Account, terms: Terms, landed: Landed) -> tuple[Accoun
     ledger, at_work, work = account.ledger, account.at_work, []
     for target in terms.targets.get(source, ()):
         entered = ledger.entered((source, target), box)
-        has_work = target in landed.staged or target in landed.checksums
-        if (source, target) in terms.worked and has_work:
+        # Whether a chunk that matters to a pair holds something for it, and so whether what the source says
+        # of it can be, the target rank finds out itself.
+        if (source, target) in terms.worked and entered is not ledger:
             at_work |= {(source, target, landed.chunk)}
             work.append(UnpackAt(target, landed))
         else:

@@ -60,7 +60,7 @@ from baton.protocol.messages import (
     Unpacked,
     Unquiet,
 )
-from baton.protocol.outcomes import Cause, Failed, Ready, Stage, Why
+from baton.protocol.outcomes import Cause, Failed, Stage, Why
 from baton.protocol.receiver import RECEIVER
 from baton.session.granting import Coming, Granting
 from baton.session.sessions import Session
@@ -128,8 +128,10 @@ class Arrivals:
 
     def _asked(self, rank: int, message: Receive) -> None:
         coming = self.coming.get(message.transfer)
-        if coming is not None and self._joins_late(coming, rank, message):
-            self._tell_late(coming, rank)
+        if coming is not None and self._is_too_late(coming, rank, message):
+            assert isinstance(coming.record.outcome, Failed)
+            coming.callers.add(rank)
+            self._turn_down(rank, message, coming.record.outcome.cause)
             return
         if coming is None and message.transfer in self.given_up:
             self._turn_down(rank, message, self.given_up[message.transfer][0])
@@ -164,33 +166,16 @@ class Arrivals:
         return coming
 
     @staticmethod
-    def _joins_late(coming: Coming, rank: int, message: Receive) -> bool:
-        """Whether a rank, whose pages another rank named, asks for its handle's sake alone."""
-        known = coming.request
-        is_same = (known.source, known.digest, known.num_tokens, known.held) == (
-            message.source,
-            message.digest,
-            message.num_tokens,
-            message.held,
-        )
-        is_over = coming.record.state is not ReceiverState.PREPARING
-        return is_over and is_same and not message.tables and rank not in coming.callers
-
-    def _tell_late(self, coming: Coming, rank: int) -> None:
-        coming.callers.add(rank)
-        transfer, outcome = coming.record.transfer, coming.record.outcome
-        if outcome is not None:
-            self.owner.to_rank(rank, Settled(transfer=transfer, grant=b"", outcome=outcome))
-        if not coming.is_live or isinstance(outcome, Ready):
-            self.owner.to_rank(rank, Released(transfer=transfer))
+    def _is_too_late(coming: Coming, rank: int, message: Receive) -> bool:
+        """Whether a rank asks for what failed while it had not asked yet."""
+        has_failed = not coming.is_live and isinstance(coming.record.outcome, Failed)
+        return has_failed and rank not in coming.callers and _is_same(coming.request, message)
 
     @staticmethod
     def _contradicts(coming: Coming, message: Receive) -> bool:
-        known = coming.request
         return bool(
             coming.tables.keys() & message.tables.keys()
-            or (known.source, known.digest, known.num_tokens, known.held)
-            != (message.source, message.digest, message.num_tokens, message.held)
+            or not _is_same(coming.request, message)
             or coming.record.state is not ReceiverState.PREPARING
         )
 
@@ -445,3 +430,13 @@ def _narrowed(grant: Grant, rank: int) -> Grant:
     """A grant as one target rank has to know it."""
     lanes = tuple(lane for lane in grant.lanes if lane.target_rank == rank)
     return msgspec.structs.replace(grant, lanes=lanes, tables={rank: grant.tables[rank]})
+
+
+def _is_same(one: Receive, other: Receive) -> bool:
+    """Whether two ranks ask for the same."""
+    return (one.source, one.digest, one.num_tokens, one.held) == (
+        other.source,
+        other.digest,
+        other.num_tokens,
+        other.held,
+    )

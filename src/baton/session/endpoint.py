@@ -14,8 +14,9 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, LocalProtocolError
 from baton.plan import Spec
+from baton.protocol.outcomes import Stage, Why
 from baton.protocol.peer import MEMBER, SESSION, Party
 from baton.protocol.timings import Timings
 from baton.session.coordinator import CoordinatorDriver, InstanceConfig
@@ -75,8 +76,10 @@ class Endpoint:
     ) -> None:
         self.config = config if config.epoch else replace(config, epoch=time.time_ns())
         self.transport = transport
-        self._membership = Membership(self.config, transport.name, on_end)
-        self._loop = Loop(config.sockets, directory=self._membership, on_end=on_end)
+        self._on_end = on_end
+        self._is_open = True
+        self._membership = Membership(self.config, transport.name, self._end)
+        self._loop = Loop(config.sockets, directory=self._membership, on_end=self._end)
         self._serving = threading.Event()
         self.coordinator = self._host() if config.coordinator is None else None
         self._rank = self._join(pools)
@@ -109,6 +112,20 @@ class Endpoint:
         self._loop.watch(self.transport, driver.moved)
         return driver
 
+    def _end(self, text: str) -> None:
+        """The instance is over: no handle waits for what cannot come any more."""
+        self._is_open = False
+        try:
+            self._rank.over(self._rank.cause(Why.PEER_LOST, Stage.COPY, text))
+        finally:
+            self._on_end(text)
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise LocalProtocolError(
+                f"rank {self.config.rank} of {self.config.instance} is closed; make a new endpoint"
+            )
+
     def _attach(self) -> None:
         self._rank.ports.dial(self.config.coordinator or LOCAL, self.config.instance)
 
@@ -130,10 +147,12 @@ class Endpoint:
 
     def send(self, transfer_id: str, digest: Digest) -> Sending:
         """Source: begins to send this rank's part of a transfer."""
+        self._check_open()
         return self._rank.send(transfer_id, digest)
 
     def receive(self, request: Request) -> Receiving:
         """Target: asks for a transfer, with the pages of this rank or of several."""
+        self._check_open()
         return self._rank.receive(request)
 
     def decline(self, transfer_id: str, source: str, text: str) -> None:
@@ -141,7 +160,7 @@ class Endpoint:
         self._rank.decline(transfer_id, source, text)
 
     def on_change(self, callback: Callable[[Handle], None]) -> None:
-        """Calls back on the endpoint's thread whenever a handle changed; it must not block."""
+        """Calls back on the endpoint's thread whenever a handle changed; it must neither block nor raise."""
         self._rank.on_change = callback
 
     def counts(self) -> dict[str, int]:
@@ -153,6 +172,7 @@ class Endpoint:
 
     def close(self) -> None:
         """Ends this rank, and with the coordinator the instance; sockets and threads end."""
+        self._is_open = False
         text = f"rank {self.config.rank} of {self.config.instance} was closed"
         self._loop.post(lambda: self._rank.leave(text))
         self._loop.close()

@@ -13,13 +13,16 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from baton.errors import LocalProtocolError
+import msgspec
+
+from baton.errors import ConfigError, LocalProtocolError
 from baton.protocol.outcomes import WAITING, Aux, Outcome, State, Waiting
 from baton.transport import NOW, Fence
 
 if TYPE_CHECKING:
     from baton.plan.tokens import Ints
 
+AUX_BYTES_MAX = 32 << 20
 Pages = Mapping[str, "Sequence[int] | Ints"]
 """Page ids by group: a rank's page table of the prompt, from its first slot on."""
 
@@ -110,7 +113,7 @@ class Sending(Handle):
     ) -> None:
         """These layers of these tokens may be read once the fence is; `pages` begin with slot 0."""
         self._check_open("ready")
-        if not layers[0] < layers[1] or not 0 <= tokens[0] < tokens[1] <= self.num_tokens:
+        if not 0 <= layers[0] < layers[1] or not 0 <= tokens[0] < tokens[1] <= self.num_tokens:
             raise LocalProtocolError(
                 f"transfer {self.transfer}: chunk of layers {layers} x tokens {tokens} is empty or outside "
                 f"of {self.num_tokens} tokens"
@@ -124,12 +127,15 @@ class Sending(Handle):
     def commit(self, aux: Aux | None = None) -> None:
         """There will be no more chunks; the rank that sampled gives the aux record, the others none."""
         self._check_open("commit")
+        if aux is not None:
+            check_aux(aux)
         self._is_sealed = True
         self._post(lambda: self._calls.seal(self, aux))
 
     def finish(self, aux: Aux) -> None:
         """The answer is complete here: what was handed over so far is not needed."""
         self._check_open("finish")
+        check_aux(aux)
         self._is_sealed = True
         self._post(lambda: self._calls.answer_ended(self, aux))
 
@@ -157,6 +163,17 @@ class Sending(Handle):
     def _check_open(self, call: str) -> None:
         if self._is_sealed:
             raise LocalProtocolError(f"transfer {self.transfer}: {call} after commit or finish")
+
+
+def check_aux(aux: Aux) -> None:
+    """Raises ConfigError on a record that could not be sent, or not be read again."""
+    try:
+        raw = msgspec.msgpack.encode(aux)
+        msgspec.msgpack.decode(raw, type=Aux)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"aux record: {error}; give plain numbers, strings and bytes") from None
+    if len(raw) > AUX_BYTES_MAX:
+        raise ConfigError(f"aux record of {len(raw)} bytes; at most {AUX_BYTES_MAX} are sent")
 
 
 class Receiving(Handle):

@@ -137,7 +137,7 @@ class SocketLink(asyncio.BufferedProtocol):
 
     def send(self, message: AnyMessage) -> None:
         """Queues a message until the turn is over."""
-        if self._is_closing:
+        if self._is_closing or (self._link is not None and self._link.is_ended):
             return
         if self._link is None:
             raise LocalProtocolError(

@@ -36,7 +36,7 @@ from baton.protocol.timings import Timings
 from baton.session.handles import Handle, Receiving, Sending
 from baton.session.pools import Pools
 from baton.session.ports import Ports
-from baton.session.requests import Digest, Request
+from baton.session.requests import Digest, Request, check_transfer
 from baton.session.source import SourceHalf
 from baton.session.target import TargetHalf
 from baton.transport import Event, Transport
@@ -94,6 +94,7 @@ class RankDriver:
 
     def send(self, transfer: str, digest: Digest) -> Sending:
         """Begins the source's end of a transfer."""
+        check_transfer(transfer)
         sending = Sending(transfer, digest.num_tokens, self.source, self.ports.post)
         self.ports.post(lambda: self.source.begin(sending, digest))
         return sending
@@ -131,10 +132,10 @@ class RankDriver:
         """The owner wishes this rank to end, and with it the instance."""
         cause = self.cause(Why.ABORTED, Stage.COPY, text)
         self.tell(Goodbye(cause=cause))
-        self._over(cause)
+        self.over(cause)
 
-    def _over(self, cause: Cause) -> None:
-        """The instance ended as it was wished: nothing more will come of what is under way."""
+    def over(self, cause: Cause) -> None:
+        """The instance ended: nothing more will come of what is under way."""
         self._is_over = True
         for handle in [*self.source.handles(), *self.target.handles()]:
             self.conclude(handle, Failed(cause))
@@ -175,7 +176,7 @@ class RankDriver:
             case Released():
                 self.target.released(message)
             case Goodbye(cause=Cause(why=Why.ABORTED)):
-                self._over(message.cause)
+                self.over(message.cause)
             case Goodbye():
                 self.ports.end(f"rank {self.config.rank} of {self.config.instance}: {message.cause}")
             case _:

@@ -14,6 +14,7 @@ from baton.plan.prompt import check_held
 from baton.session.handles import Pages
 from baton.transport import NOW, Fence
 
+DIGEST_BYTES = 16
 TRANSFER_CHARS_MAX = 128
 
 
@@ -26,8 +27,8 @@ class Digest:
 
     def __post_init__(self) -> None:
         Prompt(self.num_tokens)
-        if len(self.value) != 16:
-            raise ConfigError(f"a digest has 16 bytes, got {len(self.value)}; use prompt_digest")
+        if not isinstance(self.value, bytes) or len(self.value) != DIGEST_BYTES:
+            raise ConfigError(f"a digest has {DIGEST_BYTES} bytes, got {self.value!r}; use prompt_digest")
 
 
 def prompt_digest(
@@ -35,7 +36,7 @@ def prompt_digest(
 ) -> Digest:
     """The digest of a prompt: token ids, adapter, cache salt and input embeddings."""
     tokens = np.fromiter(token_ids, dtype="<i8")
-    found = hashlib.blake2b(digest_size=16, person=b"baton prompt")
+    found = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"baton prompt")
     for part in (tokens.tobytes(), adapter.encode(), salt.encode(), embeddings):
         found.update(len(part).to_bytes(8, "little"))
         found.update(part)
@@ -61,10 +62,7 @@ class Request:
 
     def check(self, spec: Spec) -> None:
         """Raises ConfigError on what could never be granted."""
-        if not 0 < len(self.transfer) <= TRANSFER_CHARS_MAX:
-            raise ConfigError(
-                f"transfer id {self.transfer[:40]!r} has to have 1 to {TRANSFER_CHARS_MAX} characters"
-            )
+        check_transfer(self.transfer)
         check_held(spec, Prompt(self.digest.num_tokens, dict(self.held)))
         layout = spec.layout
         if not self.pages:
@@ -76,6 +74,14 @@ class Request:
         if len({layout.coordinates(rank)["dp"] for rank in self.pages}) > 1:
             ranks = ", ".join(map(str, sorted(self.pages)))
             raise ConfigError(f"ranks {ranks} of {layout} are of several dp groups; a prompt lives in one")
+
+
+def check_transfer(transfer: str) -> None:
+    """Raises ConfigError on what cannot be a transfer's id."""
+    if not isinstance(transfer, str) or not 0 < len(transfer) <= TRANSFER_CHARS_MAX:
+        raise ConfigError(
+            f"transfer id {transfer!r:.60}: use a string of 1 to {TRANSFER_CHARS_MAX} characters"
+        )
 
 
 def check_pages(pages: Pages, spec: Spec) -> None:

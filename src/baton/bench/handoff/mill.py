@@ -1,8 +1,9 @@
 """Many small transfers at a time: every slot of the pools is handed over again as soon as it is free.
 
-Both sides name the transfers alike, by slot and round, and each goes on by itself; a target rank names the
-pages of its own pools alone, as an engine without a common scheduler does. The content of a slot is another
-in every round, and is compared before its pages are used again. Some transfers are given up on purpose.
+Both sides name the transfers alike, by slot and round, and each goes on by itself. A target rank names the
+pages of its own pools, as an engine without a common scheduler does; or one rank alone names all of them.
+The content of a slot is another in every round, and is compared before its pages are used again, on every
+rank that takes part. Some transfers are given up on purpose.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Grist:
     """Of the transfers, how many this rank gives up, at a moment drawn from `abort_s_max`."""
     abort_s_max: float = 0.05
     seed: int = 0
-    is_compared: bool = True
+    is_central: bool = False
+    """Whether one target rank names the pages of all, the only one to take part."""
 
     def transfer(self, slot: int, turn: int) -> str:
         """The name that both sides give it."""
@@ -45,7 +47,7 @@ class Worker(Protocol):
 
     handles: dict[str, Handle]
 
-    def start(self, transfer: str, slot: int, salt: int) -> None:
+    def start(self, transfer: str, slot: int, salt: int, is_central: bool = False) -> bool:
         """Begins this rank's part, all of it ready at once."""
 
     def compare(self, slot: int, salt: int) -> list[int]:
@@ -64,6 +66,8 @@ class Tally:
     failures: dict[str, int] = field(default_factory=dict)
     num_bytes: int = 0
     num_right: int = 0
+    last: list[tuple[int, int]] = field(default_factory=list)
+    """Slot and salt of what was ready in the last round."""
     held: list[str] = field(default_factory=list)
     """Transfers whose pages did not come back in time, and what was known of them."""
     elapsed_s: float = 0.0
@@ -121,7 +125,7 @@ class Mill:
         grist = self._grist
         transfer = grist.transfer(slot, turn)
         self._turns[slot] = turn
-        self._worker.start(transfer, slot, grist.salt(slot, turn))
+        self._worker.start(transfer, slot, grist.salt(slot, turn), grist.is_central)
         self.tally.num_at_once_max = max(self.tally.num_at_once_max, len(self._turns))
         if self._chance.random() < grist.abort_share:
             self._doomed[transfer] = monotonic() + self._chance.uniform(0, grist.abort_s_max)
@@ -142,10 +146,12 @@ class Mill:
 
     def _end(self, slot: int, turn: int, handle: Handle) -> None:
         self.tally.count(handle.state)
-        if self._is_target and self._grist.is_compared and isinstance(handle.state, Ready):
+        if self._is_target and isinstance(handle.state, Ready):
             num_bytes, num_right = self._worker.compare(slot, self._grist.salt(slot, turn))
             self.tally.num_bytes += num_bytes
             self.tally.num_right += num_right
+            if turn + 1 == self._grist.num_rounds:
+                self.tally.last.append((slot, self._grist.salt(slot, turn)))
         del self._worker.handles[handle.transfer]
         del self._turns[slot]
         if turn + 1 < self._grist.num_rounds:

@@ -154,16 +154,15 @@ class Rank:
         self.endpoint.on_change(mill.changed)
         return mill.run()
 
-    def start(self, transfer: str, slot: int, salt: int) -> None:
-        """This rank's part of a transfer whose content is ready at once; a target names its own pages."""
+    def start(self, transfer: str, slot: int, salt: int, is_central: bool = False) -> bool:
+        """This rank's part of a transfer whose content is ready at once."""
         if self.part.side == "target":
-            self.receive(transfer, slot, ranks=[self.part.rank])
-            return
+            return self.receive(transfer, slot, ranks=None if is_central else [self.part.rank])
         self.fill(slot, salt)
         self.send(transfer)
         layers = own_layers(self.part.scene, self.part.rank)
         self.ready(transfer, slot, layers, (0, self.part.scene.num_tokens))
-        self.commit(transfer, is_sampler=self.part.rank == sampler(self.part.scene))
+        return self.commit(transfer, is_sampler=self.part.rank == sampler(self.part.scene))
 
     def send(self, transfer: str) -> bool:
         """Begins the source's end of a transfer."""
@@ -181,10 +180,13 @@ class Rank:
         self._sending(transfer).commit(Aux(tokens=(7,), fields={"from": transfer}) if is_sampler else None)
         return True
 
-    def receive(self, transfer: str, slot: int, is_verified: bool = False, ranks: Sequence[int] = ()) -> bool:
+    def receive(
+        self, transfer: str, slot: int, is_verified: bool = False, ranks: Sequence[int] | None = None
+    ) -> bool:
         """Begins the target's end of a transfer, with the pages of these ranks or of the whole dp group."""
         layout, scene = self.spec.layout, self.part.scene
-        ranks = ranks or layout.group(layout.coordinates(self.part.rank)["dp"])
+        if ranks is None:
+            ranks = layout.group(layout.coordinates(self.part.rank)["dp"])
         request = Request(
             transfer,
             source=self.part.peer,

@@ -85,18 +85,21 @@ class Engine:
         raise NotImplementedError
 
     def look(self, rank: int) -> None:
-        """Something may have changed on a rank."""
+        """Something may have changed on a rank; where it has the only handle, it speaks for all."""
         for job in list(self.jobs.values()):
             handle = job.handles.get(rank)
-            if handle is None:
-                continue
-            if rank not in job.outcomes and not isinstance(handle.state, Waiting):
-                job.outcomes[rank] = handle.state
-                self.world.changed(job, rank, handle.state)
-                self.heard(job, rank)
-            self.tidy(job, rank)
+            for one in [found for found, other in job.handles.items() if other is handle]:
+                self._look_at(job, one)
             if job.is_over and self.jobs.pop(job.attempt.tag, None) is not None:
                 self.world.schedule.after(0.0, self.try_next)
+
+    def _look_at(self, job: Job, rank: int) -> None:
+        state = job.handles[rank].state
+        if rank not in job.outcomes and not isinstance(state, Waiting):
+            job.outcomes[rank] = state
+            self.world.changed(job, rank, state)
+            self.heard(job, rank)
+        self.tidy(job, rank)
 
     def heard(self, job: Job, rank: int) -> None:
         """A rank has its outcome."""

@@ -48,17 +48,19 @@ class TargetEngine(Engine):
         self.world.note(
             self.incarnation.name, "reserve", job.transfer, f"held {max(job.held.values(), default=0)}"
         )
-        calls = [(rank, (rank,)) for rank in job.ranks]
+        # Each rank names its own pages, or one rank those of all: then it has the only handle.
+        calls = {rank: (rank,) for rank in job.ranks}
         if self.chance.random() < self.world.options.one_call_share:
-            calls = [(job.ranks[0], job.ranks)]
-        for rank in job.ranks:
-            told = next((tables for caller, tables in calls if caller == rank), ())
-            self.later(rank, 0.0003 * self.chance.random(), self._receive, job, rank, told)
+            calls = {self.chance.choice(job.ranks): job.ranks}
+        for rank, named in calls.items():
+            self.later(rank, 0.0003 * self.chance.random(), self._receive, job, rank, named)
 
-    def _receive(self, job: Job, rank: int, told: tuple[int, ...]) -> None:
-        tables = {found: job.books[found].tables for found in told}
-        job.handles[rank] = self.incarnation.receive(rank, job, tables)
-        job.begun_s[rank] = self.world.schedule.now
+    def _receive(self, job: Job, rank: int, named: tuple[int, ...]) -> None:
+        tables = {found: job.books[found].tables for found in named}
+        handle = self.incarnation.receive(rank, job, tables)
+        for one in named:
+            job.handles[one] = handle
+            job.begun_s[one] = self.world.schedule.now
 
     def _decline(self, attempt: Attempt) -> None:
         if attempt not in self.queue:

@@ -7,19 +7,23 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from baton.protocol import judgement, receiver
 from baton.protocol.ledger import Ledger, Rectangle
-from baton.sim.faults import duplication
+from baton.sim.faults import duplication, reordering
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 
 _enter_landed = judgement.enter_landed
+_AGAIN = 1000
 
 
 def _anew(account: Any, terms: Any, landed: Any) -> Any:
-    key = (landed.source_rank, landed.chunk)
-    known = {other: box for other, box in account.chunks.items() if other != key}
-    return _enter_landed(replace(account, chunks=known), terms, landed)
+    """Takes a chunk that came before for another one."""
+    if (landed.source_rank, landed.chunk) in account.chunks:
+        landed = msgspec.structs.replace(landed, chunk=_AGAIN + len(account.chunks))
+    return _enter_landed(account, terms, landed)
 
 
 def _entered(self: Ledger, pair: tuple[int, int], chunk: Rectangle) -> Ledger:
@@ -42,6 +46,13 @@ def broken() -> Iterator[None]:
 VARIANT = Variant(
     "a chunk that is reported twice counts twice",
     broken,
-    ("bytes_right", "full_ledger", "clean", "written_once"),
-    {"faults": {"duplication": duplication.Config(0.3, 0.1)}, "is_packing": True},
+    ("bytes_right",),
+    {
+        "faults": {
+            "duplication": duplication.Config(0.3, 0.001),
+            "reordering": reordering.Config(0.5, 0.05),
+        },
+        "is_packing": True,
+        "verified_share": 0.0,
+    },
 )
