@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -16,6 +16,7 @@ from tests.plan.world import World, holdings, make_cache, needed, page_tables, p
 
 from baton.errors import ConfigError
 from baton.plan.binding import Tables, bind
+from baton.plan.cache import Cache
 from baton.plan.execution import Memory, allocate, execute
 from baton.plan.kinds import Latent, Paged, Recurrent
 from baton.plan.layout import parse_layout
@@ -539,3 +540,17 @@ def test_a_page_table_that_changes_in_place_is_seen() -> None:
         lengths.append(next(iter(source_steps(parts, DIRECT))).spans.length.tolist())
         tables.source[0]["tokens"][:2] = [5, 3]
     assert [len(length) for length in lengths] == [2, 4]
+
+
+def test_groups_of_one_extent_are_held_apart() -> None:
+    plain = GQA.components
+    cache = Cache(4, (plain[0], replace(plain[1], group="values")))
+    storage = parse_storage("hnd", 16, "bf16").with_pages({"tokens": 20, "values": 20})
+    spec = Spec(parse_layout("tp1"), cache, storage)
+    prompt = Prompt(96, {"tokens": 32, "values": 64})
+    entry = 4 * 4 * 8 * 2
+    assert expected_bytes(plan(spec, spec), prompt) == {(0, 0): {"k": 64 * entry, "v": 32 * entry}}
+    assert needs(plan(spec, spec), prompt) == {(0, 0): (Need((0, 4), 32),)}
+    tables = {group: np.arange(6, dtype=np.int64) for group in ("tokens", "values")}
+    found = pages_read(plan(spec, spec), prompt, tables, Chunk((0, 4), (0, 96)), 0)
+    assert {group: ids.tolist() for group, ids in found.items()} == {"tokens": [2, 3, 4, 5], "values": [4, 5]}

@@ -318,6 +318,8 @@ class World:
         wanted: tuple[type, ...] = (Failed,) if self.initiatives else (Ready,)
         if self.initiatives == ["AnswerEnded"]:
             wanted = (Finished,)
+            if faults.jumps:
+                return  # the end of an answer is kept for a while only
         if self.initiatives in (["gap"], ["overlap"], ["Aborted"]):
             # Nobody may need the cells, and who has committed can only ask.
             wanted = (Failed, Ready)

@@ -182,6 +182,21 @@ def test_a_ledger_that_is_wrong_is_caught(broken: Enter):
     find(SCENARIOS, lambda scenario: disagreement(scenario, broken) != "", settings=search)
 
 
+@pytest.mark.parametrize("is_by_layer", [True, False])
+def test_chunks_in_order_leave_few_rectangles(is_by_layer: bool):
+    """Prefill by prefill chunk, layer by layer; or layer by layer over the whole prompt."""
+    places = [(layer, token) for token in range(20) for layer in range(30)]
+    if not is_by_layer:
+        places.sort()
+    ledger = Ledger.empty(20, {(0, 0): (Need((0, 30), 0),)})
+    for layer, token in places:
+        ledger = ledger.entered((0, 0), Rectangle((layer, layer + 1), (token, token + 1)))
+        assert len(ledger.landed[0, 0]) <= 2
+        assert ledger.missing.get((0, 0), 0) == 600 - sum(box.area for box in ledger.landed[0, 0])
+    assert ledger.is_full
+    assert ledger.landed == {(0, 0): (Rectangle((0, 30), (0, 20)),)}
+
+
 def test_a_ledger_that_needs_nothing_is_full_from_the_start():
     for wanted in ({}, {(0, 0): ()}, {(0, 0): (Need((0, 4), 8), Need((4, 5), 8))}):
         assert Ledger.empty(8, wanted).is_full

@@ -42,7 +42,7 @@ def test_a_source_page_that_is_given_back_too_early(monkeypatch) -> None:
             self.give_back(job, rank, {})
 
     monkeypatch.setattr(SourceEngine, "tidy", tidy)
-    found = {checker_of(world(family=family, compute_speed=0.3)) for family in (28, 37, 46, 55)}
+    found = {checker_of(world(family=family, slowness=0.3)) for family in (28, 37, 46, 55)}
     assert found <= {"source_pages", "bytes_right", "full_ledger"}
     assert "source_pages" in found
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from baton.bench import plan as plan_bench
 from baton.bench import transport as transport_bench
-from baton.bench.handoff.run import Options
+from baton.bench.handoff.run import Options, check
 from baton.bench.handoff.scene import Scene, Side, parse_speed
 from baton.bench.handoff.shown import measure_control, measure_one, measure_sweep
 from baton.bench.plot import plot_throughput
@@ -137,6 +137,7 @@ def handoff(
     )
     layer_s = None if layer_ms is None else layer_ms / 1e3
     options = Options(policy, layer_s, ratio, chunk, repeat, verify)
+    check(scene, options)
     measure = measure_control if control else measure_sweep if sweep else measure_one
     with _progress() as progress:
         task = progress.add_task("starting", total=None)

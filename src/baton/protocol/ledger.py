@@ -3,6 +3,7 @@
 Chunks are rectangles of layers x tokens, cut by the source as it likes. For every pair of ranks the plan says
 which cells matter (`Need`). A pair is complete when each needed cell landed exactly once: overlap is an error
 when it happens, and since overlaps are out, counting the area is enough to know that nothing is missing.
+Neighbours are joined as they come, so that chunks in any sensible order leave few rectangles to compare with.
 """
 
 from __future__ import annotations
@@ -44,6 +45,14 @@ class Rectangle:
         if layers[0] >= layers[1] or tokens[0] >= tokens[1]:
             return None
         return Rectangle(layers, tokens)
+
+    def joined(self, other: Rectangle) -> Rectangle | None:
+        """Both as one, if they are neighbours along a whole side."""
+        if self.layers == other.layers and (tokens := _joined(self.tokens, other.tokens)):
+            return Rectangle(self.layers, tokens)
+        if self.tokens == other.tokens and (layers := _joined(self.layers, other.layers)):
+            return Rectangle(layers, self.tokens)
+        return None
 
     @property
     def area(self) -> int:
@@ -95,8 +104,24 @@ class Ledger:
         left = missing.pop(pair) - sum(part.area for part in wanted)
         if left:
             missing[pair] = left
-        return replace(self, landed={**self.landed, pair: before + tuple(wanted)}, missing=missing)
+        for part in wanted:
+            before = _with(before, part)
+        return replace(self, landed={**self.landed, pair: before}, missing=missing)
 
     def _wanted(self, pair: Pair, chunk: Rectangle) -> list[Rectangle]:
         needed = (need.box(self.num_tokens) for need in self.needs.get(pair, ()))
         return [part for part in (chunk.common(need) for need in needed) if part is not None]
+
+
+def _joined(one: Range, other: Range) -> Range | None:
+    if one[1] == other[0] or other[1] == one[0]:
+        return min(one[0], other[0]), max(one[1], other[1])
+    return None
+
+
+def _with(boxes: tuple[Rectangle, ...], part: Rectangle) -> tuple[Rectangle, ...]:
+    """Disjoint rectangles and one more, joined while that can be done."""
+    for index, box in enumerate(boxes):
+        if (both := box.joined(part)) is not None:
+            return _with(boxes[:index] + boxes[index + 1 :], both)
+    return (*boxes, part)

@@ -22,6 +22,8 @@ class Timings:
     ask_again_s: float = 0.25
     """How often an unanswered question (quiet? settled? still?) is put again, at first; it backs off."""
     ask_again_s_max: float = 4.0
+    stuck_s: float = 10.0
+    """How long pages may be in quarantine before they count as stuck: quiet takes a moment to be said."""
     redial_s: float = 0.1
     redial_s_max: float = 5.0
     linger_s: float = 60.0

@@ -371,6 +371,7 @@ class Arrivals:
                 for rank in ranks:
                     to_rank(rank, Close(grant=coming.record.grant.grant, must_still=must_still))
             case Conclude(outcome):
+                coming.concluded = self.owner.ports.now()
                 grant_id = coming.record.grant.grant if coming.record.grant else b""
                 for rank in sorted(coming.record.ranks | coming.callers):
                     to_rank(rank, Settled(transfer=transfer, grant=grant_id, outcome=outcome))
@@ -397,11 +398,11 @@ class Arrivals:
 
     def num_live(self) -> int:
         """Transfers whose pages are not all the engine's again."""
-        return sum(1 for coming in self.coming.values() if coming.is_live)
+        return sum(1 for coming in list(self.coming.values()) if coming.is_live)
 
     def num_active(self) -> int:
         """Transfers without a verdict."""
-        return sum(1 for coming in self.coming.values() if coming.record.outcome is None)
+        return sum(1 for coming in list(self.coming.values()) if coming.record.outcome is None)
 
     def quarantined(self) -> dict[str, int]:
         """Transfers whose pages wait for quiet, with the number of pages on all ranks together."""
@@ -409,16 +410,18 @@ class Arrivals:
             transfer: max(
                 (len(raw) // 4 for table in coming.tables.values() for raw in table.values()), default=0
             )
-            for transfer, coming in self.coming.items()
+            for transfer, coming in list(self.coming.items())
             if coming.record.state is ReceiverState.QUARANTINED
         }
 
     def quarantined_share(self) -> float:
-        """The largest share of a group's pages that some rank has in quarantine."""
+        """The largest share of a group's pages that some rank has in quarantine, beyond what is usual."""
+        usual_s, now = self.owner.config.timings.stuck_s, self.owner.ports.now()
         storage = self.owner.config.spec.storage
         counts: dict[tuple[int, str], int] = {}
         for coming in self.coming.values():
-            if coming.record.state is not ReceiverState.QUARANTINED:
+            is_quarantined = coming.record.state is ReceiverState.QUARANTINED
+            if not is_quarantined or coming.concluded is None or now - coming.concluded < usual_s:
                 continue
             for rank, table in coming.tables.items():
                 for group, raw in table.items():

@@ -24,6 +24,7 @@ from baton.session.handles import Handle, Receiving, Sending
 from baton.session.link_ports import LOCAL
 from baton.session.loop import Loop, SocketConfig, exit_loudly
 from baton.session.membership import Membership
+from baton.session.moving import preload
 from baton.session.pools import Pools, check_buffers
 from baton.session.rank import RankConfig, RankDriver
 from baton.session.requests import Digest, Request
@@ -127,6 +128,8 @@ class Endpoint:
             )
 
     def _attach(self) -> None:
+        if self.config.staging_bytes:
+            self._rank.ports.run(preload, lambda result: None)
         self._rank.ports.dial(self.config.coordinator or LOCAL, self.config.instance)
 
     @property

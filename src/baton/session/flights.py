@@ -62,6 +62,8 @@ class Flight:
     num_waits: int = 0
     """Things to be begun when a fence is ready; they can be called off."""
     is_off: bool = False
+    is_told: bool = False
+    """Whether its failure is known although something of it is left."""
     cause: Cause | None = None
     doubt: str = ""
     num_bytes: dict[int, Mapping[str, int]] = field(default_factory=dict)
@@ -93,9 +95,16 @@ class Outgoing:
 class Flights:
     """Every copy of a source rank that is under way, and the connections they use."""
 
-    def __init__(self, rank: RankDriver, ended: Callable[[Outgoing, Flight], None]) -> None:
+    def __init__(
+        self,
+        rank: RankDriver,
+        ended: Callable[[Outgoing, Flight], None],
+        failing: Callable[[Outgoing, Cause], None],
+    ) -> None:
         self.rank = rank
         self.ended = ended
+        self.failing = failing
+        """Called when a chunk will fail, which may be long before the last of its copies has ended."""
         self.ways: dict[tuple[int, int, int], Way] = {}
         """By session, target rank and path number."""
         self.tickets: dict[int, tuple[Outgoing, Flight]] = {}
@@ -292,6 +301,9 @@ class Flights:
                 self.rank.transport.cancel(Ticket(number))
 
     def _end_if_over(self, found: Outgoing, flight: Flight) -> None:
+        if flight.cause is not None and not flight.is_over and not flight.is_told:
+            flight.is_told = True
+            self.failing(found, flight.cause)
         if not flight.is_over or found.flights.get(flight.index) is not flight:
             return
         del found.flights[flight.index]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from baton.plan import PackCost, Plan, Prompt, plan
-from baton.plan.sides import expected_bytes, modes, needs
+from baton.plan.outline import Pair, Same
+from baton.plan.sides import DIRECT, Mode, expected_bytes, modes, needs
 from baton.protocol.arrival import Arrival, Prepared, ReceiverState, Terms
 from baton.protocol.ledger import Ledger, Need
 from baton.protocol.messages import Grant, Inquiry, Invite, Lane, PageTable, Receive
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 
 GRANT_BYTES = 16
 NUM_OFFSETS = 16
+"""Few, so that what is kept of a plan under a prompt is found again."""
+OUTLOOKS_MAX = 256
 
 
 @dataclass(slots=True)
@@ -33,13 +38,59 @@ class Coming:
     session: int = -1
     epoch: int = -1
     """Of the source, when the session was taken."""
+    offset: int | None = None
+    """Where dealing over mirrors begins."""
     is_inquired: bool = False
+    concluded: float | None = None
     forget_at: float | None = None
 
     @property
     def is_live(self) -> bool:
         """Whether its pages are not all the engine's again."""
         return self.record.state is not ReceiverState.RELEASED
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a plan under a prompt will bring: how pairs move, what they move, and which cells matter."""
+
+    modes: Mapping[Pair, Mode]
+    expected: Mapping[Pair, Mapping[str, int]]
+    targets: Mapping[int, tuple[int, ...]]
+    ledger: Ledger
+
+
+def look_ahead(found: Plan, prompt: Prompt, cost: PackCost) -> Outlook:
+    """The outlook; asked again for a prompt of the same length, the same one."""
+    return _look_ahead(
+        Same(found), prompt.num_tokens, tuple(sorted(prompt.held.items())), prompt.offset, cost
+    )
+
+
+@lru_cache(maxsize=OUTLOOKS_MAX)
+def _look_ahead(
+    same: Same, num_tokens: int, held: tuple[tuple[str, int], ...], offset: int, cost: PackCost
+) -> Outlook:
+    prompt = Prompt(num_tokens, dict(held), offset)
+    chosen = modes(same.plan, prompt, cost)
+    targets: dict[int, tuple[int, ...]] = {}
+    for source, target in chosen:
+        targets[source] = (*targets.get(source, ()), target)
+    cells = {
+        pair: tuple(Need(need.layers, need.start) for need in needed)
+        for pair, needed in needs(same.plan, prompt).items()
+    }
+    return Outlook(chosen, expected_bytes(same.plan, prompt), targets, Ledger.empty(num_tokens, cells))
+
+
+def is_dealt(found: Plan) -> bool:
+    """Whether some target has several mirrors to take turns, so that it matters where they begin."""
+    return _is_dealt(Same(found))
+
+
+@lru_cache(maxsize=OUTLOOKS_MAX)
+def _is_dealt(same: Same) -> bool:
+    return any(route.turns.period > 1 for route in same.plan.routes)
 
 
 class Granting:
@@ -66,17 +117,18 @@ class Granting:
                 self.owner.sessions.send(session.number, Inquiry(transfer=record.transfer))
             return None
         found = plan(session.spec, self.owner.config.spec, coming.source_dp, coming.target_dp)
-        # Where dealing over mirrors begins; few values, so that what is kept of a plan is found again.
-        offset = self.owner.ports.token(1)[0] % NUM_OFFSETS
-        prompt = Prompt(record.num_tokens, dict(coming.request.held), offset)
-        chosen = modes(found, prompt, self.cost)
-        if not self._has_paths(session, list(chosen)):
+        if coming.offset is None:
+            coming.offset = self.owner.ports.token(1)[0] % NUM_OFFSETS if is_dealt(found) else 0
+        prompt = Prompt(record.num_tokens, dict(coming.request.held), coming.offset)
+        outlook = look_ahead(found, prompt, self.cost)
+        if not self._has_paths(session, list(outlook.modes)):
             return None
         lanes = tuple(
             Lane(source, target, session.paths[source, target].number, mode.mode, 0, mode.staging_bytes)
-            for (source, target), mode in chosen.items()
+            for (source, target), mode in outlook.modes.items()
         )
-        return self._prepared(coming, found, prompt, lanes)
+        decode_tables(coming.tables, found.target, coming.target_dp)
+        return self._prepared(coming, outlook, prompt, lanes)
 
     def _has_paths(self, session: Session, pairs: list[tuple[int, int]]) -> bool:
         """Whether every pair can connect; asks for what is missing."""
@@ -90,9 +142,10 @@ class Granting:
             self.owner.to_rank(target, Invite(session=session.number, source_ranks=tuple(sources)))
         return not missing
 
-    def _prepared(self, coming: Coming, found: Plan, prompt: Prompt, lanes: tuple[Lane, ...]) -> Prepared:
+    def _prepared(
+        self, coming: Coming, outlook: Outlook, prompt: Prompt, lanes: tuple[Lane, ...]
+    ) -> Prepared:
         session = self.owner.sessions.standing[coming.session]
-        decode_tables(coming.tables, found.target, coming.target_dp)
         request = coming.request
         grant = Grant(
             transfer=request.transfer,
@@ -109,25 +162,14 @@ class Granting:
             is_verified=request.is_verified,
             session=coming.session,
         )
-        targets: dict[int, tuple[int, ...]] = {}
-        for lane in lanes:
-            targets[lane.source_rank] = (*targets.get(lane.source_rank, ()), lane.target_rank)
-        worked = frozenset(
-            (lane.source_rank, lane.target_rank)
-            for lane in lanes
-            if request.is_verified or lane.mode != "direct"
-        )
+        is_worked = {pair: request.is_verified or mode.mode != DIRECT for pair, mode in outlook.modes.items()}
         terms = Terms(
             sources=frozenset(session.spec.layout.group(coming.source_dp)),
-            expected=expected_bytes(found, prompt),
-            worked=worked,
-            targets=targets,
+            expected=outlook.expected,
+            worked=frozenset(pair for pair, needed in is_worked.items() if needed),
+            targets=outlook.targets,
         )
-        cells = {
-            pair: tuple(Need(need.layers, need.start) for need in needed)
-            for pair, needed in needs(found, prompt).items()
-        }
-        return Prepared(grant, terms, Ledger.empty(request.num_tokens, cells))
+        return Prepared(grant, terms, outlook.ledger)
 
     def mistrust_paths(self, coming: Coming, source_rank: int) -> None:
         """A copy failed: the next transfer gets new paths from that rank (-1: from all)."""

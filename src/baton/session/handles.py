@@ -183,6 +183,8 @@ class Receiving(Handle):
         super().__init__(transfer)
         self.is_asked = False
         """For the driver: whether the coordinator has heard of it."""
+        self.source = ""
+        """For the driver: where it is to come from."""
         self._abort = abort
 
     def abort(self, text: str = "") -> None:

@@ -1,82 +1,47 @@
 """The work of a chunk that is not copying between ranks: packing, unpacking and checksums.
 
 These run beside the driver, on registered buffers: numpy arrays or torch tensors, of one device. Each call is
-done with its bytes when it returns.
+done with its bytes when it returns. torch takes seconds to import, and a rank without staging never needs
+it but for checksums: it is looked up when somebody does.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-import xxhash
-from torch import Tensor
-
-from baton.errors import TransportError
-from baton.plan.steps import STAGING, Pack, Spans, Unpack
+from baton.plan.steps import Pack, Unpack
 from baton.session.loads import Gathers
-from baton.transport import packing
-from baton.transport.base import Bytes
 
-Buffer: TypeAlias = Bytes | Tensor
-"""Contiguous memory that was registered with a transport."""
+if TYPE_CHECKING:
+    from baton.session.tensors import Buffer
+
+
+@cache
+def _tensors() -> Any:
+    return importlib.import_module("baton.session.tensors")
+
+
+def preload() -> None:
+    """Takes the time for torch now, on a worker, instead of with the first chunk that is packed."""
+    _tensors()
 
 
 def run_packs(packs: Iterable[Pack], buffers: Mapping[str, Buffer], staging: Buffer) -> None:
     """Gathers a chunk into its place in the source's staging."""
-    into = _bytes_of(staging)
-    for step in packs:
-        packing.pack(step, _bytes_of(buffers[step.buffer]), into)
-    _finish(into)
+    _tensors().run_packs(packs, buffers, staging)
 
 
 def run_unpacks(unpacks: Iterable[Unpack], staging: Buffer, buffers: Mapping[str, Buffer]) -> None:
     """Scatters a chunk from its place in the target's staging, changing element types on the way."""
-    landed = _bytes_of(staging)
-    for step in unpacks:
-        packing.unpack(step, landed, _bytes_of(buffers[step.buffer]))
-    _finish(landed)
+    _tensors().run_unpacks(unpacks, staging, buffers)
 
 
 def checksums(
     sums: Gathers, buffers: Mapping[str, Buffer], staging: Buffer | None = None
 ) -> dict[str, bytes]:
     """By component: the xxh3 of a chunk's bytes in canonical order; `staging` is the chunk's place in it."""
-    found: dict[str, bytes] = {}
-    for name, (buffer, spans) in sums.items():
-        memory = staging if buffer == STAGING else buffers[buffer]
-        assert memory is not None, "a chunk that lies in staging is summed there"
-        found[name] = xxhash.xxh3_128_digest(_gathered(spans, _bytes_of(memory)).data)
+    found: dict[str, bytes] = _tensors().checksums(sums, buffers, staging)
     return found
-
-
-def _gathered(spans: Spans, buffer: Tensor) -> Bytes:
-    """The spans' bytes one after another, on the host."""
-    if len(spans) == 1:
-        start, stop = int(spans.source[0]), int(spans.source[0] + spans.length[0])
-        if not 0 <= start <= stop <= len(buffer):
-            raise TransportError(f"bytes {start} to {stop} are not in a buffer of {len(buffer)} bytes")
-        found = buffer[start:stop]
-    else:
-        found = torch.empty(spans.num_bytes, dtype=torch.uint8, device=buffer.device)
-        packing.pack(Pack(0, 0, "", "", spans), buffer, found)
-    return np.asarray(found.cpu().numpy(), dtype=np.uint8)
-
-
-def _bytes_of(buffer: Buffer) -> Tensor:
-    """A buffer as a tensor of bytes with one dim, in the same memory."""
-    if isinstance(buffer, Tensor):
-        if not buffer.is_contiguous():
-            raise TransportError(f"only contiguous buffers can be moved; got strides {buffer.stride()}")
-        return buffer.view(-1).view(torch.uint8)
-    if not buffer.flags.c_contiguous or not buffer.flags.writeable:
-        raise TransportError("only contiguous buffers that can be written can be moved")
-    return torch.from_numpy(buffer.reshape(-1).view(np.uint8))
-
-
-def _finish(buffer: Tensor) -> None:
-    """Waits for what was queued on a device."""
-    if buffer.device.type == "cuda":
-        torch.cuda.current_stream(buffer.device).synchronize()

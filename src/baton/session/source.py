@@ -10,7 +10,7 @@ from baton.errors import BatonError
 from baton.plan import Prompt
 from baton.protocol.ledger import Rectangle
 from baton.protocol.messages import Grant, Offer, Settled
-from baton.protocol.outcomes import Aux, Stage, Why
+from baton.protocol.outcomes import Aux, Cause, Stage, Why
 from baton.protocol.sender import (
     SENDER,
     Aborted,
@@ -49,7 +49,7 @@ class SourceHalf:
     def __init__(self, rank: RankDriver) -> None:
         self.rank = rank
         self.outgoing: dict[str, Outgoing] = {}
-        self.flights = Flights(rank, self._ended)
+        self.flights = Flights(rank, self._ended, self._failing)
         self._events: deque[tuple[Outgoing, object]] = deque()
         self._is_busy = False
 
@@ -201,6 +201,9 @@ class SourceHalf:
                 self.rank.release(found.handle)
             case _:
                 raise AssertionError(f"no such effect: {effect}")
+
+    def _failing(self, found: Outgoing, cause: Cause) -> None:
+        self._feed(found, Aborted(cause))
 
     def _ended(self, found: Outgoing, flight: Flight) -> None:
         if flight.is_off:

@@ -29,6 +29,7 @@ from baton.protocol.messages import (
     Abort,
     Close,
     Closed,
+    Decline,
     Grant,
     Invite,
     Invited,
@@ -110,6 +111,7 @@ class TargetHalf:
             self.rank.refuse(receiving, self.rank.cause(Why.REFUSED_LIVE_ID, Stage.GRANT, text))
             return
         self.receiving[receiving.transfer] = receiving
+        receiving.source = request.source
         call = partial(self._ask, receiving, request)
         request.fence.call_when_ready(lambda: self.rank.ports.post(call))
 
@@ -136,7 +138,8 @@ class TargetHalf:
         cause = self.rank.cause(Why.ABORTED, Stage.GRANT, text or "given up at the target")
         self.rank.tell(Abort(transfer=receiving.transfer, grant=b"", cause=cause))
         if not receiving.is_asked:
-            # Nobody has heard of its pages yet.
+            # Nobody has heard of its pages yet, nor of the source that may be waiting for them.
+            self.rank.tell(Decline(transfer=receiving.transfer, source=receiving.source, cause=cause))
             del self.receiving[receiving.transfer]
             self.rank.refuse(receiving, cause)
 

@@ -22,7 +22,6 @@ from baton.sim.engines.target import TargetEngine
 from baton.sim.host import Host
 from baton.sim.links import join
 from baton.sim.network import Listener
-from baton.sim.options import TIMINGS
 from baton.sim.pool import Pool
 from baton.sim.process import Clock, Process
 from baton.sim.registry import address_of
@@ -49,6 +48,7 @@ class Incarnation:
         self.name = instance.name
         self.spec = instance.spec
         self.processes: list[Process] = []
+        self.coordinator: Host | None = None
         self.hosts: dict[int, Host] = {}
         self.drivers: dict[int, RankDriver] = {}
         self.pools: dict[int, Pool] = {}
@@ -62,9 +62,9 @@ class Incarnation:
         processes = {rank: self._process(f"{self.name}/{rank}") for rank in ranks}
         is_apart = self.world.chance.of(f"place/{self.name}").random() < 0.3
         home = self._process(f"{self.name}/c") if is_apart else processes[0]
-        coordinator = self._start_coordinator(home)
+        self.coordinator = self._start_coordinator(home)
         for rank in ranks:
-            self._start_rank(processes[rank], rank, coordinator)
+            self._start_rank(processes[rank], rank, self.coordinator)
 
     @property
     def is_alive(self) -> bool:
@@ -83,9 +83,11 @@ class Incarnation:
 
     def _start_coordinator(self, process: Process) -> Host:
         host = self._host(process, f"{self.name}/c")
-        config = InstanceConfig(self.name, self.epoch, self.spec, NAME, FINGERPRINT, TIMINGS)
+        config = InstanceConfig(
+            self.name, self.epoch, self.spec, NAME, FINGERPRINT, self.world.options.timings
+        )
         driver = CoordinatorDriver(config, host)
-        driver.arrivals.granting.cost = ALWAYS_PACK if self.world.options.is_packing else NEVER_PACK
+        driver.arrivals.granting.cost = ALWAYS_PACK if self.world.options.habits.is_packing else NEVER_PACK
         host.driver = driver
         party = Party(
             introduction=config.introduction(),
@@ -107,7 +109,7 @@ class Incarnation:
             pool.fill(share, host.chance)
         owner = Owner(host.name, process.life, partial(self._wake, host, rank), process.is_running)
         transport = SimTransport(self.world.fabric, owner, self.world.options.strength)
-        config = RankConfig(self.name, self.epoch, rank, self.spec, FINGERPRINT, TIMINGS)
+        config = RankConfig(self.name, self.epoch, rank, self.spec, FINGERPRINT, self.world.options.timings)
         pools = Pools(pool.memory, transport, STAGING_BYTES)
         driver = RankDriver(config, host, transport, pools)
         host.driver = driver
@@ -141,14 +143,22 @@ class Incarnation:
         return self.drivers[rank].receive(
             Asked(
                 transfer=attempt.transfer,
-                source=attempt.ends.source,
+                source=job.wish.source,
                 digest=Digest(prompt.num_tokens, prompt.digest),
                 pages=tables,
-                held=job.held,
-                source_dp=attempt.ends.source_dp if job.asks[0] else None,
-                is_verified=job.asks[1],
+                held=job.wish.held,
+                source_dp=job.wish.source_dp,
+                is_verified=job.wish.is_verified,
+                fence=job.wish.fence,
             )
         )
+
+    def drain(self) -> None:
+        """The owner wants it to end when its work is done."""
+        host = self.coordinator
+        assert host is not None
+        assert isinstance(host.driver, CoordinatorDriver)
+        host.call(host.driver.drain, "told to")
 
     def decline(self, attempt: Attempt) -> None:
         """Turns a transfer down, on any rank."""

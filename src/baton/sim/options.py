@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from baton.protocol.timings import Timings
@@ -28,6 +28,24 @@ TIMINGS = Timings(
 
 
 @dataclass(frozen=True, slots=True)
+class Habits:
+    """How the engines of a world go about their work: shares are probabilities for each request."""
+
+    slowness: float = 1.0
+    """Of computing."""
+    finish_share: float = 0.05
+    """Answers that end at the source."""
+    held_share: float = 0.4
+    """Prompts of which the target may hold a prefix."""
+    one_call_share: float = 0.3
+    """Requests for which one rank of the target names the pages of all."""
+    verified_share: float = 0.2
+    pages_s_max: float = 0.3
+    """How long a target waits for pages before it declines."""
+    is_packing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Options:
     """A seed's world."""
 
@@ -40,14 +58,16 @@ class Options:
     faults_s: float = 0.5
     """After this much time there are no faults any more."""
     strength: Strength = field(default_factory=Strength)
-    compute_speed: float = 1.0
-    finish_share: float = 0.05
-    held_share: float = 0.4
-    one_call_share: float = 0.3
-    pages_s_max: float = 0.3
-    """How long a target waits for pages before it declines."""
-    verified_share: float = 0.2
-    is_packing: bool = False
+    habits: Habits = field(default_factory=Habits)
+    timings: Timings = TIMINGS
+
+    def but(self, **changes: Any) -> Options:
+        """The same with some of them, or of the habits, changed."""
+        habits = {name: changes.pop(name) for name in HABITS & changes.keys()}
+        return replace(self, habits=replace(self.habits, **habits), **changes)
+
+
+HABITS = frozenset(found.name for found in fields(Habits))
 
 
 def draw_options(chance: random.Random) -> Options:
@@ -63,9 +83,11 @@ def draw_options(chance: random.Random) -> Options:
             can_enforce_grants=is_strong or chance.random() < 0.3,
             can_revoke=is_strong or chance.random() < 0.3,
         ),
-        compute_speed=chance.choice((0.3, 1.0, 3.0)),
-        held_share=chance.choice((0.0, 0.5, 1.0)),
-        one_call_share=chance.choice((0.0, 1.0)),
-        verified_share=chance.choice((0.0, 0.0, 1.0)),
-        is_packing=chance.random() < 0.25,
+        habits=Habits(
+            slowness=chance.choice((0.3, 1.0, 3.0)),
+            held_share=chance.choice((0.0, 0.5, 1.0)),
+            one_call_share=chance.choice((0.0, 1.0)),
+            verified_share=chance.choice((0.0, 0.0, 1.0)),
+            is_packing=chance.random() < 0.25,
+        ),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -27,7 +27,7 @@ class Result:
 
 def options_of(seed: int, **changes: Any) -> Options:
     """The options that a seed draws, with some of them set."""
-    return replace(draw_options(Chance(seed).of("options")), **changes)
+    return draw_options(Chance(seed).of("options")).but(**changes)
 
 
 def make_world(seed: int, options: Options | None = None, *, is_traced: bool = False) -> World:
@@ -43,12 +43,13 @@ def run_world(world: World) -> Violation | None:
     try:
         world.run()
     except Violation as found:
-        return found
+        # What was seen first may have come out of a driver as something else.
+        return world.checkers.found or found
     except Exception as error:
         at = f"at {world.schedule.now:.4f} s: {type(error).__name__}: {error}"
-        found = Violation(world.seed, "escape", at)
-        found.__cause__ = error
-        return found
+        escaped = Violation(world.seed, "escape", at)
+        escaped.__cause__ = error
+        return escaped
     return None
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from statistics import median
 
 from rich.table import Table
 
 from baton.bench.handoff.control import CONTROL_S_TARGET, Control
+from baton.bench.handoff.figures import Figures
 from baton.bench.handoff.run import Measured
 from baton.bench.handoff.scene import Scene
 from baton.bench.handoff.sweep import Sweep
@@ -29,7 +31,7 @@ def title_of(scene: Scene) -> str:
 def measured_table(found: Measured) -> Table:
     """A column for each run."""
     table = Table("", title=f"{title_of(found.scene)}, {found.pace.policy}")
-    rows = {
+    rows: dict[str, Callable[[Figures], str]] = {
         "tth": lambda run: _ms(run.tth_s),
         "compute": lambda run: _ms(run.compute_s),
         "exposed": lambda run: _ms(run.exposed_s),
@@ -89,16 +91,19 @@ def control_summary(found: Control) -> str:
 
 
 def sweep_table(found: Sweep) -> Table:
-    """Efficiency by ratio and policy, with the bound."""
-    policies = list(dict.fromkeys(row.policy for row in found.rows))
-    scene = found.scene
-    title = f"efficiency, {scene.source.layout} to {scene.target.layout} by {scene.transport}"
-    table = Table("C/T", "bound", *policies, "cost of bound", "cost behind best", title=title)
-    for ratio in dict.fromkeys(row.ratio for row in found.rows):
-        rows = found.at(ratio)
-        shares = [f"{rows[policy].efficiency:.3f}" for policy in policies]
-        last = (f"{rows['cost'].of_bound:.3f}", f"{found.behind(ratio) * 100:+.1f}%")
-        table.add_row(f"{ratio:g}", f"{rows['cost'].middle('bound'):.3f}", *shares, *last)
+    """Efficiency of every policy, by the ratio of compute to transfer, with the bound."""
+    ratios = list(dict.fromkeys(row.ratio for row in found.rows))
+    table = Table("", title=f"efficiency, {title_of(found.scene)}")
+    for ratio in ratios:
+        table.add_column(f"C/T {ratio:g}", justify="right")
+    rows = {ratio: found.at(ratio) for ratio in ratios}
+    table.add_row("bound", *(f"{rows[ratio]['cost'].middle('bound'):.3f}" for ratio in ratios))
+    for policy in dict.fromkeys(row.policy for row in found.rows):
+        table.add_row(policy, *(f"{rows[ratio][policy].efficiency:.3f}" for ratio in ratios))
+    table.add_section()
+    table.add_row("cost of bound", *(f"{rows[ratio]['cost'].of_bound:.3f}" for ratio in ratios))
+    table.add_row("cost behind best", *(f"{found.behind(ratio) * 100:+.1f}%" for ratio in ratios))
+    table.add_row("groups of cost", *(f"{rows[ratio]['cost'].middle('num_groups'):g}" for ratio in ratios))
     return table
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from baton.bench.handoff.figures import Figures, Serial, figures, inner_bytes_per_s, serial_of
 from baton.bench.handoff.fleet import Fleet, ask_all
-from baton.bench.handoff.pacing import Pace
+from baton.bench.handoff.pacing import Pace, schedule
 from baton.bench.handoff.records import HandOver
 from baton.bench.handoff.scene import Scene, cache_of, fitted, room_bytes
 from baton.bench.handoff.story import story
@@ -71,6 +71,11 @@ class Measured:
         }
 
 
+def check(scene: Scene, options: Options) -> None:
+    """Raises on what could not be measured, before anything is started."""
+    schedule(scene, Pace(policy=options.policy, chunk_tokens=options.chunk_tokens))
+
+
 def run(scene: Scene, options: Options, tell: Callable[[str], None]) -> Measured:
     """Starts everything, hands over `repeats` times, compares after each, and ends everything."""
     kept = fitted(scene, room_bytes())
@@ -86,18 +91,21 @@ def run(scene: Scene, options: Options, tell: Callable[[str], None]) -> Measured
         serial = calibrate(fleet, options.chunk_tokens)
         pace = paced(kept, serial, options)
         found: list[HandOver] = []
-        num_bytes = num_right = 0
+        verdicts = []
         for index in range(options.repeats):
             tell(f"handing over, {index + 1} of {options.repeats}")
             ask_all(fleet.targets, "wipe")
             found.append(succeeded(fleet.hand_over(pace, is_verified=options.is_verified)))
-            verdict = fleet.compare()
-            num_bytes, num_right = num_bytes + verdict.num_bytes, num_right + verdict.num_right
+            verdicts.append(fleet.compare())
     runs = [figures(each, serial) for each in found]
     notes += link_notes(kept, found)
     middle = sorted(found, key=lambda each: each.received.settled_s - each.start_s)[len(found) // 2]
-    verdict = Verdict(num_bytes, num_right)
-    return Measured(kept, pace, serial, runs, verdict, story(middle, kept.model), notes)
+    return Measured(kept, pace, serial, runs, total(verdicts), story(middle, kept.model), notes)
+
+
+def total(verdicts: Sequence[Verdict]) -> Verdict:
+    """Several as one."""
+    return Verdict(sum(each.num_bytes for each in verdicts), sum(each.num_right for each in verdicts))
 
 
 def calibrate(fleet: Fleet, chunk_tokens: int = 0) -> Serial:

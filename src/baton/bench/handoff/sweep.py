@@ -9,9 +9,9 @@ from statistics import median
 from typing import Any
 
 from baton.bench.handoff.figures import Figures, Serial, figures
-from baton.bench.handoff.fleet import Fleet
+from baton.bench.handoff.fleet import Fleet, ask_all
 from baton.bench.handoff.records import HandOver
-from baton.bench.handoff.run import Options, calibrate, link_notes, paced, succeeded
+from baton.bench.handoff.run import Options, calibrate, link_notes, paced, succeeded, total
 from baton.bench.handoff.scene import Scene, Side
 from baton.plan.identity import Verdict
 
@@ -114,15 +114,17 @@ def run(scene: Scene, options: Options, ratios: Sequence[float], tell: Callable[
         tell("calibrating")
         serial = calibrate(fleet)
         found: dict[tuple[float, str], list[HandOver]] = {key: [] for key in product(ratios, POLICIES)}
-        for ratio in ratios:
-            for index, policy in product(range(options.repeats), POLICIES):
-                tell(f"C/T {ratio:g}, {policy}, {index + 1} of {options.repeats}")
-                pace = paced(scene, serial, replace(options, policy=policy, ratio=ratio, layer_s=None))
-                found[ratio, policy].append(succeeded(fleet.hand_over(pace)))
-        verdict = fleet.compare()
+        verdicts = []
+        for ratio, index, policy in product(ratios, range(options.repeats), POLICIES):
+            tell(f"C/T {ratio:g}, {policy}, {index + 1} of {options.repeats}")
+            pace = paced(scene, serial, replace(options, policy=policy, ratio=ratio, layer_s=None))
+            ask_all(fleet.targets, "wipe")
+            found[ratio, policy].append(succeeded(fleet.hand_over(pace)))
+            if not index:
+                verdicts.append(fleet.compare())
     rows = [
         Row(ratio, policy, [figures(each, serial) for each in runs])
         for (ratio, policy), runs in found.items()
     ]
     notes = link_notes(scene, [each for runs in found.values() for each in runs])
-    return Sweep(scene, serial, rows, verdict, notes)
+    return Sweep(scene, serial, rows, total(verdicts), notes)

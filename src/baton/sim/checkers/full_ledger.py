@@ -41,7 +41,7 @@ class FullLedger(Checker):
             return
         source = self.world.instances[ends.source].spec
         found = plan(source, job.incarnation.spec, ends.source_dp, ends.target_dp)
-        routes = resolve(found, Prompt(job.attempt.target_prompt.num_tokens, job.held))
+        routes = resolve(found, Prompt(job.attempt.target_prompt.num_tokens, job.wish.held))
         due, done = sum(route.num_bytes for route in routes), self._num_bytes[job.attempt.tag]
         if due != done:
             self.fail(f"{job.transfer}: ready on rank {rank} with {done} of {due} bytes copied")

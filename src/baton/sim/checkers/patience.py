@@ -7,7 +7,6 @@ from baton.protocol.outcomes import Failed, Outcome, Why
 from baton.sim.checkers.base import Checker
 from baton.sim.engines.job import Job
 from baton.sim.links import SessionEnd
-from baton.sim.options import TIMINGS
 
 PROGRESS = (Landed, Commit)
 SLACK = 0.85
@@ -42,7 +41,7 @@ class Patience(Checker):
             return
         moved = self._moved.get((cause.instance, job.transfer))
         now = self.world.schedule.now
-        if moved is not None and now - moved < SLACK * TIMINGS.progress_s:
+        if moved is not None and now - moved < SLACK * self.world.options.timings.progress_s:
             self.fail(f"{job.transfer}: {cause} on rank {rank}, although it moved {now - moved:.3f} s ago")
 
 

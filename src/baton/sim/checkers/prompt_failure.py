@@ -6,7 +6,7 @@ from baton.protocol.outcomes import Failed, Outcome
 from baton.sim.checkers.base import Checker
 from baton.sim.engines.job import Job
 from baton.sim.incarnation import Incarnation
-from baton.sim.options import TIMINGS
+from baton.sim.transport.flight import Flight
 
 KNOWN_S_MAX = 0.45
 """A second of real time; here everything that takes long is shortened to less than half."""
@@ -17,7 +17,7 @@ FORGOTTEN = 0.9
 
 
 class PromptFailure(Checker):
-    """Measures from the first rank that knows to the last."""
+    """Measures from the first rank that knows, or the first copy that failed, to the last rank."""
 
     def __init__(self, world, name: str) -> None:  # type: ignore[no-untyped-def]
         super().__init__(world, name)
@@ -28,6 +28,11 @@ class PromptFailure(Checker):
         """Whoever is gone cannot pass anything on."""
         self._died[incarnation.name] = self.world.schedule.now
 
+    def flight_ended(self, flight: Flight, how: str) -> None:
+        """A copy that failed is a failure that is known."""
+        if how != "Done" and flight.mark > 0:
+            self._first.setdefault(flight.mark, self.world.schedule.now)
+
     def changed(self, job: Job, rank: int, outcome: Outcome) -> None:
         """A rank's engine heard how a transfer ended."""
         if not isinstance(outcome, Failed):
@@ -37,7 +42,7 @@ class PromptFailure(Checker):
         since = max(first, job.begun_s.get(rank, 0.0))
         if now - since <= KNOWN_S_MAX + 3 * self.world.network.slowest_s:
             return
-        if since - first > FORGOTTEN * TIMINGS.linger_s:
+        if since - first > FORGOTTEN * self.world.options.timings.linger_s:
             return
         if self._excuse_s(job) < first - EXCUSE_S:
             self.fail(

@@ -27,7 +27,7 @@ class WrittenOnce(Checker):
             return
         for one in job.ranks:
             pool, node = job.incarnation.pools[one], job.incarnation.hosts[one].name
-            for buffer, index in job.books[one].sent(job.held):
+            for buffer, index in job.books[one].sent(job.wish.held):
                 counts = pool.num_writes[buffer][index]
                 if counts.max(initial=0) > 1:
                     self.fail(

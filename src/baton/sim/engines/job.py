@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -9,9 +10,24 @@ from baton.protocol.outcomes import Outcome
 from baton.session.handles import Handle
 from baton.sim.content import Copybook
 from baton.sim.request import Attempt
+from baton.transport import NOW, Fence
 
 if TYPE_CHECKING:
     from baton.sim.incarnation import Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """How a target asks for a transfer."""
+
+    held: Mapping[str, int] = field(default_factory=dict)
+    source_dp: int | None = None
+    """The source's group, where the caller names it."""
+    source: str = ""
+    """The source's name, or its address."""
+    is_verified: bool = False
+    fence: Fence = NOW
+    """The device work of the pages' last owner."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +39,7 @@ class Job:
     is_source: bool
     ranks: tuple[int, ...]
     books: dict[int, Copybook]
-    held: dict[str, int] = field(default_factory=dict)
+    wish: Wish = field(default_factory=Wish)
     handles: dict[int, Handle] = field(default_factory=dict)
     begun_s: dict[int, float] = field(default_factory=dict)
     """By rank: when the driver was first asked."""
@@ -33,8 +49,6 @@ class Job:
     done: set[int] = field(default_factory=set)
     """Ranks whose engine needs the pages no longer."""
     is_aborted: bool = False
-    asks: tuple[bool, bool] = (False, False)
-    """At a target: whether it names the dp group of the source, and whether it wants checksums."""
 
     @property
     def transfer(self) -> str:

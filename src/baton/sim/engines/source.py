@@ -131,9 +131,11 @@ class SourceEngine(Engine):
             return
         job.is_aborted = True
         self.world.note(self.incarnation.name, "abort", transfer, text)
-        for rank, handle in job.handles.items():
-            job.done.add(rank)
-            self._of(handle).abort(text)
+        # All ranks give up, or one does and the others hear of it.
+        gone = [self.chance.choice(sorted(job.handles))] if self.chance.random() < 0.4 else job.handles
+        job.done.update(job.handles)
+        for rank in gone:
+            self._sending(job, rank).abort(text)
 
     def heard(self, job: Job, rank: int) -> None:
         """A rank has its outcome: computing more would be in vain."""
@@ -163,7 +165,7 @@ class SourceEngine(Engine):
             chance.shuffle(chunks)
         # A prefix that the source had cached is ready at once.
         is_hit = chance.random() < 0.3
-        speed = self.world.options.compute_speed
+        speed = self.world.options.habits.slowness
         times = [
             0.0 if is_hit and chunk.tokens == token_cuts[0] else speed * COMPUTE_S * chance.random()
             for chunk in chunks
@@ -172,7 +174,7 @@ class SourceEngine(Engine):
             chunks=tuple(chunks),
             compute_s=tuple(times),
             sampler=chance.choice(job.ranks),
-            ends_here=chance.random() < self.world.options.finish_share,
+            ends_here=chance.random() < self.world.options.habits.finish_share,
             fenced=tuple(is_loose and chance.random() < 0.5 for _ in chunks),
         )
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 from baton.protocol.outcomes import Failed, Ready
 from baton.session.handles import Receiving
 from baton.sim.content import prefixes
-from baton.sim.engines.job import Job
+from baton.sim.engines.job import Job, Wish
 from baton.sim.engines.parts import Engine
+from baton.sim.pool import JUNK
+from baton.sim.registry import address_of
 from baton.sim.request import Attempt, Prompt
+from baton.sim.transport.fence import SimFence
+from baton.transport import NOW
 
 DECODE_S = 0.01
+LAST_WORK_S = 0.01
 
 
 class TargetEngine(Engine):
@@ -29,7 +34,7 @@ class TargetEngine(Engine):
         self.try_next()
         if attempt in self.queue:
             ranks = self.incarnation.spec.layout.group(self.dp_of(attempt))
-            self.later(ranks[0], self.world.options.pages_s_max, self._decline, attempt)
+            self.later(ranks[0], self.world.options.habits.pages_s_max, self._decline, attempt)
 
     def try_next(self) -> None:
         """Begins what waits and has room now."""
@@ -40,20 +45,44 @@ class TargetEngine(Engine):
         if "target" in self.world.facts.aborted.get(attempt.transfer, ()):
             return
         job = self.take_pages(attempt, is_source=False)
-        job.held = self._held(attempt.target_prompt)
-        is_verified = self.chance.random() < self.world.options.verified_share
-        job.asks = (self.chance.random() < 0.5, is_verified)
+        held = self._held(attempt.target_prompt)
+        job.wish = self._wish(attempt, held)
+        if job.wish.fence is not NOW:
+            self._finish_late(job)
         for rank in job.ranks:
-            job.books[rank].write_held(job.held, self.incarnation.pools[rank].memory)
+            job.books[rank].write_held(held, self.incarnation.pools[rank].memory)
         self.world.note(
-            self.incarnation.name, "reserve", job.transfer, f"held {max(job.held.values(), default=0)}"
+            self.incarnation.name, "reserve", job.transfer, f"held {max(held.values(), default=0)}"
         )
         # Each rank names its own pages, or one rank those of all: then it has the only handle.
-        calls = {rank: (rank,) for rank in job.ranks}
-        if self.chance.random() < self.world.options.one_call_share:
+        calls: dict[int, tuple[int, ...]] = {rank: (rank,) for rank in job.ranks}
+        if self.chance.random() < self.world.options.habits.one_call_share:
             calls = {self.chance.choice(job.ranks): job.ranks}
         for rank, named in calls.items():
             self.later(rank, 0.0003 * self.chance.random(), self._receive, job, rank, named)
+
+    def _wish(self, attempt: Attempt, held: dict[str, int]) -> Wish:
+        chance, ends = self.chance, attempt.ends
+        return Wish(
+            held=held,
+            source_dp=ends.source_dp if chance.random() < 0.5 else None,
+            source=address_of(ends.source) if chance.random() < 0.2 else ends.source,
+            is_verified=chance.random() < self.world.options.habits.verified_share,
+            fence=SimFence() if chance.random() < 0.3 else NOW,
+        )
+
+    def _finish_late(self, job: Job) -> None:
+        """The device still works for the pages' last owners, and writes to them once more."""
+        fence = job.wish.fence
+        assert isinstance(fence, SimFence)
+        rank = job.ranks[0]
+        self.later(rank, LAST_WORK_S * self.chance.random(), self._finish_last_work, job, fence)
+
+    def _finish_last_work(self, job: Job, fence: SimFence) -> None:
+        for rank in job.ranks:
+            for buffer, index in job.books[rank].sent(job.wish.held):
+                self.incarnation.pools[rank].memory[buffer][index] = JUNK
+        fence.set()
 
     def _receive(self, job: Job, rank: int, named: tuple[int, ...]) -> None:
         tables = {found: job.books[found].tables for found in named}
@@ -74,7 +103,7 @@ class TargetEngine(Engine):
         """A prefix that is held whole by every rank, of every group that has tokens; none, part or all."""
         spec = self.incarnation.spec
         groups = sorted({found.group for found in spec.cache.components if found.extent.has_tokens})
-        if self.chance.random() >= self.world.options.held_share:
+        if self.chance.random() >= self.world.options.habits.held_share:
             return {}
         fine = prefixes(spec, prompt.num_tokens)
         num_held = fine[-1] if self.chance.random() < 0.3 else self.chance.choice(fine)

@@ -10,8 +10,9 @@ from baton.sim.scenarios.play import QUIET_OPTIONS, Play, Scenario, Side, lost
 from baton.sim.transport.endpoint import Strength
 from baton.sim.transport.fate import End
 
-WEAK = replace(QUIET_OPTIONS, strength=Strength(can_enforce_grants=False, can_revoke=False))
-VERIFIED = replace(QUIET_OPTIONS, verified_share=1.0)
+WEAK = QUIET_OPTIONS.but(strength=Strength(can_enforce_grants=False, can_revoke=False))
+PATIENT = QUIET_OPTIONS.but(timings=replace(QUIET_OPTIONS.timings, copy_s=2.0, progress_s=4.0, total_s=6.0))
+VERIFIED = QUIET_OPTIONS.but(verified_share=1.0)
 
 
 def _target_aborts(play: Play) -> None:
@@ -94,6 +95,18 @@ def _heals(play: Play) -> None:
     play.is_ready(3)
 
 
+def _one_hangs(play: Play) -> None:
+    """One copy of a chunk fails at once, the others hang for longer than a failure may go untold."""
+    play.strike("P0/0", End.HANG, times=4, late_s=0.1)
+    play.strike("P0/0", End.ERROR, times=1)
+    play.ask_at(0.01)
+
+
+def _told_at_once(play: Play) -> None:
+    for side in ("source", "target"):
+        play.is_failed(1, side, Why.COPY_FAILED)
+
+
 def _storm(play: Play) -> None:
     for number in range(12):
         play.ask_at(0.01 + 0.0005 * number, 4)
@@ -120,6 +133,7 @@ SCENARIOS = (
         source=Side("pp2.tp2"),
         options=WEAK,
     ),
+    Scenario("one-hangs", "one copy fails while others hang", _one_hangs, _told_at_once, options=PATIENT),
     Scenario("abort-unmet", "a target gives up before it met the source", _unmet, _source_hears),
     Scenario("doubt-stays", "a doubt outlives the words about it", _doubted, _doubt_stays, options=WEAK),
     Scenario("paths-lost", "a grant comes without its paths", _no_paths, _heals, options=VERIFIED),

@@ -167,8 +167,8 @@ def _refused_prompt(play: Play) -> None:
     play.is_ready(2)
 
 
-LATER = replace(QUIET_OPTIONS, faults_s=LONG_AFTER_S)
-LONG = replace(QUIET_OPTIONS, faults_s=30.5)
+LATER = QUIET_OPTIONS.but(faults_s=LONG_AFTER_S)
+LONG = QUIET_OPTIONS.but(faults_s=30.5)
 UNLIKE = {"source": Side("tp2", "gqa"), "target": Side("pp2", "latent")}
 
 SCENARIOS = (

@@ -39,8 +39,8 @@ class Side:
         return Spec(parse_layout(self.layout), cache, storage)
 
 
-QUIET_OPTIONS = Options(
-    faults_s=0.3, finish_share=0.0, held_share=0.0, one_call_share=0.0, verified_share=0.0
+QUIET_OPTIONS = Options(faults_s=0.3).but(
+    finish_share=0.0, held_share=0.0, one_call_share=0.0, verified_share=0.0
 )
 
 

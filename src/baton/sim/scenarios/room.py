@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from baton.protocol.messages import Grant
 from baton.protocol.outcomes import Ready, Why
 from baton.sim.scenarios.play import QUIET_OPTIONS, Play, Scenario, Side
@@ -97,8 +95,8 @@ def _all_ready(play: Play) -> None:
         play.is_ready(number)
 
 
-HELD = replace(QUIET_OPTIONS, held_share=1.0)
-WEAK = replace(QUIET_OPTIONS, strength=Strength(can_enforce_grants=False, can_revoke=False), faults_s=1.6)
+HELD = QUIET_OPTIONS.but(held_share=1.0)
+WEAK = QUIET_OPTIONS.but(strength=Strength(can_enforce_grants=False, can_revoke=False), faults_s=1.6)
 
 SCENARIOS = (
     Scenario(
@@ -121,7 +119,7 @@ SCENARIOS = (
         _groups,
         _all_ready,
         target=Side("dp2.tp2"),
-        options=replace(QUIET_OPTIONS, one_call_share=1.0),
+        options=QUIET_OPTIONS.but(one_call_share=1.0),
     ),
     Scenario("sizes", "prompts shorter than a page, of whole pages, and in between", _sizes, _all_ready),
     Scenario("sizes-held", "the same with prefixes that the target holds", _sizes, _all_ready, options=HELD),

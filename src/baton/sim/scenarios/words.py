@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from baton.plan.execution import Bytes
 from baton.protocol.messages import Abort, AuxRecord, Commit, Grant, Landed, Settled
 from baton.protocol.outcomes import Why
@@ -101,7 +99,7 @@ def _one_given_up(play: Play) -> None:
     play.is_ready(2)
 
 
-VERIFIED = replace(QUIET_OPTIONS, verified_share=1.0)
+VERIFIED = QUIET_OPTIONS.but(verified_share=1.0)
 
 SCENARIOS = (
     Scenario("verdict-lost", "the verdict is lost once", _verdict_lost, _ready),

@@ -41,6 +41,7 @@ class Flight:
     ends: tuple[Inbox, Writer] | None = None
     """Where it goes, once it moves."""
     is_moving: bool = False
+    is_hung: bool = False
     is_ended: bool = False
     pending: dict[int, tuple[Ints, Entry]] = field(default_factory=dict)
     """Pieces that may still land, by number: which bytes of the load, and when."""

@@ -101,7 +101,7 @@ class Outbox:
             return
         if not flight.is_moving:
             self._end(flight, FailedQuiet(ticket, GIVEN_UP))
-        elif self.fabric.chance.random() < 0.6:
+        elif not flight.is_hung and self.fabric.chance.random() < 0.6:
             delay_s = self.fabric.copy_s * self.fabric.chance.random()
             self.fabric.schedule.after(delay_s, self.lose, flight, True, GIVEN_UP)
 
@@ -164,6 +164,7 @@ class Outbox:
                 schedule.after(end_s, self._finish, flight)
                 return
             case End.HANG:
+                flight.is_hung = True
                 end_s = flight.deadline_s
             case _:
                 is_quiet, cause = fate.end is End.ERROR, f"{fate.end.value} on purpose"

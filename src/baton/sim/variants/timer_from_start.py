@@ -26,5 +26,5 @@ VARIANT = Variant(
     "the progress deadline runs from the start",
     broken,
     ("patience", "clean"),
-    {"faults": {}, "compute_speed": 120.0, "num_requests": 2},
+    {"faults": {}, "slowness": 120.0, "num_requests": 2},
 )

@@ -1,0 +1,34 @@
+"""Pages are granted before the device work of their last owner is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from baton.session.target import TargetHalf
+from baton.sim.variants.patching import patched
+from baton.sim.variants.variant import Variant
+from baton.transport import NOW
+
+_begin = TargetHalf.begin
+
+
+def _at_once(self: TargetHalf, receiving: Any, request: Any) -> None:
+    _begin(self, receiving, replace(request, fence=NOW))
+
+
+@contextmanager
+def broken() -> Iterator[None]:
+    """Takes the last owner's work for done."""
+    with patched(TargetHalf, begin=_at_once):
+        yield
+
+
+VARIANT = Variant(
+    "pages are granted before the device is done with them",
+    broken,
+    ("bytes_right",),
+    {"faults": {}, "slowness": 0.3, "verified_share": 0.0},
+)
