@@ -25,7 +25,7 @@ NUM_SLOTS, NUM_ROUNDS = 50, 10
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     segments = shared_segments()
-    scene = replace(scene_of("shm", 0.0), num_tokens=64, num_slots=4 * NUM_SLOTS)
+    scene = replace(scene_of("shm", 0.0), num_tokens=64, num_slots=NUM_SLOTS)
     with Fleet(scene, TIMINGS) as found:
         pids = [rank.child.pid for side in found.sides.values() for rank in side]
         yield found
@@ -33,12 +33,13 @@ def fleet() -> Iterator[Fleet]:
     assert shared_segments() <= segments
 
 
-def test_abort_storm(fleet: Fleet) -> None:
+@pytest.mark.parametrize("is_central", [True, False], ids=["one names all pages", "each rank its own"])
+def test_abort_storm(fleet: Fleet, is_central: bool) -> None:
     assert_hands_over(fleet, slot=0, salt=1)
     ranks, first = [*fleet.sources, *fleet.targets], fleet.targets[0]
     before = [rank.ask("num_descriptors") for rank in ranks]
-    storm = Grist("storm", NUM_SLOTS, NUM_ROUNDS, timeout_s=60.0, is_central=True)
-    callers = [*fleet.sources, first]
+    storm = Grist(f"storm{is_central}", NUM_SLOTS, NUM_ROUNDS, timeout_s=60.0, is_central=is_central)
+    callers = [*fleet.sources, *([first] if is_central else fleet.targets)]
     for rank in callers:
         share = 0.25 if rank.rank == 0 else 0.0  # of each side, which makes half together
         rank.begin("grind", asdict(replace(storm, abort_share=share, seed=len(rank.side))))

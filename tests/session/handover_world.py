@@ -169,9 +169,10 @@ class World:
             buffer[:] = self.rng.integers(0, 256, len(buffer), dtype=np.uint8)
         self.before = {key: buffer.copy() for key, buffer in self.target.memory.items()}
         self.transfers: list[Transfer] = []
+        self.packs(False)
 
     def packs(self, is_packing: bool = True) -> None:
-        """Has every pair of the transfers to come gathered into one copy each."""
+        """Whether the pairs of transfers to come gather each chunk into one copy."""
         assert self.target.first.coordinator is not None
         self.target.first.coordinator.arrivals.granting.cost = ALWAYS_PACK if is_packing else NEVER_PACK
 

@@ -277,7 +277,7 @@ class CoordinatorDriver:
             self._drop(session.link, cause)
         self.departures.tick()
         self.arrivals.tick()
-        num_active = self.arrivals.num_active() + len(self.departures.leaving)
+        num_active = self.arrivals.num_active() + self.departures.num_active()
         self._feed(WorkCounted(num_active, self.arrivals.quarantined_share()))
 
     def next_tick(self) -> float | None:
@@ -300,7 +300,7 @@ class CoordinatorDriver:
         """How much is under way, for metrics and for the integrity checks of tests."""
         return {
             "arrivals": self.arrivals.num_live(),
-            "departures": len(self.departures.leaving),
+            "departures": self.departures.num_active(),
             "sessions": len(self.sessions.standing),
             "quarantined": len(self.arrivals.quarantined()),
         }

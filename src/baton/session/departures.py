@@ -18,6 +18,7 @@ from baton.protocol.departure import (
     Forget,
     GrantArrived,
     Inquired,
+    OfferState,
     Prefill,
     RankCommitted,
     RankFailed,
@@ -273,6 +274,10 @@ class Departures:
         self.recent = {name: known for name, known in self.recent.items() if known.expires > now}
         # A grave with a doubt is kept: unknown means quiet.
         self.graves = {grant: one for grant, one in self.graves.items() if one.doubt or one.expires > now}
+
+    def num_active(self) -> int:
+        """Transfers without an outcome, or with ranks that are not quiet; the others only wait to be asked."""
+        return sum(1 for one in self.leaving.values() if one.record.state is not OfferState.DECIDED)
 
     def _feed_by(self, transfer: str, event: object) -> None:
         if leaving := self.leaving.get(transfer):

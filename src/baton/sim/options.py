@@ -40,6 +40,10 @@ class Habits:
     one_call_share: float = 0.3
     """Requests for which one rank of the target names the pages of all."""
     verified_share: float = 0.2
+    fence_share: float = 0.3
+    """Pages with which the device is not done yet when they are named."""
+    address_share: float = 0.2
+    """Sources that a target knows by their address and not by their name."""
     pages_s_max: float = 0.3
     """How long a target waits for pages before it declines."""
     is_packing: bool = False

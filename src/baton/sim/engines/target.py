@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from baton.protocol.outcomes import Failed, Ready
 from baton.session.handles import Receiving
 from baton.sim.content import prefixes
@@ -62,13 +64,15 @@ class TargetEngine(Engine):
             self.later(rank, 0.0003 * self.chance.random(), self._receive, job, rank, named)
 
     def _wish(self, attempt: Attempt, held: dict[str, int]) -> Wish:
-        chance, ends = self.chance, attempt.ends
+        chance, ends, habits = self.chance, attempt.ends, self.world.options.habits
+        # A target has one link to a source, so it knows it by the name or by the address, not by both.
+        known = random.Random(f"{self.world.seed}/{ends.source}/{ends.target}").random()
         return Wish(
             held=held,
             source_dp=ends.source_dp if chance.random() < 0.5 else None,
-            source=address_of(ends.source) if chance.random() < 0.2 else ends.source,
-            is_verified=chance.random() < self.world.options.habits.verified_share,
-            fence=SimFence() if chance.random() < 0.3 else NOW,
+            source=address_of(ends.source) if known < habits.address_share else ends.source,
+            is_verified=chance.random() < habits.verified_share,
+            fence=SimFence() if chance.random() < habits.fence_share else NOW,
         )
 
     def _finish_late(self, job: Job) -> None:

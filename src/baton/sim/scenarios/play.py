@@ -40,7 +40,12 @@ class Side:
 
 
 QUIET_OPTIONS = Options(faults_s=0.3).but(
-    finish_share=0.0, held_share=0.0, one_call_share=0.0, verified_share=0.0
+    finish_share=0.0,
+    held_share=0.0,
+    one_call_share=0.0,
+    verified_share=0.0,
+    fence_share=0.0,
+    address_share=0.0,
 )
 
 
