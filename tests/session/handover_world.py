@@ -27,7 +27,6 @@ from baton.plan.kinds import Paged
 from baton.plan.ownership import buffers
 from baton.plan.packing import ALWAYS_PACK, NEVER_PACK
 from baton.plan.storage import HND, Order
-from baton.protocol.departure import OfferState
 from baton.protocol.outcomes import Aux, Cause, Failed, Outcome, Ready
 from baton.protocol.timings import Timings
 from baton.session.endpoint import Endpoint, EndpointConfig
@@ -142,12 +141,8 @@ class Instance:
 
     def is_idle(self) -> bool:
         """Whether nothing is under way; what stands between transfers does not count."""
-        counts = self.counts()
-        assert self.first.coordinator is not None
-        leaving = list(self.first.coordinator.departures.leaving.values())
-        # A decision that no target has asked for yet is kept for a while.
-        counts["departures"] -= sum(1 for one in leaving if one.record.state is OfferState.DECIDED)
-        return not any(count for name, count in counts.items() if name not in {"ways", "guests", "sessions"})
+        standing = {"ways", "guests", "sessions"}
+        return not any(count for name, count in self.counts().items() if name not in standing)
 
     def close(self) -> None:
         for endpoint in reversed(self.endpoints):

@@ -99,11 +99,12 @@ def _verdict(found: Violation | None, text: str) -> int:
 
 
 def _list() -> int:
-    for title, names, text_of in (
-        ("scenarios", scenario_names(), lambda name: scenario(name).text),
-        ("defects", variant_names(), lambda name: variant(name).text),
-    ):
+    texts = {
+        "scenarios": {name: scenario(name).text for name in scenario_names()},
+        "defects": {name: variant(name).text for name in variant_names()},
+    }
+    for title, found in texts.items():
         print(title)
-        for name in names:
-            print(f"  {name:<34} {text_of(name)}")
+        for name, text in found.items():
+            print(f"  {name:<34} {text}")
     return 0

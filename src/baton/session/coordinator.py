@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from baton.errors import BatonError, ProtocolError
-from baton.plan import Spec, plan
+from baton.plan import PackCost, Spec, plan
 from baton.plan.wire import spec_from_bytes, spec_to_bytes
 from baton.protocol.coordinator import (
     COORDINATOR,
@@ -67,6 +67,8 @@ class InstanceConfig:
     transport: str
     fingerprint: str = ""
     timings: Timings = field(default_factory=Timings)
+    cost: PackCost = field(default_factory=PackCost)
+    """When its transfers are packed; a target without staging never wants that."""
 
     def introduction(self) -> Introduction:
         """What peers and ranks are told first."""

@@ -276,7 +276,7 @@ class Departures:
         self.graves = {grant: one for grant, one in self.graves.items() if one.doubt or one.expires > now}
 
     def num_active(self) -> int:
-        """Transfers without an outcome, or with ranks that are not quiet; the others only wait to be asked."""
+        """Transfers without an outcome, or with ranks that are not quiet; others only wait to be asked."""
         return sum(1 for one in self.leaving.values() if one.record.state is not OfferState.DECIDED)
 
     def _feed_by(self, transfer: str, event: object) -> None:

@@ -15,7 +15,8 @@ from types import TracebackType
 from typing import Self
 
 from baton.errors import ConfigError, LocalProtocolError
-from baton.plan import Spec
+from baton.plan import PackCost, Spec
+from baton.plan.packing import NEVER_PACK
 from baton.protocol.outcomes import Stage, Why
 from baton.protocol.peer import MEMBER, SESSION, Party
 from baton.protocol.timings import Timings
@@ -55,6 +56,7 @@ class EndpointConfig:
     sockets: SocketConfig = field(default_factory=SocketConfig)
     timings: Timings = field(default_factory=Timings)
     staging_bytes: int = 0
+    """Memory to pack and convert in, the same on all ranks; without it dtypes have to agree."""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -90,7 +92,13 @@ class Endpoint:
     def _host(self) -> CoordinatorDriver:
         found = self.config
         config = InstanceConfig(
-            found.instance, found.epoch, found.spec, self.transport.name, found.fingerprint, found.timings
+            instance=found.instance,
+            epoch=found.epoch,
+            spec=found.spec,
+            transport=self.transport.name,
+            fingerprint=found.fingerprint,
+            timings=found.timings,
+            cost=PackCost() if found.staging_bytes else NEVER_PACK,
         )
         party = Party(config.introduction(), found.secret, SESSION, frozenset({SESSION, MEMBER}))
         ports = self._loop.ports(party)
@@ -106,6 +114,8 @@ class Endpoint:
         )
         party = Party(config.introduction(self.transport.name), found.secret, MEMBER)
         ports = self._loop.ports(party)
+        if found.staging_bytes:
+            preload()
         check_buffers(found.spec, found.rank, pools)
         registered = Pools(pools, self.transport, found.staging_bytes)
         driver = RankDriver(config, ports, self.transport, registered)
@@ -128,8 +138,6 @@ class Endpoint:
             )
 
     def _attach(self) -> None:
-        if self.config.staging_bytes:
-            self._rank.ports.run(preload, lambda result: None)
         self._rank.ports.dial(self.config.coordinator or LOCAL, self.config.instance)
 
     @property

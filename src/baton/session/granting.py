@@ -98,7 +98,7 @@ class Granting:
 
     def __init__(self, owner: CoordinatorDriver) -> None:
         self.owner = owner
-        self.cost = PackCost()
+        self.cost = owner.config.cost
 
     def advance(self, coming: Coming) -> Prepared | None:
         """Goes one step nearer to the grant, and answers it if nothing is missing any more."""

@@ -25,7 +25,7 @@ def _tensors() -> Any:
 
 
 def preload() -> None:
-    """Takes the time for torch now, on a worker, instead of with the first chunk that is packed."""
+    """Takes the time for torch now, instead of with the first chunk that is packed."""
     _tensors()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -163,4 +164,10 @@ class Incarnation:
     def decline(self, attempt: Attempt) -> None:
         """Turns a transfer down, on any rank."""
         rank = self.spec.layout.group(attempt.ends.target_dp)[0]
-        self.drivers[rank].decline(attempt.transfer, attempt.ends.source, "no pages in time")
+        source = self.known_as(attempt.ends.source)
+        self.drivers[rank].decline(attempt.transfer, source, "no pages in time")
+
+    def known_as(self, source: str) -> str:
+        """What this instance calls a source: its name, or its address; not both, as it has one link to it."""
+        chance = random.Random(f"{self.world.seed}/{self.name}/{source}")
+        return address_of(source) if chance.random() < self.world.options.habits.address_share else source

@@ -295,7 +295,8 @@ def _config(part: Part) -> EndpointConfig:
         coordinator=part.coordinator,
         epoch=part.epoch,
         timings=part.timings,
-        staging_bytes=STAGING_BYTES,
+        # Between equal sides nothing is packed or converted.
+        staging_bytes=0 if part.scene.source == part.scene.target else STAGING_BYTES,
     )
 
 

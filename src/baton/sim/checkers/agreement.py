@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from baton.protocol.outcomes import Failed, Finished, Outcome, Ready, Why
 from baton.sim.checkers.base import Checker
 from baton.sim.engines.job import Job
+
+if TYPE_CHECKING:
+    from baton.sim.world import World
 
 EXCUSES = frozenset({Why.PEER_LOST, Why.DEADLINE})
 """What a source may say of a transfer that its target has: the verdict never reached it."""
@@ -13,7 +18,7 @@ EXCUSES = frozenset({Why.PEER_LOST, Why.DEADLINE})
 class Agreement(Checker):
     """Compares outcomes as they come."""
 
-    def __init__(self, world, name: str) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, world: World, name: str) -> None:
         super().__init__(world, name)
         self._known: dict[int, dict[str, Outcome]] = {}
 

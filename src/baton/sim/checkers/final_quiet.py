@@ -5,17 +5,22 @@ Also, no rank is given a grant of another channel than the one that it came by.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from baton.protocol.messages import AnyMessage, Grant, Quiet
 from baton.sim.checkers.base import Checker
 from baton.sim.host import Host
 from baton.sim.links import SessionEnd
 from baton.sim.watch import Write
 
+if TYPE_CHECKING:
+    from baton.sim.world import World
+
 
 class FinalQuiet(Checker):
     """Follows every grant from the link that it comes by to the ranks of the source, and to its end."""
 
-    def __init__(self, world, name: str) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, world: World, name: str) -> None:
         super().__init__(world, name)
         self._strange: set[tuple[str, bytes]] = set()
         self._quiet: set[tuple[str, bytes]] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from baton.plan.planner import plan
 from baton.plan.prompt import Prompt, resolve
@@ -12,11 +13,14 @@ from baton.sim.engines.job import Job
 from baton.sim.pool import Pool
 from baton.sim.transport.flight import Flight
 
+if TYPE_CHECKING:
+    from baton.sim.world import World
+
 
 class FullLedger(Checker):
     """Adds up the copies that were done, by attempt; copies out of staging cannot be told apart."""
 
-    def __init__(self, world, name: str) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, world: World, name: str) -> None:
         super().__init__(world, name)
         self._num_bytes: Counter[int] = Counter()
         self._packers: set[str] = set()

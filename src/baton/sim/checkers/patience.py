@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from baton.protocol.messages import AnyMessage, Commit, Landed
 from baton.protocol.outcomes import Failed, Outcome, Why
 from baton.sim.checkers.base import Checker
 from baton.sim.engines.job import Job
 from baton.sim.links import SessionEnd
+
+if TYPE_CHECKING:
+    from baton.sim.world import World
 
 PROGRESS = (Landed, Commit)
 SLACK = 0.85
@@ -16,7 +21,7 @@ SLACK = 0.85
 class Patience(Checker):
     """Notes when each end last heard or said something of a transfer that is progress."""
 
-    def __init__(self, world, name: str) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, world: World, name: str) -> None:
         super().__init__(world, name)
         self._moved: dict[tuple[str, str], float] = {}
 

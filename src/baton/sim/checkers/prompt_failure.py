@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from baton.protocol.outcomes import Failed, Outcome
 from baton.sim.checkers.base import Checker
 from baton.sim.engines.job import Job
 from baton.sim.incarnation import Incarnation
 from baton.sim.transport.flight import Flight
+
+if TYPE_CHECKING:
+    from baton.sim.world import World
 
 KNOWN_S_MAX = 0.45
 """A second of real time; here everything that takes long is shortened to less than half."""
@@ -19,7 +24,7 @@ FORGOTTEN = 0.9
 class PromptFailure(Checker):
     """Measures from the first rank that knows, or the first copy that failed, to the last rank."""
 
-    def __init__(self, world, name: str) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, world: World, name: str) -> None:
         super().__init__(world, name)
         self._first: dict[int, float] = {}
         self._died: dict[str, float] = {}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from baton.protocol.outcomes import Outcome, Ready
 from baton.sim.checkers.base import Checker
 from baton.sim.engines.job import Job
 from baton.sim.watch import Write
 
+if TYPE_CHECKING:
+    from baton.sim.world import World
+
 
 class WrittenOnce(Checker):
     """Counts the writes of every byte since its page was reserved."""
 
-    def __init__(self, world, name: str) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, world: World, name: str) -> None:
         super().__init__(world, name)
         self._staged: set[str] = set()
 

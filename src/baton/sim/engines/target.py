@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import random
-
 from baton.protocol.outcomes import Failed, Ready
 from baton.session.handles import Receiving
 from baton.sim.content import prefixes
 from baton.sim.engines.job import Job, Wish
 from baton.sim.engines.parts import Engine
 from baton.sim.pool import JUNK
-from baton.sim.registry import address_of
 from baton.sim.request import Attempt, Prompt
 from baton.sim.transport.fence import SimFence
 from baton.transport import NOW
@@ -65,12 +62,10 @@ class TargetEngine(Engine):
 
     def _wish(self, attempt: Attempt, held: dict[str, int]) -> Wish:
         chance, ends, habits = self.chance, attempt.ends, self.world.options.habits
-        # A target has one link to a source, so it knows it by the name or by the address, not by both.
-        known = random.Random(f"{self.world.seed}/{ends.source}/{ends.target}").random()
         return Wish(
             held=held,
             source_dp=ends.source_dp if chance.random() < 0.5 else None,
-            source=address_of(ends.source) if known < habits.address_share else ends.source,
+            source=self.incarnation.known_as(ends.source),
             is_verified=chance.random() < habits.verified_share,
             fence=SimFence() if chance.random() < habits.fence_share else NOW,
         )

@@ -169,7 +169,6 @@ def _refused_prompt(play: Play) -> None:
 
 LATER = QUIET_OPTIONS.but(faults_s=LONG_AFTER_S)
 LONG = QUIET_OPTIONS.but(faults_s=30.5)
-UNLIKE = {"source": Side("tp2", "gqa"), "target": Side("pp2", "latent")}
 
 SCENARIOS = (
     Scenario("id-replayed", "a transfer id comes again after its end", _replayed, _not_twice),
@@ -191,7 +190,7 @@ SCENARIOS = (
         "a peer with another cache is refused with the reason",
         _ask,
         _refused_layout,
-        **UNLIKE,
+        target=Side("pp2", "latent"),
     ),
     Scenario("idle", "connections died while nothing was to do", _idle, _heals, options=LONG),
     Scenario("two-attempts", "a request is tried again while it is under way", _two_attempts, _both_ready),

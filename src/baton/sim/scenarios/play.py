@@ -137,6 +137,10 @@ class Play:
 
         self.world.checkers.listen("landing", landed)
 
+    def reroute(self, name: str, arrive: Callable[[Attempt], None]) -> None:
+        """Has the legs of an instance arrive otherwise."""
+        self.world.instances[name].arrive = arrive  # type: ignore[method-assign, assignment]
+
     def kill(self, instance: str, index: int = 0) -> None:
         """A process dies."""
         process = self.world.instances[instance].processes[index]

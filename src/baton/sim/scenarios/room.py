@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from baton.protocol.messages import Grant
 from baton.protocol.outcomes import Ready, Why
+from baton.sim.request import Attempt
 from baton.sim.scenarios.play import QUIET_OPTIONS, Play, Scenario, Side
 from baton.sim.transport.endpoint import Strength
 
@@ -61,16 +62,15 @@ def _all_lost(play: Play) -> None:
 def _circle(play: Play) -> None:
     """The two sides get the same requests in opposite order, and have room for one and two of them."""
     target = play.world.instances["D0"]
-    waiting: list[object] = []
-    arrive = target.arrive
+    waiting: list[Attempt] = []
 
-    def in_reverse(attempt: object) -> None:
+    def in_reverse(attempt: Attempt) -> None:
         waiting.append(attempt)
         if len(waiting) == 6:
             for found in reversed(waiting):
-                arrive(found)  # type: ignore[arg-type]
+                type(target).arrive(target, found)
 
-    target.arrive = in_reverse  # type: ignore[method-assign, assignment]
+    play.reroute("D0", in_reverse)
     for number in range(6):
         play.ask_at(0.01 + 0.001 * number, 16)
 

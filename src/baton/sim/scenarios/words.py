@@ -30,10 +30,9 @@ def _aux_last(play: Play) -> None:
 
 
 def _late_target(play: Play) -> None:
-    world = play.world
-    engine_arrive = world.instances["D0"].arrive
-    # The decode leg reaches its instance long after the prefill is done.
-    world.instances["D0"].arrive = lambda attempt: world.schedule.after(0.3, engine_arrive, attempt)  # type: ignore[method-assign]
+    """The decode leg reaches its instance long after the prefill is done."""
+    target = play.world.instances["D0"]
+    play.reroute("D0", lambda attempt: play.at(0.3, type(target).arrive, target, attempt))
     play.ask_at(0.01)
 
 

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from baton.session import flights
+from baton.session import flights, loads
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 
-_make_loads = flights.make_loads
+_make_loads = loads.make_loads
 
 
 def _without_last(terms: Any, source_rank: int, table: Any, box: Any) -> Any:

@@ -15,8 +15,9 @@ _received = Arrivals.received
 
 def _by_transfer(self: Arrivals, session: Any, message: Any) -> None:
     coming = self.coming.get(getattr(message, "transfer", ""))
-    if coming is not None and coming.record.grant is not None and getattr(message, "grant", b""):
-        self.grants[message.grant] = coming
+    grant = getattr(message, "grant", None)
+    if coming is not None and coming.record.grant is not None and grant:
+        self.grants[grant] = coming
     _received(self, session, message)
 
 
