@@ -136,6 +136,19 @@ def test_a_target_gives_up(reach: Callable[[Transfer], None]) -> None:
         world.hand_over()
 
 
+def test_an_abort_of_much_of_a_pool_does_not_end_the_instance() -> None:
+    with worlds(Side("tp2"), Side()) as world:
+        free = {key: list(pages) for key, pages in world.target.free.items()}
+        for _ in range(10):
+            found = world.transfer(Job(48))
+            copying(found)
+            found.receiving.abort("the client left")
+            assert found.cause().why is Why.ABORTED
+            world.target.free = {key: list(pages) for key, pages in free.items()}
+            world.source.free = {key: list(range(world.source.side.num_pages)) for key in world.source.free}
+        world.hand_over()
+
+
 def test_a_target_gives_up_before_its_pages_are_its_own() -> None:
     with worlds(Side(), Side()) as world:
         found = world.transfer()

@@ -294,7 +294,8 @@ class Arrivals:
         now = self.owner.ports.now()
         self.given_up = {name: found for name, found in self.given_up.items() if found[1] > now}
         for coming in list(self.coming.values()):
-            self._feed(coming, Ticked())
+            if coming.is_live:
+                self._feed(coming, Ticked())
             if coming.forget_at is not None and coming.forget_at <= now:
                 self._forget(coming)
 

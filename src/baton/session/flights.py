@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from baton.errors import BatonError
 from baton.plan import Chunk as Box
-from baton.plan import Copy
+from baton.plan import Copy, Plan, Prompt
 from baton.plan.sides import pages_read
+from baton.plan.tokens import Ints
 from baton.protocol.messages import Grant, Lane, SessionPaths
 from baton.protocol.outcomes import Cause, Stage, Why
 from baton.protocol.sender import Sender
@@ -149,8 +150,8 @@ class Flights:
         try:
             table = decode_pages(encode_pages(offered.pages), self.rank.config.spec)
             loads = make_loads(found.terms, rank, table, box)
-            read = pages_read(found.terms.plan, found.terms.prompt, table, box, rank)
-            found.handle.narrow(offered.index, {group: ids.tolist() for group, ids in read.items()})
+            plan, prompt = found.terms.plan, found.terms.prompt
+            found.handle.narrow(offered.index, partial(_pages_read, plan, prompt, table, (box, rank)))
             for load in loads:
                 self._dispatch(found, flight, load, offered.fence)
             if found.terms.is_verified and loads:
@@ -311,3 +312,9 @@ class Flights:
             self.rank.pools.staging.give_back(lease)
         self.ended(found, flight)
         self._feed_starved()
+
+
+def _pages_read(
+    plan: Plan, prompt: Prompt, table: Mapping[str, Ints], what: tuple[Box, int]
+) -> dict[str, list[int]]:
+    return {group: ids.tolist() for group, ids in pages_read(plan, prompt, table, *what).items()}

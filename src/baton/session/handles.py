@@ -104,7 +104,7 @@ class Sending(Handle):
         self.num_tokens = num_tokens
         self._calls = calls
         self._post = post
-        self._reading: dict[int, Mapping[str, Iterable[int]]] = {}
+        self._reading: dict[int, Callable[[], Mapping[str, Iterable[int]]]] = {}
         self._num_chunks = 0
         self._is_sealed = False
 
@@ -121,7 +121,8 @@ class Sending(Handle):
         offered = Offered(self._num_chunks, layers, tokens, pages, fence)
         self._calls.check_chunk(offered)
         self._num_chunks += 1
-        self._reading[offered.index] = {group: [int(page) for page in ids] for group, ids in pages.items()}
+        given = {group: [int(page) for page in ids] for group, ids in pages.items()}
+        self._reading[offered.index] = lambda: given
         self._post(lambda: self._calls.chunk_ready(self, offered))
 
     def commit(self, aux: Aux | None = None) -> None:
@@ -146,15 +147,15 @@ class Sending(Handle):
     def reading(self) -> dict[str, frozenset[int]]:
         """The pages that a copy reads or will read; any other page of the transfer may be used anew."""
         found: dict[str, set[int]] = {}
-        for pages in list(self._reading.values()):
-            for group, ids in pages.items():
+        for read in list(self._reading.values()):
+            for group, ids in read().items():
                 found.setdefault(group, set()).update(ids)
         return {group: frozenset(ids) for group, ids in found.items()}
 
-    def narrow(self, index: int, pages: Mapping[str, Iterable[int]]) -> None:
-        """For the driver: which pages a chunk's copies really read."""
+    def narrow(self, index: int, read: Callable[[], Mapping[str, Iterable[int]]]) -> None:
+        """For the driver: which pages a chunk's copies really read, worked out if somebody asks."""
         if index in self._reading:
-            self._reading[index] = pages
+            self._reading[index] = read
 
     def let_go(self, index: int) -> None:
         """For the driver: no copy of a chunk reads any more."""

@@ -98,10 +98,15 @@ class World:
     def _look_round(self) -> None:
         if self.are_faults_over() and self.is_settled():
             self.checkers.finish()
-        elif self.schedule.now > self.options.faults_s + self.options.spread_s + SETTLE_S:
+        elif self.schedule.now > self.options.faults_s + SETTLE_S + self._queue_s():
             self.checkers.fail("settles", self.unsettled())
         else:
             self.schedule.after(ROUND_S, self._look_round)
+
+    def _queue_s(self) -> float:
+        """A source without room takes one attempt after another, and each may wait in vain for its target."""
+        timings = self.options.timings
+        return len(self.router.attempts) * (timings.offer_s + timings.beat_s)
 
     def are_faults_over(self) -> bool:
         """Whether nothing goes wrong any more."""

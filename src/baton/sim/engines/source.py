@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +19,9 @@ from baton.sim.engines.parts import Engine
 from baton.sim.request import Attempt, Prompt
 from baton.sim.transport.fence import SimFence
 from baton.transport.fences import NOW
+
+if TYPE_CHECKING:
+    from baton.sim.incarnation import Incarnation
 
 COMPUTE_S = 0.002
 UNGRANTED_SHARE_MAX = 0.5
@@ -36,6 +41,11 @@ class Script:
 
 class SourceEngine(Engine):
     """Prefills and offers."""
+
+    def __init__(self, incarnation: Incarnation, chance: random.Random) -> None:
+        super().__init__(incarnation, chance)
+        self.at_work: Counter[tuple[int, int]] = Counter()
+        """By tag and rank: chunks that the device has not come to the end of."""
 
     def prompt_of(self, attempt: Attempt) -> Prompt:
         """As the source tokenised it."""
@@ -97,6 +107,7 @@ class SourceEngine(Engine):
         mine = Chunk(layers, chunk.tokens)
         if script.fenced[index]:
             fence = SimFence()
+            self.at_work[job.attempt.tag, rank] += 1
             sending.ready(layers, chunk.tokens, self._pages(job, rank, chunk), fence)
             self.later(rank, COMPUTE_S * self.chance.random(), self._computed, job, rank, (mine, fence))
         else:
@@ -104,11 +115,12 @@ class SourceEngine(Engine):
             sending.ready(layers, chunk.tokens, self._pages(job, rank, chunk), NOW)
 
     def _computed(self, job: Job, rank: int, at: tuple[Chunk, SimFence]) -> None:
-        """The device has come to the end of a chunk; pages that were given back are not written any more."""
+        """The device has come to the end of a chunk."""
         chunk, fence = at
-        if rank in job.pages and not job.is_aborted:
-            job.books[rank].write(chunk, self.incarnation.pools[rank].memory)
+        job.books[rank].write(chunk, self.incarnation.pools[rank].memory)
+        self.at_work[job.attempt.tag, rank] -= 1
         fence.set()
+        self.look(rank)
 
     def _seal(self, job: Job, rank: int, script: Script) -> None:
         sending = self._sending(job, rank)
@@ -142,8 +154,8 @@ class SourceEngine(Engine):
         job.done.add(rank)
 
     def tidy(self, job: Job, rank: int) -> None:
-        """Gives back what no copy reads, once the engine is done with it."""
-        if rank in job.done and rank in job.pages:
+        """Gives back what no copy reads, once the engine and its device are done with it."""
+        if rank in job.done and rank in job.pages and not self.at_work[job.attempt.tag, rank]:
             handle = job.handles[rank]
             self.give_back(job, rank, {} if handle.is_released else self._of(handle).reading())
 

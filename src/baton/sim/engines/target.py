@@ -79,8 +79,9 @@ class TargetEngine(Engine):
 
     def _finish_last_work(self, job: Job, fence: SimFence) -> None:
         for rank in job.ranks:
-            for buffer, index in job.books[rank].sent(job.wish.held):
-                self.incarnation.pools[rank].memory[buffer][index] = JUNK
+            if rank in job.pages:
+                for buffer, index in job.books[rank].sent(job.wish.held):
+                    self.incarnation.pools[rank].memory[buffer][index] = JUNK
         fence.set()
 
     def _receive(self, job: Job, rank: int, named: tuple[int, ...]) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from baton.plan.execution import Bytes
-from baton.protocol.messages import Abort, AuxRecord, Commit, Grant, Landed, Settled
+from baton.protocol.messages import Abort, AnyMessage, AuxRecord, Commit, Grant, Landed, Settled
 from baton.protocol.outcomes import Why
+from baton.sim.network import Frame
 from baton.sim.scenarios.play import QUIET_OPTIONS, Play, Scenario, again, later, lost
 
 
@@ -61,6 +62,40 @@ def _asked_meanwhile(play: Play) -> None:
     play.ask_at(0.01)
 
 
+def _old_channel(play: Play) -> None:
+    """A grant is lost with its connection, and comes by the next one."""
+    kept: list[AnyMessage] = []
+
+    def keep(frame: Frame) -> None:
+        assert frame.message is not None
+        kept.append(frame.message)
+        lost(frame)
+
+    play.bend(Grant, keep)
+    play.when("sent", Grant, _break_all, play)
+    play.ask_at(0.01)
+    play.ask_at(0.1)
+    play.at(0.15, _say_again, play, kept)
+
+
+def _break_all(play: Play) -> None:
+    for end in play.world.network.standing():
+        play.world.network.sever(end)
+
+
+def _say_again(play: Play, kept: list[AnyMessage]) -> None:
+    for end in play.world.network.standing():
+        assert end.peer is not None
+        for message in kept:
+            end.peer.host.process.do(end.peer.deliver, message)
+
+
+def _first_lost(play: Play) -> None:
+    play.is_failed(1, "target", Why.PEER_LOST)
+    play.is_failed(1, "source", Why.PEER_LOST, Why.DEADLINE)
+    play.is_ready(2)
+
+
 def _never_written(play: Play) -> None:
     play.is_failed(1, "target", Why.ABORTED)
     play.is_failed(1, "source", Why.ABORTED, Why.DEADLINE)
@@ -113,6 +148,7 @@ SCENARIOS = (
         _asked_meanwhile,
         _never_written,
     ),
+    Scenario("old-channel", "a grant comes by another channel than its own", _old_channel, _first_lost),
     Scenario("bad-wire", "a wire that flips bits, and checksums", _bad_wire, _corrupted, options=VERIFIED),
     Scenario("quiet-then-grant", "a grant comes again after quiet was said", _delayed_again, _one_given_up),
 )

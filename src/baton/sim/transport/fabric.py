@@ -52,6 +52,7 @@ class Fabric:
     spoil: Callable[[Bytes], Bytes] | None = None
     """What a bad wire makes of the bytes of a piece."""
     num_opened: int = 0
+    num_pieces: int = 0
     num_pending: int = 0
     """Pieces that may still land."""
 
@@ -65,6 +66,12 @@ class Fabric:
         for fault in self.faults:
             fault.strike(flight, fate)
         return fate
+
+    def next_piece(self) -> int:
+        """A number for a piece that may land from now on."""
+        self.num_pieces += 1
+        self.num_pending += 1
+        return self.num_pieces
 
     def incarnation(self) -> str:
         """A name that no transport had before."""

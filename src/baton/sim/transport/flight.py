@@ -45,7 +45,6 @@ class Flight:
     is_ended: bool = False
     pending: dict[int, tuple[Ints, Entry]] = field(default_factory=dict)
     """Pieces that may still land, by number: which bytes of the load, and when."""
-    num_pieces: int = 0
     progress_s: float = 0.0
     mark: int = 0
     """Whatever a watcher wants to know it by."""

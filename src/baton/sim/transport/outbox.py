@@ -174,10 +174,9 @@ class Outbox:
                 self._put(flight, piece, end_s + fate.late_s * (0.01 + chance.random()))
 
     def _put(self, flight: Flight, piece: Ints, delay_s: float) -> None:
-        flight.num_pieces += 1
-        entry = self.fabric.schedule.after(delay_s, self._land, flight, flight.num_pieces)
-        flight.pending[flight.num_pieces] = (piece, entry)
-        self.fabric.num_pending += 1
+        number = self.fabric.next_piece()
+        entry = self.fabric.schedule.after(delay_s, self._land, flight, number)
+        flight.pending[number] = (piece, entry)
 
     def _land(self, flight: Flight, number: int) -> None:
         piece, _ = flight.pending.pop(number)
