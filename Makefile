@@ -11,7 +11,7 @@ BIN := .venv/bin
 # The work is many small arrays: a thread pool per process only gets in the way.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test check sim bench docs transports
+.PHONY: help setup demo test faults check sim bench docs
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,11 +34,14 @@ demo: setup  ## hand a cache over in memory and prove the bytes equal
 	touch $@
 
 test: .venv/.extras  ## all tests
-	$(BIN)/pytest -q -rs -n $(JOBS)
+	$(BIN)/pytest -q -rs -n $(JOBS) -m "not slow"
+
+faults: .venv/.extras  ## killed and stopped processes again, over tcp
+	$(BIN)/pytest -q -rs -m slow
 
 check: setup  ## lint, format, types, layers and tidiness
-	$(BIN)/ruff check src tests
-	$(BIN)/ruff format --check src tests
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/pytest -q tests/test_tidy.py

@@ -27,7 +27,7 @@ KNOWN_S_MAX = 1.0
 """From a peer's death to the failure at the caller."""
 
 
-@pytest.fixture(scope="module", params=["shm", "tcp"])
+@pytest.fixture(scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def long_lived(request: pytest.FixtureRequest) -> Iterator[Fleet]:
     segments = shared_segments()
     with Fleet(scene_of(request.param), TIMINGS) as found:

@@ -44,7 +44,6 @@ from baton.protocol.messages import (
     Closed,
     Commit,
     Decline,
-    Grant,
     Invited,
     Landed,
     Offer,
@@ -62,7 +61,7 @@ from baton.protocol.messages import (
 )
 from baton.protocol.outcomes import Cause, Failed, Stage, Why
 from baton.protocol.receiver import RECEIVER
-from baton.session.granting import Coming, Granting
+from baton.session.granting import Coming, Granting, for_target, is_same
 from baton.session.sessions import Session
 
 if TYPE_CHECKING:
@@ -169,13 +168,13 @@ class Arrivals:
     def _is_too_late(coming: Coming, rank: int, message: Receive) -> bool:
         """Whether a rank asks for what failed while it had not asked yet."""
         has_failed = not coming.is_live and isinstance(coming.record.outcome, Failed)
-        return has_failed and rank not in coming.callers and _is_same(coming.request, message)
+        return has_failed and rank not in coming.callers and is_same(coming.request, message)
 
     @staticmethod
     def _contradicts(coming: Coming, message: Receive) -> bool:
         return bool(
             coming.tables.keys() & message.tables.keys()
-            or not _is_same(coming.request, message)
+            or not is_same(coming.request, message)
             or coming.record.state is not ReceiverState.PREPARING
         )
 
@@ -357,7 +356,7 @@ class Arrivals:
         match effect:
             case OpenRanks(grant):
                 for rank in sorted(coming.record.ranks):
-                    to_rank(rank, Open(grant=_narrowed(grant, rank)))
+                    to_rank(rank, Open(grant=for_target(grant, rank)))
             case SendGrant(grant):
                 self.owner.sessions.send(coming.session, msgspec.structs.replace(grant, session=-1))
             case ToSource(message):
@@ -396,51 +395,3 @@ class Arrivals:
             # There was no session yet: the source is told as soon as there is one.
             request = coming.request
             self._decline(Decline(transfer=request.transfer, source=request.source, cause=message.cause))
-
-    def num_live(self) -> int:
-        """Transfers whose pages are not all the engine's again."""
-        return sum(1 for coming in list(self.coming.values()) if coming.is_live)
-
-    def num_active(self) -> int:
-        """Transfers without a verdict."""
-        return sum(1 for coming in list(self.coming.values()) if coming.record.outcome is None)
-
-    def quarantined(self) -> dict[str, int]:
-        """Transfers whose pages wait for quiet, with the number of pages on all ranks together."""
-        return {
-            transfer: max(
-                (len(raw) // 4 for table in coming.tables.values() for raw in table.values()), default=0
-            )
-            for transfer, coming in list(self.coming.items())
-            if coming.record.state is ReceiverState.QUARANTINED
-        }
-
-    def quarantined_share(self) -> float:
-        """The largest share of a group's pages that some rank has in quarantine, beyond what is usual."""
-        usual_s, now = self.owner.config.timings.stuck_s, self.owner.ports.now()
-        storage = self.owner.config.spec.storage
-        counts: dict[tuple[int, str], int] = {}
-        for coming in self.coming.values():
-            is_quarantined = coming.record.state is ReceiverState.QUARANTINED
-            if not is_quarantined or coming.concluded is None or now - coming.concluded < usual_s:
-                continue
-            for rank, table in coming.tables.items():
-                for group, raw in table.items():
-                    counts[rank, group] = counts.get((rank, group), 0) + len(raw) // 4
-        return max((count / storage.pages_of(group) for (_, group), count in counts.items()), default=0.0)
-
-
-def _narrowed(grant: Grant, rank: int) -> Grant:
-    """A grant as one target rank has to know it."""
-    lanes = tuple(lane for lane in grant.lanes if lane.target_rank == rank)
-    return msgspec.structs.replace(grant, lanes=lanes, tables={rank: grant.tables[rank]})
-
-
-def _is_same(one: Receive, other: Receive) -> bool:
-    """Whether two ranks ask for the same."""
-    return (one.source, one.digest, one.num_tokens, one.held) == (
-        other.source,
-        other.digest,
-        other.num_tokens,
-        other.held,
-    )

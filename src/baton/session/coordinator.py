@@ -48,6 +48,7 @@ from baton.protocol.outcomes import Cause, Stage, Why
 from baton.protocol.timings import Timings
 from baton.session.arrivals import Arrivals
 from baton.session.departures import Departures
+from baton.session.holding import num_active, num_live, quarantined, stuck_share
 from baton.session.ports import Ports
 from baton.session.sessions import Session, Sessions
 
@@ -279,8 +280,9 @@ class CoordinatorDriver:
             self._drop(session.link, cause)
         self.departures.tick()
         self.arrivals.tick()
-        num_active = self.arrivals.num_active() + self.departures.num_active()
-        self._feed(WorkCounted(num_active, self.arrivals.quarantined_share()))
+        comings = self.arrivals.coming.values()
+        stuck = stuck_share(comings, self.config.spec.storage, now - timings.stuck_s)
+        self._feed(WorkCounted(num_active(comings) + self.departures.num_active(), stuck))
 
     def next_tick(self) -> float | None:
         """The next beat."""
@@ -299,12 +301,13 @@ class CoordinatorDriver:
         return Cause(why=why, stage=stage, instance=self.config.instance, text=text)
 
     def counts(self) -> Mapping[str, int]:
-        """How much is under way, for metrics and for the integrity checks of tests."""
+        """How much is under way, for metrics and for the integrity checks of tests; from any thread."""
+        comings = list(self.arrivals.coming.values())
         return {
-            "arrivals": self.arrivals.num_live(),
+            "arrivals": num_live(comings),
             "departures": self.departures.num_active(),
             "sessions": len(self.sessions.standing),
-            "quarantined": len(self.arrivals.quarantined()),
+            "quarantined": len(quarantined(comings)),
         }
 
     def _feed(self, event: object, link: int = -1) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from baton.errors import RemoteProtocolError
+from baton.errors import ConfigError, RemoteProtocolError
 from baton.protocol.deadlines import Deadlines
 from baton.protocol.departure import (
     AuxGiven,
@@ -78,6 +78,14 @@ class Grave:
 
 
 @dataclass(frozen=True, slots=True)
+class Group:
+    """Which dp group has a transfer, and until when that counts if the transfer never comes."""
+
+    dp: int
+    expires: float
+
+
+@dataclass(frozen=True, slots=True)
 class Remembered:
     """How a transfer ended, for ranks that come late."""
 
@@ -93,8 +101,8 @@ class Departures:
         self.leaving: dict[str, Leaving] = {}
         self.graves: dict[bytes, Grave] = {}
         self.recent: dict[str, Remembered] = {}
-        self.groups: dict[str, int] = {}
-        """The dp group of every assigned or live transfer."""
+        self.groups: dict[str, Group] = {}
+        """The dp group of every live transfer, and of those that were assigned and may still come."""
         self._events: deque[tuple[Leaving, object]] = deque()
         self._is_busy = False
 
@@ -103,12 +111,21 @@ class Departures:
     def assign(self, transfer: str, named: int | None = None) -> int:
         """The group that prefills a transfer: the one named, else the least loaded; asked again, the same."""
         num_groups = self.owner.config.spec.layout.size("dp")
-        if transfer not in self.groups:
+        if named is not None and not 0 <= named < num_groups:
+            raise ConfigError(
+                f"there is no dp group {named}: {self.owner.config.spec.layout} has {num_groups}"
+            )
+        known = self.groups.get(transfer)
+        if known is not None and named not in (None, known.dp):
+            raise ConfigError(f"transfer {transfer} was given to dp group {known.dp}, not {named}")
+        if known is None:
             loads = [0] * num_groups
             for group in self.groups.values():
-                loads[group] += 1
-            self.groups[transfer] = loads.index(min(loads)) if named is None else named
-        return self.groups[transfer]
+                loads[group.dp] += 1
+            expires = self.owner.ports.now() + self.owner.config.timings.offer_s
+            known = Group(loads.index(min(loads)) if named is None else named, expires)
+            self.groups[transfer] = known
+        return known.dp
 
     # Words of this instance's ranks.
 
@@ -141,7 +158,7 @@ class Departures:
             self.owner.to_rank(rank, Settled(transfer=message.transfer, grant=b"", outcome=Failed(cause)))
             return
         prefill = Prefill(message.num_tokens, message.digest, message.source_dp)
-        self.groups[message.transfer] = message.source_dp
+        self.groups[message.transfer] = Group(message.source_dp, self.owner.ports.now())
         ranks = frozenset(self.owner.config.spec.layout.group(message.source_dp))
         self._feed(self._leaving(message.transfer), RankOffered(rank, prefill, ranks))
 
@@ -272,6 +289,8 @@ class Departures:
         for leaving in list(self.leaving.values()):
             self._feed(leaving, Ticked())
         self.recent = {name: known for name, known in self.recent.items() if known.expires > now}
+        groups = self.groups.items()
+        self.groups = {name: one for name, one in groups if name in self.leaving or one.expires > now}
         # A grave with a doubt is kept: unknown means quiet.
         self.graves = {grant: one for grant, one in self.graves.items() if one.doubt or one.expires > now}
 

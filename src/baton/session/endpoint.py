@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
@@ -22,6 +23,7 @@ from baton.protocol.peer import MEMBER, SESSION, Party
 from baton.protocol.timings import Timings
 from baton.session.coordinator import CoordinatorDriver, InstanceConfig
 from baton.session.handles import Handle, Receiving, Sending
+from baton.session.holding import quarantined
 from baton.session.link_ports import LOCAL
 from baton.session.loop import Loop, SocketConfig, exit_loudly
 from baton.session.membership import Membership
@@ -32,6 +34,8 @@ from baton.session.requests import Digest, Request
 from baton.transport import Bytes, Transport
 
 ROLES = ("prefill", "decode", "both")
+ANSWER_S_MAX = 10.0
+"""How long a call waits for the endpoint's own thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +177,31 @@ class Endpoint:
     def on_change(self, callback: Callable[[Handle], None]) -> None:
         """Calls back on the endpoint's thread whenever a handle changed; it must neither block nor raise."""
         self._rank.on_change = callback
+
+    def assign(self, transfer_id: str, dp: int | None = None) -> int:
+        """Source, where the coordinator is hosted: the dp group that prefills a transfer.
+
+        It is the one named, else the least loaded; asked again for the same transfer, the same one.
+        """
+        if self.coordinator is None:
+            raise LocalProtocolError("dp groups are assigned where the coordinator is hosted")
+        self._check_open()
+        departures, chosen = self.coordinator.departures, Future[int]()
+
+        def assign() -> None:
+            try:
+                chosen.set_result(departures.assign(transfer_id, dp))
+            except ConfigError as error:
+                chosen.set_exception(error)
+
+        self._loop.post(assign)
+        return chosen.result(ANSWER_S_MAX)
+
+    def quarantined(self) -> dict[str, int]:
+        """Target, where the coordinator is hosted: pages by transfer that wait for quiet."""
+        if self.coordinator is None:
+            raise LocalProtocolError("quarantine is known where the coordinator is hosted")
+        return quarantined(list(self.coordinator.arrivals.coming.values()))
 
     def counts(self) -> dict[str, int]:
         """How much is under way on this rank and, where it is hosted, at the coordinator."""

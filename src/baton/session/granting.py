@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from baton.plan import PackCost, Plan, Prompt, plan
 from baton.plan.outline import Pair, Same
 from baton.plan.sides import DIRECT, Mode, expected_bytes, modes, needs
@@ -181,3 +183,19 @@ class Granting:
             is_suspect = source_rank in (-1, lane.source_rank)
             if is_suspect and pair in session.paths and session.paths[pair].number == lane.path:
                 del session.paths[pair]
+
+
+def for_target(grant: Grant, rank: int) -> Grant:
+    """A grant as one target rank has to know it."""
+    lanes = tuple(lane for lane in grant.lanes if lane.target_rank == rank)
+    return msgspec.structs.replace(grant, lanes=lanes, tables={rank: grant.tables[rank]})
+
+
+def is_same(one: Receive, other: Receive) -> bool:
+    """Whether two ranks ask for the same."""
+    return (one.source, one.digest, one.num_tokens, one.held) == (
+        other.source,
+        other.digest,
+        other.num_tokens,
+        other.held,
+    )

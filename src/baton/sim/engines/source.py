@@ -89,11 +89,12 @@ class SourceEngine(Engine):
     def _send(self, job: Job, rank: int, script: Script) -> None:
         job.handles[rank] = self.incarnation.send(rank, job.attempt)
         job.begun_s[rank] = self.world.schedule.now
-        due_s = 0.0
+        due_s = ready_s = 0.0
         for index in range(len(script.chunks)):
             due_s += script.compute_s[index]
-            jitter_s = 0.0003 * self.chance.random()
-            self.later(rank, due_s + jitter_s, self._ready, job, rank, (script, index))
+            # Ranks are a little apart, but each computes in order.
+            ready_s = max(ready_s, due_s + 0.0003 * self.chance.random())
+            self.later(rank, ready_s, self._ready, job, rank, (script, index))
         self.later(rank, due_s + 0.0006, self._seal, job, rank, script)
 
     def _ready(self, job: Job, rank: int, at: tuple[Script, int]) -> None:
