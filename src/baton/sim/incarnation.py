@@ -11,6 +11,7 @@ from baton.plan.packing import ALWAYS_PACK, NEVER_PACK
 from baton.plan.tokens import Ints
 from baton.protocol.messages import VERSION_MAX, VERSION_MIN
 from baton.protocol.peer import SESSION, Party
+from baton.protocol.sender import SenderState
 from baton.session.coordinator import CoordinatorDriver, InstanceConfig
 from baton.session.handles import Receiving, Sending
 from baton.session.pools import Pools
@@ -136,6 +137,14 @@ class Incarnation:
         """Begins the source's end on a rank."""
         prompt = attempt.source_prompt
         return self.drivers[rank].send(attempt.transfer, Digest(prompt.num_tokens, prompt.digest))
+
+    def is_ungranted(self, job: Job) -> bool:
+        """Whether some rank has not been given the grant of a transfer yet; an engine is not told."""
+        for rank in job.ranks:
+            found = self.drivers[rank].source.outgoing.get(job.transfer)
+            if rank not in job.outcomes and (found is None or found.record.state is SenderState.WAITING):
+                return True
+        return False
 
     def receive(self, rank: int, job: Job, tables: Mapping[int, Mapping[str, Ints]]) -> Receiving:
         """Begins the target's end on a rank, with the page tables that it is to pass on."""

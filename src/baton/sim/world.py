@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.protocol.messages import AnyMessage, Grant
+from baton.protocol.messages import AnyMessage
 from baton.protocol.outcomes import Failed, Outcome
 from baton.sim.catalogue import Family, family
 from baton.sim.chance import Chance
@@ -37,8 +37,6 @@ STEPS_MAX = 400_000
 class Facts:
     """What the world knows of its transfers and passes on to who asks."""
 
-    granted: set[str] = field(default_factory=set)
-    """Transfers whose source ranks were given a grant."""
     aborted: dict[str, set[str]] = field(default_factory=dict)
     """By transfer: the sides at which it was given up."""
     draw_clock: Callable[[], tuple[float, float]] = lambda: (0.0, 1.0)
@@ -162,6 +160,4 @@ class World:
         """A message was sent by a member link."""
         if self.trace.is_on:
             self.note(host.name, "tell", getattr(message, "transfer", ""), type(message).__name__)
-        if isinstance(message, Grant):
-            self.facts.granted.add(message.transfer)
         self.checkers.tell("told", host, message)

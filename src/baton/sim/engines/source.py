@@ -69,7 +69,7 @@ class SourceEngine(Engine):
         if not self.room_for(attempt):
             return False
         spec = self.incarnation.spec
-        ungranted = [job for job in self.jobs.values() if job.transfer not in self.world.facts.granted]
+        ungranted = [job for job in self.jobs.values() if self.incarnation.is_ungranted(job)]
         for rank in spec.layout.group(attempt.ends.source_dp):
             for group, count in pages_needed(spec, rank, attempt.source_prompt.num_tokens).items():
                 held = sum(len(job.books[rank].tables[group]) for job in ungranted if rank in job.books)
