@@ -11,7 +11,6 @@ from tests.protocol.values import AUX, BROKEN, FAILED, FINISHED, GIVEN_UP, GRANT
 from baton.errors import LocalProtocolError
 from baton.protocol.ledger import Rectangle
 from baton.protocol.messages import Abort, AuxRecord, Commit, Landed, Quiet, Unquiet
-from baton.protocol.outcomes import Failed
 from baton.protocol.sender import (
     SENDER,
     Aborted,
@@ -120,21 +119,21 @@ WAITING_CASES = (
         HOLDING,
         AnswerEnded(AUX),
         {"state": S.ENDED, "waiting": ()},
-        (aux(b"", is_final=True), Conclude(FINISHED), LetGo((0, 1)), quiet(b"")),
+        (aux(b"", is_final=True), LetGo((0, 1)), quiet(b"")),
     ),
     Case(
         "quiet at once, kept until the verdict",
         HOLDING,
         Aborted(GIVEN_UP),
         {"state": S.ENDED, "waiting": ()},
-        (abort(GIVEN_UP, b""), Conclude(FAILED), LetGo((0, 1)), quiet(b"")),
+        (abort(GIVEN_UP, b""), LetGo((0, 1)), quiet(b"")),
     ),
     Case(
         "with nothing to let go",
         WAITING,
         Aborted(GIVEN_UP),
         {"state": S.ENDED},
-        (abort(GIVEN_UP, b""), Conclude(FAILED), quiet(b"")),
+        (abort(GIVEN_UP, b""), quiet(b"")),
     ),
     Case(
         "chunks are copied",
@@ -193,28 +192,28 @@ COPYING_CASES = (
         COPYING,
         AnswerEnded(AUX),
         {"state": S.STOPPING},
-        (aux(is_final=True), Conclude(FINISHED), CancelCopies()),
+        (aux(is_final=True), CancelCopies()),
     ),
     Case(
         "nothing is under way",
         GRANTED,
         AnswerEnded(AUX),
         {"state": S.ENDED},
-        (aux(is_final=True), Conclude(FINISHED), quiet()),
+        (aux(is_final=True), quiet()),
     ),
     Case(
         "copies are called off",
         COPYING,
         Aborted(GIVEN_UP),
         {"state": S.STOPPING},
-        (abort(GIVEN_UP), Conclude(FAILED), CancelCopies()),
+        (abort(GIVEN_UP), CancelCopies()),
     ),
     Case(
         "nothing is under way",
         GRANTED,
         Aborted(GIVEN_UP),
         {"state": S.ENDED},
-        (abort(GIVEN_UP), Conclude(FAILED), quiet()),
+        (abort(GIVEN_UP), quiet()),
     ),
     Case(
         "copies are called off",
@@ -242,21 +241,21 @@ COPYING_CASES = (
         COPYING,
         ChunkFailed(1, BROKEN),
         {"state": S.STOPPING, "under_way": {0: ONE}},
-        (LetGo((1,)), abort(BROKEN), Conclude(Failed(BROKEN)), CancelCopies()),
+        (LetGo((1,)), abort(BROKEN), CancelCopies()),
     ),
     Case(
         "it was the last",
         LAST,
         ChunkFailed(1, BROKEN),
         {"state": S.ENDED, "under_way": {}},
-        (LetGo((1,)), abort(BROKEN), Conclude(Failed(BROKEN)), quiet()),
+        (LetGo((1,)), abort(BROKEN), quiet()),
     ),
     Case(
         "it cannot vouch",
         LAST,
         ChunkFailed(1, BROKEN, DOUBT),
         {"state": S.ENDED, "under_way": {}, "doubt": DOUBT},
-        (LetGo((1,)), abort(BROKEN), Conclude(Failed(BROKEN)), unquiet(DOUBT)),
+        (LetGo((1,)), abort(BROKEN), unquiet(DOUBT)),
     ),
 )
 DRAINING_CASES = (
@@ -265,7 +264,7 @@ DRAINING_CASES = (
         DRAINING,
         Aborted(GIVEN_UP),
         {"state": S.STOPPING},
-        (abort(GIVEN_UP), Conclude(FAILED), CancelCopies()),
+        (abort(GIVEN_UP), CancelCopies()),
     ),
     Case(
         "copies are called off",
@@ -293,14 +292,14 @@ DRAINING_CASES = (
         DRAINING,
         ChunkFailed(1, BROKEN),
         {"state": S.STOPPING, "under_way": {0: ONE}},
-        (LetGo((1,)), abort(BROKEN), Conclude(Failed(BROKEN)), CancelCopies()),
+        (LetGo((1,)), abort(BROKEN), CancelCopies()),
     ),
     Case(
         "it was the last",
         DRAINING_LAST,
         ChunkFailed(1, BROKEN),
         {"state": S.ENDED, "under_way": {}},
-        (LetGo((1,)), abort(BROKEN), Conclude(Failed(BROKEN)), quiet()),
+        (LetGo((1,)), abort(BROKEN), quiet()),
     ),
 )
 COMMITTED_CASES = (
@@ -358,12 +357,19 @@ STOPPING_CASES = (
         {"state": S.ENDED, "under_way": {}},
         (LetGo((1,)), quiet()),
     ),
-    Case("remembered", STOPPING, VerdictHeard(FAILED), {"is_heard": True}),
+    Case("told", STOPPING, VerdictHeard(FAILED), {"is_heard": True}, (Conclude(FAILED),)),
+    Case("told once", replace(STOPPING, is_heard=True), VerdictHeard(FINISHED), {}),
     *ignored(RECORDS, EVENTS, S.STOPPING, Sealed, AnswerEnded, Aborted),
 )
 ENDED_CASES = (
     Case("never copied", ENDED, ChunkReady(TWO), {}, (LetGo((1,)),)),
-    Case("now nothing can come any more", ENDED, VerdictHeard(FAILED), {"is_heard": True}, (Retire(),)),
+    Case(
+        "now nothing can come any more",
+        ENDED,
+        VerdictHeard(FAILED),
+        {"is_heard": True},
+        (Conclude(FAILED), Retire()),
+    ),
     Case("once is enough", replace(ENDED, is_heard=True), VerdictHeard(FAILED)),
     *ignored(RECORDS, EVENTS, S.ENDED, Sealed, AnswerEnded, Aborted, Granted),
 )

@@ -423,16 +423,17 @@ def test_the_example_runs() -> None:
     assert lines[-1] == "every byte is equal"
 
 
-def test_a_dp_group_is_the_one_named_or_the_least_loaded(shared: World) -> None:
-    endpoint = shared.source.endpoints[0]
-    assert endpoint.assign("assigned-1", 1) == 1
-    assert endpoint.assign("assigned-2") == 0, "group 1 has one more"
-    assert endpoint.assign("assigned-3", 1) == 1
-    assert [endpoint.assign(f"assigned-{i}") for i in (4, 5)] == [0, 0]
-    assert endpoint.assign("assigned-1") == 1, "asked again, the same"
-    with pytest.raises(ConfigError, match=r"was given to dp group 1, not 0"):
-        endpoint.assign("assigned-1", 0)
-    with pytest.raises(ConfigError, match=r"dp group 2: dp2\.tp2 has 2"):
-        endpoint.assign("assigned-6", 2)
-    with pytest.raises(LocalProtocolError, match="where the coordinator is hosted"):
-        shared.source.endpoints[1].assign("assigned-7")
+def test_a_dp_group_is_the_one_named_or_the_least_loaded() -> None:
+    with worlds(Side("dp2.tp1"), Side("tp1")) as world:
+        first, second = world.source.endpoints
+        assert first.assign("a", 1) == 1
+        assert first.assign("b") == 0, "group 1 has one more"
+        assert first.assign("c", 1) == 1
+        assert [first.assign(transfer) for transfer in "de"] == [0, 0]
+        assert first.assign("a") == 1, "asked again, the same"
+        with pytest.raises(ConfigError, match=r"was given to dp group 1, not 0"):
+            first.assign("a", 0)
+        with pytest.raises(ConfigError, match=r"dp group 2: dp2\.tp1 has 2"):
+            first.assign("f", 2)
+        with pytest.raises(LocalProtocolError, match="where the coordinator is hosted"):
+            second.assign("g")

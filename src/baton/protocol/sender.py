@@ -22,7 +22,7 @@ from baton.errors import LocalProtocolError
 from baton.protocol.ledger import Rectangle
 from baton.protocol.machine import IGNORED, Effects, Entry, Table, cell
 from baton.protocol.messages import Abort, AuxRecord, Commit, Grant, Landed, Message, Quiet, Unquiet
-from baton.protocol.outcomes import Aux, Cause, Failed, Finished, Outcome
+from baton.protocol.outcomes import Aux, Cause, Outcome
 
 Counts: TypeAlias = Mapping[int, Mapping[str, int]]
 
@@ -240,21 +240,21 @@ def _copied(one: Sender, event: ChunkCopied, now: float) -> Step:
 def _copy_failed(one: Sender, event: ChunkFailed, now: float) -> Step:
     told = Tell(_abort(one, event.cause))
     after = replace(one, under_way=_without(one.under_way, event.index), doubt=event.doubt or one.doubt)
-    return _stopped(after, Failed(event.cause), (LetGo((event.index,)), told))
+    return _stopped(after, (LetGo((event.index,)), told))
 
 
 def _answer_ended(one: Sender, event: AnswerEnded, now: float) -> Step:
     _check_unsealed(one, event)
     record = AuxRecord(transfer=one.transfer, grant=one.grant, aux=event.aux, is_final=True)
-    return _stopped(one, Finished(event.aux), (Tell(record),))
+    return _stopped(one, (Tell(record),))
 
 
 def _give_up(one: Sender, event: Aborted, now: float) -> Step:
-    return _stopped(one, Failed(event.cause), (Tell(_abort(one, event.cause)),))
+    return _stopped(one, (Tell(_abort(one, event.cause)),))
 
 
 def _stop(one: Sender, event: VerdictHeard, now: float) -> Step:
-    return _stopped(replace(one, is_heard=True), event.outcome, ())
+    return _stopped(replace(one, is_heard=True), (Conclude(event.outcome),))
 
 
 def _ask_to_stop(one: Sender, event: Aborted, now: float) -> Step:
@@ -262,9 +262,10 @@ def _ask_to_stop(one: Sender, event: Aborted, now: float) -> Step:
     return one, (Tell(_abort(one, event.cause)),)
 
 
-def _stopped(one: Sender, outcome: Outcome, effects: Effects) -> Step:
+def _stopped(one: Sender, effects: Effects) -> Step:
+    """Begins nothing more. How it ended is the coordinator's to say: all its ranks hear the same."""
     dropped = tuple(chunk.index for chunk in one.waiting)
-    told = (*effects, Conclude(outcome), *((LetGo(dropped),) if dropped else ()))
+    told = (*effects, *((LetGo(dropped),) if dropped else ()))
     after = replace(one, waiting=(), state=SenderState.STOPPING)
     if one.under_way:
         return after, (*told, CancelCopies())
@@ -293,11 +294,13 @@ def _settle(one: Sender, event: VerdictHeard, now: float) -> Step:
 
 
 def _hear(one: Sender, event: VerdictHeard, now: float) -> Step:
-    return replace(one, is_heard=True), ()
+    return (one, ()) if one.is_heard else (replace(one, is_heard=True), (Conclude(event.outcome),))
 
 
 def _retire(one: Sender, event: VerdictHeard, now: float) -> Step:
-    return (one, ()) if one.is_heard else (replace(one, is_heard=True), (Retire(),))
+    if one.is_heard:
+        return one, ()
+    return replace(one, is_heard=True), (Conclude(event.outcome), Retire())
 
 
 def _abort(one: Sender, cause: Cause) -> Abort:

@@ -107,6 +107,8 @@ class Sending(Handle):
         self._reading: dict[int, Callable[[], Mapping[str, Iterable[int]]]] = {}
         self._num_chunks = 0
         self._is_sealed = False
+        self.is_granted = False
+        """Whether the target has pages for it; requests without may hold half of a source's pool."""
 
     def ready(
         self, layers: tuple[int, int], tokens: tuple[int, int], pages: Pages, fence: Fence = NOW

@@ -143,6 +143,7 @@ class SourceHalf:
             self._feed(found, Aborted(self.rank.cause(Why.REFUSED_LAYOUT, Stage.GRANT, str(error))))
             return
         found.grant = grant
+        found.handle.is_granted = True
         found.lanes = {lane.target_rank: lane for lane in grant.lanes}
         self._feed(found, Granted(grant))
 

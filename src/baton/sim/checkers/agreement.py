@@ -26,7 +26,7 @@ class Agreement(Checker):
         """A rank's engine heard how a transfer ended."""
         known = self._known.setdefault(job.attempt.tag, {})
         before = known.setdefault(job.side, outcome)
-        if type(before) is not type(outcome) and not _ended_here(job, before, outcome):
+        if type(before) is not type(outcome):
             told = f"{_words(before)} and {_words(outcome)}"
             self.fail(f"{job.transfer}: ranks of {job.incarnation.name} were told {told}")
         if isinstance(outcome, Finished):
@@ -43,11 +43,6 @@ class Agreement(Checker):
             case Failed(cause), Ready() if cause.why in EXCUSES:
                 return
         self.fail(f"{transfer}: the source says {_words(source)}, the target {_words(target)}")
-
-
-def _ended_here(job: Job, *told: Outcome) -> bool:
-    """The rank at which the answer ended knows that for itself, whatever becomes of the hand-over."""
-    return job.is_source and not any(isinstance(outcome, Ready) for outcome in told)
 
 
 def _words(outcome: Outcome) -> str:
