@@ -26,5 +26,7 @@ class Timings:
     """How long pages may be in quarantine before they count as stuck: quiet takes a moment to be said."""
     redial_s: float = 0.1
     redial_s_max: float = 5.0
+    look_up_s: float = 5.0
+    """How long a source is looked for: a registry that was started anew hears of it in a moment."""
     linger_s: float = 60.0
     """How long the outcome of a transfer is remembered for a peer that has not heard of it."""

@@ -50,7 +50,7 @@ from baton.protocol.messages import (
     Unquiet,
 )
 from baton.protocol.offer import OFFER, refusals
-from baton.protocol.outcomes import Cause, Failed, Outcome, Stage, Why
+from baton.protocol.outcomes import Cause, Failed, Finished, Outcome, Stage, Why
 from baton.session.sessions import Session
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class Remembered:
     """How a transfer ended, for ranks that come late."""
 
     outcome: Outcome
+    joined: frozenset[int]
     expires: float
 
 
@@ -150,7 +151,9 @@ class Departures:
     def _offered(self, rank: int, message: Offer) -> None:
         known = self.recent.get(message.transfer)
         if known is not None and message.transfer not in self.leaving:
-            outcome = Failed(self._ended(message.transfer, known))
+            outcome = known.outcome
+            if not isinstance(outcome, Finished) or rank in known.joined:
+                outcome = Failed(self._ended(message.transfer, known))
             self.owner.to_rank(rank, Settled(transfer=message.transfer, grant=b"", outcome=outcome))
             return
         if self.owner.refusal and message.transfer not in self.leaving:
@@ -370,7 +373,7 @@ class Departures:
         self.groups.pop(transfer, None)
         if outcome is not None:
             expires = self.owner.ports.now() + self.owner.config.timings.linger_s
-            self.recent[transfer] = Remembered(outcome, expires)
+            self.recent[transfer] = Remembered(outcome, leaving.record.joined, expires)
 
 
 def narrowed(grant: Grant, rank: int) -> Grant:

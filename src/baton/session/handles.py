@@ -149,6 +149,9 @@ class Sending(Handle):
     def reading(self) -> dict[str, frozenset[int]]:
         """The pages that a copy reads or will read; any other page of the transfer may be used anew."""
         found: dict[str, set[int]] = {}
+        if self.is_released:
+            # What was offered since then will not be read.
+            return {}
         for read in list(self._reading.values()):
             for group, ids in read().items():
                 found.setdefault(group, set()).update(ids)

@@ -47,6 +47,8 @@ class Dialling:
     number: int | None = None
     """The session, once there is one."""
     is_looking: bool = False
+    looked_since: float | None = None
+    """When it was first looked for and not found."""
     num_failures: int = 0
     not_before: float = 0.0
     is_wanted: bool = False
@@ -140,10 +142,17 @@ class Sessions:
 
     def _found(self, dialling: Dialling, address: str | None, text: str) -> None:
         dialling.is_looking = False
-        if address is None:
-            self._failed(dialling, self.owner.cause(Why.PEER_LOST, Stage.HANDSHAKE, text))
-        else:
+        if address is not None:
+            dialling.looked_since = None
             dialling.link = self.owner.ports.dial(address, dialling.name)
+            return
+        now, timings = self.owner.ports.now(), self.owner.config.timings
+        dialling.looked_since = now if dialling.looked_since is None else dialling.looked_since
+        if now - dialling.looked_since < timings.look_up_s:
+            dialling.not_before = now + timings.redial_s
+            return
+        dialling.looked_since = None
+        self._failed(dialling, self.owner.cause(Why.PEER_LOST, Stage.HANDSHAKE, text))
 
     def _failed(self, dialling: Dialling, cause: Cause) -> None:
         timings = self.owner.config.timings
