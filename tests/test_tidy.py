@@ -30,9 +30,7 @@ ALLOWED: tuple[Allowed, ...] = (
     Allowed("baton/protocol/arrival.py::Arrival", "attributes", "the whole record of a machine"),
     Allowed("baton/protocol/departure.py::Departure", "attributes", "the whole record of a machine"),
     Allowed("baton/session/endpoint.py::EndpointConfig", "attributes", "one per thing that a user sets"),
-    Allowed("baton/session/arrivals.py::Arrivals._stepped", "broad-except", "it ends one transfer alone"),
-    Allowed("baton/session/departures.py::Departures._stepped", "broad-except", "it ends one transfer alone"),
-    Allowed("baton/session/source.py::SourceHalf._confined", "broad-except", "it ends one transfer alone"),
+    Allowed("baton/session/stepping.py::Stepping._confined", "broad-except", "it ends one transfer alone"),
     Allowed("baton/session/link_turns.py::Turns._guard", "broad-except", "a failed driver ends its instance"),
     Allowed("baton/plan/overlap/base.py", "vague-name", "what every policy in its folder builds on"),
 )

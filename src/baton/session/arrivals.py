@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from collections import deque
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from baton.errors import BatonError, RemoteProtocolError
+from baton.errors import BatonError
 from baton.protocol.arrival import (
     Arrival,
     AuxArrived,
@@ -63,11 +61,10 @@ from baton.protocol.outcomes import Cause, Failed, Stage, Why
 from baton.protocol.receiver import RECEIVER
 from baton.session.granting import Coming, Granting, for_target, is_same
 from baton.session.sessions import Session
+from baton.session.stepping import Stepping
 
 if TYPE_CHECKING:
     from baton.session.coordinator import CoordinatorDriver
-
-log = logging.getLogger(__name__)
 
 
 class Arrivals:
@@ -82,8 +79,7 @@ class Arrivals:
         self.given_up: dict[str, tuple[Cause, float]] = {}
         """Transfers that an engine aborted on a rank before any rank had asked, until they are forgotten."""
         self.granting = Granting(owner)
-        self._events: deque[tuple[Coming, object]] = deque()
-        self._is_busy = False
+        self.stepping = Stepping(self._step, self._giving_up)
         owner.sessions.on_failed = self._unreachable
 
     # Words of this instance's ranks.
@@ -227,9 +223,11 @@ class Arrivals:
             prepared = self.granting.advance(coming)
             if prepared is not None:
                 self.grants[prepared.grant.grant] = coming
-                self._feed(coming, prepared)
+                self.stepping.feed(coming, prepared)
         except BatonError as error:
-            self._feed(coming, CallerAborted(self.owner.cause(Why.REFUSED_LAYOUT, Stage.GRANT, str(error))))
+            self.stepping.feed(
+                coming, CallerAborted(self.owner.cause(Why.REFUSED_LAYOUT, Stage.GRANT, str(error)))
+            )
 
     # Words of sources.
 
@@ -260,7 +258,7 @@ class Arrivals:
             return
         if coming.source_dp < 0:
             coming.source_dp = message.source_dp
-        self._feed(coming, Offered(message.num_tokens, message.digest))
+        self.stepping.feed(coming, Offered(message.num_tokens, message.digest))
         self._confined(coming)
 
     def _aborted(self, session: Session, message: Abort) -> None:
@@ -271,7 +269,7 @@ class Arrivals:
             return
         if message.cause.why is Why.COPY_FAILED and message.grant:
             self.granting.mistrust_paths(coming, message.cause.rank)
-        self._feed(coming, SourceAborted(message.cause))
+        self.stepping.feed(coming, SourceAborted(message.cause))
 
     # Machine and effects.
 
@@ -279,14 +277,14 @@ class Arrivals:
         """A session is gone."""
         for coming in list(self.coming.values()):
             if coming.session == session.number:
-                self._feed(coming, SessionLost(cause))
+                self.stepping.feed(coming, SessionLost(cause))
 
     def _unreachable(self, name: str, cause: Cause) -> None:
         self.declined.pop(name, None)
         for coming in list(self.coming.values()):
             is_waiting = coming.record.state is ReceiverState.PREPARING
             if is_waiting and coming.request.source == name:
-                self._feed(coming, SessionLost(cause))
+                self.stepping.feed(coming, SessionLost(cause))
 
     def tick(self) -> None:
         """Looks at deadlines, puts questions again, and forgets what was released long ago."""
@@ -294,7 +292,7 @@ class Arrivals:
         self.given_up = {name: found for name, found in self.given_up.items() if found[1] > now}
         for coming in list(self.coming.values()):
             if coming.is_live:
-                self._feed(coming, Ticked())
+                self.stepping.feed(coming, Ticked())
             if coming.forget_at is not None and coming.forget_at <= now:
                 self._forget(coming)
 
@@ -306,14 +304,14 @@ class Arrivals:
 
     def _feed_by(self, transfer: str, event: object) -> None:
         if coming := self.coming.get(transfer):
-            self._feed(coming, event)
+            self.stepping.feed(coming, event)
 
     def _feed_grant(self, grant: bytes, event: object, session: Session | None = None) -> None:
         """A word under a grant; from a session other than the grant's it is nobody's."""
         coming = self.grants.get(grant)
         if coming is None or (session is not None and not self._may_speak(coming, session)):
             return
-        self._feed(coming, event)
+        self.stepping.feed(coming, event)
 
     @staticmethod
     def _may_speak(coming: Coming, session: Session) -> bool:
@@ -321,30 +319,8 @@ class Arrivals:
         is_quarantined = coming.record.state is ReceiverState.QUARANTINED
         return coming.session == session.number or (is_quarantined and coming.epoch == session.epoch)
 
-    def _feed(self, coming: Coming, event: object) -> None:
-        self._events.append((coming, event))
-        if self._is_busy:
-            return
-        self._is_busy = True
-        try:
-            while self._events:
-                self._stepped(*self._events.popleft())
-        finally:
-            self._is_busy = False
-            self._events.clear()
-
-    def _stepped(self, coming: Coming, event: object) -> None:
-        """Whatever goes wrong in a transfer ends that transfer; a peer that broke the protocol loses more."""
-        try:
-            self._step(coming, event)
-        except RemoteProtocolError:
-            raise
-        except Exception as error:
-            log.exception("transfer %s", coming.record.transfer)
-            if isinstance(event, CallerAborted):
-                raise
-            cause = self.owner.cause(Why.ABORTED, Stage.COPY, f"{type(event).__name__}: {error}")
-            self._events.append((coming, CallerAborted(cause)))
+    def _giving_up(self, text: str) -> CallerAborted:
+        return CallerAborted(self.owner.cause(Why.ABORTED, Stage.COPY, text))
 
     def _step(self, coming: Coming, event: object) -> None:
         coming.record, effects = RECEIVER.step(coming.record, event, self.owner.ports.now())

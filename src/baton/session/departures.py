@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from baton.errors import ConfigError, RemoteProtocolError
+from baton.errors import ConfigError
 from baton.protocol.deadlines import Deadlines
 from baton.protocol.departure import (
     AuxGiven,
@@ -52,12 +50,10 @@ from baton.protocol.messages import (
 from baton.protocol.offer import OFFER, refusals
 from baton.protocol.outcomes import Cause, Failed, Finished, Outcome, Stage, Why
 from baton.session.sessions import Session
+from baton.session.stepping import Stepping
 
 if TYPE_CHECKING:
     from baton.session.coordinator import CoordinatorDriver
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -104,8 +100,7 @@ class Departures:
         self.recent: dict[str, Remembered] = {}
         self.groups: dict[str, Group] = {}
         """The dp group of every live transfer, and of those that were assigned and may still come."""
-        self._events: deque[tuple[Leaving, object]] = deque()
-        self._is_busy = False
+        self.stepping = Stepping(self._step, self._giving_up)
 
     # The dp group of a transfer.
 
@@ -163,7 +158,7 @@ class Departures:
         prefill = Prefill(message.num_tokens, message.digest, message.source_dp)
         self.groups[message.transfer] = Group(message.source_dp, self.owner.ports.now())
         ranks = frozenset(self.owner.config.spec.layout.group(message.source_dp))
-        self._feed(self._leaving(message.transfer), RankOffered(rank, prefill, ranks))
+        self.stepping.feed(self._leaving(message.transfer), RankOffered(rank, prefill, ranks))
 
     def _ended(self, transfer: str, known: Remembered) -> Cause:
         """Why a transfer that ended a moment ago is not begun again."""
@@ -204,7 +199,7 @@ class Departures:
             cause = self._ended(transfer, known)
             self.owner.sessions.send(session.number, Abort(transfer=transfer, grant=b"", cause=cause))
             return
-        self._feed(self._leaving(transfer), Inquired(session.number))
+        self.stepping.feed(self._leaving(transfer), Inquired(session.number))
 
     def _pass_paths(self, session: Session, message: Paths) -> None:
         by_rank: dict[int, list[object]] = {}
@@ -226,7 +221,9 @@ class Departures:
                 self._perform(Leaving(leaving.record, session.number), effect)
             return
         leaving.session = session.number
-        self._feed(leaving, GrantArrived(msgspec.structs.replace(grant, session=session.number), ranks))
+        self.stepping.feed(
+            leaving, GrantArrived(msgspec.structs.replace(grant, session=session.number), ranks)
+        )
 
     def _fault(self, session: Session, grant: Grant) -> Cause | None:
         cause = self.owner.cause
@@ -276,7 +273,7 @@ class Departures:
             self._bury(message.transfer, message.grant, "")
             self._answer_quiet(session, message.grant)
         if leaving is not None or message.transfer not in self.recent:
-            self._feed(self._leaving(message.transfer), TargetAborted(message.cause))
+            self.stepping.feed(self._leaving(message.transfer), TargetAborted(message.cause))
 
     # Machine and effects.
 
@@ -284,13 +281,13 @@ class Departures:
         """A session is gone."""
         for leaving in list(self.leaving.values()):
             if leaving.session == session.number:
-                self._feed(leaving, SessionLost(cause))
+                self.stepping.feed(leaving, SessionLost(cause))
 
     def tick(self) -> None:
         """Looks at deadlines, and forgets what nobody will ask for any more."""
         now = self.owner.ports.now()
         for leaving in list(self.leaving.values()):
-            self._feed(leaving, Ticked())
+            self.stepping.feed(leaving, Ticked())
         self.recent = {name: known for name, known in self.recent.items() if known.expires > now}
         groups = self.groups.items()
         self.groups = {name: one for name, one in groups if name in self.leaving or one.expires > now}
@@ -303,38 +300,16 @@ class Departures:
 
     def _feed_by(self, transfer: str, event: object) -> None:
         if leaving := self.leaving.get(transfer):
-            self._feed(leaving, event)
+            self.stepping.feed(leaving, event)
 
     def _feed_granted(self, transfer: str, grant: bytes, event: object) -> None:
         leaving = self.leaving.get(transfer)
         if leaving is None or leaving.record.grant is None or leaving.record.grant.grant != grant:
             return
-        self._feed(leaving, event)
+        self.stepping.feed(leaving, event)
 
-    def _feed(self, leaving: Leaving, event: object) -> None:
-        self._events.append((leaving, event))
-        if self._is_busy:
-            return
-        self._is_busy = True
-        try:
-            while self._events:
-                self._stepped(*self._events.popleft())
-        finally:
-            self._is_busy = False
-            self._events.clear()
-
-    def _stepped(self, leaving: Leaving, event: object) -> None:
-        """Whatever goes wrong in a transfer ends that transfer; a peer that broke the protocol loses more."""
-        try:
-            self._step(leaving, event)
-        except RemoteProtocolError:
-            raise
-        except Exception as error:
-            log.exception("transfer %s", leaving.record.transfer)
-            if isinstance(event, RankFailed):
-                raise
-            cause = self.owner.cause(Why.ABORTED, Stage.COPY, f"{type(event).__name__}: {error}")
-            self._events.append((leaving, RankFailed(-1, cause)))
+    def _giving_up(self, text: str) -> RankFailed:
+        return RankFailed(-1, self.owner.cause(Why.ABORTED, Stage.COPY, text))
 
     def _step(self, leaving: Leaving, event: object) -> None:
         if self.leaving.get(leaving.record.transfer) is not leaving:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections import deque
 from typing import TYPE_CHECKING
 
 from baton.errors import BatonError
@@ -35,12 +33,10 @@ from baton.session.flights import Flight, Flights, Outgoing
 from baton.session.handles import Offered, Sending
 from baton.session.loads import Terms, check_terms, decode_tables
 from baton.session.requests import Digest, check_pages
+from baton.session.stepping import Stepping
 
 if TYPE_CHECKING:
     from baton.session.rank import RankDriver
-
-
-log = logging.getLogger(__name__)
 
 
 class SourceHalf:
@@ -50,8 +46,7 @@ class SourceHalf:
         self.rank = rank
         self.outgoing: dict[str, Outgoing] = {}
         self.flights = Flights(rank, self._ended, self._failing)
-        self._events: deque[tuple[Outgoing, object]] = deque()
-        self._is_busy = False
+        self.stepping = Stepping(self._step, self._giving_up)
 
     # Calls of the engine, by way of its handle.
 
@@ -87,25 +82,25 @@ class SourceHalf:
         for group, pages in offered.pages.items():
             found.num_pages[group] = max(found.num_pages.get(group, 0), len(pages))
         if text := self._overdrawn(found):
-            self._feed(found, Aborted(self.rank.cause(Why.OUT_OF_PAGES, Stage.OFFER, text)))
-        self._feed(found, ChunkReady(Chunk(offered.index, Rectangle(offered.layers, offered.tokens))))
+            self.stepping.feed(found, Aborted(self.rank.cause(Why.OUT_OF_PAGES, Stage.OFFER, text)))
+        self.stepping.feed(found, ChunkReady(Chunk(offered.index, Rectangle(offered.layers, offered.tokens))))
 
     def seal(self, sending: Sending, aux: Aux | None) -> None:
         """The engine committed."""
         if found := self._of(sending):
-            self._feed(found, Sealed(aux))
+            self.stepping.feed(found, Sealed(aux))
 
     def answer_ended(self, sending: Sending, aux: Aux) -> None:
         """The engine finished the answer."""
         if found := self._of(sending):
-            self._feed(found, AnswerEnded(aux))
+            self.stepping.feed(found, AnswerEnded(aux))
 
     def abort_sending(self, sending: Sending, text: str) -> None:
         """The engine gave up."""
         if found := self._of(sending):
             stage = Stage.OFFER if found.grant is None else Stage.COPY
             cause = self.rank.cause(Why.ABORTED, stage, text or "given up at the source")
-            self._feed(found, Aborted(cause))
+            self.stepping.feed(found, Aborted(cause))
 
     def _of(self, sending: Sending) -> Outgoing | None:
         found = self.outgoing.get(sending.transfer)
@@ -140,42 +135,22 @@ class SourceHalf:
             staging = {lane.target_rank: lane.staging_bytes for lane in grant.lanes}
             check_terms(found.terms, self.rank.config.rank, staging)
         except BatonError as error:
-            self._feed(found, Aborted(self.rank.cause(Why.REFUSED_LAYOUT, Stage.GRANT, str(error))))
+            self.stepping.feed(found, Aborted(self.rank.cause(Why.REFUSED_LAYOUT, Stage.GRANT, str(error))))
             return
         found.grant = grant
         found.handle.is_granted = True
         found.lanes = {lane.target_rank: lane for lane in grant.lanes}
-        self._feed(found, Granted(grant))
+        self.stepping.feed(found, Granted(grant))
 
     def settled(self, message: Settled) -> None:
         """The transfer ended."""
         if found := self.outgoing.get(message.transfer):
-            self._feed(found, VerdictHeard(message.outcome))
+            self.stepping.feed(found, VerdictHeard(message.outcome))
 
     # Machine and effects.
 
-    def _feed(self, found: Outgoing, event: object) -> None:
-        """Steps machines until nothing is left to step; effects may bring new events."""
-        self._events.append((found, event))
-        if self._is_busy:
-            return
-        self._is_busy = True
-        try:
-            while self._events:
-                self._confined(*self._events.popleft())
-        finally:
-            self._is_busy = False
-
-    def _confined(self, found: Outgoing, event: object) -> None:
-        """Whatever goes wrong in a transfer ends that transfer, and nothing else."""
-        try:
-            self._step(found, event)
-        except Exception as error:
-            log.exception("transfer %s at rank %d", found.record.transfer, self.rank.config.rank)
-            if isinstance(event, Aborted):
-                raise
-            cause = self.rank.cause(Why.ABORTED, Stage.COPY, f"{type(event).__name__}: {error}")
-            self._events.append((found, Aborted(cause)))
+    def _giving_up(self, text: str) -> Aborted:
+        return Aborted(self.rank.cause(Why.ABORTED, Stage.COPY, text))
 
     def _step(self, found: Outgoing, event: object) -> None:
         found.record, effects = SENDER.step(found.record, event, self.rank.ports.now())
@@ -204,15 +179,15 @@ class SourceHalf:
                 raise AssertionError(f"no such effect: {effect}")
 
     def _failing(self, found: Outgoing, cause: Cause) -> None:
-        self._feed(found, Aborted(cause))
+        self.stepping.feed(found, Aborted(cause))
 
     def _ended(self, found: Outgoing, flight: Flight) -> None:
         if flight.is_off:
             cause = flight.cause or self.rank.cause(Why.ABORTED, Stage.COPY, "called off")
-            self._feed(found, ChunkFailed(flight.index, cause, flight.doubt))
+            self.stepping.feed(found, ChunkFailed(flight.index, cause, flight.doubt))
         else:
             done = ChunkCopied(flight.index, flight.num_bytes, flight.staged, flight.checksums)
-            self._feed(found, done)
+            self.stepping.feed(found, done)
 
     def handles(self) -> list[Sending]:
         """What engines hold."""
