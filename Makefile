@@ -36,7 +36,7 @@ demo: setup  ## hand a cache over in memory and prove the bytes equal
 test: .venv/.extras  ## all tests
 	$(BIN)/pytest -q -rs -n $(JOBS) -m "not slow"
 
-faults: .venv/.extras  ## killed and stopped processes again, over tcp
+faults: .venv/.extras  ## kill and stop rank processes at every stage, over shm and tcp
 	$(BIN)/pytest -q -rs -m slow
 
 check: setup  ## lint, format, types, layers and tidiness

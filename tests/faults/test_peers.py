@@ -60,7 +60,15 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("stage", "fault"), CASES, ids=str)
+def marks(stage: Stage) -> list[pytest.MarkDecorator]:
+    """Copies under way are where it hurts; the other stages are for `make faults`."""
+    return [] if stage is Stage.MID_COPY else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize(
+    ("stage", "fault"),
+    [pytest.param(*case, id="-".join(map(str, case)), marks=marks(case[0])) for case in CASES],
+)
 def test_peer_fails(fleet: Fleet, fault: Fault, stage: Stage) -> None:
     fleet.fill([0], salt=1)
     transfer = fleet.new_transfer()

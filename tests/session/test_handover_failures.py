@@ -131,8 +131,9 @@ def test_a_target_gives_up(reach: Callable[[Transfer], None]) -> None:
             found.receiving.wait(PATIENCE_S)
             found.send()
             found.offer((0, 4), (0, 21))
-        stage = Stage.GRANT if reach is asked else Stage.COPY
-        assert found.cause() == Cause(Why.ABORTED, stage, "d0", 0, "the client left")
+        # One that was only asked for may have been granted before the abort was heard.
+        stages = (Stage.GRANT, Stage.COPY) if reach is asked else (Stage.COPY,)
+        assert found.cause() in [Cause(Why.ABORTED, stage, "d0", 0, "the client left") for stage in stages]
         world.hand_over()
 
 
