@@ -43,6 +43,8 @@ class Flight:
     is_moving: bool = False
     is_hung: bool = False
     is_ended: bool = False
+    is_dropped: bool = False
+    """Whether something of it never landed: it cannot end as Done."""
     pending: dict[int, tuple[Ints, Entry]] = field(default_factory=dict)
     """Pieces that may still land, by number: which bytes of the load, and when."""
     progress_s: float = 0.0
@@ -51,6 +53,7 @@ class Flight:
 
     def drop(self) -> None:
         """Nothing of it lands any more."""
+        self.is_dropped = self.is_dropped or bool(self.pending)
         for _, entry in self.pending.values():
             entry.cancel()
         self.outbox.fabric.num_pending -= len(self.pending)

@@ -193,7 +193,7 @@ class Outbox:
         flight.progress_s = self.fabric.schedule.now
 
     def _finish(self, flight: Flight) -> None:
-        if flight.is_ended:
+        if flight.is_ended or flight.is_dropped:
             return
         if flight.pending:
             self.fabric.schedule.after(CUT_RETRY_S, self._finish, flight)
