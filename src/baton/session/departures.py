@@ -237,6 +237,9 @@ class Departures:
         known = self.recent.get(grant.transfer)
         if known is not None and grant.transfer not in self.leaving:
             return self._ended(grant.transfer, known)
+        if self.owner.refusal and grant.transfer not in self.leaving:
+            # Its ranks are turned away too: nobody would ever follow this grant.
+            return cause(Why.ABORTED, Stage.GRANT, self.owner.refusal)
         return None
 
     def _refuse(self, session: Session, grant: Grant, cause: Cause) -> None:
