@@ -18,7 +18,7 @@ from baton.protocol.messages import Grant, Lane, SessionPaths
 from baton.protocol.outcomes import Cause, Stage, Why
 from baton.protocol.sender import Sender
 from baton.session.handles import Offered, Sending
-from baton.session.loads import Load, Terms, decode_pages, encode_pages, make_loads, placed
+from baton.session.loads import Load, Terms, make_loads, placed
 from baton.session.moving import checksums, run_packs
 from baton.session.staging import Lease
 from baton.transport import (
@@ -148,7 +148,7 @@ class Flights:
         box = Box(offered.layers, offered.tokens)
         rank = self.rank.config.rank
         try:
-            table = decode_pages(encode_pages(offered.pages), self.rank.config.spec)
+            table = offered.pages
             loads = make_loads(found.terms, rank, table, box)
             plan, prompt = found.terms.plan, found.terms.prompt
             found.handle.narrow(offered.index, partial(_pages_read, plan, prompt, table, (box, rank)))
@@ -229,8 +229,10 @@ class Flights:
 
     def _sum(self, found: Outgoing, flight: Flight, loads: list[Load]) -> None:
         buffers = self.rank.pools.buffers
-        job = partial(lambda: {load.target_rank: checksums(load.sums, buffers) for load in loads})
-        self.rank.ports.run(job, partial(self._summed, found, flight))
+        self.rank.ports.run(
+            lambda: {load.target_rank: checksums(load.sums, buffers) for load in loads},
+            partial(self._summed, found, flight),
+        )
 
     def _summed(self, found: Outgoing, flight: Flight, result: object) -> None:
         flight.num_jobs -= 1

@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -70,28 +71,24 @@ class Handle:
 
 
 class SendingCalls(Protocol):
-    """What a sending handle asks of its driver; `check_chunk` on any thread, the rest on the driver's."""
+    """What a sending handle asks of its driver; `read_pages` on any thread, the rest on the driver's."""
 
-    def check_chunk(self, offered: Offered) -> None: ...
+    def read_pages(self, pages: Pages) -> Mapping[str, Ints]: ...
     def chunk_ready(self, sending: Sending, offered: Offered) -> None: ...
     def seal(self, sending: Sending, aux: Aux | None) -> None: ...
     def answer_ended(self, sending: Sending, aux: Aux) -> None: ...
     def abort_sending(self, sending: Sending, text: str) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
 class Offered:
-    """A chunk as the engine offered it."""
+    """A chunk as the engine offered it, with the page table of that moment."""
 
-    __slots__ = ("fence", "index", "layers", "pages", "tokens")
-
-    def __init__(
-        self, index: int, layers: tuple[int, int], tokens: tuple[int, int], pages: Pages, fence: Fence
-    ) -> None:
-        self.index = index
-        self.layers = layers
-        self.tokens = tokens
-        self.pages = pages
-        self.fence = fence
+    index: int
+    layers: tuple[int, int]
+    tokens: tuple[int, int]
+    pages: Mapping[str, Ints]
+    fence: Fence
 
 
 class Sending(Handle):
@@ -120,11 +117,10 @@ class Sending(Handle):
                 f"transfer {self.transfer}: chunk of layers {layers} x tokens {tokens} is empty or outside "
                 f"of {self.num_tokens} tokens"
             )
-        offered = Offered(self._num_chunks, layers, tokens, pages, fence)
-        self._calls.check_chunk(offered)
+        table = self._calls.read_pages(pages)
+        offered = Offered(self._num_chunks, layers, tokens, table, fence)
         self._num_chunks += 1
-        given = {group: [int(page) for page in ids] for group, ids in pages.items()}
-        self._reading[offered.index] = lambda: given
+        self._reading[offered.index] = lambda: {group: ids.tolist() for group, ids in table.items()}
         self._post(lambda: self._calls.chunk_ready(self, offered))
 
     def commit(self, aux: Aux | None = None) -> None:

@@ -101,9 +101,9 @@ class RankDriver:
 
     def receive(self, request: Request) -> Receiving:
         """Begins the target's end of a transfer, with the pages of one or more ranks."""
-        request.check(self.config.spec)
-        receiving = Receiving(request.transfer, self._abort_receiving)
-        self.ports.post(lambda: self.target.begin(receiving, request))
+        own = request.checked(self.config.spec)
+        receiving = Receiving(own.transfer, self._abort_receiving)
+        self.ports.post(lambda: self.target.begin(receiving, own))
         return receiving
 
     def decline(self, transfer: str, source: str, text: str) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from baton.errors import ConfigError
 from baton.plan import Prompt, Spec
 from baton.plan.prompt import check_held
+from baton.plan.tokens import Ints
 from baton.session.handles import Pages
 from baton.transport import NOW, Fence
 
@@ -60,20 +61,22 @@ class Request:
     """The device work of the pages' last owner."""
     is_verified: bool = False
 
-    def check(self, spec: Spec) -> None:
-        """Raises ConfigError on what could never be granted."""
+    def checked(self, spec: Spec) -> Request:
+        """The request with page tables of its own; raises ConfigError on what could never be granted."""
         check_transfer(self.transfer)
         check_held(spec, Prompt(self.digest.num_tokens, dict(self.held)))
         layout = spec.layout
         if not self.pages:
             raise ConfigError(f"transfer {self.transfer}: give the pages of at least one rank")
+        tables: dict[int, Pages] = {}
         for rank, pages in self.pages.items():
             if not 0 <= rank < layout.num_ranks:
                 raise ConfigError(f"pages for rank {rank}, but {layout} has {layout.num_ranks} ranks")
-            check_pages(pages, spec)
+            tables[rank] = read_pages(pages, spec)
         if len({layout.coordinates(rank)["dp"] for rank in self.pages}) > 1:
             ranks = ", ".join(map(str, sorted(self.pages)))
             raise ConfigError(f"ranks {ranks} of {layout} are of several dp groups; a prompt lives in one")
+        return replace(self, pages=tables)
 
 
 def check_transfer(transfer: str) -> None:
@@ -84,8 +87,9 @@ def check_transfer(transfer: str) -> None:
         )
 
 
-def check_pages(pages: Pages, spec: Spec) -> None:
-    """Raises ConfigError unless these are ids of pages that the pools of a spec have."""
+def read_pages(pages: Pages, spec: Spec) -> dict[str, Ints]:
+    """A page table as it is now; raises ConfigError on ids that the pools of a spec do not have."""
+    table: dict[str, Ints] = {}
     for group, ids in pages.items():
         if group not in spec.cache.groups:
             known = ", ".join(spec.cache.groups)
@@ -97,3 +101,5 @@ def check_pages(pages: Pages, spec: Spec) -> None:
             raise ConfigError(
                 f"pages {found.min()} to {found.max()} of group {group!r}: its pools have {num_pages} pages"
             )
+        table[group] = found.astype(np.int64)
+    return table

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from baton.errors import BatonError
 from baton.plan import Prompt
+from baton.plan.tokens import Ints
 from baton.protocol.ledger import Rectangle
 from baton.protocol.messages import Grant, Offer, Settled
 from baton.protocol.outcomes import Aux, Cause, Stage, Why
@@ -30,9 +31,9 @@ from baton.protocol.sender import (
     VerdictHeard,
 )
 from baton.session.flights import Flight, Flights, Outgoing
-from baton.session.handles import Offered, Sending
+from baton.session.handles import Offered, Pages, Sending
 from baton.session.loads import Terms, check_terms, decode_tables
-from baton.session.requests import Digest, check_pages
+from baton.session.requests import Digest, read_pages
 from baton.session.stepping import Stepping
 
 if TYPE_CHECKING:
@@ -68,9 +69,9 @@ class SourceHalf:
         )
         rank.tell(offer)
 
-    def check_chunk(self, offered: Offered) -> None:
-        """Raises ConfigError on a chunk that this rank's pools cannot have."""
-        check_pages(offered.pages, self.rank.config.spec)
+    def read_pages(self, pages: Pages) -> dict[str, Ints]:
+        """A page table of this rank as it is now; raises ConfigError on one that its pools cannot have."""
+        return read_pages(pages, self.rank.config.spec)
 
     def chunk_ready(self, sending: Sending, offered: Offered) -> None:
         """The engine offered a chunk."""
