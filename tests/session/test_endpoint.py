@@ -437,3 +437,24 @@ def test_a_dp_group_is_the_one_named_or_the_least_loaded() -> None:
             first.assign("f", 2)
         with pytest.raises(LocalProtocolError, match="where the coordinator is hosted"):
             second.assign("g")
+
+
+def test_page_tables_are_taken_as_they_are_when_given() -> None:
+    """Engines write on in one array per request: a copy or a grant that waits must not see that."""
+    with worlds(Side("tp1"), Side("tp1")) as world:
+        found = world.transfer()
+        tables = (found.source_tables[0], found.target_tables[0])
+        fences = (HostFence(), HostFence())
+        pages = {group: np.array(ids) for group, ids in tables[1].items()}
+        request = replace(found.request([0], fence=fences[1]), pages={0: pages})
+        found.receivings[0] = world.target.endpoints[0].receive(request)
+        found.send()
+        own = {group: np.array(ids) for group, ids in tables[0].items()}
+        found.sendings[0].ready((0, 4), (0, 21), own, fences[0])
+        for table in (pages, own):
+            for ids in table.values():
+                ids[:] = ids[::-1].copy()
+        for fence in fences:
+            fence.set()
+        found.commit()
+        found.check_ready()
