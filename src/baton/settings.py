@@ -1,4 +1,4 @@
-"""What comes from outside of the command line: the shared secret and the certificates."""
+"""What comes from outside of the command line: the shared secret, the certificates, the cache folder."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import os
 import ssl
 import stat
 from dataclasses import dataclass
+from pathlib import Path
 
 from baton.errors import ConfigError
 
 SECRET_VARIABLE = "BATON_SECRET"
+CACHE_VARIABLE = "BATON_CACHE"
 SECRET_BYTES_MIN = 16
 _MAKE_ONE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
 
@@ -25,6 +27,14 @@ def secret(path: str | None) -> bytes:
             f"{_MAKE_ONE}"
         )
     return _long_enough(found, f"variable {SECRET_VARIABLE}")
+
+
+def cache_folder() -> Path:
+    """Where fetched models are kept: the variable's folder, else the user's own cache."""
+    named = os.environ.get(CACHE_VARIABLE)
+    if named:
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "baton"
 
 
 def _read_private(path: str) -> bytes:
@@ -51,6 +61,18 @@ def _long_enough(raw: bytes, where: str) -> bytes:
             f"{where} has {len(found)} bytes, at least {SECRET_BYTES_MIN} are needed; {_MAKE_ONE}"
         )
     return found
+
+
+def rank_environment(num_threads: int) -> dict[str, str]:
+    """What a rank process starts with: threads that do not spin, and collectives on loopback alone."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": str(num_threads),
+        "MKL_NUM_THREADS": str(num_threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 @dataclass(frozen=True, slots=True)

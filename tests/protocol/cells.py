@@ -93,7 +93,7 @@ def check_missing(suite: Suite, key: Key) -> None:
 
 def changes(before: Any, after: Any) -> dict[str, object]:
     """The fields that differ, as they are afterwards."""
-    names = [one.name for one in fields(before)]
+    names = getattr(before, "__struct_fields__", None) or [one.name for one in fields(before)]
     return {name: getattr(after, name) for name in names if getattr(after, name) != getattr(before, name)}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from tests.protocol.paired_setup import Faults, Machines
@@ -16,7 +15,7 @@ from baton.protocol.arrival import Arrival, ReceiverState
 from baton.protocol.departure import Departure, OfferState
 from baton.protocol.landing import LANDING, Landing, LandingState, TakeBack, TakenBack
 from baton.protocol.ledger import Ledger
-from baton.protocol.machine import IGNORED, Cell, Entry, Table
+from baton.protocol.machine import IGNORED, Cell, Entry, Table, replace
 from baton.protocol.messages import Commit, Quiet
 from baton.protocol.offer import OFFER
 from baton.protocol.outcomes import Cause, Failed, Ready, Stage, Why

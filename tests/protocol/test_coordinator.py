@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from tests.protocol.cells import Case, Suite, check, gaps, ignored
 
@@ -21,6 +19,7 @@ from baton.protocol.coordinator import (
     WorkCounted,
 )
 from baton.protocol.coordinator import CoordinatorState as S
+from baton.protocol.machine import replace
 
 FORMING = Instance("decode-0", 3, 2)
 HALF = replace(FORMING, ranks=frozenset({1}))

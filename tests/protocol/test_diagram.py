@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -14,7 +13,7 @@ from tests.protocol.test_machine import CELLS, TABLE, Door, Pulled, _pull
 
 from baton.errors import ConfigError
 from baton.protocol.diagram import BEGIN, END, TABLES, diagram, document, grid, rewritten
-from baton.protocol.machine import Cell, cell
+from baton.protocol.machine import Cell, cell, replace
 from baton.protocol.messages import AnyMessage
 from baton.protocol.sender import SENDER
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from tests.protocol.cells import Case, Suite, check, check_missing, gaps, ignored, name_of
 from tests.protocol.values import BROKEN, GRANT_ID, TRANSFER
@@ -21,6 +19,7 @@ from baton.protocol.landing import (
     UnpackAsked,
 )
 from baton.protocol.landing import LandingState as S
+from baton.protocol.machine import replace
 from baton.protocol.messages import Closed, Landed, Unpacked
 
 RANK = 2

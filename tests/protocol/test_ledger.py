@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import Phase, find, given, settings
@@ -12,6 +12,7 @@ from tests.protocol.choices import Choices, choices
 
 from baton.errors import RemoteProtocolError
 from baton.protocol.ledger import Ledger, Need, Pair, Rectangle
+from baton.protocol.machine import replace
 
 NUM_LAYERS = 5
 TOKENS_MAX = 7

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 
 import pytest
 from tests.protocol.cells import Case, Suite, check, check_missing, gaps, ignored
 
 from baton.errors import LocalProtocolError, RemoteProtocolError
-from baton.protocol.machine import IGNORED, Table, cell
+from baton.protocol.machine import IGNORED, Table, cell, replace
 
 
 class Door(Enum):

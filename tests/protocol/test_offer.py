@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from tests.protocol.cells import NOW, Case, Suite, check, check_missing, gaps, ignored, name_of
 from tests.protocol.values import (
@@ -48,6 +46,7 @@ from baton.protocol.departure import (
     ToTarget,
 )
 from baton.protocol.departure import OfferState as S
+from baton.protocol.machine import replace
 from baton.protocol.messages import Abort, AuxRecord, Commit, Landed, Offer, Quiet, SettledAsked, Unquiet
 from baton.protocol.offer import OFFER
 from baton.protocol.outcomes import Cause, Failed, Stage, Why

@@ -1,12 +1,12 @@
 """The handshake: every cell of its table, and what somebody in between or outside gets from it."""
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
 from baton.errors import LocalProtocolError, ProtocolError, RemoteProtocolError
+from baton.protocol.machine import replace
 from baton.protocol.messages import Accepted, Challenge, Hello, Introduction, Message, Proof, Refused
 from baton.protocol.outcomes import Cause, Stage, Why
 from baton.protocol.peer import (

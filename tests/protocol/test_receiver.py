@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -56,6 +55,7 @@ from baton.protocol.arrival import (
 )
 from baton.protocol.arrival import ReceiverState as S
 from baton.protocol.ledger import Ledger, Need, Rectangle
+from baton.protocol.machine import replace
 from baton.protocol.messages import Abort, Commit, Landed, Lane, QuietAsked
 from baton.protocol.outcomes import Cause, Failed, Stage, Why
 from baton.protocol.receiver import RECEIVER

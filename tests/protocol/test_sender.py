@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from tests.protocol.cells import Case, Suite, check, check_missing, gaps, ignored, name_of
 from tests.protocol.values import AUX, BROKEN, FAILED, FINISHED, GIVEN_UP, GRANT_ID, READY, TRANSFER, grant
 
 from baton.errors import LocalProtocolError
 from baton.protocol.ledger import Rectangle
+from baton.protocol.machine import replace
 from baton.protocol.messages import Abort, AuxRecord, Commit, Landed, Quiet, Unquiet
 from baton.protocol.sender import (
     SENDER,

@@ -67,15 +67,23 @@ class End:
 
     def pages(self, tables: PageTables, owned: Stride, runs: Runs) -> Ints:
         """The part of the page table that runs lie in; raises ConfigError where it is too short."""
-        table, page = self._table(tables), self.at.page_entries
-        first = owned.num_below(int(runs.starts[0])) // page
-        last = -(-owned.num_below(int(runs.stops[-1])) // page)
-        if last > len(table):
+        first = owned.num_below(int(runs.starts[0])) // self.at.page_entries
+        last = self.num_pages(owned, runs)
+        return self.table(tables, last)[first:last]
+
+    def num_pages(self, owned: Stride, runs: Runs) -> int:
+        """How long the page table has to be for runs."""
+        return -(-owned.num_below(int(runs.stops[-1])) // self.at.page_entries)
+
+    def table(self, tables: PageTables, num_pages: int) -> Ints:
+        """The page table; raises ConfigError where it is too short."""
+        table = self._table(tables)
+        if num_pages > len(table):
             raise ConfigError(
                 f"the page table for group {self.group!r} of {self.side} rank {self.rank} has {len(table)} "
-                f"pages, {last} are needed"
+                f"pages, {num_pages} are needed"
             )
-        return table[first:last]
+        return table
 
     def _table(self, tables: PageTables) -> Ints:
         try:

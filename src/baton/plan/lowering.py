@@ -156,18 +156,36 @@ class Lowered:
     is_joined: bool = False
 
 
-def lower(source: Face, target: Face, extents: tuple[int, ...], pieces: Pieces) -> list[Lowered]:
-    """The spans of one component of one route; to be joined with what shares its buffers."""
+@dataclass(frozen=True, slots=True)
+class Stretches:
+    """Pieces of a token run that are one stretch of memory at either end for each place along `axes`."""
+
+    axes: tuple[int, ...]
+    elements: int
+    """Of one token."""
+    pieces: Pieces
+
+
+def stretches(source: Face, target: Face, extents: tuple[int, ...], pieces: Pieces) -> list[Stretches]:
+    """How pieces fall into stretches; whole pages may reach further than parts of one."""
     found = shape(source, target, extents)
     if not found.is_token_joined:
-        return [_spans(source, target, (extents, found.rest, found.elements), pieces.single_tokens())]
+        return [Stretches(found.rest, found.elements, pieces.single_tokens())]
     if found.page_rest == found.rest:
-        return [_spans(source, target, (extents, found.rest, found.elements), pieces)]
+        return [Stretches(found.rest, found.elements, pieces)]
     is_page = pieces.count == source.page_entries
     per_token = found.page_elements // source.page_entries
     return [
-        _spans(source, target, (extents, found.page_rest, per_token), pieces.where(is_page)),
-        _spans(source, target, (extents, found.rest, found.elements), pieces.where(~is_page)),
+        Stretches(found.page_rest, per_token, pieces.where(is_page)),
+        Stretches(found.rest, found.elements, pieces.where(~is_page)),
+    ]
+
+
+def lower(source: Face, target: Face, extents: tuple[int, ...], pieces: Pieces) -> list[Lowered]:
+    """The spans of one component of one route; to be joined with what shares its buffers."""
+    return [
+        _spans(source, target, (extents, each.axes, each.elements), each.pieces)
+        for each in stretches(source, target, extents, pieces)
     ]
 
 

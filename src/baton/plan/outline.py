@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TypeAlias
+from functools import cached_property, lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from baton.errors import ConfigError
-from baton.plan.ends import PlanRoute, Tables
-from baton.plan.ownership import END
+from baton.plan.ends import PageTables, PlanRoute, Tables
+from baton.plan.ownership import END, Spec
 from baton.plan.parts import Known, Part, PromptRoute
 from baton.plan.prompt import Chunk, Prompt, check_held
 from baton.plan.routes import Plan
+from baton.plan.stencils import Cutting, cutting
 
 Pair: TypeAlias = tuple[int, int]
 """A source rank and a target rank."""
 
 OUTLINES_MAX = 256
 PLANS_MAX = 64
+KEPT_SPANS_MAX = 1 << 14
+"""Of all stencils of a prompt's length together."""
+KEPT_MAX = 1 << 10
 
 
 class Same:
@@ -67,6 +74,8 @@ class Outline:
         self._index = _index(Same(plan))
         self._carried: dict[Pair, tuple[PromptRoute, ...]] = {}
         self._known = Known()
+        self._kept: dict[Hashable, Any] = {}
+        self._num_spans = 0
 
     @property
     def whole(self) -> Chunk:
@@ -101,6 +110,40 @@ class Outline:
         found = (carried.part(tables, chunk) for carried in self.routes(pair))
         return [part for part in found if part is not None]
 
+    def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What `key` stands for, made if it is not there; it must depend on neither tables nor callers."""
+        if key not in self._kept:
+            if len(self._kept) >= KEPT_MAX:
+                self._kept.clear()
+            self._kept[key] = make()
+        return self._kept[key]
+
+    def cutting(self, chunk: Chunk, pair: Pair, ends: tuple[str, str]) -> Cutting | None:
+        """What a pair moves of a chunk from one of `source` and `target` to another, page ids left open.
+
+        None where something changes its element type, or where there is too much of it to be kept.
+        """
+        key = (pair, chunk.layers, chunk.tokens, ends)
+        found: Cutting | None = self.kept(key, lambda: self._cut(chunk, pair, ends))
+        return found
+
+    def _cut(self, chunk: Chunk, pair: Pair, ends: tuple[str, str]) -> Cutting | None:
+        if any(carried.fixed.is_converted for carried in self.routes(pair)):
+            return None
+        found = cutting(self.parts(self.no_pages, chunk, pair), *ends)
+        if found is None:
+            return None
+        self._num_spans += sum(len(each) for _, each in found.stencils)
+        if self._num_spans > KEPT_SPANS_MAX:
+            self._kept.clear()
+            self._num_spans = 0
+        return found
+
+    @cached_property
+    def no_pages(self) -> Tables:
+        """Page tables long enough for any rank, for questions whose answers do not depend on the pages."""
+        return Tables(*(_no_pages(spec, self.prompt) for spec in (self.plan.source, self.plan.target)))
+
     def _check(self, chunk: Chunk) -> None:
         (first, last), (start, stop) = chunk.layers, chunk.tokens
         if not (0 <= first < last and 0 <= start < stop <= self.prompt.num_tokens):
@@ -108,6 +151,14 @@ class Outline:
                 f"layers {first} to {last}, tokens {start} to {stop} are no chunk of a prompt of "
                 f"{self.prompt.num_tokens} tokens; both ranges have to hold something"
             )
+
+
+def _no_pages(spec: Spec, prompt: Prompt) -> PageTables:
+    zero = np.zeros(1, dtype=np.int64)
+    # The last granule counts whole, and is no longer than a page.
+    num_pages = prompt.num_tokens // spec.storage.page_tokens + 1
+    tables = dict.fromkeys(spec.cache.groups, np.broadcast_to(zero, num_pages))
+    return dict.fromkeys(range(spec.layout.num_ranks), tables)
 
 
 def outline(plan: Plan, prompt: Prompt) -> Outline:

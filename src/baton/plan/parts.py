@@ -238,6 +238,12 @@ class Part:
             return self.fixed.source.pages(self.tables.source, self.strides[1], self.runs)
         return self.fixed.target.pages(self.tables.target, self.strides[2], self.runs)
 
+    def num_pages(self, side: str) -> int:
+        """How long one side's page table has to be."""
+        if side == "source":
+            return self.fixed.source.num_pages(self.strides[1], self.runs)
+        return self.fixed.target.num_pages(self.strides[2], self.runs)
+
     def lower(self, giver: str, taker: str, base: int = 0) -> Lowered:
         """The spans from one of `source`, `target` and `staging` to another; in staging from `base` on."""
         key = (self.strides, self.fixed.extents, self._key(giver), self._key(taker))

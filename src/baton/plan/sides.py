@@ -27,10 +27,9 @@ import numpy as np
 from baton.errors import ConfigError
 from baton.plan.alike import sorts_of_pairs
 from baton.plan.binding import direct, is_packed, landing, pack, staged, staging_copy, unpack
-from baton.plan.ends import PageTables, PlanRoute, Tables
+from baton.plan.ends import End, PageTables, PlanRoute, Tables
 from baton.plan.lowering import Lowered
-from baton.plan.outline import PLANS_MAX, Pair, Same, outline
-from baton.plan.ownership import Spec
+from baton.plan.outline import PLANS_MAX, Outline, Pair, Same, outline
 from baton.plan.packing import PackCost
 from baton.plan.parts import Part, PromptRoute, joined
 from baton.plan.prompt import Chunk, Prompt
@@ -79,6 +78,20 @@ def source_steps(parts: Sequence[Part], mode: str) -> list[Pack | Copy]:
     return steps
 
 
+def direct_copies(
+    plan: Plan, prompt: Prompt, tables: Tables, chunk: Chunk, pair: Pair
+) -> tuple[list[Copy], dict[str, int]] | None:
+    """The copies of a chunk that moves in DIRECT mode, and its bytes by component; None where it is large.
+
+    They are those of `source_steps`, found sooner.
+    """
+    cutting = outline(plan, prompt).cutting(chunk, pair, ("source", "target"))
+    if cutting is None:
+        return None
+    filled = cutting.fill(tables, "source", "target")
+    return [Copy(*pair, *buffers, spans) for buffers, spans in filled], cutting.num_bytes
+
+
 def target_steps(parts: Sequence[Part], mode: str) -> list[Unpack]:
     """What the target of a pair does once a chunk's copies are done; needs the target's tables alone."""
     check_mode([part.fixed for part in parts], mode)
@@ -113,10 +126,9 @@ def check_mode(routes: Iterable[PlanRoute], mode: str) -> None:
 def modes(plan: Plan, prompt: Prompt, cost: PackCost) -> dict[Pair, Mode]:
     """How each pair that has something to move is to do it, by what the whole prompt's copies cost."""
     known = outline(plan, prompt)
-    tables = Tables(_no_pages(plan.source, prompt), _no_pages(plan.target, prompt))
     found: dict[Pair, Mode] = {}
     for pairs in _alike(Same(plan)):
-        parts = known.parts(tables, known.whole, pairs[0])
+        parts = known.parts(known.no_pages, known.whole, pairs[0])
         if not parts:
             continue
         plain = CONVERT if any(part.fixed.is_converted for part in parts) else DIRECT
@@ -129,15 +141,6 @@ def modes(plan: Plan, prompt: Prompt, cost: PackCost) -> dict[Pair, Mode]:
 @lru_cache(maxsize=PLANS_MAX)
 def _alike(same: Same) -> tuple[tuple[Pair, ...], ...]:
     return tuple(sort.pairs for sort in sorts_of_pairs(same.plan))
-
-
-def _no_pages(spec: Spec, prompt: Prompt) -> PageTables:
-    """Page tables long enough for any rank, for questions whose answers do not depend on the pages."""
-    zero = np.zeros(1, dtype=np.int64)
-    # The last granule counts whole, and is no longer than a page.
-    num_pages = prompt.num_tokens // spec.storage.page_tokens + 1
-    tables = dict.fromkeys(spec.cache.groups, np.broadcast_to(zero, num_pages))
-    return dict.fromkeys(range(spec.layout.num_ranks), tables)
 
 
 def staging_bytes(plan: Plan, prompt: Prompt, pair: Pair, mode: str) -> int:
@@ -213,6 +216,10 @@ def writable(
 ) -> dict[str, tuple[Ints, Ints]]:
     """Starts and lengths, by buffer, of the bytes that a pair's copies write outside of staging."""
     known = outline(plan, prompt)
+    cutting = known.cutting(known.whole, pair, ("target", "target")) if mode == DIRECT else None
+    if cutting is not None:
+        filled = cutting.fill(Tables({}, tables), "target", "target")
+        return {buffer: (spans.source, spans.length) for (buffer, _), spans in filled}
     parts = known.parts(Tables({}, tables), known.whole, pair)
     check_mode([carried.fixed for carried in known.routes(pair)], mode)
     found: dict[str, list[Lowered]] = {}
@@ -236,16 +243,45 @@ def pages_read(
 def check_pages(plan: Plan, prompt: Prompt, tables: Mapping[str, Ints], target_rank: int) -> None:
     """Raises ConfigError unless a target rank's tables are long enough and give each page once."""
     known = outline(plan, prompt)
-    sides = Tables({}, {target_rank: tables})
+    for end, entries in known.kept(("pages", target_rank), lambda: _entries(known, target_rank)):
+        table = end.table({target_rank: tables}, int(entries[-1]) + 1)
+        pages = np.sort(table[entries])
+        is_twice = pages[1:] == pages[:-1]
+        if is_twice.any():
+            raise ConfigError(
+                f"the page table for group {end.group!r} of target rank {target_rank} gives page "
+                f"{pages[1:][is_twice][0]} to two places of one prompt"
+            )
+
+
+def _entries(known: Outline, target_rank: int) -> list[tuple[End, Ints]]:
+    """The entries of a target rank's page tables that a prompt uses, ascending, by group."""
+    num_pages = known.prompt.num_tokens // known.plan.target.storage.page_tokens + 1
+    counted = dict.fromkeys(known.plan.target.cache.groups, np.arange(num_pages, dtype=np.int64))
+    sides = Tables({}, {target_rank: counted})
     pairs = known.pairs_of_target(target_rank)
     parts = [part for pair in pairs for part in known.parts(sides, known.whole, pair)]
-    for group, pages in _pages(parts, "target").items():
-        if len(np.unique(pages)) != len(pages):
-            twice = pages[np.flatnonzero(np.diff(np.sort(pages)) == 0)]
-            raise ConfigError(
-                f"the page table for group {group!r} of target rank {target_rank} gives page {twice[0]} "
-                "to two places of one prompt"
-            )
+    ends = {part.fixed.target.group: part.fixed.target for part in parts}
+    return [(ends[group], entries) for group, entries in _pages(parts, "target").items() if len(entries)]
+
+
+def check_reach(plan: Plan, prompt: Prompt, tables: PageTables, pair: Pair) -> bool:
+    """Raises ConfigError unless the target's tables are long enough for a pair; whether it moves anything."""
+    known = outline(plan, prompt)
+    reach = known.kept(("reach", pair), lambda: _reach(known, pair))
+    for end, num_pages in reach:
+        end.table(tables, num_pages)
+    return bool(reach)
+
+
+def _reach(known: Outline, pair: Pair) -> list[tuple[End, int]]:
+    """How long the target's page tables have to be for a pair, by group."""
+    found: dict[str, tuple[End, int]] = {}
+    for part in known.parts(NO_TABLES, known.whole, pair):
+        end, num_pages = part.fixed.target, part.num_pages("target")
+        if end.group not in found or found[end.group][1] < num_pages:
+            found[end.group] = (end, num_pages)
+    return list(found.values())
 
 
 def _pages(parts: Iterable[Part], side: str) -> dict[str, Ints]:

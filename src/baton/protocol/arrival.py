@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
+
+import msgspec
 
 from baton.protocol.deadlines import Deadlines
 from baton.protocol.ledger import Ledger, Pair, Rectangle
@@ -23,8 +25,7 @@ class ReceiverState(Enum):
     RELEASED = "released"
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
+class Terms(msgspec.Struct, frozen=True):
     """What a grant is held against: who has to commit, which bytes are due, which pairs need work."""
 
     sources: frozenset[int]
@@ -36,21 +37,19 @@ class Terms:
     """By source rank: the target ranks that it sends to."""
 
 
-@dataclass(frozen=True, slots=True)
-class Account:
+class Account(msgspec.Struct, frozen=True):
     """What has come in for a grant so far."""
 
     ledger: Ledger
-    chunks: Mapping[tuple[int, int], Rectangle] = field(default_factory=dict)
+    chunks: Mapping[tuple[int, int], Rectangle] = msgspec.field(default_factory=dict)
     """By source rank and chunk number."""
     at_work: frozenset[tuple[int, int, int]] = frozenset()
     """Source rank, target rank, chunk: being unpacked or checked."""
-    commits: Mapping[int, Commit] = field(default_factory=dict)
+    commits: Mapping[int, Commit] = msgspec.field(default_factory=dict)
     aux: Aux | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Closing:
+class Closing(msgspec.Struct, frozen=True):
     """How the way back of the pages stands."""
 
     is_quiet: bool = False
@@ -63,8 +62,7 @@ class Closing:
     ask_at: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True):
     """The record of one transfer at its target's coordinator."""
 
     transfer: str

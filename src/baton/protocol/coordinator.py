@@ -6,11 +6,11 @@ and a new incarnation with a new epoch takes its place. Nothing is recovered in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from baton.protocol.machine import IGNORED, Effects, Entry, Table, cell
+from baton.protocol.machine import IGNORED, Effects, Entry, Table, cell, replace
 
 QUARANTINE_SHARE_MAX = 0.25
 """Above this share of a rank's pages an instance stops granting, drains and ends, to be started anew."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from baton.protocol.timings import Timings
 
 
-@dataclass(frozen=True, slots=True)
-class Deadlines:
+class Deadlines(msgspec.Struct, frozen=True):
     """When a transfer was begun here, when it last moved, and when a question was put last."""
 
     timings: Timings

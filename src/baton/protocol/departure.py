@@ -32,8 +32,7 @@ class Prefill:
     source_dp: int
 
 
-@dataclass(frozen=True, slots=True)
-class Departure:
+class Departure(msgspec.Struct, frozen=True):
     """The record of one transfer at its source's coordinator."""
 
     transfer: str

@@ -9,11 +9,11 @@ and left a gap. Words may come in any order, so a gap counts only when all of a 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from baton.errors import RemoteProtocolError
 from baton.protocol.arrival import Account, Terms, UnpackAt
 from baton.protocol.ledger import Rectangle
+from baton.protocol.machine import replace
 from baton.protocol.messages import Commit, Landed
 
 

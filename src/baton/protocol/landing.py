@@ -7,11 +7,13 @@ it says so only when its transport does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from baton.protocol.machine import IGNORED, Effects, Entry, Table, cell
+import msgspec
+
+from baton.protocol.machine import IGNORED, Effects, Entry, Table, cell, replace
 from baton.protocol.messages import Closed, Landed, Message, Unpacked
 from baton.protocol.outcomes import Cause
 
@@ -24,8 +26,7 @@ class LandingState(Enum):
     CLOSED = "closed"
 
 
-@dataclass(frozen=True, slots=True)
-class Landing:
+class Landing(msgspec.Struct, frozen=True):
     """The record of one grant at one target rank."""
 
     grant: bytes

@@ -9,10 +9,13 @@ Neighbours are joined as they come, so that chunks in any sensible order leave f
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
 from baton.errors import RemoteProtocolError
+from baton.protocol.machine import replace
 
 Range: TypeAlias = tuple[int, int]
 Pair: TypeAlias = tuple[int, int]
@@ -60,8 +63,7 @@ class Rectangle:
         return max(0, self.layers[1] - self.layers[0]) * max(0, self.tokens[1] - self.tokens[0])
 
 
-@dataclass(frozen=True, slots=True)
-class Ledger:
+class Ledger(msgspec.Struct, frozen=True):
     """Needs, what landed of them, and how many cells are missing, by pair."""
 
     num_tokens: int

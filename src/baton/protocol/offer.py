@@ -8,7 +8,6 @@ the target that is still to ask.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import Enum
 from typing import TypeAlias
 
@@ -33,7 +32,7 @@ from baton.protocol.departure import (
     ToSession,
     ToTarget,
 )
-from baton.protocol.machine import IGNORED, Effects, Entry, Table, cell
+from baton.protocol.machine import IGNORED, Effects, Entry, Table, cell, replace
 from baton.protocol.messages import (
     Abort,
     Grant,

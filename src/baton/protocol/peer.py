@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
 import msgspec
 
-from baton.protocol.machine import IGNORED, Effects, Entry, Table, cell
+from baton.protocol.machine import IGNORED, Effects, Entry, Table, cell, replace
 from baton.protocol.messages import (
     VERSION_MAX,
     VERSION_MIN,

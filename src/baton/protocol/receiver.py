@@ -10,7 +10,6 @@ manifest agrees with what the plan expects, and the aux record is there, in what
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import Enum
 from typing import TypeAlias
 
@@ -46,7 +45,7 @@ from baton.protocol.arrival import (
     VerdictAsked,
 )
 from baton.protocol.judgement import enter_commit, enter_landed, enter_unpacked, is_complete
-from baton.protocol.machine import IGNORED, Effects, Entry, Table, cell
+from baton.protocol.machine import IGNORED, Effects, Entry, Table, cell, replace
 from baton.protocol.messages import Abort, Grant, Lane, QuietAsked
 from baton.protocol.outcomes import Cause, Failed, Finished, Outcome, Ready, Stage, Why
 

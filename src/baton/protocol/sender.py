@@ -14,13 +14,15 @@ Deadlines are the coordinators' business: a rank has none but those of its copie
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
+import msgspec
+
 from baton.errors import LocalProtocolError
 from baton.protocol.ledger import Rectangle
-from baton.protocol.machine import IGNORED, Effects, Entry, Table, cell
+from baton.protocol.machine import IGNORED, Effects, Entry, Table, cell, replace
 from baton.protocol.messages import Abort, AuxRecord, Commit, Grant, Landed, Message, Quiet, Unquiet
 from baton.protocol.outcomes import Aux, Cause, Outcome
 
@@ -46,8 +48,7 @@ class Chunk:
     box: Rectangle
 
 
-@dataclass(frozen=True, slots=True)
-class Sender:
+class Sender(msgspec.Struct, frozen=True):
     """The record of one transfer at one source rank."""
 
     transfer: str
@@ -56,9 +57,9 @@ class Sender:
     grant: bytes = b""
     waiting: tuple[Chunk, ...] = ()
     """Ready, but not granted yet."""
-    under_way: Mapping[int, Chunk] = field(default_factory=dict)
+    under_way: Mapping[int, Chunk] = msgspec.field(default_factory=dict)
     num_chunks: int = 0
-    num_bytes: Counts = field(default_factory=dict)
+    num_bytes: Counts = msgspec.field(default_factory=dict)
     is_sealed: bool = False
     doubt: str = ""
     """Why this rank cannot vouch for its own quiet; empty if it can."""

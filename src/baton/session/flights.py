@@ -17,7 +17,7 @@ from baton.plan.tokens import Ints
 from baton.protocol.messages import Grant, Lane, SessionPaths
 from baton.protocol.outcomes import Cause, Stage, Why
 from baton.protocol.sender import Sender
-from baton.session.handles import Offered, Sending
+from baton.session.handles import Copied, Offered, Sending
 from baton.session.loads import Load, Terms, make_loads, placed
 from baton.session.moving import checksums, run_packs
 from baton.session.staging import Lease
@@ -53,12 +53,22 @@ class Way:
     is_replaced: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One submitted copy: by which way, to whom, how much, since when."""
+
+    way: Way
+    target_rank: int
+    num_bytes: int
+    submitted_s: float
+
+
 @dataclass(slots=True)
 class Flight:
     """The copies of one chunk. It ends when no ticket, no job and no wait is left."""
 
     index: int
-    tickets: dict[int, Way] = field(default_factory=dict)
+    tickets: dict[int, Leg] = field(default_factory=dict)
     num_jobs: int = 0
     num_waits: int = 0
     """Things to be begun when a fence is ready; they can be called off."""
@@ -263,7 +273,9 @@ class Flights:
                 self._spoil(flight, self.rank.cause(Why.COPY_FAILED, Stage.COPY, str(error)))
                 return
             way.num_tickets += 1
-            flight.tickets[ticket.number] = way
+            flight.tickets[ticket.number] = Leg(
+                way, load.target_rank, batch.spans.num_bytes, self.rank.ports.now()
+            )
             self.tickets[ticket.number] = (found, flight)
 
     def _batch(self, way: Way, copy: Copy, staged_at: int, landed_at: int) -> Batch:
@@ -275,8 +287,19 @@ class Flights:
         if isinstance(event, Landed) or event.ticket.number not in self.tickets:
             return
         found, flight = self.tickets.pop(event.ticket.number)
-        way = flight.tickets.pop(event.ticket.number)
+        leg = flight.tickets.pop(event.ticket.number)
+        way = leg.way
         way.num_tickets -= 1
+        found.handle.copies.append(
+            Copied(
+                leg.target_rank,
+                flight.index,
+                leg.num_bytes,
+                leg.submitted_s,
+                self.rank.ports.now(),
+                isinstance(event, Done),
+            )
+        )
         if not isinstance(event, Done):
             if isinstance(event, FailedUnknown):
                 flight.doubt = event.cause

@@ -91,6 +91,18 @@ class Offered:
     fence: Fence
 
 
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """One copy of a transfer that ended: to which rank, which chunk, how much, from when to when."""
+
+    target_rank: int
+    index: int
+    num_bytes: int
+    submitted_s: float
+    ended_s: float
+    is_done: bool
+
+
 class Sending(Handle):
     """A source rank's end: offer chunks as they are computed, then commit."""
 
@@ -106,6 +118,10 @@ class Sending(Handle):
         self._is_sealed = False
         self.is_granted = False
         """Whether the target has pages for it; requests without may hold half of a source's pool."""
+        self.session = 0
+        """Which session granted it, once one has: copies of one session share a target instance."""
+        self.copies: list[Copied] = []
+        """What has been copied so far, in the order of its end."""
 
     def ready(
         self, layers: tuple[int, int], tokens: tuple[int, int], pages: Pages, fence: Fence = NOW

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Protocol
 
 from baton.errors import LocalProtocolError, RemoteProtocolError
-from baton.protocol.messages import AnyMessage, Introduction
+from baton.protocol.messages import AnyMessage, Grant, Introduction, Open
 from baton.protocol.outcomes import Cause, Stage, Why
 from baton.protocol.peer import NONCE_BYTES, Party, accepting, dialling
 from baton.protocol.wire import CHANNEL_BYTES
@@ -24,6 +24,8 @@ from baton.session.ports import Driven
 
 LOCAL = "local"
 """The address of the coordinator in the same loop: a link without a socket."""
+LONG = (Open, Grant)
+"""What keeps a rank busy: those in other processes hear of it before the one in this loop begins."""
 TICK_S_MIN = 0.0005
 """A driver that wants to be called at once, again and again, does not keep the loop from its sockets."""
 
@@ -252,7 +254,10 @@ class LocalLink:
             raise LocalProtocolError(
                 f"{type(message).__name__} on a link that is not there; wait for `linked`"
             )
-        self.owner.world.turns.later(partial(far.owner.take, far.number, message))
+        turns = self.owner.world.turns
+        if isinstance(message, LONG):
+            turns.later(turns.flush)
+        turns.later(partial(far.owner.take, far.number, message))
 
     def hang_up(self) -> None:
         """Closes after what is queued."""

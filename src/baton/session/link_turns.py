@@ -1,16 +1,19 @@
 """Turns of the loop: everything that reaches a driver passes here, and what it sent leaves at the end.
 
 A turn is what one wake-up of the loop brought. What drivers send during a turn leaves in one write per link
-when the turn is over, and what they want done later is asked once.
+when the turn is over, and what they want done later is asked once. `TurnLoop` ends the turn before it goes to
+sleep: a callback of its own would cost a second pass through asyncio with every wake-up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import selectors
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from contextvars import Context
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +27,44 @@ class Flushed(Protocol):
 
     def flush(self) -> None:
         """Sends it."""
+
+
+class TurnLoop(asyncio.SelectorEventLoop):
+    """An asyncio loop that calls `end_turn` in every pass, between the callbacks and the sleep."""
+
+    def __init__(self, end_turn: Callable[[], None]) -> None:
+        super().__init__(_BeforeSleep(self))
+        self.end_turn = end_turn
+        self.is_stirred = False
+        """Whether something was asked for that must not wait for the end of the sleep."""
+
+    def call_soon(
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        """Does something in the next pass."""
+        self.is_stirred = True
+        return super().call_soon(callback, *args, context=context)
+
+    def call_at(
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        """Does something at a time."""
+        self.is_stirred = True
+        return super().call_at(when, callback, *args, context=context)
+
+
+class _BeforeSleep(selectors.DefaultSelector):
+    """The selector of a loop; the pass in which the turn's end asked for more does not sleep."""
+
+    def __init__(self, aio: TurnLoop) -> None:
+        super().__init__()
+        self._aio = aio
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Ends the turn, then sleeps."""
+        self._aio.is_stirred = False
+        self._aio.end_turn()
+        return super().select(0 if self._aio.is_stirred else timeout)
 
 
 class Turns:
@@ -41,7 +82,7 @@ class Turns:
         self._is_woken = False
         self._later: deque[Callable[[], None]] = deque()
         self._unsent: dict[Flushed, None] = {}
-        self._is_ending = False
+        self._is_begun = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -55,7 +96,7 @@ class Turns:
         aio.set_exception_handler(self._escaped)
         self.aio = aio
         aio.call_soon(self._do_posted)
-        self._begin()
+        self._is_begun = True
 
     def close(self) -> None:
         """No driver is called any more, and nothing that is posted is done."""
@@ -74,18 +115,18 @@ class Turns:
     def later(self, action: Callable[[], None]) -> None:
         """Does something in this turn, after what is being done now."""
         self._later.append(action)
-        self._begin()
+        self._is_begun = True
 
     def keep(self, link: Flushed) -> None:
         """The link has something to send when the turn is over."""
         self._unsent[link] = None
-        self._begin()
+        self._is_begun = True
 
     def step(self, call: Callable[..., None], *arguments: object) -> None:
         """Calls a driver; whatever comes out of it is the end of the instance."""
         if self._is_over:
             return
-        self._begin()
+        self._is_begun = True
         self._guard(call, *arguments)
 
     def spawn(self, work: Coroutine[Any, Any, T], then: Callable[[asyncio.Task[T]], None]) -> asyncio.Task[T]:
@@ -106,7 +147,7 @@ class Turns:
         if self._is_over:
             return
         self._is_over = True
-        self._flush()
+        self.flush()
         self.stopped.set()
         self._on_end(cause)
 
@@ -128,21 +169,20 @@ class Turns:
         if not task.cancelled():
             self.step(then, task)
 
-    def _begin(self) -> None:
-        if not self._is_ending and self.aio is not None:
-            self._is_ending = True
-            self.aio.call_soon(self._finish)
-
-    def _finish(self) -> None:
+    def end_turn(self) -> None:
+        """Does what was left for later, sends what is to be sent, and asks what drivers want next."""
+        if not self._is_begun or self.aio is None:
+            return
         while self._later:
             self.step(self._later.popleft())
-        self._is_ending = False
-        self._flush()
+        self._is_begun = False
+        self.flush()
         for action in self.after:
             if not self._is_over:
                 self._guard(action)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Sends what was kept so far, because what comes next takes long."""
         while self._unsent:
             link, _ = self._unsent.popitem()
             link.flush()

@@ -20,7 +20,10 @@ from baton.plan.parts import Part
 from baton.plan.prompt import TOKENS_MAX, Chunk, Prompt
 from baton.plan.routes import Plan
 from baton.plan.sides import (
+    DIRECT,
     canonical,
+    check_reach,
+    direct_copies,
     part_bytes,
     parts_of,
     places_in_staging,
@@ -87,6 +90,9 @@ def make_loads(terms: Terms, source_rank: int, source_tables: Mapping[str, Ints]
     tables = Tables({source_rank: source_tables}, terms.tables)
     loads: list[Load] = []
     for pair in outline(terms.plan, terms.prompt).pairs_of_source(source_rank):
+        if (load := _direct(terms, tables, chunk, pair)) is not None:
+            loads.extend([load] if load.copies else [])
+            continue
         parts = parts_of(terms.plan, terms.prompt, tables, chunk, pair)
         if not parts:
             continue
@@ -102,6 +108,16 @@ def make_loads(terms: Terms, source_rank: int, source_tables: Mapping[str, Ints]
         )
         loads.append(load)
     return loads
+
+
+def _direct(terms: Terms, tables: Tables, chunk: Chunk, pair: Pair) -> Load | None:
+    """The load of a pair that moves from buffer to buffer, if there is a short way to it."""
+    if terms.is_verified or terms.modes.get(pair) != DIRECT:
+        return None
+    found = direct_copies(terms.plan, terms.prompt, tables, chunk, pair)
+    if found is None:
+        return None
+    return Load(pair[1], (), tuple(found[0]), 0, found[1], {})
 
 
 def make_unload(terms: Terms, source_rank: int, target_rank: int, chunk: Chunk) -> Unload:
@@ -135,16 +151,11 @@ def check_terms(terms: Terms, source_rank: int, staging: Mapping[int, int]) -> N
     `staging` gives the bytes that each target rank leased to it. The rank's own tables are not looked at:
     they may still grow.
     """
-    known = outline(terms.plan, terms.prompt)
-    tables = Tables({}, terms.tables)
-    for pair in known.pairs_of_source(source_rank):
-        parts = known.parts(tables, known.whole, pair)
-        if not parts:
-            continue
+    for pair in outline(terms.plan, terms.prompt).pairs_of_source(source_rank):
         try:
+            if not check_reach(terms.plan, terms.prompt, terms.tables, pair):
+                continue
             wanted = staging_bytes(terms.plan, terms.prompt, pair, terms.mode(pair))
-            for part in parts:
-                part.pages("target")
         except ConfigError as cause:
             raise RemoteProtocolError(f"a grant that cannot be followed: {cause}") from None
         if wanted > staging.get(pair[1], 0):

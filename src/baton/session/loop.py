@@ -19,7 +19,7 @@ from baton.errors import ConfigError, LocalProtocolError
 from baton.protocol.peer import Party
 from baton.session.link_ports import LOCAL, Directory, DriverPorts, World
 from baton.session.link_sockets import SocketConfig, Sockets
-from baton.session.link_turns import Turns
+from baton.session.link_turns import TurnLoop, Turns
 from baton.session.ports import Driven
 from baton.transport.base import Event, Transport
 
@@ -113,7 +113,7 @@ class Loop:
 
     def _run(self) -> None:
         try:
-            with asyncio.Runner() as runner:
+            with asyncio.Runner(loop_factory=lambda: TurnLoop(self._turns.end_turn)) as runner:
                 runner.run(self._serve())
         finally:
             self._turns.die()

@@ -139,9 +139,11 @@ class SourceHalf:
             self.stepping.feed(found, Aborted(self.rank.cause(Why.REFUSED_LAYOUT, Stage.GRANT, str(error))))
             return
         found.grant = grant
+        found.handle.session = grant.session
         found.handle.is_granted = True
         found.lanes = {lane.target_rank: lane for lane in grant.lanes}
         self.stepping.feed(found, Granted(grant))
+        self.rank.on_change(found.handle)
 
     def settled(self, message: Settled) -> None:
         """The transfer ended."""

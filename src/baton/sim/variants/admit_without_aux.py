@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from baton.protocol import judgement, receiver
+from baton.protocol.machine import replace
 from baton.protocol.outcomes import Aux
 from baton.sim.faults import reordering
 from baton.sim.variants.patching import patched

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from baton.protocol import judgement, receiver
 from baton.protocol.ledger import Ledger, Rectangle
+from baton.protocol.machine import replace
 from baton.sim.faults import duplication, reordering
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
+from baton.protocol.machine import replace
 from baton.session.target import TargetHalf
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from baton.protocol import offer
+from baton.protocol.machine import replace
 from baton.sim.faults import aborts, copies
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from baton.protocol.arrival import Offered, ReceiverState
 from baton.protocol.departure import Departure
+from baton.protocol.machine import replace
 from baton.protocol.receiver import RECEIVER, _offered
 from baton.sim.faults import tokeniser
 from baton.sim.variants.patching import acting, patched

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from baton.protocol import judgement, receiver
 from baton.protocol.arrival import UnpackAt
+from baton.protocol.machine import replace
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 

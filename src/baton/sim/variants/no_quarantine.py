@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from baton.protocol.arrival import ReceiverState, SessionLost
+from baton.protocol.machine import replace
 from baton.protocol.receiver import RECEIVER, _session_lost
 from baton.sim.faults import copies, crash
 from baton.sim.transport.endpoint import Strength

@@ -1,0 +1,1 @@
+"""Attention over paged pools, as one pass of a rank sees it."""

@@ -1,0 +1,204 @@
+"""Where the rows of a pass are stored and where their keys lie: index tensors, made once per pass.
+
+A pool is seen as one row of channels per page, unit and token; everything here is a list of such rows.
+Reading token by token, not page by page, keeps what else is in a page (an earlier owner's content, perhaps
+not even finite) out of every answer; padding repeats a key of the same sequence and is masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.engine.attention.dealing import Keeping
+from baton.engine.steps import Work
+from baton.errors import EngineError
+from baton.plan.ranges import Range
+from baton.plan.tokens import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Query rows [first, last) are one sequence's, from position `start` on."""
+
+    work: Work
+    first: int
+    last: int
+    start: int
+    own: Range
+    """The rows of the step's keys from the work's first token to the segment's last."""
+
+    @property
+    def stop(self) -> int:
+        """The position after the last row."""
+        return self.start + self.last - self.first
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is one row: a decoding sequence."""
+        return self.last - self.first == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """How a page table of a pass leads into a pool."""
+
+    group: str
+    num_units: int
+    keeping: Keeping
+    device: torch.device
+
+    def firsts(self, work: Work, slots: Ints) -> Ints:
+        """The pool's row of the first unit of each slot; those of further units follow a page size apart."""
+        table = np.asarray(work.pages.get(self.group, ()), dtype=np.int64)
+        size = self.keeping.page_tokens
+        nth, inside = np.divmod(slots, size)
+        if len(nth) and nth[-1] >= len(table):
+            raise EngineError(
+                f"sequence {work.sequence} needs {nth[-1] + 1} pages of {self.group!r}, "
+                f"its table has {len(table)}"
+            )
+        pages = table[nth]
+        if (pages < 0).any():
+            raise EngineError(f"sequence {work.sequence} reads a page of {self.group!r} that was given up")
+        return np.asarray(pages * (self.num_units * size) + inside, dtype=np.int64)
+
+    def by_unit(self, firsts: Ints) -> Tensor:
+        """(..., slots) -> (..., units, slots), flat and on the device: as keys are read."""
+        return self.tensor(firsts[..., None, :] + self._steps[:, None])
+
+    def by_slot(self, firsts: Ints) -> Tensor:
+        """(slots) -> (slots, units), flat and on the device: as rows are stored."""
+        return self.tensor(firsts[:, None] + self._steps)
+
+    @property
+    def _steps(self) -> Ints:
+        return np.arange(self.num_units, dtype=np.int64) * self.keeping.page_tokens
+
+    def tensor(self, found: Ints) -> Tensor:
+        """On the device, flat."""
+        flat = torch.from_numpy(np.ascontiguousarray(found).reshape(-1))
+        return flat.to(self.device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Writes:
+    """Which rows of the step this rank stores (None: all), and where."""
+
+    rows: Tensor | None
+    slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Several rows of one sequence and the keys that they see, at [lowest, stop) or at `positions`."""
+
+    segment: Segment
+    lowest: int
+    slots: Tensor | None
+    """Where the keys lie; None where they are the step's own and need no reading."""
+    num_keys: int
+    positions: Tensor | None = None
+    """Of the keys, where this rank keeps just a part of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One row each of sequences of similar length."""
+
+    rows: Tensor | None
+    """Query rows; None where they are all rows."""
+    slots: Tensor
+    bias: Tensor | None
+    shape: tuple[int, int, int]
+    """Sequences, units, keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """All that the query rows of a pass see in one page-table group."""
+
+    chunks: tuple[Chunk, ...]
+    buckets: tuple[Bucket, ...]
+
+
+def find_writes(pages: Pages, works: Sequence[Work]) -> Writes:
+    """Where the step's tokens go."""
+    rows, slots = [], []
+    row = 0
+    for work in works:
+        kept, at = pages.keeping.kept(work, (work.start, work.start + len(work.tokens)))
+        rows.append(kept - work.start + row)
+        slots.append(pages.firsts(work, at))
+        row += len(work.tokens)
+    if not rows:
+        return Writes(None, torch.empty(0, dtype=torch.int64, device=pages.device))
+    kept_rows = np.concatenate(rows)
+    is_all = len(kept_rows) == row
+    return Writes(None if is_all else pages.tensor(kept_rows), pages.by_slot(np.concatenate(slots)))
+
+
+def find_reads(pages: Pages, segments: Sequence[Segment], window: int | None, dtype: torch.dtype) -> Reads:
+    """Where the keys of the segments lie; `dtype` is that of the masks."""
+    chunks = tuple(_chunk(pages, segment, window) for segment in segments if not segment.is_single)
+    singles = [_Single(pages, segment, window) for segment in segments if segment.is_single]
+    held = [single for single in singles if len(single.slots)]
+    num_rows = sum(segment.last - segment.first for segment in segments)
+    buckets = tuple(_bucket(pages, part, num_rows, dtype) for part in _by_length(held))
+    return Reads(chunks, buckets)
+
+
+def _lowest(segment: Segment, window: int | None) -> int:
+    return 0 if window is None else max(0, segment.start - window + 1)
+
+
+def _chunk(pages: Pages, segment: Segment, window: int | None) -> Chunk:
+    lowest = _lowest(segment, window)
+    if not pages.keeping.is_whole:
+        positions, slots = pages.keeping.kept(segment.work, (lowest, segment.stop))
+        found = pages.by_unit(pages.firsts(segment.work, slots))
+        return Chunk(segment, lowest, found, len(slots), pages.tensor(positions))
+    if segment.work.start == 0:
+        return Chunk(segment, 0, None, segment.stop)
+    _, slots = pages.keeping.kept(segment.work, (lowest, segment.stop))
+    return Chunk(segment, lowest, pages.by_unit(pages.firsts(segment.work, slots)), len(slots))
+
+
+class _Single:
+    """One decoding sequence: its query row and where its keys lie."""
+
+    def __init__(self, pages: Pages, segment: Segment, window: int | None) -> None:
+        self.row = segment.first
+        _, slots = pages.keeping.kept(segment.work, (_lowest(segment, window), segment.stop))
+        self.slots = pages.firsts(segment.work, slots)
+
+
+def _by_length(singles: list[_Single]) -> list[list[_Single]]:
+    """Sequences whose lengths are less than a factor of two apart, each part in the order of rows."""
+    parts: list[list[_Single]] = []
+    for single in sorted(singles, key=lambda single: len(single.slots)):
+        if not parts or len(single.slots) > 2 * len(parts[-1][0].slots) + 64:
+            parts.append([])
+        parts[-1].append(single)
+    return [sorted(part, key=lambda single: single.row) for part in parts]
+
+
+def _bucket(pages: Pages, singles: list[_Single], num_rows: int, dtype: torch.dtype) -> Bucket:
+    lengths = np.array([len(single.slots) for single in singles])
+    longest = int(lengths.max())
+    shape = (len(singles), pages.num_units, longest)
+    firsts = np.empty((len(singles), longest), dtype=np.int64)
+    for i, single in enumerate(singles):
+        firsts[i, : lengths[i]] = single.slots
+        firsts[i, lengths[i] :] = single.slots[0]
+    bias = None
+    if int(lengths.min()) < longest:
+        hidden = np.arange(longest)[None, None] >= lengths[:, None, None]
+        numbers = np.where(hidden, np.float32("-inf"), np.float32(0))
+        bias = torch.from_numpy(numbers).to(pages.device, dtype, non_blocking=True)
+    rows = np.array([single.row for single in singles], dtype=np.int64)
+    return Bucket(None if len(rows) == num_rows else pages.tensor(rows), pages.by_unit(firsts), bias, shape)

@@ -1,0 +1,1 @@
+"""How rows attend once their keys and values are found, one way per file."""

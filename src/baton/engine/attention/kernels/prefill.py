@@ -1,0 +1,123 @@
+"""Several rows of one sequence, over keys that lie one after the other.
+
+A first chunk sees just itself and a chunk without a window goes to the fused causal kernel in one call. A
+window, a cap or sinks are taken block by block of rows, over the keys that the block can see, so that no mask
+or score grows with the square of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+
+from baton.engine.attention.kernels import explicit
+from baton.engine.attention.kernels.explicit import Partial
+from baton.engine.attention.masks import Band, Masks, seen
+from baton.engine.model.seam import HeadOptions
+
+BLOCK_ROWS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """q (rows, heads, c) and the keys and values that it may see, (units, keys, c) each."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that attend."""
+        return self.q.shape[0]
+
+    @property
+    def num_keys(self) -> int:
+        """Keys, the rows' own included."""
+        return self.k.shape[1]
+
+
+def attend(inputs: Inputs, window: int | None, options: HeadOptions, masks: Masks) -> Tensor:
+    """(rows, heads, value channels); the last row sits at the last key."""
+    if options.softcap is not None or options.sinks is not None:
+        return _spelled_out(inputs, window, options, masks)
+    if window is None or inputs.num_keys <= window:
+        is_first = inputs.num_rows == inputs.num_keys
+        if is_first:
+            return _fused(inputs, None, options.scale, is_causal=True)
+        if inputs.q.is_cuda:
+            bias = causal_lower_right(inputs.num_rows, inputs.num_keys)
+            return _fused(inputs, bias, options.scale)
+    parts = []
+    for block, band in _blocks(inputs, window):
+        parts.append(_fused(block, masks.band(band, inputs.q.dtype), options.scale))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def attend_partly(inputs: Inputs, rows: Tensor, keys: Tensor, options: HeadOptions) -> Partial:
+    """The same over keys at any positions, told by how much they weigh."""
+    num_heads, num_units = inputs.q.shape[1], inputs.k.shape[0]
+    step = max(1, explicit.SCORES_MAX // max(1, inputs.num_keys * num_heads))
+    outs, weights = [], []
+    for first in range(0, inputs.num_rows, step):
+        last = min(first + step, inputs.num_rows)
+        bias = seen(rows[first:last], keys, options.window, torch.float32)
+        q = _grouped(inputs.q[first:last], num_units)
+        part = explicit.attend(q, inputs.k.unsqueeze(0), inputs.v.unsqueeze(0), bias.unsqueeze(0), options)
+        outs.append(_by_row(part.out))
+        weights.append(part.weight.flatten(0, 2).mT)
+    return Partial(torch.cat(outs), torch.cat(weights))
+
+
+def _fused(inputs: Inputs, mask: Tensor | None, scale: float, *, is_causal: bool = False) -> Tensor:
+    num_channels = inputs.v.shape[-1]
+    v = inputs.v
+    if num_channels < inputs.k.shape[-1]:
+        # The fused kernels want as many channels in v as in k.
+        v = functional.pad(v, (0, inputs.k.shape[-1] - num_channels))
+    mixed = functional.scaled_dot_product_attention(
+        inputs.q.transpose(0, 1).unsqueeze(0),
+        inputs.k.unsqueeze(0),
+        v.unsqueeze(0),
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=inputs.q.shape[1] != inputs.k.shape[0],
+    )
+    return mixed.squeeze(0).transpose(0, 1)[..., :num_channels]
+
+
+def _spelled_out(inputs: Inputs, window: int | None, options: HeadOptions, masks: Masks) -> Tensor:
+    outs = []
+    for block, band in _blocks(inputs, window):
+        bias = masks.band(band, torch.float32).unsqueeze(0)
+        q = _grouped(block.q, block.k.shape[0])
+        part = explicit.attend(q, block.k.unsqueeze(0), block.v.unsqueeze(0), bias, options)
+        rows = Partial(_by_row(part.out), part.weight.flatten(0, 2).mT)
+        outs.append(rows.out if options.sinks is None else explicit.with_sinks(rows, options.sinks))
+    return torch.cat(outs).to(inputs.q.dtype)
+
+
+def _blocks(inputs: Inputs, window: int | None) -> Iterator[tuple[Inputs, Band]]:
+    offset = inputs.num_keys - inputs.num_rows
+    for first in range(0, inputs.num_rows, BLOCK_ROWS):
+        last = min(first + BLOCK_ROWS, inputs.num_rows)
+        lowest = 0 if window is None else max(0, offset + first - window + 1)
+        highest = offset + last
+        block = Inputs(inputs.q[first:last], inputs.k[:, lowest:highest], inputs.v[:, lowest:highest])
+        yield block, Band(last - first, highest - lowest, offset + first - lowest, window)
+
+
+def _grouped(q: Tensor, num_units: int) -> Tensor:
+    """(rows, heads, c) -> (1, units, group, rows, c)."""
+    return torch.unflatten(q.transpose(0, 1), 0, (num_units, -1)).unsqueeze(0)
+
+
+def _by_row(out: Tensor) -> Tensor:
+    """(1, units, group, rows, c) -> (rows, heads, c)."""
+    return out.flatten(0, 2).transpose(0, 1)

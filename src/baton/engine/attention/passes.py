@@ -1,0 +1,238 @@
+"""One pass of one rank: what the mixers of its layers attend with.
+
+Theory. The rows of a batch lie one after the other, work by work. Under context parallelism a rank computes a
+cut of them where there are enough to deal (then keys and values are gathered over cp before they are stored),
+and all of them where there are few. What it stores is what its layout says it keeps. Where ranks keep every
+token, each attends with its own rows; where they keep parts, each attends with all rows over its own tokens
+and the answers are merged by their weights.
+
+Which rows go where depends on the batch alone, so it is found once per pass and page-table group, at the
+first layer that asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.engine.attention import index
+from baton.engine.attention.dealing import Keeping, Rows, deal_rows
+from baton.engine.attention.index import Chunk, Pages, Reads, Segment, Writes
+from baton.engine.attention.kernels import decode, explicit, prefill
+from baton.engine.attention.kernels.explicit import Partial
+from baton.engine.attention.kernels.prefill import Inputs
+from baton.engine.attention.masks import Masks
+from baton.engine.attention.operands import Answer, Source, Stored
+from baton.engine.attention.pools import CachePools
+from baton.engine.model.seam import HeadOptions, LatentQuery, Stretch
+from baton.engine.parallel.mesh import Mesh
+from baton.engine.steps import Batch
+from baton.errors import EngineError
+from baton.plan.cache import Component
+from baton.plan.ranges import Range
+
+ABSORBED_RATIO = 8
+"""A chunk this many times shorter than its context attends to the latent itself: expanding costs more."""
+
+
+class Pass:
+    """Attention of one step on one rank; see `baton.engine.model.seam.Attention`."""
+
+    def __init__(self, batch: Batch, mesh: Mesh, pools: CachePools) -> None:
+        self._batch = batch
+        self._pools = pools
+        self._cp = mesh.cp
+        self.rows: Rows = deal_rows(batch.num_rows, mesh.cp.size)
+        self._own: Range = self.rows.cuts[mesh.cp.index]
+        spec = pools.spec
+        self._keeping = Keeping(spec.layout.scheme, mesh.cp.index, mesh.cp.size, spec.storage.page_tokens)
+        self._segments = _segments(batch, self._own if self._keeping.is_whole else (0, self.rows.count))
+        self._masks = Masks(pools.device)
+        self._found: dict[tuple[str, int], Writes] = {}
+        self._reads: dict[tuple[str, int, int | None, torch.dtype], Reads] = {}
+        places = [np.arange(work.start, work.start + len(work.tokens)) for work in batch.works]
+        every = np.concatenate([np.empty(0, dtype=np.int64), *places])
+        self._positions = torch.from_numpy(every).to(pools.device, non_blocking=True)
+
+    @property
+    def positions(self) -> Tensor:
+        """(rows,) int64: each row's position in its sequence."""
+        return self._positions[self._own[0] : self._own[1]]
+
+    @property
+    def sequences(self) -> Sequence[Stretch]:
+        """The sequences of the pass, in the order of their rows; for recurrent mixers."""
+        if self.rows.is_dealt:
+            raise EngineError("rows of a sequence lie on several cp ranks; recurrent layers need them on one")
+        return [
+            Stretch(part.first, part.last, part.start, part.work.pages.get("state", [-1])[0])
+            for part in _segments(self._batch, self._own)
+        ]
+
+    def state(self, layer: int, component: str) -> Tensor:
+        """The pool of a recurrent component at a layer, (slots, units of this rank, ...)."""
+        return self._pools.view(component, layer)
+
+    def heads(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: HeadOptions) -> Tensor:
+        """Stores k and v, attends causally with q; all are (rows, heads of this rank, dim)."""
+        keeper = self._pools.component("k", layer)
+        keys, values = self._pools.rows("k", layer), self._pools.rows("v", layer)
+        num_units, window = k.shape[1], options.window
+        if self.rows.is_dealt:
+            q, k, v = self._gathered(q, k, v)
+        writes = self._writes(keeper, num_units)
+        _store(keys, writes, k)
+        _store(values, writes, v)
+        if q.shape[1] == 0:
+            return q.new_empty((self._own[1] - self._own[0], 0, v.shape[-1]))
+        reads = self._read(keeper, num_units, window, q.dtype)
+        source = Source(q, k.transpose(0, 1), v.transpose(0, 1), Stored(keys, values, self._pools.scratch))
+        if self._keeping.is_whole:
+            return self._attend(source, reads, options)
+        part = self._merged(source, reads, options)
+        out = part.out if options.sinks is None else explicit.with_sinks(part, options.sinks)
+        return out.to(q.dtype)
+
+    def latent(self, layer: int, query: LatentQuery, latent: Tensor, scale: float) -> Tensor:
+        """Stores latent (rows, channels), attends causally; the answer is (rows, heads, value channels)."""
+        keeper = self._pools.component("latent", layer)
+        rows = self._pools.rows("latent", layer)
+        pool = Stored(rows, rows, self._pools.scratch)
+        every = self._cp.gather(latent, self.rows.sizes) if self.rows.is_dealt else latent
+        _store(rows, self._writes(keeper, 1), every)
+        options = HeadOptions(scale, keeper.extent.window)
+        reads = self._read(keeper, 1, options.window, latent.dtype)
+        if self._keeping.is_whole:
+            return self._attend_latent(query, every, pool, (reads, options))
+        q = query.absorbed()
+        if q.shape[1] == 0:
+            return _headless(query, latent)
+        if self.rows.is_dealt:
+            q = self._cp.gather(q, self.rows.sizes)
+        own = every.unsqueeze(0)
+        part = self._merged(Source(q, own, own, pool), reads, options)
+        return query.project(part.out[..., : query.num_value_channels].to(latent.dtype))
+
+    def _gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows of all cp ranks in one exchange; queries only where every rank attends with all of them."""
+        parts = [k, v] if self._keeping.is_whole else [k, v, q]
+        widths = [part[0].numel() for part in parts]
+        every = self._cp.gather(torch.cat([part.flatten(1) for part in parts], 1), self.rows.sizes)
+        shaped = [
+            torch.unflatten(found, 1, part.shape[1:])
+            for found, part in zip(torch.split_with_sizes(every, widths, 1), parts, strict=True)
+        ]
+        return (q if self._keeping.is_whole else shaped[2]), shaped[0], shaped[1]
+
+    def _writes(self, keeper: Component, num_units: int) -> Writes:
+        key = (keeper.group, num_units)
+        if key not in self._found:
+            self._found[key] = index.find_writes(self._pages(keeper, num_units), self._batch.works)
+        return self._found[key]
+
+    def _read(self, keeper: Component, num_units: int, window: int | None, dtype: torch.dtype) -> Reads:
+        key = (keeper.group, num_units, window, dtype)
+        if key not in self._reads:
+            pages = self._pages(keeper, num_units)
+            self._reads[key] = index.find_reads(pages, self._segments, window, dtype)
+        return self._reads[key]
+
+    def _pages(self, keeper: Component, num_units: int) -> Pages:
+        return Pages(keeper.group, num_units, self._keeping, self._pools.device)
+
+    def _attend(self, source: Source, reads: Reads, options: HeadOptions) -> Tensor:
+        answer = Answer(len(source.q))
+        for chunk in reads.chunks:
+            inputs = source.of_chunk(chunk)
+            answer.put_chunk(chunk, prefill.attend(inputs, options.window, options, self._masks))
+        for bucket in reads.buckets:
+            q, k, v = source.of_bucket(bucket)
+            answer.put_bucket(bucket, decode.attend(q, k, v, bucket.bias, options))
+        return answer.whole
+
+    def _attend_latent(
+        self, query: LatentQuery, every: Tensor, pool: Stored, how: tuple[Reads, HeadOptions]
+    ) -> Tensor:
+        reads, options = how
+        own = every.unsqueeze(0)
+        wide = [chunk for chunk in reads.chunks if not _is_short(chunk)]
+        short = [chunk for chunk in reads.chunks if _is_short(chunk)]
+        answer = Answer(self._own[1] - self._own[0])
+        num_values = query.num_value_channels
+        if wide:
+            plain = Source(query.plain(), own, own, pool)
+            if plain.q.shape[1] == 0:
+                return _headless(query, plain.q)
+            for chunk in wide:
+                found = plain.of_chunk(chunk)
+                keys, values = query.expand(found.k[0])
+                inputs = Inputs(found.q, keys.transpose(0, 1), values.transpose(0, 1))
+                answer.put_chunk(chunk, prefill.attend(inputs, options.window, options, self._masks))
+        if short or reads.buckets:
+            absorbed = Source(query.absorbed(), own, own, pool)
+            if absorbed.q.shape[1] == 0:
+                return _headless(query, absorbed.q)
+            for chunk in short:
+                mixed = prefill.attend(absorbed.of_chunk(chunk), options.window, options, self._masks)
+                answer.put_chunk(chunk, query.project(mixed[..., :num_values]))
+            for bucket in reads.buckets:
+                q, k, v = absorbed.of_bucket(bucket)
+                mixed = decode.attend(q, k, v, bucket.bias, options)
+                answer.put_bucket(bucket, query.project(mixed[..., :num_values]))
+        return answer.whole
+
+    def _merged(self, source: Source, reads: Reads, options: HeadOptions) -> Partial:
+        """All rows over this rank's tokens, merged over cp; the answer has this rank's rows."""
+        q = source.q
+        shape = (len(q), q.shape[1], source.v.shape[-1])
+        # One tensor for both, since they travel together.
+        both = q.new_zeros((*shape[:2], shape[2] + 1), dtype=torch.float32)
+        out, weight = both[..., :-1], both[..., -1]
+        weight.fill_(float("-inf"))
+        for chunk in reads.chunks:
+            first, last = chunk.segment.first, chunk.segment.last
+            assert chunk.positions is not None
+            if chunk.num_keys:
+                at = self._positions[first:last]
+                part = prefill.attend_partly(source.of_chunk(chunk), at, chunk.positions, options)
+                out[first:last], weight[first:last] = part.out, part.weight
+        for bucket in reads.buckets:
+            taken, k, v = source.of_bucket(bucket)
+            part = decode.attend_partly(taken, k, v, bucket.bias, options)
+            rows = slice(None) if bucket.rows is None else bucket.rows
+            out[rows], weight[rows] = part.out, part.weight
+        every = self._cp.stack(both)
+        if self.rows.is_dealt:
+            every = every[:, self._own[0] : self._own[1]]
+        return explicit.merge(Partial(every[..., :-1], every[..., -1]))
+
+
+def _segments(batch: Batch, wanted: Range) -> list[Segment]:
+    """The works' rows that fall in a range of the batch's rows."""
+    found = []
+    row = 0
+    for work in batch.works:
+        first, last = max(row, wanted[0]), min(row + len(work.tokens), wanted[1])
+        if first < last:
+            start = work.start + first - row
+            found.append(Segment(work, first - wanted[0], last - wanted[0], start, (row, last)))
+        row += len(work.tokens)
+    return found
+
+
+def _headless(query: LatentQuery, like: Tensor) -> Tensor:
+    """The answer of a rank without query heads."""
+    return query.project(like.new_empty((len(like), 0, query.num_value_channels)))
+
+
+def _is_short(chunk: Chunk) -> bool:
+    rows = chunk.segment.last - chunk.segment.first
+    return rows * ABSORBED_RATIO <= chunk.num_keys
+
+
+def _store(pool: Tensor, writes: Writes, rows: Tensor) -> None:
+    kept = rows if writes.rows is None else rows.index_select(0, writes.rows)
+    pool.index_copy_(0, writes.slots, kept.reshape(-1, pool.shape[-1]).to(pool.dtype))

@@ -1,0 +1,116 @@
+"""The pools of one rank as tensors, by component and global layer id."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.engine.attention.scratch import Scratch
+from baton.engine.steps import PageCopy
+from baton.errors import ConfigError, EngineError
+from baton.plan.cache import Component
+from baton.plan.ownership import Spec, box, placements
+from baton.plan.ranges import to_ids
+from baton.plan.storage import HND, Placement
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_SIDE = "engine"
+
+
+class CachePools:
+    """Views of the buffers that the transport gave; what they hold is the pools' content."""
+
+    def __init__(
+        self, spec: Spec, rank: int, buffers: Mapping[str, NDArray[Any] | Tensor], device: torch.device
+    ) -> None:
+        if spec.storage.order != HND:
+            raise ConfigError(
+                f"the engine keeps pages in the order {', '.join(HND)}, found {', '.join(spec.storage.order)}"
+            )
+        self.spec = spec
+        self.device = device
+        self.scratch = Scratch()
+        self._whole: dict[str, Tensor] = {}
+        self._layers: dict[tuple[str, int], tuple[Component, Tensor]] = {}
+        for name, placed in placements(spec, rank, _SIDE).items():
+            component = spec.cache.by_name[name]
+            held = box(spec, component, rank, _SIDE)
+            ids = to_ids(held.layers)
+            whole = _view(spec, component, placed, buffers[placed.buffer], (len(ids), _length(held.units)))
+            self._whole[name] = whole
+            for i, layer in enumerate(ids):
+                self._layers[stem(name), layer] = (component, whole[i])
+
+    def component(self, part: str, layer: int) -> Component:
+        """The component that keeps `part` (k, v, latent, ssm, conv.q, ...) of a layer."""
+        return self._found(part, layer)[0]
+
+    def view(self, part: str, layer: int) -> Tensor:
+        """(pages, units, tokens of a page, channels), without units for a latent; (slots, units, ...)."""
+        return self._found(part, layer)[1]
+
+    def rows(self, part: str, layer: int) -> Tensor:
+        """The same as one row of channels per page, unit and token."""
+        return self._found(part, layer)[1].flatten(0, -2)
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Copies pages on every layer of this rank."""
+        for group in sorted({copy.group for copy in copies}):
+            pairs = [(copy.source, copy.target) for copy in copies if copy.group == group]
+            is_chained = bool({a for a, _ in pairs} & {b for _, b in pairs})
+            for batch in [[pair] for pair in pairs] if is_chained else [pairs]:
+                self._copy(group, batch)
+
+    def _copy(self, group: str, pairs: list[tuple[int, int]]) -> None:
+        sources, targets = torch.tensor(pairs, device=self.device).T.contiguous()
+        for name, whole in self._whole.items():
+            if self.spec.cache.by_name[name].group == group:
+                whole.index_copy_(1, targets, whole.index_select(1, sources))
+
+    def _found(self, part: str, layer: int) -> tuple[Component, Tensor]:
+        try:
+            return self._layers[part, layer]
+        except KeyError:
+            raise EngineError(f"layer {layer} keeps no {part} on this rank") from None
+
+
+def stem(name: str) -> str:
+    """What a component is to its layer: `k` for k, k.w128 and draft.0.k, `conv.q` for conv.q."""
+    parts = name.split(".")
+    if parts[0] == "draft":
+        parts = parts[2:]
+    is_window = len(parts) > 1 and parts[-1][:1] == "w" and parts[-1][1:].isdigit()
+    return ".".join(parts[:-1] if is_window else parts)
+
+
+def _length(units: tuple[int, int]) -> int:
+    return units[1] - units[0]
+
+
+def _view(
+    spec: Spec,
+    component: Component,
+    placed: Placement,
+    buffer: NDArray[Any] | Tensor,
+    counts: tuple[int, int],
+) -> Tensor:
+    """(layers, pages, units, tokens, ...) over a buffer, by the strides that the plan copies by."""
+    name = spec.storage.dtype_of(component)
+    if name not in DTYPES:
+        raise ConfigError(f"the engine cannot compute on a cache of {name}; use one of {', '.join(DTYPES)}")
+    flat = torch.from_numpy(buffer) if isinstance(buffer, np.ndarray) else buffer
+    items = flat.reshape(-1).view(torch.uint8)[: placed.buffer_bytes].view(DTYPES[name])
+    num_layers, num_units = counts
+    sizes = [("layer", num_layers), ("page", spec.storage.pages_of(component.group))]
+    if component.units is not None:
+        sizes.append(("unit", num_units))
+    if component.extent.has_tokens:
+        sizes.append(("token", spec.storage.page_tokens))
+    sizes.extend((dim.name, dim.size) for dim in component.dims)
+    strides = [placed.stride(axis) // placed.item_bytes for axis, _ in sizes]
+    return items.as_strided([count for _, count in sizes], strides, placed.offset // placed.item_bytes)

@@ -1,0 +1,74 @@
+"""From the name of a model to its checkpoint."""
+
+from __future__ import annotations
+
+import os.path
+from pathlib import Path
+
+from baton.engine.checkpoint.demo import DEMO, fetch_demo
+from baton.engine.checkpoint.documents import CONFIG
+from baton.engine.checkpoint.dummy import SCHEME, DummyWeights
+from baton.engine.checkpoint.gguf import SUFFIX, GgufFile
+from baton.engine.checkpoint.safetensors import SafetensorsFolder
+from baton.engine.checkpoint.seam import Checkpoint
+from baton.errors import ConfigError
+from baton.plan.models import card_names
+from baton.plan.models.quoting import shown
+
+_USE = (
+    "use a folder with config.json and safetensors, a .gguf file, 'demo', "
+    "or dummy:CARD for random weights, as in dummy:llama-3-8b"
+)
+_FORMER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def open_checkpoint(model: str) -> Checkpoint:
+    """The checkpoint that `model` names; ConfigError in one line where there is none that can be run."""
+    if model == DEMO:
+        return GgufFile.open(fetch_demo())
+    if model.startswith(SCHEME):
+        return DummyWeights.open(model.removeprefix(SCHEME))
+    # os.path answers no where a path is malformed.
+    path = os.path.expanduser(model)
+    if os.path.isdir(path):
+        return _open_folder(Path(path))
+    if os.path.isfile(path):
+        return _open_file(Path(path))
+    raise _unknown(model)
+
+
+def _open_folder(folder: Path) -> Checkpoint:
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    packed = [file for file in files if file.suffix == SUFFIX]
+    has_safetensors = any(file.suffix == ".safetensors" for file in files)
+    if packed and not has_safetensors:
+        if len(packed) > 1:
+            raise ConfigError(
+                f"folder {folder} has {len(packed)} {SUFFIX} files ({packed[0].name}, {packed[1].name}...); "
+                "name one of them"
+            )
+        return GgufFile.open(packed[0])
+    former = [file.name for file in files if file.suffix in _FORMER_WEIGHTS]
+    if (folder / CONFIG).is_file() and former and not has_safetensors:
+        raise ConfigError(
+            f"folder {folder} has its weights in {former[0]}, which is not read; "
+            "fetch them as safetensors, or save them so"
+        )
+    return SafetensorsFolder.open(folder)
+
+
+def _open_file(path: Path) -> Checkpoint:
+    if path.suffix == SUFFIX:
+        return GgufFile.open(path)
+    if path.suffix == ".safetensors" or path.name == CONFIG:
+        raise ConfigError(f"{path} is one file of a checkpoint; name its folder, {path.parent}")
+    raise ConfigError(f"{path} is no checkpoint; {_USE}")
+
+
+def _unknown(model: str) -> ConfigError:
+    if model in card_names():
+        return ConfigError(
+            f"{model} is a card without weights; name a folder that has them, "
+            f"or {SCHEME}{model} for random ones"
+        )
+    return ConfigError(f"there is no model {shown(model)} here, neither a folder nor a file; {_USE}")

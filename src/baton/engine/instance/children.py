@@ -1,0 +1,114 @@
+"""The rank processes of an instance: each has a pipe, and none outlives its parent."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from baton import settings
+from baton.engine.rank.config import RankConfig
+from baton.engine.steps import Answer, Order
+from baton.errors import EngineError
+
+END_S_MAX = 15.0
+_PARENT_DEATH = 1  # PR_SET_PDEATHSIG
+_libc = ctypes.CDLL(None)
+
+
+class Child:
+    """One rank process."""
+
+    def __init__(self, config: RankConfig) -> None:
+        self.rank = config.rank
+        self.name = f"rank {config.rank} of {config.instance}"
+        ours, theirs = socket.socketpair()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "baton.engine.rank.process", str(theirs.fileno())],
+                env=settings.rank_environment(config.num_threads),
+                stdin=subprocess.DEVNULL,
+                stdout=self._errors,
+                stderr=self._errors,
+                pass_fds=[theirs.fileno()],
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 - one call of the C library, no lock taken
+                start_new_session=True,  # Ctrl-C is for the parent, which ends its children in order
+            )
+        self.connection = Connection(ours.detach())
+        self._decoder = msgspec.msgpack.Decoder(Answer)
+        self.tell_raw(msgspec.msgpack.encode(config))
+
+    @staticmethod
+    def encode(order: Order) -> bytes:
+        """An order as it goes over the pipe."""
+        return msgspec.msgpack.encode(order)
+
+    def tell(self, order: Order) -> None:
+        """One order."""
+        self.tell_raw(self.encode(order))
+
+    def tell_raw(self, raw: bytes) -> None:
+        """An encoded order; a child that is gone is noticed by its answers."""
+        with suppress(OSError):
+            self.connection.send_bytes(raw)
+
+    def heard(self) -> Answer:
+        """The next answer; raises EngineError with the child's last words at its end."""
+        try:
+            answer: Answer = self._decoder.decode(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            raise self._lost() from None
+        return answer
+
+    def close(self) -> None:
+        """Lets it end, and makes it if it does not."""
+        with suppress(OSError):
+            self.connection.close()
+        try:
+            self.process.wait(END_S_MAX)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._errors.close()
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self.process.kill()
+        self.process.wait(END_S_MAX)
+
+    def _lost(self) -> EngineError:
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_S_MAX)
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        words = f"its last words: {lines[-1]}" if lines else "it left no message"
+        return EngineError(f"{self.name} ended (exit code {self.process.returncode}); {words}")
+
+
+class Meeting:
+    """A folder in which the ranks of an instance find each other."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="baton-")
+
+    @property
+    def path(self) -> str:
+        """A file that does not exist yet."""
+        return str(Path(self._folder) / "ranks")
+
+    def close(self) -> None:
+        """Removes it."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _die_with_parent() -> None:
+    _libc.prctl(_PARENT_DEATH, signal.SIGKILL)

@@ -1,0 +1,404 @@
+"""What an instance's thread decides: who is computed next, what is handed over, who hears what.
+
+The books (baton.engine.books) say which sequences may be computed, one scheduler per dp group; the desk turns
+that into orders for the ranks, and the ranks' answers into pieces for callers. Nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from baton.engine.books.scheduler import Scheduler
+from baton.engine.books.sequence import Asked, Role, Sequence
+from baton.engine.instance.record import Facts, Record, sampled_of
+from baton.engine.requests import Generate, Inbound, Outbound, Sink, Story
+from baton.engine.sampling.checking import check_params
+from baton.engine.steps import (
+    Abort,
+    Answer,
+    Batch,
+    Begin,
+    Changed,
+    Copied,
+    Decline,
+    End,
+    Order,
+    Receive,
+    Sampled,
+    Send,
+    Step,
+    StepDone,
+)
+from baton.errors import ConfigError
+from baton.plan import Layout
+from baton.protocol.outcomes import Aux, Cause, Failed, Finished, Ready, Stage, Why
+from baton.session import prompt_digest
+
+RESERVE_S_MAX = 30.0
+"""How long a target looks for room before it refuses."""
+
+
+@dataclass(slots=True)
+class Flying:
+    """A step that ranks compute."""
+
+    step: Step
+    batches: list[Batch | None]
+    missing: set[int]
+    done: dict[int, StepDone] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Premises:
+    """What the desk of an instance rests on."""
+
+    name: str
+    layout: Layout
+    schedulers: list[Scheduler]
+    facts: Facts
+    vocab_size: int
+    tell: Callable[[Order], None]
+
+
+class Desk:
+    """Requests, steps and hand-overs of one instance; everything but `check` on its thread."""
+
+    def __init__(self, premises: Premises, numbers: Iterator[int]) -> None:
+        self._premises = premises
+        self._books = premises.schedulers
+        self._tell = premises.tell
+        self._numbers = numbers
+        self._steps = itertools.count(1)
+        self._records: dict[int, Record] = {}
+        """By the number of every sequence that is theirs."""
+        self._pending: list[deque[Record]] = [deque() for _ in self._books]
+        """By dp group: requests whose prompt is to come and that have no pages yet."""
+        self._flying: deque[Flying] = deque()
+        self._is_checked = True
+        self.counters: dict[str, int] = {"preempted": 0, "unpipelined": 0, "pipelined": 0}
+
+    def check(self, request: Generate) -> None:
+        """Raises ConfigError on what could never be served; any thread may ask."""
+        facts, vocab_size = self._premises.facts, self._premises.vocab_size
+        check_params(request.params, vocab_size, facts.eos_ids)
+        limit, num_prompt = facts.context_max, len(request.tokens)
+        if not 1 <= num_prompt < limit:
+            raise ConfigError(
+                f"a prompt of {num_prompt} tokens; give 1 to {limit - 1}: the context has {limit}, "
+                "one of them for the answer"
+            )
+        if request.embeddings is None and not all(0 <= token < vocab_size for token in request.tokens):
+            wrong = next(token for token in request.tokens if not 0 <= token < vocab_size)
+            raise ConfigError(f"token {wrong} of the prompt is not one of the {vocab_size} in the vocabulary")
+
+    def take(self, number: int, request: Generate, sink: Sink, arrived_s: float) -> None:
+        """A request comes in."""
+        record = Record(number, request, sink, Story(arrived_s), self._premises.facts)
+        record.dp = min(range(len(self._books)), key=self._load)
+        record.begin(number, 0)
+        self._records[number] = record
+        if record.is_target:
+            self._pending[record.dp].append(record)
+            return
+        try:
+            self._books[record.dp].add(self._sequence(record))
+        except ConfigError as error:
+            self._refuse(record, str(error))
+
+    def abort(self, number: int, text: str, now_s: float = 0.0) -> None:
+        """A caller wants no more of a request."""
+        record = self._records.get(number)
+        if record is None:
+            return
+        record.abort()
+        self._drop(record, text, now_s)
+
+    def fail_all(self, text: str) -> None:
+        """The instance ends: nobody waits for what cannot come."""
+        for record in {id(each): each for each in self._records.values()}.values():
+            record.give_up(text, Cause(Why.PEER_LOST, Stage.COPY, self._premises.name, text=text))
+        self._records.clear()
+
+    def pump(self, now_s: float) -> None:
+        """Reserves what can be, and keeps as many steps under way as there are pipeline stages."""
+        for dp in range(len(self._books)):
+            self._reserve(dp, now_s)
+        num_stages = self._premises.layout.size("pp")
+        while len(self._flying) < num_stages and self._launch(num_stages, now_s):
+            pass
+        if not self._records and not self._is_checked:
+            self._is_checked = True
+            for books in self._books:
+                books.check_integrity()
+
+    def heard(self, answer: Answer, now_s: float) -> None:
+        """A rank said something."""
+        match answer:
+            case StepDone():
+                self._stepped(answer, now_s)
+            case Changed():
+                self._changed(answer, now_s)
+            case Copied(rank, sequence, copies):
+                if record := self._records.get(sequence):
+                    record.story.copies[rank] = copies
+
+    # Steps.
+
+    def _launch(self, num_stages: int, now_s: float) -> bool:
+        batches = [
+            books.schedule(books.limit_for(num_stages) if num_stages > 1 else None) for books in self._books
+        ]
+        for books in self._books:
+            changes = books.take_changes()
+            self.counters["preempted"] += len(changes.preempted)
+            for sequence in changes.started:
+                self._start(sequence, now_s)
+        if not any(batches):
+            return False
+        step = Step(next(self._steps), [batch or Batch() for batch in batches])
+        self._flying.append(Flying(step, batches, set(range(self._premises.layout.num_ranks))))
+        self._tell(step)
+        return True
+
+    def _start(self, sequence: Sequence, now_s: float) -> None:
+        """What ranks have to know of a sequence goes ahead of its first step."""
+        record = self._records[sequence.number]
+        record.story.begun_s = now_s
+        record.story.num_cached = sequence.num_cached
+        self._begin(sequence)
+        hand = record.request.hand
+        if isinstance(hand, Outbound):
+            record.is_handing = True
+            digest = _digest(record.request)
+            self._tell(
+                Send(
+                    sequence=sequence.number,
+                    dp=record.dp,
+                    transfer=hand.transfer,
+                    digest=digest,
+                    num_tokens=sequence.num_prompt,
+                    num_cached=sequence.num_cached,
+                    pages=sequence.pages,
+                    is_pipelined=hand.is_pipelined,
+                )
+            )
+
+    def _begin(self, sequence: Sequence) -> None:
+        asked = sequence.asked
+        tokens = sequence.tokens(0, sequence.num_tokens)
+        self._tell(Begin(asked.number, asked.dp, tokens, len(asked.prompt), asked.params, asked.index))
+
+    def _stepped(self, done: StepDone, now_s: float) -> None:
+        flying = next(each for each in self._flying if each.step.number == done.number)
+        flying.missing.discard(done.rank)
+        flying.done[done.rank] = done
+        while self._flying and not self._flying[0].missing:
+            self._complete(self._flying.popleft(), now_s)
+
+    def _complete(self, flying: Flying, now_s: float) -> None:
+        for dp, batch in enumerate(flying.batches):
+            if batch is None:
+                continue
+            ranks = self._premises.layout.group(dp)
+            dones = [flying.done[rank] for rank in ranks]
+            samples: dict[int, list[Sampled]] = {}
+            for done in dones:
+                samples |= done.samples
+            self._note(batch, dones)
+            tokens = {number: [each.token for each in found] for number, found in samples.items()}
+            self._books[dp].complete(batch, tokens)
+            for work in batch.works:
+                if work.num_samples and work.sequence in self._records:
+                    self._sampled(self._records[work.sequence], work.sequence, samples[work.sequence], now_s)
+
+    def _note(self, batch: Batch, dones: list[StepDone]) -> None:
+        """What a step adds to the stories of the prompts in it."""
+        for work in batch.works:
+            record = self._records.get(work.sequence)
+            if record is None or work.start >= work.prompt_tokens or record.story.token_s:
+                continue
+            for done in dones:
+                record.story.groups.setdefault(done.rank, []).extend(done.groups)
+                if record.is_source and done.unpipelined:
+                    record.story.unpipelined.append(done.unpipelined)
+            ends = [group.stop_s for done in dones for group in done.groups]
+            record.story.prompt_s = max(ends, default=record.story.prompt_s)
+            if record.is_source:
+                self.counters["unpipelined" if record.story.unpipelined else "pipelined"] += 1
+
+    def _sampled(self, record: Record, number: int, found: list[Sampled], now_s: float) -> None:
+        """Tokens for one answer, or the first tokens of all of them."""
+        if record.is_over:
+            return
+        if record.is_source:
+            for index, sampled in enumerate(found):
+                if index:
+                    record.begin(-index, index)
+                record.grow(-index if index else number, sampled, now_s, is_last=True)
+            return
+        if record.is_target and not record.story.stepped_s:
+            record.story.stepped_s = now_s
+        self._spread(record, number, found, now_s)
+
+    def _spread(self, record: Record, number: int, found: list[Sampled], now_s: float) -> None:
+        """Gives the first of several tokens to the sequence itself, the others to forks of it."""
+        numbers = [next(self._numbers) for _ in found[1:]]
+        books = self._books[record.dp]
+        if numbers:
+            for child in books.fork(number, [each.token for each in found[1:]], numbers):
+                self._records[child.number] = record
+                record.begin(child.number, child.asked.index)
+                self._begin(child)
+        for each, sampled in zip([number, *numbers], found, strict=True):
+            if record.grow(each, sampled, now_s):
+                books.finish(each)
+                self._forget(record, each, now_s)
+
+    # Hand-overs.
+
+    def _reserve(self, dp: int, now_s: float) -> None:
+        """Gives pages to requests whose prompt is to come, oldest first."""
+        pending = self._pending[dp]
+        while pending:
+            record = pending[0]
+            hand = record.request.hand
+            assert isinstance(hand, Inbound)
+            sequence = self._sequence(record)
+            try:
+                reservation = self._books[dp].reserve(sequence)
+            except ConfigError as error:
+                pending.popleft()
+                self._tell(Decline(dp, hand.transfer, hand.source, str(error)))
+                self._refuse(record, str(error))
+                continue
+            if reservation is None:
+                if now_s - record.story.arrived_s < RESERVE_S_MAX:
+                    return
+                pending.popleft()
+                text = f"no room for {len(record.request.tokens)} tokens in {RESERVE_S_MAX:.0f} s"
+                self._tell(Decline(dp, hand.transfer, hand.source, text))
+                self._refuse(record, text)
+                continue
+            pending.popleft()
+            record.is_handing = True
+            record.story.begun_s = now_s
+            record.story.num_held = max(reservation.held.values(), default=0)
+            self._tell(
+                Receive(
+                    sequence=record.number,
+                    dp=dp,
+                    transfer=hand.transfer,
+                    source=hand.source,
+                    digest=_digest(record.request),
+                    num_tokens=len(record.request.tokens),
+                    held=reservation.held,
+                    pages=reservation.pages,
+                    source_dp=hand.source_dp,
+                )
+            )
+
+    def _changed(self, answer: Changed, now_s: float) -> None:
+        record = self._records.get(answer.sequence)
+        if record is None:
+            return
+        books = self._books[record.dp]
+        if answer.is_granted:
+            books.granted(record.number)
+        if answer.outcome is not None and not record.story.settled_s:
+            record.story.settled_s = now_s
+            self._settled(record, answer.outcome, now_s)
+        if answer.is_released:
+            record.num_releases += 1
+            wanted = len(self._premises.layout.group(record.dp)) if record.is_source else 1
+            if record.num_releases == wanted:
+                record.is_handing = False
+                books.release(record.number)
+                self._close_if_over(record, now_s)
+
+    def _settled(self, record: Record, outcome: Ready | Finished | Failed, now_s: float) -> None:
+        match outcome:
+            case Failed(cause):
+                record.give_up(str(cause), cause)
+                self._drop(record, str(cause), now_s)
+            case Ready(aux) if record.is_target and not record.is_over:
+                self._admit(record, aux, now_s)
+            case Finished(aux) if record.is_target and not record.is_over:
+                for index, sampled in enumerate(sampled_of(aux)):
+                    if index:
+                        record.begin(-index, index)
+                    record.grow(-index if index else record.number, sampled, now_s)
+                self._drop(record, "the answer ended at its source", now_s)
+
+    def _admit(self, record: Record, aux: Aux, now_s: float) -> None:
+        found = list(sampled_of(aux))
+        record.story.num_cached = aux.cached_tokens
+        sequence = self._books[record.dp].admit(record.number, [found[0].token])
+        self._begin(sequence)
+        self._spread(record, record.number, found, now_s)
+
+    # Endings.
+
+    def _drop(self, record: Record, text: str, now_s: float) -> None:
+        """Ends what is left of a request; pages that a hand-over may touch come back later."""
+        hand = record.request.hand
+        pending = self._pending[record.dp]
+        if record in pending:
+            pending.remove(record)
+            if isinstance(hand, Inbound):
+                self._tell(Decline(record.dp, hand.transfer, hand.source, text))
+        if record.is_handing and not record.story.settled_s:
+            self._tell(Abort(record.number, text))
+        for number in [each for each, found in self._records.items() if found is record]:
+            self._books[record.dp].abort(number)
+            if number != record.number:
+                self._forget(record, number, now_s)
+        self._close_if_over(record, now_s)
+
+    def _forget(self, record: Record, number: int, now_s: float) -> None:
+        """One answer is over."""
+        self._tell(End(number))
+        if number != record.number:
+            self._records.pop(number, None)
+        self._close_if_over(record, now_s)
+
+    def _close_if_over(self, record: Record, now_s: float) -> None:
+        if record.is_open or record.is_handing or self._records.get(record.number) is not record:
+            return
+        if record.is_source:
+            self._tell(End(record.number))
+        del self._records[record.number]
+        self._is_checked = False
+        record.tell_story(now_s)
+
+    def _refuse(self, record: Record, text: str) -> None:
+        cause = Cause(Why.OUT_OF_PAGES, Stage.GRANT, self._premises.name, text=text)
+        record.give_up(text, cause)
+        del self._records[record.number]
+
+    def _sequence(self, record: Record) -> Sequence:
+        request = record.request
+        role = Role.SOURCE if record.is_source else Role.TARGET if record.is_target else Role.LOCAL
+        return Sequence(
+            Asked(
+                number=record.number,
+                prompt=request.tokens,
+                params=request.params,
+                role=role,
+                arrival_s=record.story.arrived_s,
+                dp=record.dp,
+                salt=request.salt,
+                embeddings=request.embeddings,
+            )
+        )
+
+    def _load(self, dp: int) -> int:
+        """How many tokens a dp group has taken on."""
+        known = sum(each.num_tokens for each in self._books[dp].sequences.values())
+        return known + sum(len(each.request.tokens) for each in self._pending[dp])
+
+
+def _digest(request: Generate) -> bytes:
+    return prompt_digest(request.tokens, salt=request.salt, embeddings=request.embeddings or b"").value

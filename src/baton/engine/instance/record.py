@@ -1,0 +1,132 @@
+"""A request on its way through an instance: its answers, its sink and its story."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.engine.requests import Generate, Inbound, Outbound, Piece, Sink, Story, Told, Trouble
+from baton.engine.sampling.ending import Progress, ending
+from baton.engine.steps import Sampled
+from baton.engine.text.answer import AnswerText
+from baton.engine.text.tokenizer import Tokenizer
+from baton.protocol.outcomes import Aux, Cause
+
+HANDED = "handed"
+ABORTED = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What every answer of an instance ends by."""
+
+    tokenizer: Tokenizer | None
+    eos_ids: frozenset[int]
+    context_max: int
+
+
+@dataclass(slots=True)
+class Answering:
+    """One of a request's answers."""
+
+    index: int
+    text: AnswerText | None
+    num_generated: int = 0
+    finish: str | None = None
+
+
+@dataclass(slots=True)
+class Record:
+    """One request; the instance's thread alone touches it."""
+
+    number: int
+    request: Generate
+    sink: Sink
+    story: Story
+    facts: Facts
+    dp: int = 0
+    answers: dict[int, Answering] = field(default_factory=dict)
+    """By the number of the sequence that grows it; the request's own number is the first one's."""
+    is_handing: bool = False
+    """Ranks were told of its hand-over, and some have not released it."""
+    num_releases: int = 0
+    is_over: bool = False
+    """Nothing more will be said of its answers."""
+    cause: Cause | None = None
+
+    @property
+    def is_source(self) -> bool:
+        """Whether its prompt leaves."""
+        return isinstance(self.request.hand, Outbound)
+
+    @property
+    def is_target(self) -> bool:
+        """Whether its prompt comes from elsewhere."""
+        return isinstance(self.request.hand, Inbound)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an answer goes on."""
+        return not self.is_over and any(each.finish is None for each in self.answers.values())
+
+    def begin(self, sequence: int, index: int) -> None:
+        """An answer that a sequence will grow."""
+        found = self.facts
+        text = None
+        if found.tokenizer is not None:
+            text = AnswerText(found.tokenizer, self.request.params, found.eos_ids, self.request.tokens)
+        self.answers[sequence] = Answering(index, text)
+
+    def grow(self, sequence: int, sampled: Sampled, now_s: float, *, is_last: bool = False) -> bool:
+        """Tells the caller of a token; True: the answer ends with it."""
+        answer, params = self.answers[sequence], self.request.params
+        if self.is_over or answer.finish is not None:
+            return True
+        answer.num_generated += 1
+        piece = answer.text.push(sampled.token) if answer.text else ""
+        progress = Progress(
+            last_token=sampled.token,
+            num_generated=answer.num_generated,
+            num_tokens=len(self.request.tokens) + answer.num_generated,
+            context_max=self.facts.context_max,
+            has_stop_string=bool(answer.text and answer.text.has_stop_string),
+        )
+        answer.finish = ending(progress, params, self.facts.eos_ids)
+        if answer.finish is None and is_last:
+            answer.finish = HANDED
+        elif answer.finish is not None and answer.text:
+            piece += answer.text.finish()
+        self.story.token_s = self.story.token_s or now_s
+        self.sink(Piece(answer.index, (sampled,), piece, answer.finish))
+        return answer.finish is not None
+
+    def give_up(self, text: str, cause: Cause | None = None) -> None:
+        """The request fails; said once."""
+        if not self.is_over:
+            self.is_over = True
+            self.cause = cause
+            self.sink(Trouble(cause, text))
+
+    def abort(self) -> None:
+        """The caller wants no more of it."""
+        if self.is_over:
+            return
+        for answer in self.answers.values():
+            if answer.finish is None:
+                answer.finish = ABORTED
+                self.sink(Piece(answer.index, (), "", ABORTED))
+        self.is_over = True
+
+    def tell_story(self, now_s: float) -> None:
+        """Everything is over and back."""
+        self.story.ended_s = now_s
+        self.sink(Told(self.story))
+
+
+def sampled_of(aux: Aux) -> Sequence[Sampled]:
+    """The first tokens that a source sampled, with what it told of them."""
+    logprobs = aux.logprobs or ({},) * len(aux.tokens)
+    return [
+        Sampled(token, told.get(token, 0.0), {each: value for each, value in told.items()})
+        for token, told in zip(aux.tokens, logprobs, strict=True)
+    ]

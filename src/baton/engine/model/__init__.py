@@ -1,0 +1,1 @@
+"""Models: layers that know neither ranks nor pages."""

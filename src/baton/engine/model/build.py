@@ -1,0 +1,160 @@
+"""From a config to a description of the model, and from a checkpoint to what one rank runs.
+
+`describe` and `missing` read no weights, so that what cannot run is refused before any worker starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from baton.engine.model import families
+from baton.engine.model.blueprint import Blueprint, Family
+from baton.engine.model.cuts import cut_evenly
+from baton.engine.model.ends import VocabularyEmbedding, VocabularyHead
+from baton.engine.model.fields import ModelFields
+from baton.engine.model.linear import Linear
+from baton.engine.model.norms import RmsNorm
+from baton.engine.model.seam import Cut, Share, Stage
+from baton.engine.model.weights import Checkpoint, DryLoader, ExpertsHook, Loader, Piece, rows
+from baton.errors import ConfigError
+from baton.plan.models.quoting import shown
+
+PROBLEMS_SHOWN = 3
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What the rest of the engine asks of a model before any weight is read."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    dtype: str
+    """The name of the dtype that the weights were published in."""
+    eos_ids: tuple[int, ...]
+    num_experts: int
+    """Routed experts of a mixture layer, 0 where there is none."""
+    window: int | None
+    """The smallest attention window of a layer."""
+
+
+def describe(config: Mapping[str, Any], max_context: int | None = None) -> Architecture:
+    """What a config describes; raises ConfigError where it cannot be run up to `max_context` tokens."""
+    fields, blueprint = _read(config)
+    limit = max_context or fields.max_positions
+    if limit > fields.max_positions:
+        raise fields.refusal(
+            f"the maximum context of {limit} is beyond max_position_embeddings; "
+            f"use at most {fields.max_positions}"
+        )
+    if blueprint.window is not None and limit > blueprint.window:
+        raise fields.refusal(
+            f"sliding_window is {blueprint.window} and windowed attention is not supported; "
+            f"use a maximum context of {blueprint.window} at most, not {limit}"
+        )
+    dtype = fields.values.get("dtype") or fields.values.get("torch_dtype") or "float32"
+    if dtype not in DTYPES:
+        raise fields.refusal(f"dtype is {shown(dtype)}; use one of {', '.join(DTYPES)}")
+    return Architecture(
+        model_type=str(config["model_type"]),
+        num_layers=len(blueprint.layers),
+        hidden_size=blueprint.hidden_size,
+        vocab_size=blueprint.vocab_size,
+        max_positions=fields.max_positions,
+        dtype=str(dtype),
+        eos_ids=fields.numbers("eos_token_id"),
+        num_experts=blueprint.num_experts,
+        window=blueprint.window,
+    )
+
+
+def build(
+    checkpoint: Checkpoint,
+    cut: Cut,
+    *,
+    max_context: int | None = None,
+    on_experts: ExpertsHook | None = None,
+) -> Stage:
+    """What one rank runs, with its slices of the weights and nothing else read.
+
+    No position may reach `max_context`, where given; `on_experts` hears which experts each row chose.
+    """
+    _, blueprint = _read(checkpoint.config)
+    return _load(blueprint, Loader(checkpoint, cut, max_context, on_experts))
+
+
+def missing(checkpoint: Checkpoint, cut: Cut | None = None) -> None:
+    """Raises ConfigError where tensors of a rank, or of the model, are missing or of a wrong shape."""
+    _, blueprint = _read(checkpoint.config)
+    loader = DryLoader(checkpoint, cut or _whole(blueprint))
+    _load(blueprint, loader)
+    if loader.problems:
+        listed = "; ".join(loader.problems[:PROBLEMS_SHOWN])
+        further = len(loader.problems) - PROBLEMS_SHOWN
+        more = f"; and {further} more" if further > 0 else ""
+        raise ConfigError(f"the checkpoint does not match its config: {listed}{more}")
+
+
+def supported() -> tuple[str, ...]:
+    """The model_types that can be built."""
+    return tuple(_families())
+
+
+def _whole(blueprint: Blueprint) -> Cut:
+    return Cut((0, len(blueprint.layers)), Share(), Share(), torch.float32, torch.device("meta"))
+
+
+def _load(blueprint: Blueprint, loader: Loader) -> Stage:
+    first, last = loader.cut.layers
+    num_layers = len(blueprint.layers)
+    if not 0 <= first < last <= num_layers:
+        raise ConfigError(f"layers {first} to {last} of a model with {num_layers}; use a part of these")
+    layers = tuple(blueprint.layers[i].load(loader, i) for i in range(first, last))
+    vocabulary = (blueprint.vocab_size, blueprint.hidden_size)
+    span = cut_evenly(blueprint.vocab_size, loader.cut.heads)
+    embedding, head = None, None
+    if first == 0:
+        weight = loader.take(rows(EMBEDDING, vocabulary, span))
+        embedding = VocabularyEmbedding(weight, span[0], loader.cut.heads.count == 1)
+    if last == num_layers:
+        norm = RmsNorm(loader.take(Piece("model.norm.weight", (blueprint.hidden_size,))), blueprint.norm_eps)
+        is_shared = blueprint.is_tied and embedding is not None
+        name = EMBEDDING if blueprint.is_tied else HEAD
+        output = embedding.weight if is_shared and embedding else loader.take(rows(name, vocabulary, span))
+        head = VocabularyHead(norm, Linear(output))
+    return Stage(layers, embedding, head)
+
+
+def _read(config: Mapping[str, Any]) -> tuple[ModelFields, Blueprint]:
+    model_type = config.get("model_type")
+    known = _families()
+    if not isinstance(model_type, str) or model_type not in known:
+        raise ConfigError(
+            f"config: model_type {shown(model_type)} is not supported; "
+            f"use a model of one of {', '.join(known)}"
+        )
+    family = known[model_type]
+    fields = ModelFields(f"config of a {model_type} model", {**family.defaults, **config})
+    if fields.values.get("quantization_config") is not None:
+        raise fields.refusal("quantized weights are not supported; use a checkpoint in float32 or bfloat16")
+    return fields, family.read(fields)
+
+
+@cache
+def _families() -> dict[str, Family]:
+    """Every family by model_type: what the modules of the folder list."""
+    found: dict[str, Family] = {}
+    for module in pkgutil.iter_modules(families.__path__):
+        found |= importlib.import_module(f"{families.__name__}.{module.name}").FAMILIES
+    return dict(sorted(found.items()))

@@ -1,0 +1,38 @@
+"""Which part of a model's heads, vocabulary, width and experts a rank computes."""
+
+from __future__ import annotations
+
+from baton.engine.model.seam import Share
+from baton.errors import ConfigError
+from baton.plan.ranges import Range, even_cuts
+
+
+def cut_evenly(total: int, share: Share) -> Range:
+    """A share of `total` things; sizes differ by at most one, earlier shares have the extra."""
+    return even_cuts(total, share.count, extra_first=True)[share.index]
+
+
+def cut_heads(num_heads: int, num_kv_heads: int, share: Share) -> tuple[Range, Range]:
+    """The query heads and the kv heads of a share.
+
+    Query heads follow their kv head. With more shares than kv heads, each kv head is on several consecutive
+    shares and its query heads are dealt over these, which may leave some with none.
+    """
+    group = num_heads // num_kv_heads
+    if share.count <= num_kv_heads:
+        first, last = cut_evenly(num_kv_heads, share)
+        return (first * group, last * group), (first, last)
+    if share.count % num_kv_heads:
+        raise ConfigError(
+            f"tp{share.count} is more than the model's {num_kv_heads} kv heads and not a multiple of them; "
+            f"use tp up to {num_kv_heads}, or a multiple of {num_kv_heads}"
+        )
+    num_copies = share.count // num_kv_heads
+    head, copy = divmod(share.index, num_copies)
+    first, last = cut_evenly(group, Share(copy, num_copies))
+    return (head * group + first, head * group + last), (head, head + 1)
+
+
+def scaled(span: Range, size: int) -> Range:
+    """The span of elements that a span of things of `size` elements each covers."""
+    return span[0] * size, span[1] * size

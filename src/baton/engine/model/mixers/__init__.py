@@ -1,0 +1,1 @@
+"""Mixers, over tokens: one module each, with a spec that the config gives and what it loads to."""

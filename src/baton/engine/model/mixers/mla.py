@@ -1,0 +1,161 @@
+"""Multi-head latent attention: what is cached is one latent per token, from which keys and values come.
+
+The latent is [compressed, normed | rotated part], the same on every tp rank; heads are cut. A head's key is
+its expansion of the compressed part beside the rotated part, its value another expansion. Scores can be taken
+in two ways that agree: `plain` expands the latent, `absorbed` moves the expansion over to the query, so that
+the latent itself is key and value to all heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from baton.engine.model.cuts import cut_evenly, scaled
+from baton.engine.model.linear import Inputs, Linear, Outputs, load_fused, load_partial
+from baton.engine.model.norms import RmsNorm
+from baton.engine.model.rope import Rope, RopeSpec
+from baton.engine.model.seam import Attention
+from baton.engine.model.weights import Loader, Piece
+from baton.plan.ranges import Range
+
+LATENT_EPS = 1e-6
+"""The published models norm their latents with this, whatever rms_norm_eps says."""
+
+
+@dataclass(frozen=True, slots=True)
+class MlaSpec:
+    """The sizes and options of one layer's attention."""
+
+    hidden_size: int
+    num_heads: int
+    query_rank: int | None
+    """Queries go through a latent of their own of this size."""
+    latent_rank: int
+    plain_dim: int
+    rope: RopeSpec
+    value_dim: int
+    scale: float
+    has_bias: bool = False
+    """On the projections into latents and on the output."""
+
+    def load(self, loader: Loader, index: int, prefix: str) -> Mla:
+        """This rank's heads; `prefix` names the module."""
+        share = loader.cut.heads
+        heads = cut_evenly(self.num_heads, share)
+        num_heads, expanded = heads[1] - heads[0], self.plain_dim + self.value_dim
+        shape = (self.hidden_size, self.num_heads * self.value_dim)
+        output = Inputs(f"{prefix}.o_proj", shape, scaled(heads, self.value_dim), share, self.has_bias)
+        expand = Outputs(f"{prefix}.kv_b_proj", self.num_heads * expanded, scaled(heads, expanded))
+        return Mla(
+            index=index,
+            spec=self,
+            num_heads=num_heads,
+            project=load_fused(loader, self.hidden_size, self._inputs(prefix, heads)),
+            query=self._query(loader, prefix, heads),
+            latent_norm=self._norm(loader, f"{prefix}.kv_a_layernorm.weight", self.latent_rank),
+            rope=loader.rope(self.rope),
+            expansion=load_fused(loader, self.latent_rank, [expand]).weight.view(
+                num_heads, expanded, self.latent_rank
+            ),
+            output=load_partial(loader, output),
+        )
+
+    @property
+    def key_dim(self) -> int:
+        """Channels of a head's key."""
+        return self.plain_dim + self.rope.dim
+
+    def _inputs(self, prefix: str, heads: Range) -> list[Outputs]:
+        """Queries, or their latent, beside the latent of keys and values."""
+        latent = self.latent_rank + self.rope.dim
+        kv = Outputs(f"{prefix}.kv_a_proj_with_mqa", latent, (0, latent), self.has_bias)
+        if self.query_rank is None:
+            size = self.num_heads * self.key_dim
+            return [Outputs(f"{prefix}.q_proj", size, scaled(heads, self.key_dim)), kv]
+        return [Outputs(f"{prefix}.q_a_proj", self.query_rank, (0, self.query_rank), self.has_bias), kv]
+
+    def _query(self, loader: Loader, prefix: str, heads: Range) -> tuple[RmsNorm, Linear] | None:
+        if self.query_rank is None:
+            return None
+        size = self.num_heads * self.key_dim
+        parts = [Outputs(f"{prefix}.q_b_proj", size, scaled(heads, self.key_dim))]
+        norm = self._norm(loader, f"{prefix}.q_a_layernorm.weight", self.query_rank)
+        return norm, load_fused(loader, self.query_rank, parts)
+
+    def _norm(self, loader: Loader, name: str, size: int) -> RmsNorm:
+        return RmsNorm(loader.take(Piece(name, (size,))), LATENT_EPS)
+
+
+@dataclass(frozen=True, slots=True)
+class Mla:
+    """One layer's attention on one rank."""
+
+    index: int
+    spec: MlaSpec
+    num_heads: int
+    project: Linear
+    query: tuple[RmsNorm, Linear] | None
+    """From the queries' latent to queries."""
+    latent_norm: RmsNorm
+    rope: Rope
+    expansion: Tensor
+    """(heads, plain key channels + value channels, latent rank)."""
+    output: Linear
+
+    def mix(self, x: Tensor, attention: Attention) -> Tensor:
+        """This rank's heads' part of the output for normed rows x."""
+        positions, rank = attention.positions, self.spec.latent_rank
+        size = rank + self.spec.rope.dim
+        q, kv = self.project(x).tensor_split([-size], dim=-1)
+        if self.query is not None:
+            norm, expand = self.query
+            q = expand(norm(q))
+        q = q.view(x.shape[0], self.num_heads, self.spec.key_dim)
+        turned = self.rope.rotate(kv[:, None, rank:], positions).squeeze(1)
+        latent = torch.cat((self.latent_norm(kv[:, :rank]), turned), dim=-1)
+        plain, rotary = q[..., : self.spec.plain_dim], q[..., self.spec.plain_dim :]
+        query = Query(self, plain, self.rope.rotate(rotary, positions))
+        mixed = attention.latent(self.index, query, latent, self.spec.scale)
+        return self.output(mixed.flatten(1))
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """A pass's queries at one layer, which seam.LatentQuery describes."""
+
+    mixer: Mla
+    without_position: Tensor
+    rotated: Tensor
+
+    @property
+    def num_value_channels(self) -> int:
+        """The compressed part of the latent."""
+        return self.mixer.spec.latent_rank
+
+    def absorbed(self) -> Tensor:
+        """(rows, heads, latent channels)."""
+        keys = self.mixer.expansion[:, : self.mixer.spec.plain_dim]
+        moved = torch.bmm(self.without_position.transpose(0, 1), keys).transpose(0, 1)
+        return torch.cat((moved, self.rotated), dim=-1)
+
+    def plain(self) -> Tensor:
+        """(rows, heads, key channels)."""
+        return torch.cat((self.without_position, self.rotated), dim=-1)
+
+    def expand(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """(tokens, latent channels) -> keys and values of this rank's heads."""
+        spec, num_heads = self.mixer.spec, self.mixer.num_heads
+        compressed, rotated = latent[:, : spec.latent_rank], latent[:, None, spec.latent_rank :]
+        expanded = functional.linear(compressed, self.mixer.expansion.flatten(0, 1))
+        expanded = expanded.view(latent.shape[0], num_heads, spec.plain_dim + spec.value_dim)
+        keys = torch.cat((expanded[..., : spec.plain_dim], rotated.expand(-1, num_heads, -1)), dim=-1)
+        return keys, expanded[..., spec.plain_dim :]
+
+    def project(self, mixed: Tensor) -> Tensor:
+        """(rows, heads, latent rank) -> (rows, heads, value channels)."""
+        values = self.mixer.expansion[:, self.mixer.spec.plain_dim :]
+        return torch.bmm(mixed.transpose(0, 1), values.transpose(1, 2)).transpose(0, 1)

@@ -1,0 +1,1 @@
+"""Ranks of an instance together: their mesh and what they do as groups."""

@@ -1,0 +1,181 @@
+"""This rank's hand-overs: chunks out as they are computed, prompts in as they are promised.
+
+Orders come on the listening thread, chunks from the computing one, changes from the endpoint's; each touches
+its own part of a record, and a record is there before anything can happen to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from baton.engine.rank.pace import Pace
+from baton.engine.steps import (
+    Abort,
+    Answer,
+    Changed,
+    Copied,
+    CopyRecord,
+    Decline,
+    Receive,
+    Send,
+    Work,
+)
+from baton.errors import BatonError
+from baton.protocol.outcomes import Aux, Cause, Failed, Stage, Waiting, Why
+from baton.session import Digest, Endpoint, Receiving, Request, Sending
+from baton.session.handles import Handle
+from baton.transport import Fence
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A prompt that leaves."""
+
+    order: Send
+    sending: Sending | None = None
+    """None where it could not even begin."""
+    told: Changed | None = None
+
+
+@dataclass(slots=True)
+class Incoming:
+    """A prompt that is to come."""
+
+    order: Receive
+    receiving: Receiving | None = None
+    told: Changed | None = None
+
+
+class Handing:
+    """Every hand-over that this rank takes part in."""
+
+    def __init__(self, endpoint: Endpoint, layers: tuple[int, int], tell: Callable[[Answer], None]) -> None:
+        self.endpoint = endpoint
+        self.layers = layers
+        self.pace = Pace()
+        self._rank = endpoint.config.rank
+        layout = endpoint.config.spec.layout
+        self._dp = layout.coordinates(self._rank)["dp"]
+        self._group = layout.group(self._dp)
+        self._tell = tell
+        self._out: dict[int, Outgoing] = {}
+        self._in: dict[int, Incoming] = {}
+        self._numbers: dict[str, int] = {}
+        endpoint.on_change(self._changed)
+
+    def send(self, order: Send) -> None:
+        """A prompt of this rank's dp group is to leave; what is cached of it is ready at once."""
+        if order.dp != self._dp:
+            return
+        found = self._out[order.sequence] = Outgoing(order)
+        self._numbers[order.transfer] = order.sequence
+        try:
+            found.sending = self.endpoint.send(order.transfer, Digest(order.num_tokens, order.digest))
+            if order.num_cached:
+                found.sending.ready(self.layers, (0, order.num_cached), order.pages)
+        except BatonError as error:
+            self._refuse(order.sequence, order.transfer, str(error))
+
+    def receive(self, order: Receive) -> None:
+        """A prompt is to come into pages of this dp group; the group's first rank asks for all of them."""
+        if order.dp != self._dp or self._rank != self._group[0]:
+            return
+        found = self._in[order.sequence] = Incoming(order)
+        self._numbers[order.transfer] = order.sequence
+        request = Request(
+            transfer=order.transfer,
+            source=order.source,
+            digest=Digest(order.num_tokens, order.digest),
+            pages=dict.fromkeys(self._group, order.pages),
+            held=order.held,
+            source_dp=order.source_dp,
+        )
+        try:
+            found.receiving = self.endpoint.receive(request)
+        except BatonError as error:
+            self._refuse(order.sequence, order.transfer, str(error))
+
+    def decline(self, order: Decline) -> None:
+        """Tells a source that there is no room."""
+        if order.dp == self._dp and self._rank == self._group[0]:
+            self.endpoint.decline(order.transfer, order.source, order.text)
+
+    def abort(self, order: Abort) -> None:
+        """Gives a hand-over up; the verdict follows."""
+        if (outgoing := self._out.get(order.sequence)) and outgoing.sending:
+            outgoing.sending.abort(order.text)
+        if (incoming := self._in.get(order.sequence)) and incoming.receiving:
+            incoming.receiving.abort(order.text)
+
+    def leaving(self, works: Iterable[Work]) -> list[tuple[Work, Outgoing]]:
+        """The works of a step whose prompts leave, in the step's order."""
+        pairs = ((work, self._out.get(work.sequence)) for work in works)
+        return [(work, found) for work, found in pairs if found is not None]
+
+    def offer(self, work: Work, found: Outgoing, layers: tuple[int, int], fence: Fence) -> None:
+        """These layers of a step's tokens are computed, or will be when the fence is ready."""
+        if found.sending is None or not isinstance(found.sending.state, Waiting):
+            return
+        stop = min(work.start + len(work.tokens), found.order.num_tokens)
+        if work.start < stop:
+            found.sending.ready(layers, (work.start, stop), work.pages)
+
+    def commit(self, work: Work, found: Outgoing, aux: Aux | None, *, is_ended: bool) -> None:
+        """The prompt is through this rank; the one that sampled has the aux record, or the whole answer."""
+        sending = found.sending
+        if sending is None or not isinstance(sending.state, Waiting):
+            return
+        if work.start + len(work.tokens) < found.order.num_tokens:
+            return
+        if is_ended and aux is not None:
+            sending.finish(aux)
+        else:
+            sending.commit(aux)
+
+    def session_of(self, found: Outgoing) -> int:
+        """Whose link a prompt leaves by; 0 before it is granted."""
+        return found.sending.session if found.sending else 0
+
+    def close(self) -> None:
+        """Leaves the instance."""
+        self.endpoint.close()
+
+    def _changed(self, handle: Handle) -> None:
+        number = self._numbers.get(handle.transfer)
+        if number is None:
+            return
+        found = self._out.get(number) or self._in.get(number)
+        assert found is not None
+        is_granted = isinstance(handle, Sending) and handle.is_granted
+        outcome = None if isinstance(handle.state, Waiting) else handle.state
+        early = getattr(handle, "early", None)
+        message = Changed(self._rank, number, is_granted, outcome, early, handle.is_released)
+        if message == found.told:
+            return
+        found.told = message
+        if handle.is_released:
+            del self._numbers[handle.transfer]
+            self._close(number, handle)
+        self._tell(message)
+
+    def _close(self, number: int, handle: Handle) -> None:
+        """Nothing more will happen to a hand-over: what it took is learned from and told."""
+        self._in.pop(number, None)
+        if isinstance(handle, Sending):
+            self._out.pop(number, None)
+            copies = [
+                CopyRecord(copy.target_rank, copy.index, copy.num_bytes, copy.submitted_s, copy.ended_s)
+                for copy in handle.copies
+                if copy.is_done
+            ]
+            self.pace.sent(handle.session, copies)
+            self._tell(Copied(self._rank, number, copies))
+
+    def _refuse(self, number: int, transfer: str, text: str) -> None:
+        """A hand-over that could not begin here: nothing of it is held."""
+        self._numbers.pop(transfer, None)
+        self._in.pop(number, None)
+        self._out.pop(number, None)
+        cause = Cause(Why.ABORTED, Stage.OFFER, self.endpoint.config.instance, self._rank, text)
+        self._tell(Changed(self._rank, number, outcome=Failed(cause), is_released=True))

@@ -1,0 +1,156 @@
+"""What a rank consists of, put together from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baton.engine.attention.pools import CachePools
+from baton.engine.checkpoint import open_checkpoint
+from baton.engine.model.build import build, describe
+from baton.engine.model.seam import Stage
+from baton.engine.parallel.mesh import Mesh, connect
+from baton.engine.rank.clock import Clock, clock_of
+from baton.engine.rank.config import RankConfig
+from baton.engine.rank.handing import Handing
+from baton.engine.runner import Runner
+from baton.engine.steps import Answer, Attach
+from baton.plan import Spec, parse_layout
+from baton.plan.dtypes import item_bytes
+from baton.plan.models.config import read_config
+from baton.plan.models.parts import stack
+from baton.plan.ownership import box, buffers
+from baton.session import Endpoint, EndpointConfig, SocketConfig
+from baton.transport import Transport, open_transport
+from baton.transport.wrappers import wrap
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What is there before the instance knows its coordinator."""
+
+    stage: Stage
+    mesh: Mesh
+    spec: Spec
+    device: torch.device
+    fingerprint: str
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A whole rank."""
+
+    runner: Runner
+    mesh: Mesh
+    handing: Handing
+    clock: Clock
+    is_sampler: bool
+    vocab_size: int
+    token_bytes: int
+
+
+def load(config: RankConfig) -> Loaded:
+    """Weights of this rank, and the other ranks of the instance."""
+    checkpoint = open_checkpoint(config.model)
+    architecture = describe(checkpoint.config, config.context_max)
+    cache = stack((read_config(checkpoint.config, f"model {config.model}"),))
+    layout = parse_layout(config.layout)
+    device = _device(config)
+    mesh = connect(layout, config.rank, Path(config.rendezvous), device)
+    cut = mesh.cut(cache.num_layers, DTYPES[config.dtype], device)
+    stage = build(checkpoint, cut, max_context=config.context_max)
+    spec = config.spec(cache)
+    return Loaded(
+        stage,
+        mesh,
+        spec,
+        device,
+        f"{checkpoint.fingerprint()} {config.dtype}",
+        architecture.vocab_size,
+    )
+
+
+def attach(
+    config: RankConfig, loaded: Loaded, coordinator: Attach | None, tell: Callable[[Answer], None]
+) -> Parts:
+    """The rank's pools, its endpoint and the runner over them."""
+    spec, mesh = loaded.spec, loaded.mesh
+    transport = _transport(config)
+    pools = _pools(spec, config.rank, transport, loaded.device)
+    endpoint = Endpoint(
+        EndpointConfig(
+            instance=config.instance,
+            spec=spec,
+            rank=config.rank,
+            secret=config.secret,
+            role=config.role,
+            epoch=coordinator.epoch if coordinator else 0,
+            coordinator=coordinator.coordinator if coordinator else None,
+            registry=config.registry,
+            embed_registry=config.embed_registry if coordinator is None else None,
+            fingerprint=loaded.fingerprint,
+            staging_bytes=config.staging_bytes,
+            sockets=SocketConfig(host=config.host),
+        ),
+        pools,
+        transport,
+    )
+    stages = spec.layout.stages(spec.cache.num_layers, "this")
+    layers = stages[mesh.at["pp"]]
+    handing = Handing(endpoint, layers, tell)
+    caches = CachePools(spec, config.rank, pools, loaded.device)
+    is_sampler = mesh.at["pp"] == len(stages) - 1 and mesh.at["cp"] == 0 and mesh.at["tp"] == 0
+    return Parts(
+        Runner(loaded.stage, mesh, caches),
+        mesh,
+        handing,
+        clock_of(loaded.device),
+        is_sampler,
+        loaded.vocab_size,
+        token_bytes(spec, config.rank),
+    )
+
+
+def token_bytes(spec: Spec, rank: int) -> int:
+    """What one token of one layer takes on a rank, on average over its layers."""
+    total, num_layers = 0, 1
+    for component in spec.cache.components:
+        held = box(spec, component, rank, "this")
+        layers = sum(stop - start for start, stop in held.layers)
+        num_layers = max(num_layers, layers)
+        if component.extent.has_tokens:
+            num_units = held.units[1] - held.units[0]
+            item = item_bytes(spec.storage.dtype_of(component))
+            total += layers * num_units * component.num_elements * item
+    return total // num_layers
+
+
+def _device(config: RankConfig) -> torch.device:
+    if config.device != "cuda":
+        return torch.device(config.device)
+    device = torch.device("cuda", config.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _transport(config: RankConfig) -> Transport:
+    name, _, rest = config.transport.partition(":")
+    options = dict(part.partition("=")[::2] for part in rest.split(";") if part)
+    plain = open_transport(name, **options)
+    if not config.link_bytes_per_s:
+        return plain
+    return wrap("throttled", plain, bytes_per_s=config.link_bytes_per_s, is_shared=True)
+
+
+def _pools(spec: Spec, rank: int, transport: Transport, device: torch.device) -> dict[str, Any]:
+    sizes = buffers(spec, rank, "pool")
+    if device.type == "cuda":
+        return {name: torch.zeros(size, dtype=torch.uint8, device=device) for name, size in sizes.items()}
+    return {name: transport.allocate(size) for name, size in sizes.items()}

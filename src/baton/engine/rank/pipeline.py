@@ -1,0 +1,91 @@
+"""The forward's hooks that hand a step over in groups of layers while later layers are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.engine.rank.clock import Clock, Mark
+from baton.engine.rank.handing import Handing, Outgoing
+from baton.engine.steps import Batch, Group, Work
+from baton.plan.overlap import Groups, choose
+
+OFF = "off"
+
+
+class Pipeline:
+    """Where this rank's layers are cut, step by step; the forward never waits for a copy."""
+
+    def __init__(self, handing: Handing, clock: Clock, policy: str, token_bytes: int) -> None:
+        self._handing = handing
+        self._clock = clock
+        self._policy = policy
+        self._token_bytes = token_bytes
+        """What one token of one layer takes on this rank."""
+        self._first, self._last = handing.layers
+        self._groups: Groups = ()
+        self._marks: list[Mark] = []
+        self._ends: dict[int, int] = {}
+        """First layers of groups by their last."""
+        self.unpipelined = ""
+        self._leaving: list[tuple[Work, Outgoing]] = []
+        self._num_rows = 0
+
+    def before_forward(self, batch: Batch) -> None:
+        """Cuts the layers for the prompts that leave in this step."""
+        self._leaving = self._handing.leaving(batch.works)
+        self._num_rows = batch.num_rows
+        self._groups = self._cut()
+        self._ends = {self._first + stop - 1: self._first + start for start, stop in self._groups}
+        self._marks = [self._clock.mark()]
+
+    def layer_done(self, layer: int) -> None:
+        """Offers the group that ends with this layer."""
+        start = self._ends.get(layer)
+        if start is None:
+            return
+        mark = self._clock.mark()
+        self._marks.append(mark)
+        for work, found in self._leaving:
+            if found.order.is_pipelined:
+                self._handing.offer(work, found, (start, layer + 1), mark.fence)
+            elif layer + 1 == self._last:
+                self._handing.offer(work, found, (self._first, self._last), mark.fence)
+
+    def after_forward(self) -> None:
+        """The layers of this rank are through; tokens are not sampled yet."""
+
+    @property
+    def leaving(self) -> Sequence[tuple[Work, Outgoing]]:
+        """The prompts of the step that leave."""
+        return self._leaving
+
+    def groups(self) -> list[Group]:
+        """What was computed when, once it is."""
+        times = self._clock.times_s(self._marks)
+        spans = zip(self._groups, times, times[1:], strict=False)
+        found = [Group((self._first + a, self._first + b), start, stop) for (a, b), start, stop in spans]
+        if found:
+            num_layers = self._last - self._first
+            self._handing.pace.computed(self._num_rows, (times[-1] - times[0]) / num_layers)
+        return found
+
+    def _cut(self) -> Groups:
+        num_layers, self.unpipelined = self._last - self._first, ""
+        whole = ((0, num_layers),)
+        if not self._leaving:
+            return whole
+        piped = [(work, found) for work, found in self._leaving if found.order.is_pipelined]
+        if not piped or self._policy == OFF:
+            self.unpipelined = "the policy is off" if self._policy == OFF else "the request asked for none"
+            return whole
+        layer_bytes: dict[int, int] = {}
+        for work, found in piped:
+            session = self._handing.session_of(found)
+            layer_bytes[session] = layer_bytes.get(session, 0) + len(work.tokens) * self._token_bytes
+        times = self._handing.pace.times(num_layers, self._num_rows, layer_bytes)
+        average = sum(len(work.tokens) for work, _ in piped) // len(piped)
+        groups = choose(self._policy, times, average)
+        if len(groups) == 1:
+            reason = "there is one layer" if num_layers == 1 else "one group is done soonest"
+            self.unpipelined = f"{self._policy}: {reason}"
+        return groups

@@ -1,0 +1,220 @@
+"""A rank process: listens to its scheduler on one thread, computes on another.
+
+Hand-over orders are carried out by the listening thread at once, even while a step is computed; steps and
+what belongs to their order wait in a queue. The process ends when its pipe does, whatever it is busy with:
+an instance has one fate.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+from multiprocessing.connection import Connection
+from time import monotonic
+
+import msgspec
+import torch
+
+from baton.engine.rank.config import RankConfig
+from baton.engine.rank.parts import Parts, attach, load
+from baton.engine.rank.pipeline import Pipeline
+from baton.engine.sampling.ending import Progress, ending
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling.sampler import Sampler, Want
+from baton.engine.steps import (
+    Abort,
+    Answer,
+    Attach,
+    Begin,
+    Decline,
+    Down,
+    End,
+    Order,
+    Receive,
+    Sampled,
+    Send,
+    Step,
+    StepDone,
+    Stop,
+    Up,
+    Work,
+)
+from baton.errors import BatonError, EngineError
+from baton.protocol.outcomes import Aux
+
+GOING_S_MAX = 10.0
+"""How long a rank may take to end by itself."""
+
+
+class Pipe:
+    """Messages to and from the scheduler; any thread may tell."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Order)
+
+    def tell(self, answer: Answer) -> None:
+        """One answer; a scheduler that is gone hears nothing."""
+        raw = self._encoder.encode(answer)
+        with self._lock:
+            try:
+                self._connection.send_bytes(raw)
+            except OSError:
+                os._exit(1)
+
+    def heard(self) -> Order | None:
+        """The next order, or None at the end."""
+        try:
+            order: Order = self._decoder.decode(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            return None
+        return order
+
+    def first(self) -> RankConfig:
+        """What this rank is to be."""
+        return msgspec.msgpack.decode(self._connection.recv_bytes(), type=RankConfig)
+
+
+class Rank:
+    """The computing thread: one step after another."""
+
+    def __init__(self, config: RankConfig, parts: Parts, pipe: Pipe) -> None:
+        self.config = config
+        self.parts = parts
+        self.pipe = pipe
+        self.pipeline = Pipeline(parts.handing, parts.clock, config.policy, parts.token_bytes)
+        self.sampler = Sampler(parts.vocab_size, config.eos_ids) if parts.is_sampler else None
+        self._params: dict[int, SamplingParams] = {}
+        self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+
+    def listen(self) -> None:
+        """Carries hand-over orders out and queues the others, until the pipe ends."""
+        handing = self.parts.handing
+        while (order := self.pipe.heard()) is not None:
+            match order:
+                case Send():
+                    handing.send(order)
+                case Receive():
+                    handing.receive(order)
+                case Abort():
+                    handing.abort(order)
+                case Decline():
+                    handing.decline(order)
+                case _:
+                    self.orders.put(order)
+        self.orders.put(Stop())
+        threading.Event().wait(GOING_S_MAX)
+        os._exit(1)
+
+    def compute(self) -> None:
+        """Takes orders until told to stop."""
+        while True:
+            match self.orders.get():
+                case Step() as step:
+                    self.pipe.tell(self._run(step))
+                case Begin() as begun:
+                    if self.sampler and begun.dp == self.parts.mesh.at["dp"]:
+                        self.sampler.begin(begun)
+                        self._params[begun.sequence] = begun.params
+                case End(sequence):
+                    if self.sampler:
+                        self.sampler.end(sequence)
+                        self._params.pop(sequence, None)
+                case Stop():
+                    return
+
+    def _run(self, step: Step) -> StepDone:
+        start_s = monotonic()
+        batch = step.batches[self.parts.mesh.at["dp"]]
+        logits = self.parts.runner.run(step.batches, self.pipeline)
+        wanted = [work for work in batch.works if work.num_samples]
+        samples = {}
+        if self.sampler and wanted:
+            assert logits is not None
+            samples = self._sample(logits, wanted)
+        for work, found in self.pipeline.leaving:
+            aux, is_ended = self._aux(work, samples, found.order.num_cached)
+            self.parts.handing.commit(work, found, aux, is_ended=is_ended)
+        groups = self.pipeline.groups()
+        return StepDone(
+            number=step.number,
+            rank=self.config.rank,
+            groups=groups,
+            samples=samples,
+            unpipelined=self.pipeline.unpipelined,
+            start_s=start_s,
+            stop_s=monotonic(),
+        )
+
+    def _sample(self, logits: torch.Tensor, wanted: list[Work]) -> dict[int, list[Sampled]]:
+        assert self.sampler is not None
+        wants = [Want(work.sequence, work.num_samples, work.start + len(work.tokens)) for work in wanted]
+        for work in wanted:
+            self.sampler.extend(work.sequence, work.tokens, work.start)
+        found = self.sampler.sample(logits, wants)
+        return {work.sequence: tokens for work, tokens in zip(wanted, found, strict=True)}
+
+    def _aux(
+        self, work: Work, samples: dict[int, list[Sampled]], num_cached: int
+    ) -> tuple[Aux | None, bool]:
+        """What the target needs beside the cache, and whether the answer ended with its first token."""
+        found = samples.get(work.sequence)
+        if not found or self.sampler is None:
+            return None, False
+        logprobs = tuple({each.token: each.logprob, **each.top} for each in found)
+        aux = Aux(
+            tokens=tuple(each.token for each in found),
+            logprobs=logprobs,
+            sampler_position=work.start + len(work.tokens),
+            cached_tokens=num_cached,
+        )
+        return aux, all(self._is_ending(work, each.token) for each in found)
+
+    def _is_ending(self, work: Work, token: int) -> bool:
+        """Whether an answer is over with its first token, as far as tokens tell."""
+        position = work.start + len(work.tokens)
+        progress = Progress(token, 1, position + 1, self.config.context_max)
+        return ending(progress, self._params[work.sequence], self.config.eos_ids) is not None
+
+
+def main(descriptor: int) -> None:
+    """The whole life of a rank process, over one inherited socket."""
+    pipe = Pipe(Connection(descriptor))
+    config = pipe.first()
+    torch.set_num_threads(config.num_threads)
+    torch.set_num_interop_threads(1)
+    try:
+        _live(config, pipe)
+    except BatonError as error:
+        pipe.tell(Down(config.rank, str(error)))
+        os._exit(1)
+
+
+def _live(config: RankConfig, pipe: Pipe) -> None:
+    loaded = load(config)
+    if config.rank == 0:
+        parts = attach(config, loaded, None, pipe.tell)
+        endpoint = parts.handing.endpoint
+        pipe.tell(Up(0, endpoint.address, endpoint.config.epoch, endpoint.registry or ""))
+    else:
+        order = pipe.heard()
+        if not isinstance(order, Attach):
+            raise EngineError(f"rank {config.rank} was told {order} before it was told its coordinator")
+        parts = attach(config, loaded, order, pipe.tell)
+        pipe.tell(Up(config.rank))
+    rank = Rank(config, parts, pipe)
+    threading.Thread(target=rank.listen, name="listen", daemon=True).start()
+    try:
+        rank.compute()
+    finally:
+        parts.handing.close()
+        parts.mesh.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
+    os._exit(0)  # threads of libraries must not keep an ended rank alive

@@ -1,0 +1,97 @@
+"""What a caller asks of an instance, and what it hears back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.steps import CopyRecord, Group, Sampled
+from baton.protocol.outcomes import Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Outbound:
+    """The prompt is handed over as it is computed; decoding goes on elsewhere."""
+
+    transfer: str
+    is_pipelined: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Inbound:
+    """The prompt's cache comes from a source, named by its instance or its coordinator's host:port."""
+
+    transfer: str
+    source: str
+    source_dp: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """One request."""
+
+    tokens: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    hand: Outbound | Inbound | None = None
+    """None: prefilled and decoded here."""
+    salt: str = ""
+    """Requests with another salt never share a prefix."""
+    embeddings: bytes | None = None
+    """Input embeddings (float32, tokens x hidden) in place of the token ids, which then only count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens that one of a request's answers has grown by, and its end when `finish` says why."""
+
+    index: int
+    tokens: tuple[Sampled, ...]
+    text: str
+    finish: str | None = None
+    """stop, length or abort; `handed` at a source whose target goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """The request failed; nothing more will come."""
+
+    cause: Cause | None
+    text: str
+
+
+@dataclass(slots=True)
+class Story:
+    """What became of a request when, in seconds of the machine's monotonic clock; 0 where it did not."""
+
+    arrived_s: float
+    begun_s: float = 0.0
+    """Its first step was sent to the ranks, or its pages were reserved."""
+    prompt_s: float = 0.0
+    """The last layer of its prompt was computed."""
+    token_s: float = 0.0
+    """Its first token was here."""
+    settled_s: float = 0.0
+    """The hand-over's verdict was here."""
+    stepped_s: float = 0.0
+    """Its first decode step was through."""
+    ended_s: float = 0.0
+    num_cached: int = 0
+    num_held: int = 0
+    groups: dict[int, list[Group]] = field(default_factory=dict)
+    """By rank: what was computed of the prompt."""
+    copies: dict[int, list[CopyRecord]] = field(default_factory=dict)
+    unpipelined: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The story of a request is complete: its pages are back."""
+
+    story: Story
+
+
+Event: TypeAlias = Piece | Trouble | Told
+Sink: TypeAlias = Callable[[Event], None]
+"""Called on the instance's thread; it must neither block nor raise."""

@@ -1,0 +1,188 @@
+"""The loop over a rank's layers, with every collective that they need.
+
+Every rank of an instance takes part in every step, with an empty batch too, so that collectives match. What a
+layer gives is a share of a sum; the runner sums it over tp, or, for MLPs of dp groups, over the rows of all
+groups and the ranks of dp x tp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.engine.attention.dealing import Rows, deal_rows
+from baton.engine.attention.passes import Pass
+from baton.engine.attention.pools import CachePools
+from baton.engine.model.seam import Layer, Stage
+from baton.engine.parallel.mesh import Mesh
+from baton.engine.steps import Batch
+from baton.errors import EngineError
+
+
+class Hooks(Protocol):
+    """Who watches a forward, or acts on layers as they are done."""
+
+    def before_forward(self, batch: Batch) -> None:
+        """The batch of this rank's dp group is about to be computed."""
+
+    def layer_done(self, layer: int) -> None:
+        """What the layer stores is in the pools, or queued on the device to be."""
+
+    def after_forward(self) -> None:
+        """The last layer of this rank is through."""
+
+
+class Quiet:
+    """Hooks that do nothing."""
+
+    def before_forward(self, batch: Batch) -> None:
+        """Nothing."""
+
+    def layer_done(self, layer: int) -> None:
+        """Nothing."""
+
+    def after_forward(self) -> None:
+        """Nothing."""
+
+
+class Runner:
+    """Runs the stage of one rank."""
+
+    def __init__(self, stage: Stage, mesh: Mesh, pools: CachePools) -> None:
+        if mesh.is_first != (stage.embedding is not None) or mesh.is_last != (stage.head is not None):
+            raise EngineError(
+                "the first stage has the embedding and the last the head; this one does not fit"
+            )
+        self._stage = stage
+        self._mesh = mesh
+        self._pools = pools
+        self._expected: tuple[int, torch.dtype] | None = None
+        self._has_said = False
+        self._vocabulary: list[int] | None = None
+
+    @torch.inference_mode()
+    def run(self, batches: Sequence[Batch], hooks: Hooks) -> Tensor | None:
+        """One step, batches by dp group: logits (works to sample from, vocabulary) where they are whole.
+
+        They are whole, in float32, on the last stage's cp 0, on all of its tp ranks; elsewhere, and where
+        nothing is to be sampled, there is None.
+        """
+        if len(batches) != self._mesh.dp.size:
+            raise EngineError(f"a step of {len(batches)} batches for {self._mesh.dp.size} dp groups")
+        batch = batches[self._mesh.at["dp"]]
+        step = _Step(batches, self._mesh)
+        self._pools.copy_pages(batch.copies)
+        hooks.before_forward(batch)
+        x = self._begin(batch, step)
+        attention = Pass(batch, self._mesh, self._pools)
+        for layer in self._stage.layers:
+            if step.num_own:
+                x = layer.join_mix(x, self._mesh.tp.sum(layer.mix(x, attention)))
+            x = self._fed(layer, x, step)
+            hooks.layer_done(layer.index)
+        hooks.after_forward()
+        if not self._mesh.is_last:
+            self._hand_on(x)
+            return None
+        return self._logits(batch, x, step)
+
+    def _fed(self, layer: Layer, x: Tensor, step: _Step) -> Tensor:
+        if self._mesh.dp.size == 1:
+            return layer.join_feed(x, self._mesh.width.sum(layer.feed(x)))
+        every = self._mesh.dp.gather(x, step.sizes)
+        if len(every) == 0:
+            return x
+        fed = self._mesh.width.sum(layer.feed(every))
+        return layer.join_feed(x, fed[step.first : step.first + step.num_own])
+
+    def _begin(self, batch: Batch, step: _Step) -> Tensor:
+        """The rows before this rank's first layer."""
+        first, last = step.own
+        if self._stage.embedding is None:
+            num_hidden, dtype = self._agreed()
+            return self._mesh.pipe.receive(
+                torch.empty((last - first, num_hidden), dtype=dtype, device=self._pools.device)
+            )
+        ids = np.fromiter((i for work in batch.works for i in work.tokens), np.int64, batch.num_rows)
+        tokens = torch.from_numpy(ids[first:last]).to(self._pools.device, non_blocking=True)
+        embedding = self._stage.embedding
+        x = embedding.scale(self._mesh.tp.sum(embedding.embed(tokens)))
+        return _with_given(x, batch, step)
+
+    def _agreed(self) -> tuple[int, torch.dtype]:
+        """Width and type of the rows that come from the previous stage, which says them once."""
+        if self._expected is None:
+            room = torch.zeros(2, dtype=torch.int64, device=self._pools.device)
+            said = self._mesh.pipe.receive(room).tolist()
+            self._expected = (said[0], _SENT[said[1]])
+        return self._expected
+
+    def _hand_on(self, x: Tensor) -> None:
+        if not self._has_said:
+            self._has_said = True
+            said = [x.shape[1], _SENT.index(x.dtype)]
+            self._mesh.pipe.send(torch.tensor(said, device=x.device))
+        self._mesh.pipe.send(x)
+
+    def _logits(self, batch: Batch, x: Tensor, step: _Step) -> Tensor | None:
+        """Of the last rows of the works to sample from."""
+        ends = np.cumsum([len(work.tokens) for work in batch.works], dtype=np.int64)
+        wanted = ends[[work.num_samples > 0 for work in batch.works]] - 1
+        head = self._stage.head
+        if len(wanted) == 0 or head is None:
+            return None
+        counts = [int(((wanted >= a) & (wanted < b)).sum()) for a, b in step.rows.cuts]
+        here = wanted[(wanted >= step.own[0]) & (wanted < step.own[1])] - step.own[0]
+        rows = x.index_select(0, torch.from_numpy(here).to(x.device))
+        if step.rows.is_dealt:
+            rows = self._mesh.cp.gather(rows, counts)
+        if self._mesh.cp.index:
+            return None
+        part = head.logits(rows)
+        if self._vocabulary is None:
+            sizes = self._mesh.tp.stack(torch.tensor([part.shape[1]], device=part.device))
+            self._vocabulary = sizes.flatten().tolist()
+        return self._mesh.tp.gather(part.mT, self._vocabulary).mT.contiguous()
+
+
+_SENT = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Step:
+    """Which rows of a step lie where."""
+
+    def __init__(self, batches: Sequence[Batch], mesh: Mesh) -> None:
+        every = [deal_rows(batch.num_rows, mesh.cp.size) for batch in batches]
+        self.rows: Rows = every[mesh.at["dp"]]
+        self.own = self.rows.cuts[mesh.cp.index]
+        self.num_own = self.own[1] - self.own[0]
+        self.sizes = [rows.sizes[mesh.cp.index] for rows in every]
+        """Rows of each dp group at this rank's cp coordinate."""
+        self.first = sum(self.sizes[: mesh.at["dp"]])
+
+
+def _with_given(x: Tensor, batch: Batch, step: _Step) -> Tensor:
+    """Input embeddings in place of those of tokens; they are what the family's scaling would have given."""
+    row = 0
+    for work in batch.works:
+        first, last = max(row, step.own[0]), min(row + len(work.tokens), step.own[1])
+        if work.embeddings is not None and first < last:
+            given = _given(work.embeddings, len(work.tokens), x.shape[1])
+            x[first - step.own[0] : last - step.own[0]] = given[first - row : last - row].to(
+                x.device, x.dtype
+            )
+        row += len(work.tokens)
+    return x
+
+
+def _given(content: bytes, num_rows: int, num_hidden: int) -> Tensor:
+    if len(content) != 4 * num_rows * num_hidden:
+        raise EngineError(
+            f"{len(content)} bytes of input embeddings for {num_rows} tokens; "
+            f"give {4 * num_hidden} bytes (float32) for each"
+        )
+    return torch.frombuffer(bytearray(content), dtype=torch.float32).view(num_rows, num_hidden)

@@ -1,0 +1,298 @@
+"""A scheduler, the memory that its batches write, and everybody who calls it; every call is checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from tests.engine.books.memory import JUNK, Memory, entries
+
+from baton.engine.books import Asked, Role, Scheduler, SchedulerConfig, Sequence, State
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.steps import Batch, Work
+from baton.errors import ConfigError
+
+VOCABULARY = 3
+STEPS_MAX = 4000
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a world is made of."""
+
+    layout: str = "tp2"
+    cache: str = "full"
+    page_tokens: int = 2
+    num_pages: int = 12
+    num_slots: int = 3
+    config: SchedulerConfig = field(
+        default_factory=lambda: SchedulerConfig(chunk_tokens=5, batch_tokens_max=8, sequences_max=4)
+    )
+
+
+class World:
+    """Every method is something that a caller may do, and asserts what it may rely on."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.memory = Memory(setting.layout, setting.cache, setting.page_tokens)
+        pools = {
+            group: setting.num_pages if extent.has_tokens else setting.num_slots
+            for group, extent in self.memory.extents.items()
+        }
+        self.scheduler = Scheduler(setting.config, self.memory.shares, pools)
+        self.tokens: dict[int, list[int]] = {}
+        """All known tokens, kept apart from the scheduler's records."""
+        self.salts: dict[int, str] = {}
+        self.scheduled: dict[int, int] = {}
+        self.pending: list[Batch] = []
+        """In flight, and the ranks have not come to them."""
+        self.flying: list[Batch] = []
+        self.told: set[int] = set()
+        self.seen = Counter[str]()
+        self.num_made = 0
+
+    # Calls.
+
+    def make(self, role: Role, prompt: list[int], max_tokens: int, n: int = 1, salt: str = "") -> Sequence:
+        number = self.num_made
+        self.num_made += 1
+        params = SamplingParams(max_tokens=max_tokens, n=n)
+        asked = Asked(number, tuple(prompt), params, role=role, arrival_s=float(number), salt=salt)
+        return Sequence(asked)
+
+    def add(self, sequence: Sequence) -> bool:
+        try:
+            self.scheduler.add(sequence)
+        except ConfigError:
+            assert not self.can_fit(sequence), "refused what fits"
+            return False
+        self._know(sequence, list(sequence.asked.prompt))
+        return True
+
+    def reserve(self, sequence: Sequence) -> bool:
+        try:
+            found = self.scheduler.reserve(sequence)
+        except ConfigError:
+            assert not self.can_fit(sequence), "refused what fits"
+            return False
+        if found is None:
+            return False
+        self._know(sequence, list(sequence.asked.prompt))
+        self.told.add(sequence.number)
+        self.scheduled[sequence.number] = sequence.num_prompt
+        num_held = max(found.held.values(), default=0)
+        self.seen["held"] += num_held > 0
+        wanted = self.entries_of(sequence)
+        if num_held:
+            self.memory.check(found.pages, wanted[:num_held], sequence.num_prompt, "what is held")
+        return True
+
+    def admit(self, sequence: Sequence) -> None:
+        """The hand-over wrote what was not held; the first tokens come with it."""
+        wanted, held = self.entries_of(sequence), sequence.num_cached
+        self.memory.write(sequence.pages, held, wanted[held:], sequence.num_prompt)
+        if held == len(wanted):
+            self.memory.write(sequence.pages, held - 1, wanted[held - 1 :], sequence.num_prompt)
+        first = self._samples(wanted[-1], sequence.params.n)
+        self.scheduler.admit(sequence.number, first)
+        self._sampled(sequence, first)
+
+    def disturb(self, sequence: Sequence) -> None:
+        """A writer that is not quiet yet writes into the pages of a hand-over that was given up."""
+        num_held = sequence.num_cached
+        junk = [JUNK] * (sequence.num_prompt - num_held)
+        self.memory.write(sequence.pages, num_held, junk, sequence.num_prompt)
+
+    def schedule(self, limit: int | None = None) -> bool:
+        batch = self.scheduler.schedule(limit)
+        changes = self.scheduler.take_changes()
+        self._check_changes(changes.started, changes.preempted)
+        if batch is None:
+            return False
+        config = self.scheduler.config
+        assert batch.works
+        assert batch.num_rows <= config.batch_tokens_max
+        assert len(batch.works) <= config.sequences_max
+        kinds = [self._check_work(work) for work in batch.works]
+        assert kinds == sorted(kinds, reverse=True), "decode rows come first"
+        assert limit is None or sum(kinds) <= limit
+        self.seen["copies"] += len(batch.copies)
+        self.pending.append(batch)
+        self.flying.append(batch)
+        return True
+
+    def run(self) -> None:
+        """The ranks compute the next batch."""
+        known = {number: self.entries_by_number(number) for number in self.tokens}
+        self.memory.run(self.pending.pop(0), known)
+
+    def complete(self) -> None:
+        batch = self.flying.pop(0)
+        if self.pending and self.pending[0] is batch:
+            self.run()
+        samples = {
+            work.sequence: self._samples(self.entries_by_number(work.sequence)[-1], work.num_samples)
+            for work in batch.works
+            if work.num_samples
+        }
+        live = {
+            number: one for number, one in self.scheduler.sequences.items() if one.state is not State.ENDED
+        }
+        self.scheduler.complete(batch, samples)
+        for work in batch.works:
+            if work.num_samples and work.sequence in live:
+                self._sampled(live[work.sequence], samples[work.sequence])
+
+    def finish(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence.number)
+
+    def abort(self, sequence: Sequence) -> None:
+        self.scheduler.abort(sequence.number)
+
+    def release(self, sequence: Sequence) -> None:
+        if sequence.role is Role.SOURCE:
+            self._check_readable(sequence)
+        self.scheduler.release(sequence.number)
+
+    # What is there.
+
+    def in_state(self, *states: State) -> list[Sequence]:
+        return [one for one in self.scheduler.sequences.values() if one.state in states]
+
+    def leased(self) -> list[Sequence]:
+        return [one for one in self.scheduler.sequences.values() if one.is_leased]
+
+    def given_up(self) -> list[Sequence]:
+        """Reserved, aborted, and not quiet yet."""
+        return [
+            one
+            for one in self.leased()
+            if one.state is State.ENDED and one.role is Role.TARGET and not one.generated
+        ]
+
+    def entries_by_number(self, number: int) -> list[int]:
+        return entries(self.salts[number], self.tokens[number])
+
+    def entries_of(self, sequence: Sequence) -> list[int]:
+        return self.entries_by_number(sequence.number)
+
+    def can_fit(self, sequence: Sequence) -> bool:
+        """Whether it could end if it were alone, by a generous count for windows."""
+        config, shares = self.scheduler.config, self.memory.shares
+        prompt, total = sequence.num_prompt, sequence.num_tokens_max
+        for group, pool in self.scheduler.room.pools.items():
+            step = config.chunk_tokens * config.chunks_in_flight
+            need = shares.num_pages_most(group, total, prompt, step)
+            if sequence.role is Role.SOURCE:
+                need = shares.num_pages(group, prompt, prompt)
+            if need > pool.num_pages:
+                return False
+        return True
+
+    def check(self) -> None:
+        """What holds at any time."""
+        self.scheduler.check_integrity()
+        for sequence in self.leased():
+            if sequence.role is Role.SOURCE:
+                self._check_readable(sequence)
+        ungranted = [one for one in self.leased() if one.role is Role.SOURCE and not one.is_granted]
+        for group, pool in self.scheduler.room.pools.items():
+            num_held = sum(len(one.holding.held(group)) for one in ungranted)
+            assert len(ungranted) < 2 or num_held <= pool.num_pages // 2, "ungranted sources hold over a half"
+
+    def settle(self) -> None:
+        """Lets everything come to its end, and asserts that it does."""
+        for _ in range(STEPS_MAX):
+            if self.scheduler.is_idle:
+                break
+            for sequence in self.in_state(State.RECEIVING):
+                self.admit(sequence)
+            for sequence in self.leased():
+                is_computed = sequence.state is State.PREFILLING
+                if not is_computed:
+                    self.release(sequence)
+            if not self.schedule() and not self.flying:
+                assert self.scheduler.is_idle, f"stuck: {self.scheduler.counts()}"
+            if self.flying:
+                self.complete()
+            self.check()
+        assert self.scheduler.is_idle, f"it does not end: {self.scheduler.counts()}"
+        for group, counts in self.scheduler.counts().pages.items():
+            assert counts.num_used == 0, f"pages of {group} are lost: {counts}"
+
+    # Parts.
+
+    def _know(self, sequence: Sequence, tokens: list[int]) -> None:
+        self.salts[sequence.number] = sequence.asked.salt
+        self.tokens[sequence.number] = tokens
+        self.scheduled[sequence.number] = 0
+
+    def _check_changes(self, started: list[Sequence], preempted: list[Sequence]) -> None:
+        for sequence in preempted:
+            assert sequence.role is not Role.SOURCE
+            assert sequence.number in self.told
+            assert not any(work.sequence == sequence.number for batch in self.flying for work in batch.works)
+            self.scheduled[sequence.number] = 0
+            self.seen["preempted"] += 1
+        for sequence in started:
+            assert sequence.number not in self.told, "told twice that it began"
+            self.told.add(sequence.number)
+            self.seen["hits"] += sequence.num_cached > 0
+            if sequence.role is Role.SOURCE:
+                cached = self.entries_of(sequence)[: sequence.num_cached]
+                self.memory.check(sequence.pages, cached, sequence.num_prompt, "what the source has cached")
+
+    def _check_work(self, work: Work) -> bool:
+        """Whether a work is decoding."""
+        sequence, tokens = self.scheduler.sequences[work.sequence], self.tokens[work.sequence]
+        assert work.sequence in self.told
+        stop = work.start + len(work.tokens)
+        assert work.tokens, "a work without tokens"
+        assert work.tokens == tokens[work.start : stop], "tokens that are unknown, or others"
+        assert work.prompt_tokens == sequence.num_prompt
+        before = self.scheduled[work.sequence]
+        if before == 0:
+            assert work.start == sequence.num_cached, "a prompt begins behind what is cached"
+        else:
+            assert work.start == before, "a sequence goes on where it was"
+        self.scheduled[work.sequence] = stop
+        flights = [one for batch in self.flying for one in batch.works if one.sequence == work.sequence]
+        assert len(flights) < self.scheduler.config.chunks_in_flight
+        assert all(not one.num_samples for one in flights), "the token after it is not known"
+        is_first = stop == sequence.num_prompt == len(tokens)
+        forks = is_first and sequence.asked.index == 0 and sequence.role is not Role.TARGET
+        assert work.num_samples == (0 if stop < len(tokens) else sequence.params.n if forks else 1)
+        is_decoding = sequence.state is State.RUNNING
+        assert len(work.tokens) <= (1 if is_decoding else self.scheduler.config.chunk_tokens)
+        return is_decoding
+
+    def _check_readable(self, sequence: Sequence) -> None:
+        """A target that copies now gets what was computed."""
+        if sequence.state is State.SENT:
+            wanted = self.entries_of(sequence)[: sequence.num_computed]
+            self.memory.check(sequence.pages, wanted, sequence.num_prompt, f"source {sequence.number}")
+
+    def _samples(self, last: int, count: int) -> list[int]:
+        """Answers are a function of what was seen, so that equal prompts go on equally."""
+        return [(last + index) % VOCABULARY for index in range(count)]
+
+    def _sampled(self, sequence: Sequence, found: list[int]) -> None:
+        self.tokens[sequence.number].append(found[0])
+        assert sequence.generated == self.tokens[sequence.number][sequence.num_prompt :]
+        if sequence.role is Role.SOURCE:
+            assert sequence.state is State.SENT
+            return
+        answers = [sequence]
+        if len(found) > 1:
+            numbers = range(self.num_made, self.num_made + len(found) - 1)
+            self.num_made += len(found) - 1
+            answers += self.scheduler.fork(sequence.number, found[1:], numbers)
+            for child, token in zip(answers[1:], found[1:], strict=True):
+                self._know(child, [*sequence.asked.prompt, token])
+                self.told.add(child.number)
+                self.scheduled[child.number] = child.num_computed
+                self.seen["forks"] += child.state is State.RUNNING
+        for one in answers:
+            if len(one.generated) >= one.params.max_tokens:
+                self.finish(one)

@@ -1,0 +1,66 @@
+"""Text and chats to tokens."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.engine.text.vocabularies import byte_fallback, byte_level, fallback_tokenizer, tokenizer
+
+from baton.engine.text.tokenizer import Tokenizer
+from baton.errors import ConfigError
+
+MESSAGES = [{"role": "user", "content": "the fox?"}]
+
+
+@given(st.text(max_size=60))
+def test_text_comes_back(text: str):
+    one = tokenizer()
+    assert one.decode(one.encode(text)) == text
+
+
+def test_a_chat_is_what_its_template_writes():
+    one = tokenizer()
+    start, end = byte_level().convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    asked = [start, *one.encode("user\nthe fox?"), end, *one.encode("\n")]
+    assert one.chat(MESSAGES, add_generation_prompt=False) == asked
+    assert one.chat(MESSAGES) == [*asked, start, *one.encode("assistant\n")]
+    assert one.chat(MESSAGES, options={"speaker": "fox"}) == [*asked, start, *one.encode("fox\n")]
+
+
+def test_a_chat_is_the_same_as_the_backends_own():
+    whole = byte_level().apply_chat_template(
+        MESSAGES, tokenize=True, add_generation_prompt=True, return_dict=True
+    )
+    assert tokenizer().chat(MESSAGES) == whole["input_ids"]
+
+
+def test_messages_that_the_template_refuses():
+    with pytest.raises(ConfigError, match="no such role"):
+        tokenizer().chat([{"role": "nobody", "content": "x"}])
+
+
+def test_a_model_without_a_template_has_no_chat():
+    with pytest.raises(ConfigError, match="no chat template"):
+        fallback_tokenizer().chat(MESSAGES)
+
+
+def test_special_tokens_and_unknown_ids_have_no_text():
+    one = tokenizer()
+    tokens = one.encode("<|im_start|>fox<tool><|im_end|>")
+    assert one.decode(tokens) == "fox<tool>"
+    assert one.decode([*tokens, 10**6]) == "fox<tool>"
+    assert [one.has_text(token) for token in (tokens[0], tokens[-1], 10**6, tokens[1])] == [False] * 3 + [
+        True
+    ]
+
+
+def test_what_surrounds_a_text_can_be_left_out():
+    backend = byte_fallback()
+    around = SimpleNamespace(
+        added_tokens_decoder=backend.added_tokens_decoder,
+        encode=lambda text, *, add_special_tokens: [1] * add_special_tokens + [7],
+    )
+    one = Tokenizer(around)
+    assert one.encode("x") == [1, 7]
+    assert one.encode("x", add_special=False) == [7]
