@@ -11,7 +11,7 @@ BIN := .venv/bin
 # The work is many small arrays: a thread pool per process only gets in the way.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test faults check sim bench docs
+.PHONY: help setup demo test faults engine check sim bench docs
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,10 +34,13 @@ demo: setup  ## hand a cache over in memory and prove the bytes equal
 	touch $@
 
 test: .venv/.extras  ## all tests
-	$(BIN)/pytest -q -rs -n $(JOBS) -m "not slow"
+	$(BIN)/pytest -q -rs -n $(JOBS) -m "not slow and not engine"
 
 faults: .venv/.extras  ## kill and stop rank processes at every stage, over shm and tcp
 	$(BIN)/pytest -q -rs -m slow
+
+engine: .venv/.extras  ## every layout pair, family and transport through a real model, against transformers
+	$(BIN)/pytest -q -rs -m engine
 
 check: setup  ## lint, format, types, layers and tidiness
 	$(BIN)/ruff check src tests examples

@@ -15,6 +15,9 @@ ALLOWED: tuple[Allowed, ...] = (
     Allowed("baton/cli/bench.py::handoff", "parameters", "one per option of the command"),
     Allowed("baton/cli/plan.py::plan", "parameters", "one per option of the command"),
     Allowed("baton/cli/sim.py::sim", "parameters", "one per option of the command"),
+    Allowed("baton/engine/instance/config.py::InstanceConfig", "attributes", "one per thing a user may set"),
+    Allowed("baton/engine/rank/config.py::RankConfig", "attributes", "one per thing a rank is told at start"),
+    Allowed("baton/engine/sampling/params.py::SamplingParams", "attributes", "one per wish of a request"),
     Allowed("baton/sim/checkers/base.py", "vague-name", "what every checker in its folder builds on"),
     Allowed(
         "baton/sim/host.py::Host._run",

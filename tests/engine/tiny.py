@@ -167,7 +167,7 @@ def _loaded(folder: str) -> Any:
 
 
 def _of_gguf(path: Path, options: dict[str, Any]) -> Any:
-    """The model of a GGUF file; test_gguf.py and test_demo.py compare its weights with `transformers` own."""
+    """The model of a GGUF file; test_gguf.py compares such weights with those that `transformers` reads."""
     checkpoint = open_checkpoint(str(path))
     config = dict(checkpoint.config)
     model = AutoModelForCausalLM.from_config(

@@ -95,7 +95,6 @@ class SourceRank:
             num_tokens=prefill.num_tokens,
             digest=prefill.digest,
             source_dp=prefill.source_dp,
-            rank=self.rank,
         )
         self.outbox.append(offer)
 

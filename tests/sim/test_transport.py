@@ -14,13 +14,13 @@ from baton.sim.schedule import Schedule
 from baton.sim.transport.endpoint import Owner, SimTransport, Strength
 from baton.sim.transport.fabric import Fabric
 from baton.sim.transport.fate import End, Fate
-from baton.sim.transport.fence import SimFence
 from baton.transport import (
     NOW,
     Batch,
     Done,
     FailedQuiet,
     FailedUnknown,
+    HostFence,
     Quiet,
     Ranges,
     Unknown,
@@ -96,7 +96,7 @@ def test_done_means_that_the_bytes_are_there() -> None:
 
 
 def test_nothing_is_read_before_the_fence() -> None:
-    pair, fence = Pair(), SimFence()
+    pair, fence = Pair(), HostFence()
     pair.submit(fence)
     pair.schedule.at(5.0, pair.given.fill, 9)
     pair.schedule.at(5.0, fence.set)
@@ -203,7 +203,7 @@ def test_a_cut_wire_holds_copies_up_until_their_deadline() -> None:
 
 def test_what_waits_can_be_called_off_and_misuse_is_told_at_once() -> None:
     pair = Pair()
-    ticket = pair.submit(SimFence())
+    ticket = pair.submit(HostFence())
     pair.source.cancel(ticket)
     assert pair.source.poll() == [FailedQuiet(ticket, "cancelled")]
     with pytest.raises(TransportError):

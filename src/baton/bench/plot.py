@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from baton.bench.sizes import size_text
 from baton.bench.transport import Result
+from baton.observe.plotting import load_pyplot
 
 
 def plot_throughput(results: Sequence[Result], path: Path) -> bool:
     """Bars of GB/s by size, one colour a transport, memcpy as lines; False without matplotlib."""
-    try:
-        matplotlib = importlib.import_module("matplotlib")
-    except ImportError:
+    pyplot = load_pyplot()
+    if pyplot is None:
         return False
-    matplotlib.use("Agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
     names = list(dict.fromkeys(result.transport for result in results))
     sizes = list(dict.fromkeys((result.span_bytes, result.num_spans) for result in results))
     figure, axes = pyplot.subplots(figsize=(1.8 + 1.9 * len(sizes), 4.2), layout="constrained")

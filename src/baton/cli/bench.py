@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -145,6 +146,66 @@ def handoff(
     found.show(Console(), _path(found.name, None if out is None else out / f"{found.name}.json"))
     if not found.is_right:
         raise typer.Exit(1)
+
+
+@app.command()
+def overlap(
+    *,
+    model: Annotated[str, typer.Option(metavar="MODEL", help="demo, a checkpoint, or dummy:CARD")] = "demo",
+    prefill: Annotated[str, typer.Option(metavar="LAYOUT", help="layout that prefills")] = "tp1",
+    decode: Annotated[str, typer.Option(metavar="LAYOUT", help="layout that decodes")] = "tp1",
+    tokens: Annotated[str, typer.Option(metavar="N,...", help="prompt lengths")] = "512,1024,2048",
+    link: Annotated[
+        str,
+        typer.Option(
+            metavar="SPEED,...",
+            help="of each source rank, like 12.5GB/s; full: none; auto: transfer takes as long as compute",
+        ),
+    ] = "auto",
+    policy: Annotated[
+        str, typer.Option(metavar="P,...", help="off, cost, adaptive and fixed:N")
+    ] = "off,fixed:4,adaptive,cost",
+    dtype: Annotated[str, typer.Option(metavar="D", help="fp32, bf16 or fp16")] = "fp32",
+    device: Annotated[str, typer.Option(metavar="D", help="cpu or cuda")] = "cpu",
+    transport: Annotated[str, typer.Option(metavar="NAME", help="NAME or NAME:OPTION=VALUE")] = "shm",
+    chunk: Annotated[int, typer.Option(min=0, metavar="N", help="tokens of a prefill chunk; 0: all")] = 0,
+    page: Annotated[int, typer.Option(min=1, metavar="N", help="tokens of a page, on both sides")] = 16,
+    threads: Annotated[int, typer.Option(min=0, metavar="N", help="of each rank; 0: derived")] = 0,
+    repeat: Annotated[int, typer.Option(min=1, max=1000, help="hand-overs of each kind")] = 5,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="where to write the results")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="where to draw them")] = None,
+) -> None:
+    """Measures how much of a hand-over each policy hides behind prefill, against compute alone."""
+    options = _late("overlap.options")
+    wanted = options.Options(
+        model=model,
+        prefill=prefill,
+        decode=decode,
+        tokens=options.parse_lengths(tokens),
+        links=tuple(link.split(",")),
+        policies=tuple(policy.split(",")),
+        dtype=dtype,
+        device=device,
+        repeats=repeat,
+        chunk_tokens=chunk,
+        page_tokens=page,
+        num_threads=threads,
+        transport=transport,
+    )
+    _names(transport)
+    shown = _late("overlap.shown")
+    with _progress() as progress:
+        task = progress.add_task("starting", total=None)
+        rows = shown.measure(
+            wanted,
+            lambda total, text: progress.update(task, total=total, advance=1, description=text),
+        )
+    shown.show(rows, wanted, _path("overlap", json), png)
+
+
+def _late(name: str) -> Any:
+    """A benchmark of the engine: torch takes seconds to import, which other commands do without."""
+    return importlib.import_module(f"baton.bench.{name}")
 
 
 def _both(text: str) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from baton.engine.requests import Event, Generate, Inbound, Outbound, Piece, Sto
 from baton.errors import ConfigError, EngineError
 
 FIRST_TOKEN = ("prefill", "decode")
-ANSWER_S_MAX = 600.0
+ANSWER_S_MAX = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,16 @@ class Ask:
 
     request: Generate
     is_pipelined: bool = True
+    policy: str | None = None
+    """Where its layers are cut; None: as the prefill instance does."""
     first_token: str = "prefill"
     """Whose first token the caller is given: as soon as prefill has it, or once decode may go on."""
 
     def __post_init__(self) -> None:
         if self.first_token not in FIRST_TOKEN:
-            raise ConfigError(f"first token {self.first_token!r} is not known; use {' or '.join(FIRST_TOKEN)}")
+            raise ConfigError(
+                f"first token {self.first_token!r} is not known; use {' or '.join(FIRST_TOKEN)}"
+            )
 
 
 class Answer:
@@ -65,7 +69,7 @@ class Pair:
             return answer, self._alone(answer)
         transfer = secrets.token_hex(16)
         inbound = Inbound(transfer, self.prefill.address)
-        outbound = Outbound(transfer, ask.is_pipelined)
+        outbound = Outbound(transfer, ask.is_pipelined, ask.policy)
         self.decode.submit(replace(request, hand=inbound), lambda event: answer.put("decode", event))
         self.prefill.submit(replace(request, hand=outbound), lambda event: answer.put("prefill", event))
         return answer, self._pieces(answer, ask)

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from baton.engine.sampling.params import SamplingParams
 from baton.engine.steps import CopyRecord, Group, Sampled
+from baton.plan.overlap import LayerTimes, choose
 from baton.protocol.outcomes import Cause
 
 
@@ -17,6 +18,12 @@ class Outbound:
 
     transfer: str
     is_pipelined: bool = True
+    policy: str | None = None
+    """Where its layers are cut; None: as the instance does."""
+
+    def __post_init__(self) -> None:
+        if self.policy is not None:
+            choose(self.policy, LayerTimes((0.0,), (0.0,), 0.0), 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,9 @@ class Runner:
         batch = batches[self._mesh.at["dp"]]
         step = _Step(batches, self._mesh)
         self._pools.copy_pages(batch.copies)
-        hooks.before_forward(batch)
         x = self._begin(batch, step)
+        # Not before: a later stage waits here for the one before it.
+        hooks.before_forward(batch)
         attention = Pass(batch, self._mesh, self._pools)
         for layer in self._stage.layers:
             if step.num_own:

@@ -85,6 +85,8 @@ class Send(msgspec.Struct, frozen=True, tag=True):
     """Tokens of the prompt that are in the pool already, ready at once."""
     pages: Tables
     is_pipelined: bool = True
+    policy: str | None = None
+    """Where its layers are cut; None: as the instance does."""
 
 
 class Receive(msgspec.Struct, frozen=True, tag=True):
@@ -184,6 +186,7 @@ class CopyRecord(msgspec.Struct, frozen=True, array_like=True):
     chunk: int
     num_bytes: int
     submitted_s: float
+    """Or, where that was later, when its layers were computed."""
     ended_s: float
 
 

@@ -20,11 +20,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
+from operator import itemgetter
 
 import numpy as np
 
 from baton.plan.steps import Spans
 from baton.plan.tokens import Ints, Runs
+
+FEW = 32
+"""Up to this many spans plain integers are faster than arrays, whose sorting also lets other threads in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +223,8 @@ def join(spans: Spans, source_item: int = 1, target_item: int = 1) -> Spans:
     """Neighbours at both ends made one; the spans come back ascending by source offset."""
     if len(spans) < 2:
         return spans
+    if len(spans) <= FEW:
+        return _join_few(spans, source_item, target_item)
     source, target, length = spans.source, spans.target, spans.length
     if np.any(source[1:] < source[:-1]):
         order = np.argsort(source, kind="stable")
@@ -229,3 +235,17 @@ def join(spans: Spans, source_item: int = 1, target_item: int = 1) -> Spans:
         return Spans(source, target, length)
     starts = np.concatenate([[0], np.flatnonzero(is_new) + 1])
     return Spans(source[starts], target[starts], np.add.reduceat(length, starts))
+
+
+def _join_few(spans: Spans, source_item: int, target_item: int) -> Spans:
+    """The same with plain integers."""
+    rows = zip(spans.source.tolist(), spans.target.tolist(), spans.length.tolist(), strict=True)
+    found: list[list[int]] = []
+    source_end = target_end = -1
+    for source, target, length in sorted(rows, key=itemgetter(0)):
+        if (source, target) == (source_end, target_end):
+            found[-1][2] += length
+        else:
+            found.append([source, target, length])
+        source_end, target_end = source + length, target + length // source_item * target_item
+    return Spans(*(np.array(column, dtype=np.int64) for column in zip(*found, strict=True)))

@@ -17,6 +17,7 @@ parts of a chunk, once made by `parts_of`, serve every question about it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -146,6 +147,11 @@ def _alike(same: Same) -> tuple[tuple[Pair, ...], ...]:
 def staging_bytes(plan: Plan, prompt: Prompt, pair: Pair, mode: str) -> int:
     """The staging that a pair's chunks need together in a given mode, however they are cut."""
     known = outline(plan, prompt)
+    found: int = known.kept(("staging", pair, mode), lambda: _staging_bytes(known, pair, mode))
+    return found
+
+
+def _staging_bytes(known: Outline, pair: Pair, mode: str) -> int:
     routes = known.routes(pair)
     check_mode([carried.fixed for carried in routes], mode)
     return sum(carried.num_bytes for carried in routes if mode == PACK or carried.fixed.is_converted)
@@ -218,8 +224,7 @@ def writable(
     known = outline(plan, prompt)
     cutting = known.cutting(known.whole, pair, ("target", "target")) if mode == DIRECT else None
     if cutting is not None:
-        filled = cutting.fill(Tables({}, tables), "target", "target")
-        return {buffer: (spans.source, spans.length) for (buffer, _), spans in filled}
+        return cutting.ranges(tables)
     parts = known.parts(Tables({}, tables), known.whole, pair)
     check_mode([carried.fixed for carried in known.routes(pair)], mode)
     found: dict[str, list[Lowered]] = {}
@@ -245,12 +250,12 @@ def check_pages(plan: Plan, prompt: Prompt, tables: Mapping[str, Ints], target_r
     known = outline(plan, prompt)
     for end, entries in known.kept(("pages", target_rank), lambda: _entries(known, target_rank)):
         table = end.table({target_rank: tables}, int(entries[-1]) + 1)
-        pages = np.sort(table[entries])
-        is_twice = pages[1:] == pages[:-1]
-        if is_twice.any():
+        pages = table[entries].tolist()
+        if len(set(pages)) != len(pages):
+            twice = min(page for page, count in Counter(pages).items() if count > 1)
             raise ConfigError(
-                f"the page table for group {end.group!r} of target rank {target_rank} gives page "
-                f"{pages[1:][is_twice][0]} to two places of one prompt"
+                f"the page table for group {end.group!r} of target rank {target_rank} gives page {twice} "
+                "to two places of one prompt"
             )
 
 

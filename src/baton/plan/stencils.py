@@ -132,6 +132,16 @@ class Cutting:
                 filled[id(each)] = each.fill(*ends)
         return [(buffers, filled[id(each)]) for buffers, each in self.stencils]
 
+    def ranges(self, tables: PageTables) -> dict[str, tuple[Ints, Ints]]:
+        """Starts and lengths by buffer, of a cutting from one end to itself."""
+        filled: dict[int, tuple[Ints, Ints]] = {}
+        for _, each in self.stencils:
+            if id(each) not in filled:
+                starts = np.concatenate([edge.at(tables) for edge, _ in each.edges])
+                spans = join(Spans(starts, starts, each.length))
+                filled[id(each)] = (spans.source, spans.length)
+        return {buffers[0]: filled[id(each)] for buffers, each in self.stencils}
+
 
 def cutting(parts: Sequence[Part], giver: str, taker: str) -> Cutting | None:
     """The cutting of parts that go from buffer to buffer; None where a stencil would be large."""

@@ -10,7 +10,7 @@ import msgspec
 
 from baton.protocol.deadlines import Deadlines
 from baton.protocol.ledger import Ledger, Pair, Rectangle
-from baton.protocol.messages import Commit, Grant, Landed, Lane, Message, Settled
+from baton.protocol.messages import AnyMessage, Commit, Grant, Landed, Lane, Settled
 from baton.protocol.outcomes import Aux, Cause, Outcome
 
 
@@ -218,7 +218,7 @@ class SendGrant:
 class ToSource:
     """Send to the source, if there is a session."""
 
-    message: Message
+    message: AnyMessage
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,10 +31,6 @@ class Deadlines(msgspec.Struct, frozen=True):
             return f"not done {self.timings.total_s:g} s after it began"
         return ""
 
-    def next(self) -> float:
-        """When the earlier of the two passes."""
-        return min(self.began + self.timings.total_s, self.moved + self._patience_s)
-
     @property
     def _patience_s(self) -> float:
         return self.timings.progress_s if self.has_begun else self.timings.offer_s

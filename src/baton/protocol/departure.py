@@ -8,7 +8,7 @@ from enum import Enum
 import msgspec
 
 from baton.protocol.deadlines import Deadlines
-from baton.protocol.messages import AuxRecord, Commit, Grant, Landed, Message, Offer, Settled
+from baton.protocol.messages import AnyMessage, AuxRecord, Commit, Grant, Landed, Offer, Settled
 from baton.protocol.outcomes import Cause, Outcome, Stage, Why
 
 
@@ -184,14 +184,14 @@ class ToRank:
     """Send to one rank of this instance."""
 
     rank: int
-    message: Message
+    message: AnyMessage
 
 
 @dataclass(frozen=True, slots=True)
 class ToTarget:
     """Send to the target, by the session that the grant came by."""
 
-    message: Message
+    message: AnyMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class ToSession:
     """Send by a session that has not granted anything."""
 
     session: int
-    message: Message
+    message: AnyMessage
 
 
 @dataclass(frozen=True, slots=True)

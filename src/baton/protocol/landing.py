@@ -14,7 +14,7 @@ from typing import TypeAlias
 import msgspec
 
 from baton.protocol.machine import IGNORED, Effects, Entry, Table, cell, replace
-from baton.protocol.messages import Closed, Landed, Message, Unpacked
+from baton.protocol.messages import AnyMessage, Closed, Landed, Unpacked
 from baton.protocol.outcomes import Cause
 
 
@@ -86,7 +86,7 @@ class TakeBack:
 class Tell:
     """Send a message to the coordinator."""
 
-    message: Message
+    message: AnyMessage
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,7 +182,6 @@ class Offer(Message, frozen=True, tag="offer"):
     num_tokens: int
     digest: bytes
     source_dp: int
-    rank: int = -1
 
 
 class Landed(Message, frozen=True, tag="landed"):
@@ -262,10 +261,6 @@ class Meet(Message, frozen=True, tag="meet"):
     """A session came up: plans with this peer are made from this spec."""
 
     session: int
-    instance: str
-    epoch: int
-    is_target: bool
-    """Whether the peer is the target of transfers."""
     spec: bytes
 
 
@@ -293,7 +288,6 @@ class Open(Message, frozen=True, tag="open"):
     """Target rank: let these lanes write the pages of this grant."""
 
     grant: Grant
-    fence_needed: bool = False
 
 
 class Unpack(Message, frozen=True, tag="unpack"):

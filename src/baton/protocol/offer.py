@@ -35,8 +35,8 @@ from baton.protocol.departure import (
 from baton.protocol.machine import IGNORED, Effects, Entry, Table, cell, replace
 from baton.protocol.messages import (
     Abort,
+    AnyMessage,
     Grant,
-    Message,
     Quiet,
     SettledAsked,
     Unquiet,
@@ -102,7 +102,7 @@ def _answer_decided(one: Departure, event: Inquired, now: float) -> Step:
     # Without a grant id there is nothing to settle: the target is told why there is nothing to ask for.
     match one.outcome:
         case Failed(cause):
-            word: Message = Abort(transfer=one.transfer, grant=b"", cause=cause)
+            word: AnyMessage = Abort(transfer=one.transfer, grant=b"", cause=cause)
         case _ if one.prefill is not None:
             word = one.offer(one.prefill)
         case _:
@@ -137,7 +137,7 @@ def _grant_decided(one: Departure, event: GrantArrived, now: float) -> Step:
     cause = one.outcome.cause if isinstance(one.outcome, Failed) else None
     if cause is None and one.prefill is not None:
         cause = after.mismatch(one.prefill)
-    word: Message
+    word: AnyMessage
     if cause is not None:
         word = Abort(transfer=one.transfer, grant=event.grant.grant, cause=cause)
     else:
@@ -305,7 +305,7 @@ def _quiet_if_all(one: Departure, effects: Effects) -> Step:
         return one, effects
     assert one.grant is not None
     grant = one.grant.grant
-    word: Message
+    word: AnyMessage
     if one.doubt:
         word = Unquiet(transfer=one.transfer, grant=grant, text=one.doubt)
     else:

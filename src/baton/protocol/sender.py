@@ -23,7 +23,7 @@ import msgspec
 from baton.errors import LocalProtocolError
 from baton.protocol.ledger import Rectangle
 from baton.protocol.machine import IGNORED, Effects, Entry, Table, cell, replace
-from baton.protocol.messages import Abort, AuxRecord, Commit, Grant, Landed, Message, Quiet, Unquiet
+from baton.protocol.messages import Abort, AnyMessage, AuxRecord, Commit, Grant, Landed, Quiet, Unquiet
 from baton.protocol.outcomes import Aux, Cause, Outcome
 
 Counts: TypeAlias = Mapping[int, Mapping[str, int]]
@@ -151,7 +151,7 @@ class LetGo:
 class Tell:
     """Send a message to the coordinator."""
 
-    message: Message
+    message: AnyMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,7 @@ def _stopped(one: Sender, effects: Effects) -> Step:
 
 
 def _quiet(one: Sender, effects: Effects) -> Step:
-    word: Message
+    word: AnyMessage
     if one.doubt:
         word = Unquiet(transfer=one.transfer, grant=one.grant, source_rank=one.rank, text=one.doubt)
     else:

@@ -7,13 +7,15 @@ A message is a msgpack map; a frame is its length in four bytes, then what a cod
               reflected or altered does not open
     Plain     the id of the channel and the message: for a simulated network, which reorders frames itself
 
-The MAC is HMAC-SHA256 cut to 16 bytes: page tables make the long messages, and there it is the fastest.
+The MAC is keyed BLAKE2b of 16 bytes. Nearly all messages are small, and there it takes a quarter of the time
+of HMAC-SHA256, whose objects are slow to copy; only page tables of more than some 10,000 bytes take longer.
 
 What a peer sends is refused with the reason and never with the content, which may be anything.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import struct
 from typing import Protocol
@@ -147,7 +149,10 @@ class Seal:
     """A MAC under the session key over direction, position and message."""
 
     def __init__(self, key: bytes, *, is_dialler: bool) -> None:
-        dialler, acceptor = (hmac.new(key, label, "sha256") for label in (b"dialler", b"acceptor"))
+        dialler, acceptor = (
+            hashlib.blake2b(key=key, digest_size=MAC_BYTES, person=label)
+            for label in (b"dialler", b"acceptor")
+        )
         self._sent, self._taken = (dialler, acceptor) if is_dialler else (acceptor, dialler)
         self._num_sent = 0
         self._num_taken = 0
@@ -167,12 +172,12 @@ class Seal:
         return body
 
 
-def _mac(keyed: hmac.HMAC, position: int, body: bytes) -> bytes:
+def _mac(keyed: hashlib.blake2b, position: int, body: bytes) -> bytes:
     # A copy, because the key is half of the work for a small message.
     one = keyed.copy()
     one.update(_POSITION.pack(position))
     one.update(body)
-    return one.digest()[:MAC_BYTES]
+    return one.digest()
 
 
 class Plain:

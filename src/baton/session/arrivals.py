@@ -336,7 +336,7 @@ class Arrivals:
             case SendGrant(grant):
                 self.owner.sessions.send(coming.session, msgspec.structs.replace(grant, session=-1))
             case ToSource(message):
-                self._to_source(coming, message)  # type: ignore[arg-type]
+                self._to_source(coming, message)
             case UnpackAt(rank, landed):
                 to_rank(rank, Unpack(grant=landed.grant, landed=landed))
             case CloseRanks(ranks, must_still):

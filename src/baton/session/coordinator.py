@@ -135,13 +135,7 @@ class CoordinatorDriver:
             return
         self._replace_older(peer, is_target)
         session = self.sessions.add(link, spec, (peer.instance, peer.epoch), channel)
-        meet = Meet(
-            session=session.number,
-            instance=peer.instance,
-            epoch=peer.epoch,
-            is_target=session.is_target,
-            spec=peer.spec,
-        )
+        meet = Meet(session=session.number, spec=peer.spec)
         for rank in sorted(self.members):
             self.to_rank(rank, meet)
         self.arrivals.session_up(session)

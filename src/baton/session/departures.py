@@ -40,6 +40,7 @@ from baton.protocol.messages import (
     Inquiry,
     Landed,
     Offer,
+    Path,
     Paths,
     Quiet,
     QuietAsked,
@@ -195,18 +196,17 @@ class Departures:
                 self._aborted(session, message)
 
     def _inquired(self, session: Session, transfer: str) -> None:
-        if (known := self.recent.get(transfer)) is not None and transfer not in self.leaving:
-            cause = self._ended(transfer, known)
+        if transfer not in self.leaving and (cause := self._over(transfer, Stage.OFFER)) is not None:
             self.owner.sessions.send(session.number, Abort(transfer=transfer, grant=b"", cause=cause))
             return
         self.stepping.feed(self._leaving(transfer), Inquired(session.number))
 
     def _pass_paths(self, session: Session, message: Paths) -> None:
-        by_rank: dict[int, list[object]] = {}
+        by_rank: dict[int, list[Path]] = {}
         for path in message.paths:
             by_rank.setdefault(path.source_rank, []).append(path)
         for rank, paths in by_rank.items():
-            self.owner.to_rank(rank, SessionPaths(session=session.number, paths=tuple(paths)))  # type: ignore[arg-type]
+            self.owner.to_rank(rank, SessionPaths(session=session.number, paths=tuple(paths)))
 
     def _granted(self, session: Session, grant: Grant) -> None:
         fault = self._fault(session, grant)
@@ -234,13 +234,14 @@ class Departures:
         num_groups = self.owner.config.spec.layout.size("dp")
         if not 0 <= grant.source_dp < num_groups:
             return cause(Why.REFUSED_LAYOUT, Stage.GRANT, f"there is no dp group {grant.source_dp}")
-        known = self.recent.get(grant.transfer)
-        if known is not None and grant.transfer not in self.leaving:
-            return self._ended(grant.transfer, known)
-        if self.owner.refusal and grant.transfer not in self.leaving:
-            # Its ranks are turned away too: nobody would ever follow this grant.
-            return cause(Why.ABORTED, Stage.GRANT, self.owner.refusal)
-        return None
+        return None if grant.transfer in self.leaving else self._over(grant.transfer, Stage.GRANT)
+
+    def _over(self, transfer: str, stage: Stage) -> Cause | None:
+        """Why a target need not wait for a transfer that is not under way here."""
+        if (known := self.recent.get(transfer)) is not None:
+            return self._ended(transfer, known)
+        # The ranks are turned away too: nobody would ever follow a grant.
+        return self.owner.cause(Why.ABORTED, stage, self.owner.refusal) if self.owner.refusal else None
 
     def _refuse(self, session: Session, grant: Grant, cause: Cause) -> None:
         """No rank ever sees it, so it is quiet."""
@@ -326,11 +327,11 @@ class Departures:
             case ToRank(rank, Grant() as grant):
                 self.owner.to_rank(rank, narrowed(grant, rank))
             case ToRank(rank, message):
-                self.owner.to_rank(rank, message)  # type: ignore[arg-type]
+                self.owner.to_rank(rank, message)
             case ToTarget(message):
-                self.owner.sessions.send(leaving.session, message)  # type: ignore[arg-type]
+                self.owner.sessions.send(leaving.session, message)
             case ToSession(session, message):
-                self.owner.sessions.send(session, message)  # type: ignore[arg-type]
+                self.owner.sessions.send(session, message)
             case Bury(grant, doubt):
                 self._bury(leaving.record.transfer, grant, doubt)
             case Forget():

@@ -280,7 +280,9 @@ class Flights:
 
     def _batch(self, way: Way, copy: Copy, staged_at: int, landed_at: int) -> Batch:
         region: Region = self.rank.pools.regions[copy.source_buffer]
-        return Batch(region, way.regions[copy.target_buffer], placed(copy, staged_at, landed_at))
+        # The coordinators tell the target when a chunk is complete: announcing every batch wakes it in vain.
+        spans = placed(copy, staged_at, landed_at)
+        return Batch(region, way.regions[copy.target_buffer], spans, is_announced=False)
 
     def moved(self, event: Event) -> None:
         """A copy is terminal."""

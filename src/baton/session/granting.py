@@ -15,7 +15,7 @@ from baton.plan.sides import DIRECT, Mode, expected_bytes, modes, needs
 from baton.protocol.arrival import Arrival, Prepared, ReceiverState, Terms
 from baton.protocol.ledger import Ledger, Need
 from baton.protocol.messages import Grant, Inquiry, Invite, Lane, PageTable, Receive
-from baton.session.loads import decode_tables
+from baton.session.loads import check_ranks
 from baton.session.sessions import Session
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class Granting:
             Lane(source, target, session.paths[source, target].number, mode.mode, 0, mode.staging_bytes)
             for (source, target), mode in outlook.modes.items()
         )
-        decode_tables(coming.tables, found.target, coming.target_dp)
+        check_ranks(coming.tables, found.target, coming.target_dp)
         return self._prepared(coming, outlook, prompt, lanes)
 
     def _has_paths(self, session: Session, pairs: list[tuple[int, int]]) -> bool:

@@ -15,9 +15,10 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from contextvars import Context
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, TypeVarTuple, Unpack
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 logger = logging.getLogger("baton.session")
 
@@ -39,14 +40,18 @@ class TurnLoop(asyncio.SelectorEventLoop):
         """Whether something was asked for that must not wait for the end of the sleep."""
 
     def call_soon(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self, callback: Callable[[Unpack[Ts]], object], *args: *Ts, context: Context | None = None
     ) -> asyncio.Handle:
         """Does something in the next pass."""
         self.is_stirred = True
         return super().call_soon(callback, *args, context=context)
 
     def call_at(
-        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self,
+        when: float,
+        callback: Callable[[Unpack[Ts]], object],
+        *args: *Ts,
+        context: Context | None = None,
     ) -> asyncio.TimerHandle:
         """Does something at a time."""
         self.is_stirred = True
@@ -105,7 +110,6 @@ class Turns:
     def post(self, action: Callable[[], None]) -> None:
         """From any thread: does something in a turn; after the end, nothing."""
         self._posted.append(action)
-        # The mark is taken away before the queue is read: who still sees it will be read.
         if self.aio is not None and not self._is_woken and not self._is_over:
             self._is_woken = True
             # Raised if the loop closed since: then there is no turn any more, as after the end.
@@ -188,9 +192,14 @@ class Turns:
             link.flush()
 
     def _do_posted(self) -> None:
-        self._is_woken = False
+        # What is posted meanwhile, by a step of this turn perhaps, needs no other wake-up. The mark is taken
+        # away before the last look at the queue: who still sees it will be read.
         while self._posted:
-            self.step(self._posted.popleft())
+            self._is_woken = True
+            while self._posted:
+                self.step(self._posted.popleft())
+            self._is_woken = False
+        self._is_woken = False
 
     def _escaped(self, aio: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         """What no callback caught: trouble with a socket is the link's, anything else the instance's."""

@@ -35,13 +35,17 @@ class Membership:
             return
         self._is_known = True
         if config.embed_registry is not None:
-            self._server = RegistryServer(config.secret)
+            accepting = config.sockets.tls.accepting() if config.sockets.tls else None
+            self._server = RegistryServer(config.secret, ssl_context=accepting)
             await self._server.start(config.sockets.host, config.embed_registry)
             self.url = self._server.url
         self.served.set()
         if self.url is None:
             return
-        self._client = RegistryClient(self.url, config.secret, on_displaced=self.on_displaced)
+        dialling = config.sockets.tls.dialling() if config.sockets.tls else None
+        self._client = RegistryClient(
+            self.url, config.secret, ssl_context=dialling, on_displaced=self.on_displaced
+        )
         self._client.register(
             Member(
                 instance=config.instance,

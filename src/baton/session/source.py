@@ -65,7 +65,6 @@ class SourceHalf:
             num_tokens=digest.num_tokens,
             digest=digest.value,
             source_dp=rank.config.spec.layout.coordinates(rank.config.rank)["dp"],
-            rank=rank.config.rank,
         )
         rank.tell(offer)
 
@@ -172,7 +171,7 @@ class SourceHalf:
                     found.handle.let_go(index)
                 self.rank.on_change(found.handle)
             case Tell(message):
-                self.rank.tell(message)  # type: ignore[arg-type]
+                self.rank.tell(message)
             case Conclude(outcome):
                 self.rank.conclude(found.handle, outcome)
             case Retire():

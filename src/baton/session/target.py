@@ -272,7 +272,7 @@ class TargetHalf:
             case TakeBack(must_still):
                 self._feed(incoming, self._take_back(incoming, must_still))
             case Tell(message):
-                self.rank.tell(message)  # type: ignore[arg-type]
+                self.rank.tell(message)
             case FreeStaging():
                 self._forget(incoming)
             case _:

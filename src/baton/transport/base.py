@@ -198,6 +198,8 @@ class Batch:
     target: RemoteRegion
     spans: Spans
     tag: int = 0
+    is_announced: bool = True
+    """Whether the target's `poll` is to tell of it; if not, a transport may spare both ends the news."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,7 +109,8 @@ class MemoryTransport(Endpoint):
             return "a write outside of what was granted was refused"
         if not copy_spans(spans, job.source, target, lambda: job.is_cancelled or writer.is_revoked):
             return CANCELLED if job.is_cancelled else "revoked by the target"
-        self.mailbox.put(Landed(writer.peer, batch.tag, spans.num_bytes))
+        if batch.is_announced:
+            self.mailbox.put(Landed(writer.peer, batch.tag, spans.num_bytes))
         return None
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tests.engine.attention.world import World, check_rank
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from baton.engine.attention.passes import Pass
 from baton.engine.attention.pools import CachePools
@@ -46,10 +47,13 @@ def test_a_long_prompt_keeps_the_speed_of_the_fused_kernel(chunk: int) -> None:
     found = Pass(Batch([work]), Mesh(ALONE, 0), pools)
 
     def bare() -> None:
-        # As many scores as a causal chunk at the end of the prompt has.
         rows = q.transpose(0, 1).unsqueeze(0)
-        is_first = chunk == total
-        functional.scaled_dot_product_attention(rows, *every, is_causal=is_first, enable_gqa=True)
+        if chunk == total:
+            functional.scaled_dot_product_attention(rows, *every, is_causal=True, enable_gqa=True)
+            return
+        # No fewer scores than a causal chunk has, by the kernel that can do with a prefix.
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            functional.scaled_dot_product_attention(rows, *every, enable_gqa=True)
 
     def paged() -> None:
         found.heads(1, q, k, v, HeadOptions(0.1))

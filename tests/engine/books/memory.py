@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import product
 
 from baton.engine.books import Shares
 from baton.engine.steps import Batch, Tables, Work
@@ -90,9 +91,9 @@ class Memory:
     def run(self, batch: Batch, known: dict[int, list[int]]) -> None:
         """Copies pages, then checks each work's context and writes its tokens; entries by sequence."""
         for copy in batch.copies:
-            for (group, rank, page, offset), entry in list(self.cells.items()):
-                if (group, page) == (copy.group, copy.source):
-                    self.cells[group, rank, copy.target, offset] = entry
+            for rank, offset in product(range(self.layout.size("cp")), range(self.page_tokens)):
+                entry = self.cells.get((copy.group, rank, copy.source, offset), JUNK)
+                self.cells[copy.group, rank, copy.target, offset] = entry
         for work in batch.works:
             self.check(work.pages, known[work.sequence][: work.start], work.prompt_tokens, str(work.sequence))
         for work in batch.works:

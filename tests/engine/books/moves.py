@@ -11,9 +11,10 @@ from tests.engine.books.world import VOCABULARY, Setting, World
 from baton.engine.books import Role, SchedulerConfig, State
 
 Pick = Callable[[int], int]
+Move = Callable[[World, Pick], None]
 T = TypeVar("T")
 
-LAYOUTS = ("tp2", "cp2", "cp2:stripe1", "cp3:stripe3", "cp2:stripe4", "cp2:split", "cp3:split", "cp2:mirror")
+LAYOUTS = ("tp2", "cp2", "cp2:stripe1", "cp3:stripe3", "cp2:stripe2", "cp2:split", "cp3:split", "cp2:mirror")
 TOKENS_MAX = 14
 FLYING_MAX = 3
 STEMS = ((0, 1, 2, 0, 1, 2, 2, 2, 1, 1, 0, 0, 1, 2), (0, 1, 2, 0, 2, 0, 0, 1, 1, 2, 0, 1, 0, 0))
@@ -60,9 +61,9 @@ def admit(world: World, pick: Pick) -> None:
 
 
 def disturb(world: World, pick: Pick) -> None:
-    sequence = one_of(world.given_up(), pick)
-    if sequence is not None:
-        world.disturb(sequence)
+    lent = one_of(world.awaited(), pick)
+    if lent is not None:
+        world.disturb(lent)
 
 
 def schedule(world: World, pick: Pick) -> None:
@@ -96,10 +97,10 @@ def grant(world: World, pick: Pick) -> None:
 
 
 def release(world: World, pick: Pick) -> None:
-    found = [one for one in world.leased() if one.state is not State.RECEIVING]
-    sequence = one_of(found, pick)
-    if sequence is not None:
-        world.release(sequence)
+    found = [lent for lent in world.lent.values() if lent.sequence.state is not State.RECEIVING]
+    lent = one_of(found, pick)
+    if lent is not None:
+        world.release(lent)
 
 
 MOVES = (

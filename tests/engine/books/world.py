@@ -9,7 +9,7 @@ from tests.engine.books.memory import JUNK, Memory, entries
 
 from baton.engine.books import Asked, Role, Scheduler, SchedulerConfig, Sequence, State
 from baton.engine.sampling.params import SamplingParams
-from baton.engine.steps import Batch, Work
+from baton.engine.steps import Batch, Tables, Work
 from baton.errors import ConfigError
 
 VOCABULARY = 3
@@ -28,6 +28,18 @@ class Setting:
     config: SchedulerConfig = field(
         default_factory=lambda: SchedulerConfig(chunk_tokens=5, batch_tokens_max=8, sequences_max=4)
     )
+
+
+@dataclass(slots=True)
+class Lent:
+    """Pages that a hand-over may touch, as it was told of them."""
+
+    sequence: Sequence
+    pages: Tables
+    num_held: int = 0
+    sent: list[int] | None = None
+    """What a target may copy, once the prompt is complete."""
+    is_admitted: bool = False
 
 
 class World:
@@ -49,6 +61,8 @@ class World:
         """In flight, and the ranks have not come to them."""
         self.flying: list[Batch] = []
         self.told: set[int] = set()
+        self.lent: dict[int, Lent] = {}
+        """Until they are released, whatever the scheduler thinks."""
         self.seen = Counter[str]()
         self.num_made = 0
 
@@ -83,6 +97,7 @@ class World:
         self.scheduled[sequence.number] = sequence.num_prompt
         num_held = max(found.held.values(), default=0)
         self.seen["held"] += num_held > 0
+        self.lent[sequence.number] = Lent(sequence, found.pages, num_held)
         wanted = self.entries_of(sequence)
         if num_held:
             self.memory.check(found.pages, wanted[:num_held], sequence.num_prompt, "what is held")
@@ -91,6 +106,7 @@ class World:
     def admit(self, sequence: Sequence) -> None:
         """The hand-over wrote what was not held; the first tokens come with it."""
         wanted, held = self.entries_of(sequence), sequence.num_cached
+        self.lent[sequence.number].is_admitted = True
         self.memory.write(sequence.pages, held, wanted[held:], sequence.num_prompt)
         if held == len(wanted):
             self.memory.write(sequence.pages, held - 1, wanted[held - 1 :], sequence.num_prompt)
@@ -98,11 +114,10 @@ class World:
         self.scheduler.admit(sequence.number, first)
         self._sampled(sequence, first)
 
-    def disturb(self, sequence: Sequence) -> None:
-        """A writer that is not quiet yet writes into the pages of a hand-over that was given up."""
-        num_held = sequence.num_cached
-        junk = [JUNK] * (sequence.num_prompt - num_held)
-        self.memory.write(sequence.pages, num_held, junk, sequence.num_prompt)
+    def disturb(self, lent: Lent) -> None:
+        """A writer that is not quiet yet writes into pages that it was granted."""
+        prompt = lent.sequence.num_prompt
+        self.memory.write(lent.pages, lent.num_held, [JUNK] * (prompt - lent.num_held), prompt)
 
     def schedule(self, limit: int | None = None) -> bool:
         batch = self.scheduler.schedule(limit)
@@ -124,8 +139,8 @@ class World:
 
     def run(self) -> None:
         """The ranks compute the next batch."""
-        known = {number: self.entries_by_number(number) for number in self.tokens}
-        self.memory.run(self.pending.pop(0), known)
+        batch = self.pending.pop(0)
+        self.memory.run(batch, {work.sequence: self.entries_by_number(work.sequence) for work in batch.works})
 
     def complete(self) -> None:
         batch = self.flying.pop(0)
@@ -150,25 +165,19 @@ class World:
     def abort(self, sequence: Sequence) -> None:
         self.scheduler.abort(sequence.number)
 
-    def release(self, sequence: Sequence) -> None:
-        if sequence.role is Role.SOURCE:
-            self._check_readable(sequence)
-        self.scheduler.release(sequence.number)
+    def release(self, lent: Lent) -> None:
+        del self.lent[lent.sequence.number]
+        self.scheduler.release(lent.sequence.number)
 
     # What is there.
 
     def in_state(self, *states: State) -> list[Sequence]:
         return [one for one in self.scheduler.sequences.values() if one.state in states]
 
-    def leased(self) -> list[Sequence]:
-        return [one for one in self.scheduler.sequences.values() if one.is_leased]
-
-    def given_up(self) -> list[Sequence]:
-        """Reserved, aborted, and not quiet yet."""
+    def awaited(self) -> list[Lent]:
+        """Reserved and not admitted; some of it may have been given up."""
         return [
-            one
-            for one in self.leased()
-            if one.state is State.ENDED and one.role is Role.TARGET and not one.generated
+            lent for lent in self.lent.values() if lent.sequence.role is Role.TARGET and not lent.is_admitted
         ]
 
     def entries_by_number(self, number: int) -> list[int]:
@@ -193,10 +202,12 @@ class World:
     def check(self) -> None:
         """What holds at any time."""
         self.scheduler.check_integrity()
-        for sequence in self.leased():
-            if sequence.role is Role.SOURCE:
-                self._check_readable(sequence)
-        ungranted = [one for one in self.leased() if one.role is Role.SOURCE and not one.is_granted]
+        sources = [lent for lent in self.lent.values() if lent.sequence.role is Role.SOURCE]
+        for lent in sources:
+            if lent.sent is not None:
+                name = f"source {lent.sequence.number}"
+                self.memory.check(lent.pages, lent.sent, lent.sequence.num_prompt, name)
+        ungranted = [lent.sequence for lent in sources if not lent.sequence.is_granted]
         for group, pool in self.scheduler.room.pools.items():
             num_held = sum(len(one.holding.held(group)) for one in ungranted)
             assert len(ungranted) < 2 or num_held <= pool.num_pages // 2, "ungranted sources hold over a half"
@@ -208,10 +219,9 @@ class World:
                 break
             for sequence in self.in_state(State.RECEIVING):
                 self.admit(sequence)
-            for sequence in self.leased():
-                is_computed = sequence.state is State.PREFILLING
-                if not is_computed:
-                    self.release(sequence)
+            for lent in list(self.lent.values()):
+                if lent.sequence.state is not State.PREFILLING:
+                    self.release(lent)
             if not self.schedule() and not self.flying:
                 assert self.scheduler.is_idle, f"stuck: {self.scheduler.counts()}"
             if self.flying:
@@ -240,6 +250,8 @@ class World:
             self.told.add(sequence.number)
             self.seen["hits"] += sequence.num_cached > 0
             if sequence.role is Role.SOURCE:
+                pages = {group: list(ids) for group, ids in sequence.pages.items()}
+                self.lent[sequence.number] = Lent(sequence, pages)
                 cached = self.entries_of(sequence)[: sequence.num_cached]
                 self.memory.check(sequence.pages, cached, sequence.num_prompt, "what the source has cached")
 
@@ -267,12 +279,6 @@ class World:
         assert len(work.tokens) <= (1 if is_decoding else self.scheduler.config.chunk_tokens)
         return is_decoding
 
-    def _check_readable(self, sequence: Sequence) -> None:
-        """A target that copies now gets what was computed."""
-        if sequence.state is State.SENT:
-            wanted = self.entries_of(sequence)[: sequence.num_computed]
-            self.memory.check(sequence.pages, wanted, sequence.num_prompt, f"source {sequence.number}")
-
     def _samples(self, last: int, count: int) -> list[int]:
         """Answers are a function of what was seen, so that equal prompts go on equally."""
         return [(last + index) % VOCABULARY for index in range(count)]
@@ -282,6 +288,7 @@ class World:
         assert sequence.generated == self.tokens[sequence.number][sequence.num_prompt :]
         if sequence.role is Role.SOURCE:
             assert sequence.state is State.SENT
+            self.lent[sequence.number].sent = self.entries_of(sequence)[: sequence.num_prompt]
             return
         answers = [sequence]
         if len(found) > 1:

@@ -144,7 +144,7 @@ class PlainAttention:
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     scores = torch.einsum("rhc,thc->hrt", q, k) * scale
-    later = torch.ones(q.shape[0], k.shape[0], dtype=torch.bool).triu(k.shape[0] - q.shape[0] + 1)
+    later = q.new_ones(q.shape[0], k.shape[0], dtype=torch.bool).triu(k.shape[0] - q.shape[0] + 1)
     return torch.einsum("hrt,thc->rhc", scores.masked_fill(later, float("-inf")).softmax(-1), v)
 
 
@@ -159,14 +159,22 @@ class Plan:
     is_absorbed: bool = False
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where and in what the ranks of a test compute."""
+
+    dtype: torch.dtype = torch.float32
+    device: torch.device = CPU
+
+
 class Ranks:
     """All ranks of a plan, with sums where the engine has collectives."""
 
     def __init__(
-        self, checkpoint: Any, plan: Plan | None = None, dtype: torch.dtype = torch.float32, **options: Any
+        self, checkpoint: Any, plan: Plan | None = None, place: Place | None = None, **options: Any
     ) -> None:
         self.plan = plan = plan or Plan()
-        self.dtype = dtype
+        self.place = place or Place()
         num_layers = checkpoint.config["num_hidden_layers"]
         sizes = plan.stages or (num_layers,)
         assert sum(sizes) == num_layers
@@ -180,13 +188,16 @@ class Ranks:
     def _cuts(self, layers: tuple[int, int]) -> list[Cut]:
         tp, dp = self.plan.tp, self.plan.dp
         places = [(d, t) for d in range(dp) for t in range(tp)]
-        return [Cut(layers, Share(t, tp), Share(d * tp + t, dp * tp), self.dtype, CPU) for d, t in places]
+        place = (self.place.dtype, self.place.device)
+        return [Cut(layers, Share(t, tp), Share(d * tp + t, dp * tp), *place) for d, t in places]
 
     @torch.inference_mode()
     def step(self, parts: Sequence[Part]) -> Tensor:
         """Logits of every row."""
-        tokens = torch.tensor([token for part in parts for token in part.tokens])
+        tokens = torch.tensor([token for part in parts for token in part.tokens], device=self.place.device)
         attentions = [PlainAttention(parts, memory, self.plan.is_absorbed) for memory in self.memories]
+        for attention in attentions:
+            attention.positions = attention.positions.to(self.place.device)
         self.attentions = attentions
         group = self.stages[0][: self.plan.tp]
         x = sum_of([rank.embedding.embed(tokens) for rank in group])

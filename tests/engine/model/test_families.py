@@ -8,6 +8,7 @@ import torch
 from tests.engine.model.reference import (
     Altered,
     DiskCheckpoint,
+    Place,
     Plan,
     Ranks,
     oracle_logits,
@@ -72,21 +73,16 @@ def test_logits_are_those_of_transformers(name: str, models: Path) -> None:
         assert worst(whole_logits(Ranks(checkpoint, plan), sequences), wanted) < CLOSE
 
 
-OLD_SPELLINGS = {
-    "llama-3": ("rope_scaling", {**LLAMA3, "rope_type": "llama3"}),
-    "deepseek_v3-yarn": ("rope_scaling", {**DEEPSEEK_YARN, "type": "yarn"}),
-}
-
-
-@pytest.mark.parametrize("name", OLD_SPELLINGS)
-def test_configs_of_before_rope_parameters_mean_the_same(name: str, models: Path) -> None:
+@pytest.mark.parametrize(("name", "key"), [("llama-3", "rope_type"), ("deepseek_v3-yarn", "type")])
+def test_configs_of_before_rope_parameters_mean_the_same(name: str, key: str, models: Path) -> None:
     family, changes = VARIANTS[name]
     folder = tiny(family, models, **changes)
-    field, values = OLD_SPELLINGS[name]
-    inner = {key: value for key, value in values.items() if key not in ("rope_theta", "rope_type")}
-    inner.setdefault("rope_type", values["rope_type"]) if "type" not in inner else None
-    old = {"rope_parameters": None, "rope_theta": values["rope_theta"], field: inner}
-    checkpoint = DiskCheckpoint(folder, old)
+    scaling = dict(changes["rope_parameters"])
+    theta = scaling.pop("rope_theta")
+    scaling[key] = scaling.pop("rope_type")
+    checkpoint = DiskCheckpoint(
+        folder, {"rope_parameters": None, "rope_theta": theta, "rope_scaling": scaling}
+    )
     sequences = prompts(checkpoint.config["vocab_size"])
     assert worst(whole_logits(Ranks(checkpoint), sequences), oracle_logits(folder, sequences)) < CLOSE
 
@@ -138,13 +134,17 @@ def test_what_is_cached_is_what_transformers_caches(name: str, models: Path) -> 
             torch.testing.assert_close(ranks.memories[0][0, layer, component], tensor, rtol=1e-4, atol=1e-4)
 
 
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
-def test_bfloat16_stays_near_float32(family: str, models: Path) -> None:
+def test_bfloat16_stays_near_float32(family: str, device: str, models: Path) -> None:
     checkpoint = DiskCheckpoint(tiny(family, models, initializer_range=0.1))
     sequences = prompts(checkpoint.config["vocab_size"], [9])
-    exact = Ranks(checkpoint)
-    rough = Ranks(checkpoint, dtype=torch.bfloat16)
-    wanted, found = whole_logits(exact, sequences), whole_logits(rough, sequences)
+    wanted = whole_logits(Ranks(checkpoint), sequences)
+    rough = Ranks(checkpoint, place=Place(torch.bfloat16, torch.device(device)))
+    found = [each.cpu() for each in whole_logits(rough, sequences)]
     assert found[0].dtype == torch.float32
     assert 1e-6 < worst(found, wanted) < 0.1
 

@@ -86,6 +86,7 @@ def test_part_of_a_head_is_turned_and_the_rest_kept() -> None:
         ({"rope_scaling": {"type": "longrope"}}, "'longrope' is not supported; use one of default"),
         ({"rope_scaling": {"type": "linear"}}, "factor is None"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor is"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0}}, "factor is 0.0; it must be above 0"),
         ({"rope_parameters": [1]}, "must be a JSON object"),
         ({"partial_rotary_factor": 0.33}, "cannot be rotated in pairs"),
     ],

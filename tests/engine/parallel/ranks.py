@@ -20,7 +20,14 @@ CPU = torch.device("cpu")
 Task = Callable[..., Any]
 
 
-def on_mesh(layout: str, rendezvous: Path, task: Task, *args: Any, device: torch.device = CPU) -> list[Any]:
+def on_mesh(
+    layout: str,
+    rendezvous: Path,
+    task: Task,
+    *args: Any,
+    device: torch.device = CPU,
+    timeout_s: float = TIMEOUT_S,
+) -> list[Any]:
     """What `task(mesh, *args)` gives on each rank; a rank that fails fails the test with its traceback."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "tests.engine.parallel.script"])
@@ -28,7 +35,9 @@ def on_mesh(layout: str, rendezvous: Path, task: Task, *args: Any, device: torch
     for rank in range(parse_layout(layout).num_ranks):
         here, there = context.Pipe()
         child = context.Process(
-            target=_child, args=(there, (layout, rank, rendezvous, device), (task, args)), daemon=True
+            target=_child,
+            args=(there, (layout, rank, rendezvous, device, timeout_s), (task, args)),
+            daemon=True,
         )
         child.start()
         there.close()
@@ -47,14 +56,14 @@ def on_mesh(layout: str, rendezvous: Path, task: Task, *args: Any, device: torch
 
 
 def _child(
-    tell: Connection, where: tuple[str, int, Path, torch.device], what: tuple[Task, tuple[Any, ...]]
+    tell: Connection, where: tuple[str, int, Path, torch.device, float], what: tuple[Task, tuple[Any, ...]]
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    layout, rank, rendezvous, device = where
+    layout, rank, rendezvous, device, timeout_s = where
     task, args = what
     try:
-        mesh: Mesh = connect(parse_layout(layout), rank, rendezvous, device, TIMEOUT_S)
+        mesh: Mesh = connect(parse_layout(layout), rank, rendezvous, device, timeout_s)
         answer = task(mesh, *args)
         mesh.close()
     except Exception:

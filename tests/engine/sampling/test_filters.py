@@ -155,3 +155,11 @@ def test_a_draw_never_takes_what_was_filtered():
     weights = torch.tensor([[0.0, 1.0, 0.0, 0.7, 0.0]], dtype=torch.float64)
     edges = [0.0, 1 / 1.7 - 1e-12, 1 / 1.7 + 1e-12, 1 - 2**-53]
     assert choosing.draw(weights, torch.tensor([edges], dtype=torch.float64)).tolist() == [[1, 1, 3, 3]]
+
+
+def test_the_largest_uniform_number_stays_inside():
+    random = Random(1)
+    weights = [[1.0, random.random() * 10 ** random.randint(-9, 3), 0.0] for _ in range(5000)]
+    uniforms = torch.full((len(weights), 1), 1 - 2**-53, dtype=torch.float64)
+    found = choosing.draw(torch.tensor(weights, dtype=torch.float64), uniforms)
+    assert found.unique().tolist() == [1]

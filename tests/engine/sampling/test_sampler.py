@@ -21,6 +21,8 @@ PROMPT = (3, 1, 4, 1, 5)
 # Chi-square of 11 degrees of freedom exceeds this once in a thousand times; our draws are fixed.
 CHI_SQUARE_MAX = 31.3
 
+GOLDEN = [0.156742553465558, 0.6269999134633438, 0.4633667468151501, 0.33776134126730917]
+
 
 def told(params: SamplingParams, sequence: int = 1, index: int = 0) -> Sampler:
     one = Sampler(len(LOGITS), (0,))
@@ -197,6 +199,12 @@ def test_seeds_answers_and_positions_all_matter():
     assert uniform(-1, 0, 0) == uniform(2**64 - 1, 0, 0)
 
 
+def test_numbers_are_the_same_in_every_release():
+    """An instance of one release may go on with an answer of another."""
+    found = [uniform(0, 0, 0), uniform(0, 0, 1), uniform(0, 1, 0), uniform(1, 0, 0)]
+    assert found == GOLDEN
+
+
 @pytest.mark.parametrize("turned", range(3))
 def test_neighbours_are_independent(turned: int):
     """Pairs of numbers whose seed, answer or position differs by one, counted on a grid of 4 x 4."""
@@ -287,3 +295,29 @@ def test_a_history_with_a_gap_is_refused():
     with pytest.raises(EngineError, match="unknown"):
         one.sample(logits, [Want(1, 1, 5)])
     assert one.sample(logits[:0], []) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_takes_the_tokens_the_cpu_takes():
+    requests = [
+        *mixed_requests(),
+        SamplingParams(seed=79, top_p=0.9517),
+        SamplingParams(seed=80, top_k=2000, top_p=0.7137, logprobs=5),
+        SamplingParams(seed=81, min_tokens=3, stop_ids=(4,)),
+    ]
+    logits = torch.randn(len(requests), 3000, generator=torch.Generator().manual_seed(8)) * 3
+    logits[:, 100:110] = 9.0
+    found = []
+    for device in ("cpu", "cuda"):
+        one = Sampler(3000, (0,))
+        for request, params in enumerate(requests):
+            one.begin(Begin(request, 0, [*PROMPT, 7, 7], len(PROMPT), params))
+        wants = [Want(request, 1 + request % 3, 7) for request in range(len(requests))]
+        found.append(one.sample(logits.to(device), wants))
+    assert [[each.token for each in some] for some in found[0]] == [
+        [each.token for each in some] for some in found[1]
+    ]
+    for here, there in zip(*found, strict=True):
+        for one, other in zip(here, there, strict=True):
+            assert list(one.top) == list(other.top)
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-5)

@@ -1,11 +1,12 @@
 """Text and chats to tokens."""
 
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engine.text.vocabularies import byte_fallback, byte_level, fallback_tokenizer, tokenizer
+from tests.engine.text.vocabularies import byte_level, fallback_tokenizer, tokenizer
+from tokenizers import Tokenizer as Fast
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
 
 from baton.engine.text.tokenizer import Tokenizer
 from baton.errors import ConfigError
@@ -55,12 +56,14 @@ def test_special_tokens_and_unknown_ids_have_no_text():
     ]
 
 
-def test_what_surrounds_a_text_can_be_left_out():
-    backend = byte_fallback()
-    around = SimpleNamespace(
-        added_tokens_decoder=backend.added_tokens_decoder,
-        encode=lambda text, *, add_special_tokens: [1] * add_special_tokens + [7],
+def test_what_surrounds_a_text_is_not_put_around_a_chat():
+    fast = Fast.from_str(byte_level().backend_tokenizer.to_str())
+    fast.post_processor = processors.TemplateProcessing(
+        "<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
     )
-    one = Tokenizer(around)
-    assert one.encode("x") == [1, 7]
-    assert one.encode("x", add_special=False) == [7]
+    backend = PreTrainedTokenizerFast(tokenizer_object=fast)
+    backend.chat_template = byte_level().chat_template
+    one = Tokenizer(backend)
+    assert one.encode("fox") == [0, *tokenizer().encode("fox")]
+    assert one.encode("fox", add_special=False) == tokenizer().encode("fox")
+    assert one.chat(MESSAGES) == tokenizer().chat(MESSAGES)

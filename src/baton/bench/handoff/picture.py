@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 from baton.observe import Timeline
+from baton.observe.plotting import load_pyplot
 
 COLOURS = {
     "queue": "#9aa0a6",
@@ -19,12 +19,9 @@ COPY_COLOUR = "#f2a93b"
 
 def draw(timeline: Timeline, path: Path, title: str) -> bool:
     """One row per track, what overlaps in it in thinner bars; False without matplotlib."""
-    try:
-        matplotlib = importlib.import_module("matplotlib")
-    except ImportError:
+    pyplot = load_pyplot()
+    if pyplot is None:
         return False
-    matplotlib.use("Agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
     tracks = timeline.tracks
     figure, axes = pyplot.subplots(figsize=(11, 1.2 + 0.3 * len(tracks)), layout="constrained")
     for row, track in enumerate(tracks):

@@ -57,7 +57,7 @@ def check_fit(room: Room, config: SchedulerConfig, sequence: Sequence) -> None:
         if need > pool.num_pages:
             remedy = f"at most {num_tokens_max(room, config, num_prompt)} tokens fit" if not is_source else ""
             raise ConfigError(
-                f"{what} take {need} pages of group {group!r}, the pool has {pool.num_pages}; "
+                f"{what} needs {need} pages of group {group!r}, the pool has {pool.num_pages}; "
                 f"{remedy or 'shorten the prompt'}, or give the pool more pages"
             )
 

@@ -4,8 +4,8 @@ Theory. A unit is the smallest number of tokens that is whole pages on every ran
 after one particular prefix, its parent's. Its key is a hash of the parent's key, the tokens and the salt; the
 tokens, the parent and the salt are compared too, so a collision costs a miss and nothing else.
 
-A sequence that uses or made a chain pins its last node. A node is in use if it is pinned or has a child that
-is; the others can be given up, leaves first, the least recently used of them before the rest.
+A sequence whose pages a chain consists of pins its last node. A node is in use if it is pinned or has a child
+that is; the others can be given up, leaves first, the least recently used of them before the rest.
 """
 
 from __future__ import annotations
@@ -96,24 +96,27 @@ class Prefix:
     def insert(
         self, tokens: Sequence[int], pages: Mapping[str, Sequence[int]], salt: str = ""
     ) -> Node | None:
-        """Caches the whole units of tokens that lie in these pages; the answer is the last node of them.
+        """Caches the whole units of tokens that lie in these pages; the answer is what their holder pins.
 
-        A unit that is cached already stays where it is: its twin's pages are not taken.
+        A unit that is cached already stays where it is: its twin's pages are not taken, and from there on
+        the holder pins nothing, or both would have to stay.
         """
         last: Node | None = None
+        own: Node | None = None
         for index, (key, unit) in enumerate(self._units(tokens, salt)):
+            first = index * self.unit_pages
+            table = {group: list(ids[first : first + self.unit_pages]) for group, ids in pages.items()}
             node = self._found(key, last, unit, salt)
             if node is None:
-                if key in self._nodes:
-                    break
-                first = index * self.unit_pages
-                own = {group: list(ids[first : first + self.unit_pages]) for group, ids in pages.items()}
                 # Answers that forked inside of a unit share its first pages; only one of them can cache it.
-                if any(self._pools[group].is_cached(page) for group in own for page in own[group]):
+                is_taken = any(self._pools[group].is_cached(page) for group in table for page in table[group])
+                if is_taken or key in self._nodes:
                     break
-                node = self._added(Node(key, last, unit, salt, own, index + 1))
+                node = self._added(Node(key, last, unit, salt, table, index + 1))
+            if own is last and node.pages == table:
+                own = node
             last = node
-        return last
+        return own
 
     def pin(self, node: Node | None) -> Node | None:
         """Keeps a node and what it builds on; the answer is what to unpin."""

@@ -15,6 +15,7 @@ The split scheme deals the prompt; what is generated after it belongs to the las
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import lcm
 
 from baton.plan.cache import Cache, Extent, Full, State, Window
@@ -102,13 +103,17 @@ class Shares:
 
     def _owned(self, rank: int, num_tokens: int, prompt_tokens: int) -> int:
         """How many of the first `num_tokens` a rank keeps."""
-        if not isinstance(self._scheme, Split):
-            return self._scheme.share(rank, self._num_ranks, num_tokens, self.page_tokens).num_below(
-                num_tokens
-            )
-        own = self._scheme.share(rank, self._num_ranks, prompt_tokens, self.page_tokens).num_below(num_tokens)
-        is_last = rank == self._num_ranks - 1
-        return own + (max(0, num_tokens - prompt_tokens) if is_last else 0)
+        match self._scheme:
+            case Mirror():
+                return num_tokens
+            case Stripe():
+                rounds, rest = divmod(num_tokens, self._block * self._num_ranks)
+                return rounds * self._block + min(max(rest - rank * self._block, 0), self._block)
+            case Split():
+                first, last = _split(rank, self._num_ranks, prompt_tokens, self.page_tokens)
+                own = min(max(num_tokens - first, 0), last - first)
+                is_last = rank == self._num_ranks - 1
+                return own + (max(0, num_tokens - prompt_tokens) if is_last else 0)
 
     def _settled(self, num_tokens: int, prompt_tokens: int) -> int:
         """Leading slots that are written on every rank, or never will be."""
@@ -130,6 +135,13 @@ class Shares:
         if any(extent.window is not None for extent in self._extents.values()):
             return "pages before a window are given back, so that no whole prefix stays"
         return ""
+
+
+@lru_cache(maxsize=65_536)
+def _split(rank: int, num_ranks: int, prompt_tokens: int, page_tokens: int) -> tuple[int, int]:
+    """The run of a prompt's tokens that a rank keeps."""
+    share = Split().share(rank, num_ranks, prompt_tokens, page_tokens)
+    return share.start, share.stop
 
 
 def _wider(left: Extent, right: Extent) -> Extent:

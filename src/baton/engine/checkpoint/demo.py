@@ -133,12 +133,10 @@ def _download(wheel: Wheel, workspace: Path) -> str:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress, log.open("wb") as output:
         bar = progress.add_task(f"fetching {wheel.file_name}", total=wheel.num_bytes)
-        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output) as pip:
-            try:
-                while _is_running(pip):
-                    progress.update(bar, completed=_num_bytes_below(workspace))
-            finally:
-                pip.kill()
+        started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        with _killed_at_last(started) as pip:
+            while _is_running(pip):
+                progress.update(bar, completed=_num_bytes_below(workspace))
         if pip.returncode == 0:
             progress.update(bar, completed=wheel.num_bytes)
             return ""
@@ -147,9 +145,19 @@ def _download(wheel: Wheel, workspace: Path) -> str:
     return errors[-1] if errors else f"pip ended with {pip.returncode}"
 
 
-def _is_running(pip: subprocess.Popen[bytes]) -> bool:
+@contextmanager
+def _killed_at_last(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """No download goes on behind the back of a user who gave it up."""
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _is_running(process: subprocess.Popen[bytes]) -> bool:
     try:
-        pip.wait(_REFRESH_S)
+        process.wait(_REFRESH_S)
     except subprocess.TimeoutExpired:
         return True
     return False

@@ -97,10 +97,9 @@ class DummyWeights:
         if 0 in sizes:
             return torch.empty(sizes, device=where, dtype=kind)
         table = _table(_NUM_WINDOWS + self.num_columns_max, where)
+        table = 1 + _NORM_SPREAD * table if _is_norm(name, shape) else table * shape[-1] ** -0.5
         starts = (_row_numbers(shape, leading, where) * _ROW_STRIDE + _seed(name)) % _NUM_WINDOWS
-        windows = table[first:].unfold(0, last - first, 1)[starts]
-        scaled = 1 + _NORM_SPREAD * windows if _is_norm(name, shape) else windows * shape[-1] ** -0.5
-        return scaled.to(kind).reshape(sizes)
+        return table.to(kind)[first:].unfold(0, last - first, 1)[starts].reshape(sizes)
 
     def fingerprint(self) -> str:
         """Equal for equal configs."""

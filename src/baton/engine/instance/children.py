@@ -70,6 +70,11 @@ class Child:
             raise self._lost() from None
         return answer
 
+    def check_alive(self) -> None:
+        """Raises EngineError with its last words if it has ended and said nothing more."""
+        if self.process.poll() is not None and not self.connection.poll():
+            raise self._lost()
+
     def close(self) -> None:
         """Lets it end, and makes it if it does not."""
         with suppress(OSError):

@@ -11,9 +11,9 @@ from baton.engine.checkpoint import Checkpoint, open_checkpoint
 from baton.engine.model.build import Architecture, describe, missing
 from baton.errors import ConfigError
 from baton.plan import Cache, Layout, parse_layout
+from baton.plan.dtypes import item_bytes
 from baton.plan.models.config import read_config
 from baton.plan.models.parts import stack
-from baton.plan.dtypes import item_bytes
 from baton.plan.overlap import LayerTimes, choose
 
 POOL_BYTES_DEFAULT = 512 << 20
@@ -64,6 +64,8 @@ class Sizes:
     num_pages: Mapping[str, int]
     context_max: int
     num_threads: int
+    model: str
+    """Where ranks find the checkpoint: it is fetched once, here."""
 
     def lines(self) -> list[str]:
         """What a user is told at the start."""
@@ -78,10 +80,13 @@ def derive(config: InstanceConfig) -> Sizes:
     """Everything that can be known, and refused, before a process is started."""
     layout = parse_layout(config.layout)
     if config.dtype not in DTYPE_WORDS:
-        raise ConfigError(f"dtype {config.dtype!r} is not one the engine computes in; use {', '.join(DTYPE_WORDS)}")
+        raise ConfigError(
+            f"dtype {config.dtype!r} is not one the engine computes in; use {', '.join(DTYPE_WORDS)}"
+        )
     if config.chunk_tokens < 1 or config.sequences_max < 1:
         raise ConfigError(
-            f"chunk_tokens {config.chunk_tokens}, sequences_max {config.sequences_max}; both have to be at least 1"
+            f"chunk_tokens {config.chunk_tokens}, sequences_max {config.sequences_max}; "
+            "both have to be at least 1"
         )
     choose(config.policy, LayerTimes((0.0,), (0.0,), 0.0), 1)
     checkpoint = open_checkpoint(config.model)
@@ -91,19 +96,13 @@ def derive(config: InstanceConfig) -> Sizes:
     pool_tokens = config.pool_tokens or _pool_tokens(cache, config.dtype)
     architecture = describe(checkpoint.config, config.context_max or None)
     context_max = min(config.context_max or architecture.max_positions, pool_tokens)
-    pool_tokens = max(pool_tokens, config.page_tokens * layout.size("cp"))
-    pages = -(-pool_tokens // config.page_tokens // layout.size("cp")) if _is_dealt(layout) else -(
-        -pool_tokens // config.page_tokens
-    )
-    num_pages = {
-        group: STATE_SLOTS_DEFAULT if _is_state(cache, group) else pages for group in cache.groups
-    }
+    # With dealt tokens a page id stands for a page on every cp rank.
+    num_dealt = layout.size("cp") if layout.scheme.num_shares(layout.size("cp")) > 1 else 1
+    pages = -(-pool_tokens // (config.page_tokens * num_dealt))
+    num_pages = {group: STATE_SLOTS_DEFAULT if _is_state(cache, group) else pages for group in cache.groups}
     num_threads = config.num_threads or max(1, (os.cpu_count() or 1) // layout.num_ranks)
-    return Sizes(layout, cache, architecture, checkpoint, num_pages, context_max, num_threads)
-
-
-def _is_dealt(layout: Layout) -> bool:
-    return layout.scheme.num_shares(layout.size("cp")) > 1
+    model = str(checkpoint.path) if checkpoint.path is not None else config.model
+    return Sizes(layout, cache, architecture, checkpoint, num_pages, context_max, num_threads, model)
 
 
 def _is_state(cache: Cache, group: str) -> bool:

@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from baton.engine.books.scheduler import Scheduler
-from baton.engine.books.sequence import Asked, Role, Sequence
+from baton.engine.books.sequence import Sequence
+from baton.engine.instance.lobby import Lobby
 from baton.engine.instance.record import Facts, Record, sampled_of
-from baton.engine.requests import Generate, Inbound, Outbound, Sink, Story
+from baton.engine.requests import Generate, Outbound, Sink, Story
 from baton.engine.sampling.checking import check_params
 from baton.engine.steps import (
     Abort,
@@ -23,10 +24,8 @@ from baton.engine.steps import (
     Begin,
     Changed,
     Copied,
-    Decline,
     End,
     Order,
-    Receive,
     Sampled,
     Send,
     Step,
@@ -35,10 +34,6 @@ from baton.engine.steps import (
 from baton.errors import ConfigError
 from baton.plan import Layout
 from baton.protocol.outcomes import Aux, Cause, Failed, Finished, Ready, Stage, Why
-from baton.session import prompt_digest
-
-RESERVE_S_MAX = 30.0
-"""How long a target looks for room before it refuses."""
 
 
 @dataclass(slots=True)
@@ -74,8 +69,7 @@ class Desk:
         self._steps = itertools.count(1)
         self._records: dict[int, Record] = {}
         """By the number of every sequence that is theirs."""
-        self._pending: list[deque[Record]] = [deque() for _ in self._books]
-        """By dp group: requests whose prompt is to come and that have no pages yet."""
+        self._lobby = Lobby(self._books, premises.tell, self._refuse)
         self._flying: deque[Flying] = deque()
         self._is_checked = True
         self.counters: dict[str, int] = {"preempted": 0, "unpipelined": 0, "pipelined": 0}
@@ -101,10 +95,10 @@ class Desk:
         record.begin(number, 0)
         self._records[number] = record
         if record.is_target:
-            self._pending[record.dp].append(record)
+            self._lobby.enter(record)
             return
         try:
-            self._books[record.dp].add(self._sequence(record))
+            self._books[record.dp].add(record.sequence())
         except ConfigError as error:
             self._refuse(record, str(error))
 
@@ -124,8 +118,7 @@ class Desk:
 
     def pump(self, now_s: float) -> None:
         """Reserves what can be, and keeps as many steps under way as there are pipeline stages."""
-        for dp in range(len(self._books)):
-            self._reserve(dp, now_s)
+        self._lobby.reserve(now_s)
         num_stages = self._premises.layout.size("pp")
         while len(self._flying) < num_stages and self._launch(num_stages, now_s):
             pass
@@ -172,17 +165,17 @@ class Desk:
         hand = record.request.hand
         if isinstance(hand, Outbound):
             record.is_handing = True
-            digest = _digest(record.request)
             self._tell(
                 Send(
                     sequence=sequence.number,
                     dp=record.dp,
                     transfer=hand.transfer,
-                    digest=digest,
+                    digest=record.digest,
                     num_tokens=sequence.num_prompt,
                     num_cached=sequence.num_cached,
                     pages=sequence.pages,
                     is_pipelined=hand.is_pipelined,
+                    policy=hand.policy,
                 )
             )
 
@@ -238,6 +231,8 @@ class Desk:
                 if index:
                     record.begin(-index, index)
                 record.grow(-index if index else number, sampled, now_s, is_last=True)
+            # The hand-over may have been through before this step's last rank was.
+            self._close_if_over(record, now_s)
             return
         if record.is_target and not record.story.stepped_s:
             record.story.stepped_s = now_s
@@ -258,47 +253,6 @@ class Desk:
                 self._forget(record, each, now_s)
 
     # Hand-overs.
-
-    def _reserve(self, dp: int, now_s: float) -> None:
-        """Gives pages to requests whose prompt is to come, oldest first."""
-        pending = self._pending[dp]
-        while pending:
-            record = pending[0]
-            hand = record.request.hand
-            assert isinstance(hand, Inbound)
-            sequence = self._sequence(record)
-            try:
-                reservation = self._books[dp].reserve(sequence)
-            except ConfigError as error:
-                pending.popleft()
-                self._tell(Decline(dp, hand.transfer, hand.source, str(error)))
-                self._refuse(record, str(error))
-                continue
-            if reservation is None:
-                if now_s - record.story.arrived_s < RESERVE_S_MAX:
-                    return
-                pending.popleft()
-                text = f"no room for {len(record.request.tokens)} tokens in {RESERVE_S_MAX:.0f} s"
-                self._tell(Decline(dp, hand.transfer, hand.source, text))
-                self._refuse(record, text)
-                continue
-            pending.popleft()
-            record.is_handing = True
-            record.story.begun_s = now_s
-            record.story.num_held = max(reservation.held.values(), default=0)
-            self._tell(
-                Receive(
-                    sequence=record.number,
-                    dp=dp,
-                    transfer=hand.transfer,
-                    source=hand.source,
-                    digest=_digest(record.request),
-                    num_tokens=len(record.request.tokens),
-                    held=reservation.held,
-                    pages=reservation.pages,
-                    source_dp=hand.source_dp,
-                )
-            )
 
     def _changed(self, answer: Changed, now_s: float) -> None:
         record = self._records.get(answer.sequence)
@@ -343,12 +297,7 @@ class Desk:
 
     def _drop(self, record: Record, text: str, now_s: float) -> None:
         """Ends what is left of a request; pages that a hand-over may touch come back later."""
-        hand = record.request.hand
-        pending = self._pending[record.dp]
-        if record in pending:
-            pending.remove(record)
-            if isinstance(hand, Inbound):
-                self._tell(Decline(record.dp, hand.transfer, hand.source, text))
+        self._lobby.leave(record, text)
         if record.is_handing and not record.story.settled_s:
             self._tell(Abort(record.number, text))
         for number in [each for each, found in self._records.items() if found is record]:
@@ -378,27 +327,7 @@ class Desk:
         record.give_up(text, cause)
         del self._records[record.number]
 
-    def _sequence(self, record: Record) -> Sequence:
-        request = record.request
-        role = Role.SOURCE if record.is_source else Role.TARGET if record.is_target else Role.LOCAL
-        return Sequence(
-            Asked(
-                number=record.number,
-                prompt=request.tokens,
-                params=request.params,
-                role=role,
-                arrival_s=record.story.arrived_s,
-                dp=record.dp,
-                salt=request.salt,
-                embeddings=request.embeddings,
-            )
-        )
-
     def _load(self, dp: int) -> int:
         """How many tokens a dp group has taken on."""
         known = sum(each.num_tokens for each in self._books[dp].sequences.values())
-        return known + sum(len(each.request.tokens) for each in self._pending[dp])
-
-
-def _digest(request: Generate) -> bytes:
-    return prompt_digest(request.tokens, salt=request.salt, embeddings=request.embeddings or b"").value
+        return known + self._lobby.num_tokens(dp)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from baton.engine.books.sequence import Asked, Role, Sequence
 from baton.engine.requests import Generate, Inbound, Outbound, Piece, Sink, Story, Told, Trouble
 from baton.engine.sampling.ending import Progress, ending
 from baton.engine.steps import Sampled
 from baton.engine.text.answer import AnswerText
 from baton.engine.text.tokenizer import Tokenizer
 from baton.protocol.outcomes import Aux, Cause
+from baton.session import prompt_digest
 
 HANDED = "handed"
 ABORTED = "abort"
@@ -69,6 +70,29 @@ class Record:
         """Whether an answer goes on."""
         return not self.is_over and any(each.finish is None for each in self.answers.values())
 
+    @property
+    def digest(self) -> bytes:
+        """What both sides of a hand-over have to agree on."""
+        found = self.request
+        return prompt_digest(found.tokens, salt=found.salt, embeddings=found.embeddings or b"").value
+
+    def sequence(self) -> Sequence:
+        """The request's first answer, for the books."""
+        request = self.request
+        role = Role.SOURCE if self.is_source else Role.TARGET if self.is_target else Role.LOCAL
+        return Sequence(
+            Asked(
+                number=self.number,
+                prompt=request.tokens,
+                params=request.params,
+                role=role,
+                arrival_s=self.story.arrived_s,
+                dp=self.dp,
+                salt=request.salt,
+                embeddings=request.embeddings,
+            )
+        )
+
     def begin(self, sequence: int, index: int) -> None:
         """An answer that a sequence will grow."""
         found = self.facts
@@ -123,10 +147,10 @@ class Record:
         self.sink(Told(self.story))
 
 
-def sampled_of(aux: Aux) -> Sequence[Sampled]:
+def sampled_of(aux: Aux) -> list[Sampled]:
     """The first tokens that a source sampled, with what it told of them."""
     logprobs = aux.logprobs or ({},) * len(aux.tokens)
     return [
-        Sampled(token, told.get(token, 0.0), {each: value for each, value in told.items()})
+        Sampled(token, told.get(token, 0.0), dict(told))
         for token, told in zip(aux.tokens, logprobs, strict=True)
     ]

@@ -37,6 +37,8 @@ def warm(instance: Instance) -> None:
         instance.submit(Generate(tokens, params, salt=secrets.token_hex(8)), sink)
     for _ in range(num_groups):
         if not over.acquire(timeout=WARM_S_MAX):
-            raise EngineError(f"{instance.config.name} did not compute {num_tokens} tokens in {WARM_S_MAX:.0f} s")
+            raise EngineError(
+                f"{instance.config.name} did not compute {num_tokens} tokens in {WARM_S_MAX:.0f} s"
+            )
     if troubles:
         raise EngineError(f"{instance.config.name}: {troubles[0]}")

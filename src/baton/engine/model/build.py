@@ -19,7 +19,7 @@ from baton.engine.model.blueprint import Blueprint, Family
 from baton.engine.model.cuts import cut_evenly
 from baton.engine.model.ends import VocabularyEmbedding, VocabularyHead
 from baton.engine.model.fields import ModelFields
-from baton.engine.model.linear import Linear
+from baton.engine.model.linear import Linear, laid_out
 from baton.engine.model.norms import RmsNorm
 from baton.engine.model.seam import Cut, Share, Stage
 from baton.engine.model.weights import Checkpoint, DryLoader, ExpertsHook, Loader, Piece, rows
@@ -126,12 +126,17 @@ def _load(blueprint: Blueprint, loader: Loader) -> Stage:
     embedding, head = None, None
     if first == 0:
         weight = loader.take(rows(EMBEDDING, vocabulary, span))
+        # A head that shares it is multiplied with at every step, which weighs more than looking rows up.
+        weight = laid_out(weight) if blueprint.is_tied and last == num_layers else weight
         embedding = VocabularyEmbedding(weight, span[0], loader.cut.heads.count == 1)
     if last == num_layers:
         norm = RmsNorm(loader.take(Piece("model.norm.weight", (blueprint.hidden_size,))), blueprint.norm_eps)
         is_shared = blueprint.is_tied and embedding is not None
         name = EMBEDDING if blueprint.is_tied else HEAD
-        output = embedding.weight if is_shared and embedding else loader.take(rows(name, vocabulary, span))
+        if is_shared and embedding:
+            output = embedding.weight
+        else:
+            output = laid_out(loader.take(rows(name, vocabulary, span)))
         head = VocabularyHead(norm, Linear(output))
     return Stage(layers, embedding, head)
 

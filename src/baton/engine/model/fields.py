@@ -22,6 +22,13 @@ class ModelFields(Fields):
             raise self.refusal(f"{name} is {shown(value)}; it must be a number")
         return float(value)
 
+    def positive(self, name: str) -> float:
+        """A number above 0 that the config must have."""
+        value = self.real(name)
+        if not 0 < value < float("inf"):
+            raise self.refusal(f"{name} is {shown(value)}; it must be above 0")
+        return value
+
     def numbers(self, name: str) -> tuple[int, ...]:
         """Whole numbers; one alone counts as a list of one, and none as an empty list."""
         value = self.values.get(name)

@@ -25,6 +25,17 @@ class Linear:
         return functional.linear(x, self.weight, self.bias)
 
 
+def laid_out(weight: Tensor) -> Tensor:
+    """Matrices (..., outputs, inputs) in the memory order that this device multiplies quickest.
+
+    On CPU in float32 that is inputs first: for 4 to 32 rows, a batch of decodes, it takes a tenth to a half
+    less time, and for one row or hundreds as long.
+    """
+    if weight.device.type == "cpu" and weight.dtype == torch.float32:
+        return weight.mT.contiguous().mT
+    return weight
+
+
 @dataclass(frozen=True, slots=True)
 class Outputs:
     """The outputs [span) of a matrix module with `size` of them."""
@@ -37,7 +48,8 @@ class Outputs:
 
 def load_fused(loader: Loader, num_inputs: int, parts: Sequence[Outputs]) -> Linear:
     """One matrix that gives the outputs of all parts side by side."""
-    weight = loader.join([rows(f"{part.name}.weight", (part.size, num_inputs), part.span) for part in parts])
+    pieces = [rows(f"{part.name}.weight", (part.size, num_inputs), part.span) for part in parts]
+    weight = laid_out(loader.join(pieces))
     if not any(part.has_bias for part in parts):
         return Linear(weight)
     return Linear(weight, torch.cat([_bias(loader, part) for part in parts]))
@@ -64,7 +76,7 @@ class Inputs:
 
 def load_partial(loader: Loader, part: Inputs) -> Linear:
     """A matrix over some of the inputs; the first share adds the bias, so that it is added once."""
-    weight = loader.take(columns(f"{part.name}.weight", part.shape, part.span))
+    weight = laid_out(loader.take(columns(f"{part.name}.weight", part.shape, part.span)))
     if not part.has_bias or part.share.index:
         return Linear(weight)
     return Linear(weight, loader.take(Piece(f"{part.name}.bias", part.shape[:1])))

@@ -96,11 +96,11 @@ def read_rope(fields: ModelFields, head_dim: int) -> RopeSpec:
     kind = values.get("rope_type", values.get("type", "default"))
     if not isinstance(kind, str) or kind not in FREQUENCIES:
         raise inner.refusal(f"rope type {shown(kind)} is not supported; use one of {', '.join(FREQUENCIES)}")
-    dim = int(head_dim * inner.real("partial_rotary_factor"))
+    dim = int(head_dim * inner.positive("partial_rotary_factor"))
     if dim % 2 or not 0 < dim <= head_dim:
         raise inner.refusal(f"{dim} of {head_dim} channels cannot be rotated in pairs")
     scaling, amplitude = _scaling(kind, inner, fields.max_positions)
-    return RopeSpec(dim, inner.real("rope_theta"), fields.max_positions, kind, scaling, amplitude)
+    return RopeSpec(dim, inner.positive("rope_theta"), fields.max_positions, kind, scaling, amplitude)
 
 
 def rope_values(fields: ModelFields) -> Mapping[str, object]:
@@ -123,22 +123,22 @@ def _scaling(kind: str, values: ModelFields, max_positions: int) -> tuple[Scalin
     if kind in ("default", "dynamic"):
         return Scaling(), 1.0
     if kind == "linear":
-        return Scaling(factor=values.real("factor")), 1.0
+        return Scaling(factor=values.positive("factor")), 1.0
     original = values.number_or_none("original_max_position_embeddings", max_positions << 10) or max_positions
     if kind == "llama3":
-        low, high = values.real("low_freq_factor"), values.real("high_freq_factor")
-        return Scaling(values.real("factor"), original, low_frequency=low, high_frequency=high), 1.0
+        low, high = values.positive("low_freq_factor"), values.positive("high_freq_factor")
+        return Scaling(values.positive("factor"), original, low_frequency=low, high_frequency=high), 1.0
     stated = values.values
-    factor = values.real("factor") if "factor" in stated else max_positions / original
+    factor = values.positive("factor") if "factor" in stated else max_positions / original
     scaling = Scaling(
         factor,
         original,
-        beta_fast=values.real("beta_fast") if stated.get("beta_fast") else 32.0,
-        beta_slow=values.real("beta_slow") if stated.get("beta_slow") else 1.0,
+        beta_fast=values.positive("beta_fast") if stated.get("beta_fast") else 32.0,
+        beta_slow=values.positive("beta_slow") if stated.get("beta_slow") else 1.0,
         is_truncated=stated.get("truncate", True) is True,
     )
     if "attention_factor" in stated:
-        return scaling, values.real("attention_factor")
+        return scaling, values.positive("attention_factor")
     if stated.get("mscale") and stated.get("mscale_all_dim"):
         whole = yarn_amplitude(factor, values.real("mscale_all_dim"))
         return scaling, yarn_amplitude(factor, values.real("mscale")) / whole

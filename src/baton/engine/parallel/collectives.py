@@ -6,6 +6,7 @@ nothing is recovered in place: the instance ends as a whole.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,11 +28,17 @@ def guarded(what: str, ranks: Sequence[int]) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         peers = ", ".join(map(str, ranks))
         raise EngineError(
-            f"{what} of ranks {peers} failed: {reason}; a rank has ended or hangs, restart the instance"
+            f"{what} of ranks {peers} failed: {_reason(error)}; "
+            "a rank has ended or hangs, restart the instance"
         ) from error
+
+
+def _reason(error: RuntimeError) -> str:
+    """The first sentence, without the place in the library's source."""
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return re.sub(r"^\[[^\]]*\]\s*", "", first).split(". ")[0]
 
 
 @dataclass(frozen=True, slots=True)

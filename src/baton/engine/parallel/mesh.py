@@ -20,10 +20,13 @@ TIMEOUT_S = 300.0
 class Mesh:
     """One rank's view: its coordinates and its groups along tp, cp, dp and width (dp x tp)."""
 
-    def __init__(self, layout: Layout, rank: int, *, is_hosted: bool = True) -> None:
+    def __init__(
+        self, layout: Layout, rank: int, *, is_hosted: bool = True, timeout_s: float = TIMEOUT_S
+    ) -> None:
         self.layout = layout
         self.rank = rank
         self.at = layout.coordinates(rank)
+        self._timeout = timedelta(seconds=timeout_s)
         self.tp = self._group(("tp",), is_hosted)
         self.cp = self._group(("cp",), is_hosted)
         self.dp = self._group(("dp",), is_hosted)
@@ -61,7 +64,8 @@ class Mesh:
         for ranks in partition(self.layout, axes):
             if len(ranks) == 1:
                 continue
-            handle = dist.new_group(list(ranks))
+            # Groups do not inherit the timeout of the meeting.
+            handle = dist.new_group(list(ranks), timeout=self._timeout)
             if self.rank in ranks:
                 found = Group(ranks, ranks.index(self.rank), handle, is_hosted)
         return found
@@ -97,4 +101,4 @@ def connect(
             world_size=layout.num_ranks,
             timeout=timedelta(seconds=timeout_s),
         )
-        return Mesh(layout, rank, is_hosted=backend == "gloo")
+        return Mesh(layout, rank, is_hosted=backend == "gloo", timeout_s=timeout_s)

@@ -67,26 +67,33 @@ class CudaMark:
 
 
 class CudaClock:
-    """Events; the first of a series is tied to the host's clock by waiting for it once at the start."""
+    """Events, tied to the host's clock by one more event each time they are asked for.
+
+    The two clocks drift apart by a millisecond within a minute or so, and elapsed times are single-precision
+    numbers: so an event is read by its distance to one that has just passed.
+    """
 
     def __init__(self) -> None:
-        self._zero = torch.cuda.Event(enable_timing=True)
-        self._zero.record()
-        self._zero.synchronize()
-        self._zero_s = monotonic()
+        self._now = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def mark(self) -> CudaMark:
         """An event after everything that was queued."""
-        event = torch.cuda.Event(enable_timing=True)
+        # Blocking: a thread of each copy waits for it, and would keep a core busy otherwise.
+        event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record()
         return CudaMark(event)
 
     def times_s(self, marks: Sequence[Mark]) -> list[float]:
-        """By the device's own clock from the first event on."""
+        """By the device's own clock, backwards from now; the stream is to be idle but for the marks."""
         events = [mark.event for mark in marks if isinstance(mark, CudaMark)]
-        if events:
-            events[-1].synchronize()
-        return [self._zero_s + self._zero.elapsed_time(event) / 1e3 for event in events]
+        if not events:
+            return []
+        events[-1].synchronize()
+        start_s = monotonic()
+        self._now.record()
+        self._now.synchronize()
+        now_s = (start_s + monotonic()) / 2
+        return [now_s - event.elapsed_time(self._now) / 1e3 for event in events]
 
 
 def clock_of(device: torch.device) -> Clock:

@@ -6,8 +6,10 @@ its own part of a record, and a record is there before anything can happen to it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from baton.engine.rank.pace import Pace
 from baton.engine.steps import (
@@ -22,6 +24,7 @@ from baton.engine.steps import (
     Work,
 )
 from baton.errors import BatonError
+from baton.plan.tokens import Ints
 from baton.protocol.outcomes import Aux, Cause, Failed, Stage, Waiting, Why
 from baton.session import Digest, Endpoint, Receiving, Request, Sending
 from baton.session.handles import Handle
@@ -35,6 +38,9 @@ class Outgoing:
     order: Send
     sending: Sending | None = None
     """None where it could not even begin."""
+    num_offered: int = 0
+    ready_s: dict[int, float] = field(default_factory=dict)
+    """By chunk: when it was computed, which on a GPU is long after it was offered."""
     told: Changed | None = None
 
 
@@ -45,6 +51,17 @@ class Incoming:
     order: Receive
     receiving: Receiving | None = None
     told: Changed | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a step computes of a prompt that leaves."""
+
+    work: Work
+    outgoing: Outgoing
+    tokens: tuple[int, int]
+    pages: Mapping[str, Ints]
+    """The page table, as arrays: it is offered once for each group of layers."""
 
 
 class Handing:
@@ -74,6 +91,7 @@ class Handing:
             found.sending = self.endpoint.send(order.transfer, Digest(order.num_tokens, order.digest))
             if order.num_cached:
                 found.sending.ready(self.layers, (0, order.num_cached), order.pages)
+                found.num_offered = 1
         except BatonError as error:
             self._refuse(order.sequence, order.transfer, str(error))
 
@@ -108,25 +126,28 @@ class Handing:
         if (incoming := self._in.get(order.sequence)) and incoming.receiving:
             incoming.receiving.abort(order.text)
 
-    def leaving(self, works: Iterable[Work]) -> list[tuple[Work, Outgoing]]:
+    def leaving(self, works: Iterable[Work]) -> list[Part]:
         """The works of a step whose prompts leave, in the step's order."""
         pairs = ((work, self._out.get(work.sequence)) for work in works)
-        return [(work, found) for work, found in pairs if found is not None]
+        return [_part(work, found) for work, found in pairs if found is not None]
 
-    def offer(self, work: Work, found: Outgoing, layers: tuple[int, int], fence: Fence) -> None:
-        """These layers of a step's tokens are computed, or will be when the fence is ready."""
+    def offer(self, part: Part, layers: tuple[int, int], fence: Fence) -> int | None:
+        """These layers of a step's tokens are computed, or will be when the fence is ready: which chunk."""
+        found = part.outgoing
         if found.sending is None or not isinstance(found.sending.state, Waiting):
-            return
-        stop = min(work.start + len(work.tokens), found.order.num_tokens)
-        if work.start < stop:
-            found.sending.ready(layers, (work.start, stop), work.pages)
+            return None
+        if part.tokens[0] == part.tokens[1]:
+            return None
+        found.sending.ready(layers, part.tokens, part.pages, fence)
+        found.num_offered += 1
+        return found.num_offered - 1
 
-    def commit(self, work: Work, found: Outgoing, aux: Aux | None, *, is_ended: bool) -> None:
+    def commit(self, part: Part, aux: Aux | None, *, is_ended: bool) -> None:
         """The prompt is through this rank; the one that sampled has the aux record, or the whole answer."""
-        sending = found.sending
+        sending = part.outgoing.sending
         if sending is None or not isinstance(sending.state, Waiting):
             return
-        if work.start + len(work.tokens) < found.order.num_tokens:
+        if part.tokens[1] < part.outgoing.order.num_tokens:
             return
         if is_ended and aux is not None:
             sending.finish(aux)
@@ -163,13 +184,20 @@ class Handing:
         """Nothing more will happen to a hand-over: what it took is learned from and told."""
         self._in.pop(number, None)
         if isinstance(handle, Sending):
-            self._out.pop(number, None)
+            found = self._out.pop(number, None)
+            ready_s = found.ready_s if found else {}
             copies = [
-                CopyRecord(copy.target_rank, copy.index, copy.num_bytes, copy.submitted_s, copy.ended_s)
+                CopyRecord(
+                    copy.target_rank,
+                    copy.index,
+                    copy.num_bytes,
+                    max(copy.submitted_s, ready_s.get(copy.index, 0.0)),
+                    copy.ended_s,
+                )
                 for copy in handle.copies
                 if copy.is_done
             ]
-            self.pace.sent(handle.session, copies)
+            self.pace.sent(handle.session, copies, ready_s)
             self._tell(Copied(self._rank, number, copies))
 
     def _refuse(self, number: int, transfer: str, text: str) -> None:
@@ -179,3 +207,9 @@ class Handing:
         self._out.pop(number, None)
         cause = Cause(Why.ABORTED, Stage.OFFER, self.endpoint.config.instance, self._rank, text)
         self._tell(Changed(self._rank, number, outcome=Failed(cause), is_released=True))
+
+
+def _part(work: Work, found: Outgoing) -> Part:
+    stop = max(work.start, min(work.start + len(work.tokens), found.order.num_tokens))
+    pages = {group: np.asarray(ids, dtype=np.int64) for group, ids in work.pages.items()}
+    return Part(work, found, (work.start, stop), pages)

@@ -1,25 +1,32 @@
 """What this rank has measured of itself: how fast it computes, and how fast each peer takes bytes.
 
 Everything is weighted exponentially, so that a machine that gets slower is believed. A link is fitted as
-time = overhead + bytes / speed over the groups that went across it, one after another; the overhead is what
-`cost` weighs against short tails. Compute is kept by powers of two of the rows in a step, since a step of a
-few rows costs as much as one of some dozens.
+time = overhead + bytes / speed over the groups that went across it, one after another. A group's time begins
+when it could have begun, computed and with the link free, so that the overhead holds everything which a group
+costs beside its bytes; `cost` weighs it against short tails. Groups of one size say nothing of the overhead:
+there a guess speaks, which counts for little as soon as sizes differ.
+
+Compute is kept by powers of two of the rows in a step, since a step of a few rows costs as much as one of
+some dozens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log2
 
 from baton.engine.steps import CopyRecord
 from baton.plan.overlap import LayerTimes
 
-KEEP = 0.8
+KEEP = 0.7
 """How much an older measurement weighs against the one after it."""
 OVERHEAD_S_DEFAULT = 5e-4
+GUESS_WEIGHT = 0.02
+"""Of the guessed overhead, where a hand-over weighs 1."""
 BYTES_PER_S_DEFAULT = 2e9
 LAYER_S_DEFAULT = 1e-3
+NUM_LINKS_MAX = 256
 
 
 @dataclass(slots=True)
@@ -29,25 +36,27 @@ class Line:
     weight: float = 0.0
     sums: list[float] = field(default_factory=lambda: [0.0] * 4)
 
-    def add(self, x: float, y: float) -> None:
-        """One more point."""
+    def add(self, points: Sequence[tuple[float, float]]) -> None:
+        """The points of one hand-over, which weighs 1 however many they are."""
         self.weight = self.weight * KEEP + 1.0
-        for index, value in enumerate((x, y, x * x, x * y)):
-            self.sums[index] = self.sums[index] * KEEP + value
+        sums = [0.0] * 4
+        for x, y in points:
+            for index, value in enumerate((x, y, x * x, x * y)):
+                sums[index] += value / len(points)
+        self.sums = [before * KEEP + value for before, value in zip(self.sums, sums, strict=True)]
 
     def fit(self) -> tuple[float, float]:
-        """Intercept and slope; through the origin where the points lie too close together to tell."""
+        """Intercept and slope."""
         x, y, xx, xy = self.sums
-        spread = self.weight * xx - x * x
-        if spread <= 1e-6 * x * x:
-            return 0.0, y / x
-        slope = (self.weight * xy - x * y) / spread
-        intercept = (y - slope * x) / self.weight
+        # No more than a tenth of what groups take, unless they show it.
+        guess_s = min(OVERHEAD_S_DEFAULT, y / self.weight / 10)
+        weight, y = self.weight + GUESS_WEIGHT, y + GUESS_WEIGHT * guess_s
+        spread = weight * xx - x * x
+        slope = (weight * xy - x * y) / spread
         if slope <= 0.0:
-            return y / self.weight, 0.0
-        if intercept < 0.0:
-            return 0.0, xy / xx
-        return intercept, slope
+            return y / weight, 0.0
+        intercept = (y - slope * x) / weight
+        return (intercept, slope) if intercept > 0.0 else (0.0, xy / xx)
 
 
 class Pace:
@@ -56,6 +65,7 @@ class Pace:
     def __init__(self) -> None:
         self._layer_s: dict[int, float] = {}
         self._links: dict[int, Line] = {}
+        """By session, the one that was measured last at the end."""
 
     def computed(self, num_rows: int, layer_s: float) -> None:
         """A step of so many rows took so long per layer."""
@@ -64,15 +74,26 @@ class Pace:
         per_row = layer_s / max(1, num_rows)
         self._layer_s[bucket] = per_row if before is None else KEEP * before + (1 - KEEP) * per_row
 
-    def sent(self, session: int, copies: Sequence[CopyRecord]) -> None:
-        """A hand-over is through: its groups went one after another over the link of a session."""
-        line, free_s = self._links.setdefault(session, Line()), 0.0
+    def sent(self, session: int, copies: Sequence[CopyRecord], ready_s: Mapping[int, float]) -> None:
+        """A hand-over is through: its groups, computed at `ready_s`, went one after another over a link."""
+        if not copies:
+            return
+        # Groups that were computed before the grant waited for that, and not for the link.
+        free_s = min(copy.submitted_s for copy in copies)
+        points = []
         for chunk in sorted({copy.chunk for copy in copies}):
             group = [copy for copy in copies if copy.chunk == chunk]
-            start_s = max(free_s, min(copy.submitted_s for copy in group))
-            free_s = max(free_s, max(copy.ended_s for copy in group))
+            submitted_s = min(copy.submitted_s for copy in group)
+            start_s = max(free_s, min(submitted_s, ready_s.get(chunk, submitted_s)))
+            free_s = max(free_s, *(copy.ended_s for copy in group))
             if free_s > start_s:
-                line.add(float(sum(copy.num_bytes for copy in group)), free_s - start_s)
+                points.append((float(sum(copy.num_bytes for copy in group)), free_s - start_s))
+        if points:
+            line = self._links.pop(session, None) or Line()
+            line.add(points)
+            self._links[session] = line
+        while len(self._links) > NUM_LINKS_MAX:
+            del self._links[next(iter(self._links))]
 
     def layer_s(self, num_rows: int) -> float:
         """What a layer of so many rows will take."""
@@ -83,18 +104,20 @@ class Pace:
         return self._layer_s[nearest] * max(1, num_rows)
 
     def link(self, session: int) -> tuple[float, float]:
-        """Overhead per group and seconds per byte of a session's link."""
-        line = self._links.get(session)
-        if line is None or not line.weight:
-            known = [found.fit() for found in self._links.values() if found.weight]
-            return known[-1] if known else (OVERHEAD_S_DEFAULT, 1 / BYTES_PER_S_DEFAULT)
+        """Overhead per group and seconds per byte of a session's link; of the last one for a new session."""
+        if not self._links:
+            return OVERHEAD_S_DEFAULT, 1 / BYTES_PER_S_DEFAULT
+        line = self._links.get(session) or next(reversed(self._links.values()))
         return line.fit()
 
-    def times(self, num_layers: int, num_rows: int, layer_bytes: dict[int, int]) -> LayerTimes:
-        """Predictions for a step, given the bytes that each session gets from one layer."""
+    def times(self, num_layers: int, num_rows: int, layer_bytes: Mapping[int, int]) -> LayerTimes:
+        """Predictions for a step, given the bytes that each session gets from one layer.
+
+        What goes to several sessions leaves by one port, one after the other.
+        """
         links = {session: self.link(session) for session in layer_bytes}
-        transfer_s = max((layer_bytes[s] * links[s][1] for s in layer_bytes), default=0.0)
-        overhead_s = max((links[s][0] for s in layer_bytes), default=0.0)
+        transfer_s = sum(layer_bytes[s] * links[s][1] for s in layer_bytes)
+        overhead_s = sum(links[s][0] for s in layer_bytes)
         return LayerTimes((self.layer_s(num_rows),) * num_layers, (transfer_s,) * num_layers, overhead_s)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.engine.rank.clock import Clock, Mark
-from baton.engine.rank.handing import Handing, Outgoing
-from baton.engine.steps import Batch, Group, Work
+from baton.engine.rank.handing import Handing, Part
+from baton.engine.steps import Batch, Group
 from baton.plan.overlap import Groups, choose
 
 OFF = "off"
@@ -27,7 +27,9 @@ class Pipeline:
         self._ends: dict[int, int] = {}
         """First layers of groups by their last."""
         self.unpipelined = ""
-        self._leaving: list[tuple[Work, Outgoing]] = []
+        self._leaving: list[Part] = []
+        self._offered: list[tuple[Part, int, int]] = []
+        """Chunks of this step, with the mark after which they can be read."""
         self._num_rows = 0
 
     def before_forward(self, batch: Batch) -> None:
@@ -36,6 +38,7 @@ class Pipeline:
         self._num_rows = batch.num_rows
         self._groups = self._cut()
         self._ends = {self._first + stop - 1: self._first + start for start, stop in self._groups}
+        self._offered = []
         self._marks = [self._clock.mark()]
 
     def layer_done(self, layer: int) -> None:
@@ -45,17 +48,17 @@ class Pipeline:
             return
         mark = self._clock.mark()
         self._marks.append(mark)
-        for work, found in self._leaving:
-            if found.order.is_pipelined:
-                self._handing.offer(work, found, (start, layer + 1), mark.fence)
+        for part in self._leaving:
+            if part.outgoing.order.is_pipelined:
+                self._offer(part, (start, layer + 1), mark)
             elif layer + 1 == self._last:
-                self._handing.offer(work, found, (self._first, self._last), mark.fence)
+                self._offer(part, (self._first, self._last), mark)
 
     def after_forward(self) -> None:
         """The layers of this rank are through; tokens are not sampled yet."""
 
     @property
-    def leaving(self) -> Sequence[tuple[Work, Outgoing]]:
+    def leaving(self) -> Sequence[Part]:
         """The prompts of the step that leave."""
         return self._leaving
 
@@ -64,28 +67,40 @@ class Pipeline:
         times = self._clock.times_s(self._marks)
         spans = zip(self._groups, times, times[1:], strict=False)
         found = [Group((self._first + a, self._first + b), start, stop) for (a, b), start, stop in spans]
+        for part, chunk, index in self._offered:
+            part.outgoing.ready_s[chunk] = times[index]
         if found:
             num_layers = self._last - self._first
             self._handing.pace.computed(self._num_rows, (times[-1] - times[0]) / num_layers)
         return found
+
+    def _offer(self, part: Part, layers: tuple[int, int], mark: Mark) -> None:
+        chunk = self._handing.offer(part, layers, mark.fence)
+        if chunk is not None:
+            self._offered.append((part, chunk, len(self._marks) - 1))
 
     def _cut(self) -> Groups:
         num_layers, self.unpipelined = self._last - self._first, ""
         whole = ((0, num_layers),)
         if not self._leaving:
             return whole
-        piped = [(work, found) for work, found in self._leaving if found.order.is_pipelined]
-        if not piped or self._policy == OFF:
-            self.unpipelined = "the policy is off" if self._policy == OFF else "the request asked for none"
+        piped = [part for part in self._leaving if part.outgoing.order.is_pipelined]
+        if not piped:
+            self.unpipelined = "the request asked for none"
+            return whole
+        # The layers of a step are cut once for all prompts in it, as the first one asks.
+        policy = piped[0].outgoing.order.policy or self._policy
+        if policy == OFF:
+            self.unpipelined = "the policy is off"
             return whole
         layer_bytes: dict[int, int] = {}
-        for work, found in piped:
-            session = self._handing.session_of(found)
-            layer_bytes[session] = layer_bytes.get(session, 0) + len(work.tokens) * self._token_bytes
+        for part in piped:
+            session = self._handing.session_of(part.outgoing)
+            layer_bytes[session] = layer_bytes.get(session, 0) + len(part.work.tokens) * self._token_bytes
         times = self._handing.pace.times(num_layers, self._num_rows, layer_bytes)
-        average = sum(len(work.tokens) for work, _ in piped) // len(piped)
-        groups = choose(self._policy, times, average)
+        average = sum(len(part.work.tokens) for part in piped) // len(piped)
+        groups = choose(policy, times, average)
         if len(groups) == 1:
             reason = "there is one layer" if num_layers == 1 else "one group is done soonest"
-            self.unpipelined = f"{self._policy}: {reason}"
+            self.unpipelined = f"{policy}: {reason}"
         return groups

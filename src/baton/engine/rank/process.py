@@ -136,10 +136,11 @@ class Rank:
         if self.sampler and wanted:
             assert logits is not None
             samples = self._sample(logits, wanted)
-        for work, found in self.pipeline.leaving:
-            aux, is_ended = self._aux(work, samples, found.order.num_cached)
-            self.parts.handing.commit(work, found, aux, is_ended=is_ended)
+        # Before the commits: once all is known to be copied, so is when it was computed.
         groups = self.pipeline.groups()
+        for part in self.pipeline.leaving:
+            aux, is_ended = self._aux(part.work, samples, part.outgoing.order.num_cached)
+            self.parts.handing.commit(part, aux, is_ended=is_ended)
         return StepDone(
             number=step.number,
             rank=self.config.rank,
@@ -158,14 +159,12 @@ class Rank:
         found = self.sampler.sample(logits, wants)
         return {work.sequence: tokens for work, tokens in zip(wanted, found, strict=True)}
 
-    def _aux(
-        self, work: Work, samples: dict[int, list[Sampled]], num_cached: int
-    ) -> tuple[Aux | None, bool]:
+    def _aux(self, work: Work, samples: dict[int, list[Sampled]], num_cached: int) -> tuple[Aux | None, bool]:
         """What the target needs beside the cache, and whether the answer ended with its first token."""
         found = samples.get(work.sequence)
         if not found or self.sampler is None:
             return None, False
-        logprobs = tuple({each.token: each.logprob, **each.top} for each in found)
+        logprobs = tuple(each.top or {each.token: each.logprob} for each in found)
         aux = Aux(
             tokens=tuple(each.token for each in found),
             logprobs=logprobs,
@@ -211,6 +210,10 @@ def _live(config: RankConfig, pipe: Pipe) -> None:
     try:
         rank.compute()
     finally:
+        error = sys.exception()
+        if error is not None:
+            # Before the hand-overs fail for it, so that what is told first is the reason.
+            pipe.tell(Down(config.rank, f"{type(error).__name__}: {error}"))
         parts.handing.close()
         parts.mesh.close()
 

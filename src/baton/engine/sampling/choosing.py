@@ -24,10 +24,11 @@ HEAD = 1024
 
 def weigh(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """(rows, vocabulary) float64: what each token weighs after temperature, top-k, top-p and min-p."""
-    wide = logits.double()
-    temperatures = _column([one.temperature for one in params], wide)
+    weights = logits.to(torch.float64, copy=True)
     # The maximum goes first: a tiny temperature then gives 0 and -inf, never inf - inf.
-    weights = ((wide - wide.amax(dim=-1, keepdim=True)) / temperatures).exp()
+    weights -= weights.amax(dim=-1, keepdim=True)
+    weights /= _column([one.temperature for one in params], weights)
+    weights.exp_()
     vocab_size = weights.shape[-1]
     ranked = [row for row, one in enumerate(params) if 0 < one.top_k < vocab_size or one.top_p < 1]
     if ranked:
@@ -41,10 +42,9 @@ def weigh(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 def draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     """(rows, draws) token ids for uniform numbers in [0, 1) of that shape."""
     cumulative = weights.cumsum(dim=-1)
-    totals = cumulative[:, -1:].contiguous()
-    # A uniform just under 1 may round to the total itself, which nothing exceeds.
-    bounds = torch.minimum(uniforms * totals, torch.nextafter(totals, torch.zeros_like(totals)))
-    return torch.searchsorted(cumulative, bounds, right=True)
+    # A uniform number is at most 1 - 2**-53, whose product with a float64 never rounds up to that itself: the
+    # sum over all tokens exceeds it, and the first sum to do so is that of a token with a weight.
+    return torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
 
 
 def likeliest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from itertools import islice
 
 from baton.engine.text.tokenizer import Tokenizer
 
@@ -38,7 +39,8 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_in_bytes = False
-        before = [token for token in context if tokenizer.has_text(token)][-_NUM_CONTEXT:]
+        # From the end on: a long prompt is not read whole for a few tokens.
+        before = list(islice(filter(tokenizer.has_text, reversed(context)), _NUM_CONTEXT))[::-1]
         self._window = [token if tokenizer.byte_of(token) is None else self._letter() for token in before]
         self._num_given = len(tokenizer.decode(self._window))
 

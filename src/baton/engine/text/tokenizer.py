@@ -50,6 +50,11 @@ class Tokenizer:
         self._has_text: dict[int, bool] = {}
         self._bytes: dict[int, int | None] = {}
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether messages can be made a prompt."""
+        return bool(self._backend.chat_template)
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of a text, with what the tokenizer puts around a text unless told not to."""
         return list(self._backend.encode(text, add_special_tokens=add_special))
@@ -61,7 +66,7 @@ class Tokenizer:
         options: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a chat by the model's template; `options` are what else it knows, as tools."""
-        if not self._backend.chat_template:
+        if not self.has_chat_template:
             raise ConfigError("the model has no chat template; send the prompt as text")
         try:
             text = self._backend.apply_chat_template(

@@ -17,7 +17,7 @@ from baton.sim.content import pages_needed, parts
 from baton.sim.engines.job import Job
 from baton.sim.engines.parts import Engine
 from baton.sim.request import Attempt, Prompt
-from baton.sim.transport.fence import SimFence
+from baton.transport import HostFence
 from baton.transport.fences import NOW
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class SourceEngine(Engine):
             return
         mine = Chunk(layers, chunk.tokens)
         if script.fenced[index]:
-            fence = SimFence()
+            fence = HostFence()
             self.at_work[job.attempt.tag, rank] += 1
             sending.ready(layers, chunk.tokens, self._pages(job, rank, chunk), fence)
             self.later(rank, COMPUTE_S * self.chance.random(), self._computed, job, rank, (mine, fence))
@@ -115,7 +115,7 @@ class SourceEngine(Engine):
             job.books[rank].write(mine, self.incarnation.pools[rank].memory)
             sending.ready(layers, chunk.tokens, self._pages(job, rank, chunk), NOW)
 
-    def _computed(self, job: Job, rank: int, at: tuple[Chunk, SimFence]) -> None:
+    def _computed(self, job: Job, rank: int, at: tuple[Chunk, HostFence]) -> None:
         """The device has come to the end of a chunk."""
         chunk, fence = at
         job.books[rank].write(chunk, self.incarnation.pools[rank].memory)

@@ -9,8 +9,7 @@ from baton.sim.engines.job import Job, Wish
 from baton.sim.engines.parts import Engine
 from baton.sim.pool import JUNK
 from baton.sim.request import Attempt, Prompt
-from baton.sim.transport.fence import SimFence
-from baton.transport import NOW
+from baton.transport import NOW, HostFence
 
 DECODE_S = 0.01
 LAST_WORK_S = 0.01
@@ -67,17 +66,17 @@ class TargetEngine(Engine):
             source_dp=ends.source_dp if chance.random() < 0.5 else None,
             source=self.incarnation.known_as(ends.source),
             is_verified=chance.random() < habits.verified_share,
-            fence=SimFence() if chance.random() < habits.fence_share else NOW,
+            fence=HostFence() if chance.random() < habits.fence_share else NOW,
         )
 
     def _finish_late(self, job: Job) -> None:
         """The device still works for the pages' last owners, and writes to them once more."""
         fence = job.wish.fence
-        assert isinstance(fence, SimFence)
+        assert isinstance(fence, HostFence)
         rank = job.ranks[0]
         self.later(rank, LAST_WORK_S * self.chance.random(), self._finish_last_work, job, fence)
 
-    def _finish_last_work(self, job: Job, fence: SimFence) -> None:
+    def _finish_last_work(self, job: Job, fence: HostFence) -> None:
         for rank in job.ranks:
             if rank in job.pages:
                 for buffer, index in job.books[rank].sent(job.wish.held):

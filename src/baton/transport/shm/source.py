@@ -122,7 +122,10 @@ class Source:
                 self.tickets.end(job, completion)
 
     def _move(self, job: Job) -> Completion:
-        """Copies and announces; the socket is the kernel object that orders the stores before the news."""
+        """Copies and announces; the socket is the kernel object that orders the stores before the news.
+
+        Where nothing is announced, any other kernel object by which the caller passes the news on does that.
+        """
         batch, spans = job.batch, job.batch.spans
         is_stopped = partial(self._is_stopped, job)
         landed = Message(Kind.LANDED, (batch.tag, spans.num_bytes, 0, 0))
@@ -134,7 +137,8 @@ class Source:
                 return FailedQuiet(job.ticket, f"region {batch.target.number} has {len(target)} bytes")
             if not copy_spans(spans, job.source, target, is_stopped):
                 return FailedQuiet(job.ticket, CANCELLED if job.is_cancelled else self.lost)
-            self._retry(partial(send_message, self.sock, landed), select.POLLOUT, job.deadline_s)
+            if batch.is_announced:
+                self._retry(partial(send_message, self.sock, landed), select.POLLOUT, job.deadline_s)
         except TimeoutError as cause:
             return FailedQuiet(job.ticket, str(cause))
         except OSError as cause:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from baton.engine.attention.kernels import explicit
 from baton.engine.attention.kernels.explicit import Partial
@@ -51,7 +52,7 @@ def attend(inputs: Inputs, window: int | None, options: HeadOptions, masks: Mask
         if is_first:
             return _fused(inputs, None, options.scale, is_causal=True)
         if inputs.q.is_cuda:
-            bias = causal_lower_right(inputs.num_rows, inputs.num_keys)
+            bias = _lower_right(inputs.num_rows, inputs.num_keys)
             return _fused(inputs, bias, options.scale)
     parts = []
     for block, band in _blocks(inputs, window):
@@ -90,6 +91,11 @@ def _fused(inputs: Inputs, mask: Tensor | None, scale: float, *, is_causal: bool
         enable_gqa=inputs.q.shape[1] != inputs.k.shape[0],
     )
     return mixed.squeeze(0).transpose(0, 1)[..., :num_channels]
+
+
+def _lower_right(num_rows: int, num_keys: int) -> Tensor:
+    # By name: its module brings a compiler with it, seconds of import that a host has no use for.
+    return cast(Tensor, import_module("torch.nn.attention.bias").causal_lower_right(num_rows, num_keys))
 
 
 def _spelled_out(inputs: Inputs, window: int | None, options: HeadOptions, masks: Masks) -> Tensor:

@@ -19,7 +19,7 @@ from baton.engine.model.linear import Inputs, Linear, Outputs, load_fused, load_
 from baton.engine.model.norms import RmsNorm
 from baton.engine.model.rope import Rope, RopeSpec
 from baton.engine.model.seam import Attention
-from baton.engine.model.weights import Loader, Piece
+from baton.engine.model.weights import Loader, Piece, rows
 from baton.plan.ranges import Range
 
 LATENT_EPS = 1e-6
@@ -49,7 +49,8 @@ class MlaSpec:
         num_heads, expanded = heads[1] - heads[0], self.plain_dim + self.value_dim
         shape = (self.hidden_size, self.num_heads * self.value_dim)
         output = Inputs(f"{prefix}.o_proj", shape, scaled(heads, self.value_dim), share, self.has_bias)
-        expand = Outputs(f"{prefix}.kv_b_proj", self.num_heads * expanded, scaled(heads, expanded))
+        shape_b = (self.num_heads * expanded, self.latent_rank)
+        expand = rows(f"{prefix}.kv_b_proj.weight", shape_b, scaled(heads, expanded))
         return Mla(
             index=index,
             spec=self,
@@ -58,9 +59,7 @@ class MlaSpec:
             query=self._query(loader, prefix, heads),
             latent_norm=self._norm(loader, f"{prefix}.kv_a_layernorm.weight", self.latent_rank),
             rope=loader.rope(self.rope),
-            expansion=load_fused(loader, self.latent_rank, [expand]).weight.view(
-                num_heads, expanded, self.latent_rank
-            ),
+            expansion=loader.take(expand).view(num_heads, expanded, self.latent_rank),
             output=load_partial(loader, output),
         )
 

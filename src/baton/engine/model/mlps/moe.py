@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.model.cuts import cut_evenly
+from baton.engine.model.linear import laid_out
 from baton.engine.model.mlps.activations import gated
 from baton.engine.model.mlps.dense import Dense, DenseSpec
 from baton.engine.model.mlps.routing import Rule
@@ -56,18 +57,17 @@ class MoeSpec:
         """From one tensor for all experts, or from one module for each, whichever the checkpoint has."""
         into, out = (self.width, self.hidden_size), (self.hidden_size, self.width)
         if loader.has(f"{prefix}.gate_up_proj"):
-            fused = (self.num_experts, 2 * self.width, self.hidden_size)
-            project = loader.take(rows(f"{prefix}.gate_up_proj", fused, span))
-            return Experts(
-                span, project, loader.take(rows(f"{prefix}.down_proj", (self.num_experts, *out), span))
+            project = rows(
+                f"{prefix}.gate_up_proj", (self.num_experts, 2 * self.width, self.hidden_size), span
             )
+            output = rows(f"{prefix}.down_proj", (self.num_experts, *out), span)
+            return Experts(span, laid_out(loader.take(project)), laid_out(loader.take(output)))
         modules = [f"{prefix}.{expert}" for expert in range(*span)]
-        gates_ups = [f"{module}.{name}.weight" for module in modules for name in ("gate_proj", "up_proj")]
-        downs = [f"{module}.down_proj.weight" for module in modules]
-        num_local = span[1] - span[0]
-        project = loader.stack([Piece(name, into) for name in gates_ups], into)
-        output = loader.stack([Piece(name, out) for name in downs], out)
-        return Experts(span, project.view(num_local, 2 * self.width, self.hidden_size), output)
+        names = [f"{module}.{name}.weight" for module in modules for name in ("gate_proj", "up_proj")]
+        stacked = loader.stack([Piece(name, into) for name in names], into)
+        projects = stacked.view(len(modules), 2 * self.width, self.hidden_size)
+        outputs = loader.stack([Piece(f"{module}.down_proj.weight", out) for module in modules], out)
+        return Experts(span, laid_out(projects), laid_out(outputs))
 
 
 @dataclass(frozen=True, slots=True)

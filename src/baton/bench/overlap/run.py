@@ -1,0 +1,121 @@
+"""Requests through pairs of instances, policies taking turns with compute-only.
+
+Links are fixed when an instance starts, so there is a pair for each speed; policies are chosen by request.
+Every request has tokens and a salt of its own, so that no prefix is cached.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from baton.bench.overlap.figures import Case, Round, Row, link_text, rows_of
+from baton.bench.overlap.options import COST, OFF, Options, speed_of
+from baton.engine.instance.config import derive
+from baton.engine.instance.instance import Instance
+from baton.engine.pair import Ask, Pair
+from baton.engine.requests import Generate, Story
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.stories import Told
+from baton.errors import EngineError
+
+NUM_LEARNING = 3
+"""Hand-overs of a length before those that count: what policies measure on line has to be measured."""
+
+
+@dataclass(slots=True)
+class Meter:
+    """Requests of one pair."""
+
+    pair: Pair
+    rng: random.Random
+
+    def hand_over(self, num_tokens: int, policy: str) -> Told:
+        """One hand-over under a policy."""
+        answer, pieces = self.pair.ask(Ask(self._request(num_tokens, 2), policy=policy))
+        for _ in pieces:
+            pass
+        told = Told(answer.asked_s, answer.first_s, answer.stories["prefill"], answer.stories["decode"])
+        if told.prefill.num_cached or told.decode.num_held:
+            raise EngineError(f"{told.prefill.num_cached} tokens of a prompt that nobody had were cached")
+        return told
+
+    def compute(self, num_tokens: int) -> Story:
+        """The same without handing anything over."""
+        answer, pieces = self.pair.ask(Ask(self._request(num_tokens, 1)))
+        for _ in pieces:
+            pass
+        return answer.stories["prefill"]
+
+    def _request(self, num_tokens: int, max_tokens: int) -> Generate:
+        vocab_size = self.pair.prefill.sizes.architecture.vocab_size
+        tokens = tuple(self.rng.randrange(vocab_size) for _ in range(num_tokens))
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        return Generate(tokens, params, salt=secrets.token_hex(8))
+
+
+def num_steps(options: Options) -> int:
+    """How often `run` tells of progress."""
+    return len(options.links) * (1 + len(options.tokens) * (1 + options.repeats))
+
+
+def run(options: Options, tell: Callable[[str], None]) -> list[Row]:
+    """Every policy, for every prompt length on every link."""
+    derive(options.instance("prefill", b"", 0.0))
+    rows: list[Row] = []
+    for link in options.links:
+        speed = speed_of(link)
+        if speed is None:
+            tell("finding the link speed at which transfer takes as long as compute")
+            speed = _even_speed(options)
+        else:
+            tell(f"starting two instances, {link_text(speed)}")
+        with ExitStack() as stack:
+            meter = _start(options, speed, stack)
+            for num_tokens in options.tokens:
+                rows += _measure(meter, Case(num_tokens, speed), options, tell)
+    return rows
+
+
+def _measure(meter: Meter, case: Case, options: Options, tell: Callable[[str], None]) -> list[Row]:
+    tell(f"{case.num_tokens} tokens, {link_text(case.link_bytes_per_s)}: warming up")
+    meter.compute(case.num_tokens)
+    meter.hand_over(case.num_tokens, OFF)
+    for _ in range(NUM_LEARNING):
+        meter.hand_over(case.num_tokens, COST)
+    rounds: dict[str, list[Round]] = {policy: [] for policy in options.runs}
+    for index in range(options.repeats):
+        tell(
+            f"{case.num_tokens} tokens, {link_text(case.link_bytes_per_s)}: {index + 1} of {options.repeats}"
+        )
+        floor = meter.compute(case.num_tokens)
+        for policy, found in rounds.items():
+            told = meter.hand_over(case.num_tokens, policy)
+            found.append(Round(told, floor.prompt_s - floor.begun_s))
+    return rows_of(case, rounds, OFF)
+
+
+def _start(options: Options, speed: float, stack: ExitStack) -> Meter:
+    secret = secrets.token_bytes(32)
+    sides = [
+        stack.enter_context(Instance(options.instance(role, secret, speed))) for role in ("prefill", "decode")
+    ]
+    return Meter(Pair(*sides), random.Random(0))
+
+
+def _even_speed(options: Options) -> float:
+    """The speed at which the busiest rank of the longest prompt sends for as long as it is computed."""
+    with ExitStack() as stack:
+        meter = _start(options, 0.0, stack)
+        meter.compute(options.tokens_max)
+        told = meter.hand_over(options.tokens_max, OFF)
+        story = min((meter.compute(options.tokens_max) for _ in range(3)), key=_compute_s)
+    num_bytes = max(sum(copy.num_bytes for copy in copies) for copies in told.prefill.copies.values())
+    return num_bytes / _compute_s(story)
+
+
+def _compute_s(story: Story) -> float:
+    return story.prompt_s - story.begun_s

@@ -1,0 +1,52 @@
+"""The measurement with its table, its files and its last line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from baton.bench.overlap import run
+from baton.bench.overlap.figures import Row, targets
+from baton.bench.overlap.options import COST, Options
+from baton.bench.overlap.picture import draw
+from baton.bench.overlap.printer import summary_of, table_of
+from baton.bench.record import write
+
+PROGRESS = Callable[[int, str], None]
+"""Is told how many steps there are, and at each what is done."""
+
+
+def measure(options: Options, progress: PROGRESS) -> list[Row]:
+    """Every row."""
+    total = run.num_steps(options)
+    return run.run(options, lambda text: progress(total, text))
+
+
+def show(rows: list[Row], options: Options, path: Path, picture: Path | None) -> None:
+    """Prints and writes everything; the last line is the summary."""
+    Console().print(table_of(rows, options))
+    write(path, record_of(rows, options))
+    print(f"written to {path}")
+    if picture is not None:
+        title = f"{options.model}, {options.prefill} to {options.decode}"
+        if draw(rows, picture, title):
+            print(f"drawn in {picture}")
+        else:
+            print("no picture: matplotlib is not installed (pip install 'baton[plot]')")
+    print(summary_of(rows))
+
+
+def record_of(rows: list[Row], options: Options) -> dict[str, Any]:
+    """Everything as JSON."""
+    return {
+        "options": asdict(options),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
+        "rows": [row.as_json() for row in rows],
+        "targets": targets(rows, COST, options.device),
+    }

@@ -1,0 +1,80 @@
+"""The ranks of an instance together: they start as one and end as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from time import monotonic
+
+from baton.engine.instance.children import Child, Meeting
+from baton.engine.rank.config import RankConfig
+from baton.engine.steps import Answer, Attach, Down, Order, Stop, Up
+from baton.errors import EngineError
+
+START_S_MAX = 600.0
+LOOK_S = 0.5
+
+
+class Crew:
+    """Rank processes, and where their coordinator is once they are up."""
+
+    def __init__(self) -> None:
+        self.meeting = Meeting()
+        self.up = Up(0)
+        self._children: list[Child] = []
+        self.is_closed = False
+
+    @property
+    def connections(self) -> dict[Connection, Child]:
+        """Every rank by its end of the pipe."""
+        return {child.connection: child for child in self._children}
+
+    def start(self, configs: Sequence[RankConfig], progress: Callable[[str], None]) -> None:
+        """Starts the ranks and waits until all are up."""
+        self._children = [Child(config) for config in configs]
+        first, *others = self._children
+        self.up = self._await_up(first)
+        for child in others:
+            child.tell(Attach(self.up.coordinator, self.up.epoch))
+        progress(f"{first.name} is up")
+        for child in others:
+            self._await_up(child)
+            progress(f"{child.name} is up")
+
+    def tell(self, order: Order) -> None:
+        """Every rank hears every order."""
+        raw = Child.encode(order)
+        for child in self._children:
+            child.tell_raw(raw)
+
+    def close(self) -> None:
+        """Ends every rank."""
+        self.tell(Stop())
+        for child in self._children:
+            child.close()
+        self._children = []
+        self.meeting.close()
+        self.is_closed = True
+
+    def _await_up(self, child: Child) -> Up:
+        """The first word of a rank, while the others may fail too."""
+        limit_s = monotonic() + START_S_MAX
+        while not child.connection.poll(LOOK_S):
+            for each in self._children:
+                each.check_alive()
+            if monotonic() > limit_s:
+                raise EngineError(f"{child.name} did not start in {START_S_MAX:.0f} s")
+        answer = child.heard()
+        if isinstance(answer, Down):
+            raise EngineError(f"{child.name}: {answer.text}")
+        assert isinstance(answer, Up), f"{child.name} said {answer} before it was up"
+        return answer
+
+
+def answers(child: Child) -> Iterator[Answer]:
+    """Everything that a rank has said so far; raises EngineError when it cannot go on."""
+    while child.connection.poll():
+        answer = child.heard()
+        if isinstance(answer, Down):
+            raise EngineError(f"{child.name}: {answer.text}")
+        yield answer

@@ -1,0 +1,45 @@
+"""Calls from other threads to one that sleeps in `multiprocessing.connection.wait`."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+
+class Mailbox:
+    """A queue with a file descriptor that wakes its reader."""
+
+    def __init__(self) -> None:
+        self._calls: deque[Callable[[], None]] = deque()
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+
+    def fileno(self) -> int:
+        """Readable when somebody called."""
+        return self._reader
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Has the reader make a call; any thread."""
+        self._calls.append(call)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wakes the reader; a pipe that is full has woken it already."""
+        with suppress(BlockingIOError):
+            os.write(self._writer, b"\0")
+
+    def clear(self) -> None:
+        """For the reader: it is awake."""
+        os.read(self._reader, 4096)
+
+    def run(self) -> None:
+        """For the reader: makes the calls."""
+        while self._calls:
+            self._calls.popleft()()
+
+    def close(self) -> None:
+        """Gives the descriptors back."""
+        os.close(self._reader)
+        os.close(self._writer)

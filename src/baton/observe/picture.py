@@ -1,0 +1,142 @@
+"""Timelines as a picture, one above the other on a common axis, where matplotlib is installed.
+
+The stages of a request (queue, prefill, exposed transfer, ...) share one row; below it is a row per track. The
+end of prefill is a line through all rows, and what sticks out behind it is shaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.observe.timeline import Interval, Timeline
+
+COLOURS = {
+    "queue": "#9aa0a6",
+    "prefill": "#2f5d8a",
+    "compute": "#7da7d0",
+    "copy": "#f2a93b",
+    "exposed transfer": "#d6453d",
+    "admission": "#8e5ea2",
+    "first decode step": "#3c9d6b",
+}
+STAGES = ("queue", "prefill", "exposed transfer", "admission", "first decode step")
+MS_PER_S = 1e3
+ROW_INCHES = 0.3
+LABEL_SHARE = 0.045
+"""Of the axis: a shorter bar has no text in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the picture: what it is called, and bars that may lie over one another in lanes."""
+
+    label: str
+    lanes: list[list[Interval]]
+    is_stages: bool
+
+
+def draw(timelines: Sequence[Timeline], path: Path, title: str) -> bool:
+    """Writes the picture; False, and nothing written, without matplotlib."""
+    try:
+        matplotlib = importlib.import_module("matplotlib")
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    pyplot = importlib.import_module("matplotlib.pyplot")
+    panels = [list(_rows(timeline)) for timeline in timelines]
+    heights = [len(rows) + 1 for rows in panels]
+    figure, columns = pyplot.subplots(
+        nrows=len(panels),
+        figsize=(11, 1.3 + ROW_INCHES * sum(heights)),
+        height_ratios=heights,
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    stop_ms = max((timeline.stop_s for timeline in timelines), default=0.0) * MS_PER_S * 1.02 or 1.0
+    for axes, timeline, rows in zip(columns[:, 0], timelines, panels, strict=True):
+        axes.set_xlim(0, stop_ms)
+        _panel(axes, timeline, rows)
+    columns[-1, 0].set_xlabel("ms since the request came in")
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
+    kinds = [kind for kind in COLOURS if any(kind in _kinds(timeline) for timeline in timelines)]
+    patch = importlib.import_module("matplotlib.patches").Patch
+    figure.legend(
+        handles=[patch(color=COLOURS[kind], label=kind) for kind in kinds],
+        loc="outside lower center",
+        ncols=len(kinds),
+        fontsize=8,
+        frameon=False,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return True
+
+
+def _kind(interval: Interval) -> str:
+    return "copy" if interval.track.name.startswith("copy") else interval.track.name
+
+
+def _kinds(timeline: Timeline) -> set[str]:
+    return {_kind(each) for each in timeline.intervals}
+
+
+def _rows(timeline: Timeline) -> Iterator[Row]:
+    stages = [each for each in timeline.intervals if each.track.name in STAGES]
+    if stages:
+        yield Row(stages[0].track.group, [stages], is_stages=True)
+    for track in timeline.tracks:
+        if track.name not in STAGES:
+            yield Row(f"{track.group}: {track.name}", timeline.lanes(track), is_stages=False)
+
+
+def _panel(axes: Any, timeline: Timeline, rows: Sequence[Row]) -> None:
+    for place, row in enumerate(rows):
+        height = 0.8 / len(row.lanes)
+        for lane, intervals in enumerate(row.lanes):
+            for interval in intervals:
+                _bar(axes, interval, (place - 0.4 + lane * height, height), row.is_stages)
+    for interval in timeline.intervals:
+        start, stop = interval.start_s * MS_PER_S, interval.stop_s * MS_PER_S
+        if interval.track.name == "exposed transfer":
+            axes.axvspan(start, stop, color=COLOURS["exposed transfer"], alpha=0.13, linewidth=0, zorder=0)
+        if interval.track.name == "prefill":
+            axes.axvline(stop, color=COLOURS["prefill"], linewidth=1.2, linestyle="--", zorder=3)
+    axes.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_title(timeline.name, fontsize=9, loc="left", fontweight="bold")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="x", linewidth=0.3)
+    axes.set_axisbelow(True)
+
+
+def _bar(axes: Any, interval: Interval, place: tuple[float, float], is_stage: bool) -> None:
+    start, length = interval.start_s * MS_PER_S, interval.duration_s * MS_PER_S
+    low, height = place
+    axes.broken_barh(
+        [(start, max(length, 1e-3))],
+        (low, height),
+        facecolors=COLOURS.get(_kind(interval), COLOURS["copy"]),
+        edgecolors="white",
+        linewidth=0.4,
+        zorder=2,
+    )
+    if length < LABEL_SHARE * axes.get_xlim()[1] or height < 0.5:
+        return
+    text = f"{interval.name}, {length:.0f} ms" if is_stage else interval.name
+    axes.text(
+        start + length / 2,
+        low + height / 2,
+        text,
+        ha="center",
+        va="center",
+        fontsize=7,
+        color="white" if is_stage else "black",
+        clip_on=True,
+        zorder=4,
+    )

@@ -1,0 +1,220 @@
+"""Instances that tests share: each is started once, and the longest unused end when there are too many."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from baton.engine.instance.config import InstanceConfig
+from baton.engine.instance.instance import Instance
+from baton.engine.pair import Ask, Pair
+from baton.engine.requests import Event, Generate, Piece, Story, Told, Trouble
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.steps import Sampled
+from baton.errors import ConfigError, EngineError
+from baton.plan import parse_layout
+from baton.transport import open_transport
+
+SECRET = b"tests of the engine, end to end."
+NUM_RANKS_MAX = 16
+"""Processes that are alive at a time, for the machine's memory."""
+WAIT_S_MAX = 60.0
+
+
+@dataclass(frozen=True)
+class Side:
+    """What an instance is, as far as tests differ in it."""
+
+    model: str
+    layout: str = "tp1"
+    name: str = "one"
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def but(self, **options: Any) -> Side:
+        """The same with other options of its InstanceConfig."""
+        return replace(self, options=tuple(sorted({**dict(self.options), **options}.items())))
+
+    @property
+    def config(self) -> InstanceConfig:
+        """What it is started with."""
+        options = {"pool_tokens": 4096, "num_threads": 1, **dict(self.options)}
+        name = f"{self.name} {self.layout}".replace(":", "-")
+        return InstanceConfig(self.model, self.layout, name=name, secret=SECRET, **options)
+
+
+class House:
+    """Instances by what they are."""
+
+    def __init__(self) -> None:
+        self._instances: dict[Side, Instance] = {}
+
+    def instance(self, side: Side) -> Instance:
+        """Running, started now if it is not."""
+        return self.instances(side)[0]
+
+    def pair(self, prefill: Side, decode: Side) -> Pair:
+        """Two of them; a side is not handed over to itself."""
+        assert prefill != decode
+        return Pair(*self.instances(prefill, decode))
+
+    def instances(self, *sides: Side) -> list[Instance]:
+        """Several at a time, none of which ends the others."""
+        for side in sides:
+            skip_without(dict(side.options).get("transport", "shm"))
+            found = self._instances.pop(side, None)
+            if found is not None and not found.is_running:
+                found.close()
+                found = None
+            if found is None:
+                self._make_room(side, sides)
+                found = Instance(side.config).start()
+            self._instances[side] = found
+        return [self._instances[side] for side in sides]
+
+    def close(self) -> None:
+        """Ends all."""
+        while self._instances:
+            self._instances.popitem()[1].close()
+
+    def _make_room(self, wanted: Side, kept: Sequence[Side]) -> None:
+        for side in [each for each in self._instances if each not in kept]:
+            alive = [*self._instances, wanted]
+            if sum(parse_layout(each.layout).num_ranks for each in alive) <= NUM_RANKS_MAX:
+                return
+            self._instances.pop(side).close()
+
+
+@contextmanager
+def opened() -> Iterator[House]:
+    """A house that is closed in the end."""
+    house = House()
+    try:
+        yield house
+    finally:
+        house.close()
+
+
+@cache
+def _why_not(transport: str) -> str:
+    try:
+        open_transport(transport).close()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def skip_without(transport: str) -> None:
+    """Skips where the transport's library cannot be loaded."""
+    if reason := _why_not(transport):
+        pytest.skip(f"{transport}: {reason}")
+
+
+@dataclass
+class Heard:
+    """All that came of a request: its answers by index, and the stories by role."""
+
+    answers: dict[int, list[Sampled]] = field(default_factory=dict)
+    finishes: dict[int, str] = field(default_factory=dict)
+    stories: dict[str, Story] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """Token ids by index."""
+        return [[each.token for each in self.answers[index]] for index in sorted(self.answers)]
+
+    def add(self, piece: Piece) -> None:
+        """One more piece."""
+        self.answers.setdefault(piece.index, []).extend(piece.tokens)
+        if piece.finish:
+            assert piece.index not in self.finishes, f"answer {piece.index} ended twice"
+            self.finishes[piece.index] = piece.finish
+
+
+class Listener:
+    """A request on one instance, as its caller hears it."""
+
+    def __init__(self, instance: Instance, request: Generate) -> None:
+        self.instance = instance
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.number = instance.submit(request, self.events.put)
+
+    def next(self, timeout_s: float = WAIT_S_MAX) -> Event:
+        """What it hears next."""
+        return self.events.get(timeout=timeout_s)
+
+    def until(self, kind: type[Event], timeout_s: float = WAIT_S_MAX) -> Event:
+        """The next event of a kind; others are passed over."""
+        while not isinstance(event := self.next(timeout_s), kind):
+            pass
+        return event
+
+    def heard(self) -> Heard:
+        """All of it; a failure raises EngineError."""
+        heard = Heard()
+        while True:
+            event = self.next()
+            if isinstance(event, Piece):
+                heard.add(event)
+            elif isinstance(event, Trouble):
+                raise EngineError(event.text)
+            elif isinstance(event, Told):
+                heard.stories["both"] = event.story
+                return heard
+
+
+Where = Instance | Pair
+
+
+def ask_all(where: Where, requests: Sequence[Generate], **how: Any) -> list[Heard]:
+    """All requests at once, on one instance or through a pair."""
+    if isinstance(where, Instance):
+        listeners = [Listener(where, request) for request in requests]
+        return [each.heard() for each in listeners]
+    asked = [where.ask(Ask(request, **how)) for request in requests]
+    found = []
+    for answer, pieces in asked:
+        heard = Heard()
+        for piece in pieces:
+            heard.add(piece)
+        heard.stories = answer.stories
+        found.append(heard)
+    return found
+
+
+def ask_one(where: Where, request: Generate, **how: Any) -> Heard:
+    """One request alone."""
+    return ask_all(where, [request], **how)[0]
+
+
+def greedy(tokens: Sequence[int], num_tokens: int, *, salt: str = "", **params: Any) -> Generate:
+    """A request for exactly so many likeliest tokens."""
+    wanted = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True, **params}
+    return Generate(tuple(tokens), SamplingParams(**wanted), salt=salt)
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S_MAX) -> None:
+    """Returns as soon as a condition of other threads or processes holds."""
+    limit_s = monotonic() + timeout_s
+    while not condition():
+        assert monotonic() < limit_s, f"not within {timeout_s:.0f} s: {what}"
+        time.sleep(0.005)
+
+
+def check_idle(*instances: Instance) -> None:
+    """Nothing is under way any more, and every page is free or a cached prefix."""
+    for instance in instances:
+        desk = instance.desk
+        until(lambda desk=desk: not desk._records, f"{instance.config.name} has no requests: {desk._records}")
+        for books in desk._books:
+            until(lambda books=books: books.is_idle, f"{instance.config.name} is idle: {books.counts()}")
+            books.check_integrity()
+            for count in books.counts().pages.values():
+                assert count.num_used == 0, f"pages are kept for nobody: {count}"
