@@ -23,7 +23,7 @@ setup: .venv/.stamp  ## make .venv with Baton and its tools in it
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: setup  ## hand a cache over in memory and prove the bytes equal
+demo: setup  ## a real model, prefilled in one layout, decoded in another: timed, and its tokens proven
 	$(BIN)/baton demo
 
 # What tests use and Python cannot bring: system libraries of two transports, and a browser. Each says so

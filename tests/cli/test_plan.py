@@ -189,24 +189,3 @@ def test_the_installed_command(tmp_path: Path) -> None:
     )
     assert "Routes" in done.stdout
     assert page.read_text().lstrip().lower().startswith("<!doctype html>")
-
-
-def test_demo_proves_the_bytes_equal(baton) -> None:
-    code, out, _ = baton("demo")
-    assert code == 0
-    assert out.rstrip().endswith("bytes identical: 2370816 of 2370816")
-
-
-def test_demo_fails_when_a_byte_is_wrong(baton, monkeypatch) -> None:
-    module = sys.modules["baton.cli.demo"]
-    honest = module.execute
-
-    def corrupting(steps, source, target) -> None:
-        honest(steps, source, target)
-        buffer = target[0, "k"]
-        buffer[:] = buffer + 1
-
-    monkeypatch.setattr(module, "execute", corrupting)
-    code, out, _ = baton("demo")
-    assert code == 1
-    assert "bytes identical: 2370816 of 2370816" not in out

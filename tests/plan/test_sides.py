@@ -34,6 +34,7 @@ from baton.plan.sides import (
     canonical,
     check_pages,
     chunk_bytes,
+    direct_copies,
     expected_bytes,
     modes,
     needs,
@@ -46,6 +47,7 @@ from baton.plan.sides import (
     target_steps,
     writable,
 )
+from baton.plan.stencils import SPANS_MAX
 from baton.plan.steps import STAGING, Copy, Pack, Spans, Step, Unpack
 from baton.plan.storage import parse_storage
 from baton.plan.tokens import set_runs
@@ -289,6 +291,41 @@ def test_bytes_by_component(world: World) -> None:
             assert sizes == part_bytes(scene.at_source(chunk, pair))
             copies = [step for step in bound[pair] if isinstance(step, Copy)]
             assert sum(sizes.values()) == sum(step.spans.num_bytes for step in copies)
+
+
+@FEWER
+@given(worlds())
+def test_copies_found_the_short_way_are_those_of_the_long_one(world: World) -> None:
+    """Stencils are filled in for two sets of page tables: what they keep may not depend on the first."""
+    scene, other = Scene(world), Scene(replace(world, seed=world.seed + 1))
+    for chunk in chunks_of(world, random.Random(world.seed)):
+        for pair in scene.some_pairs():
+            if scene.plain(pair) != DIRECT:
+                assert direct_copies(scene.plan, scene.prompt, scene.tables, chunk, pair) is None
+                continue
+            for tables in (scene.tables, other.tables):
+                parts = parts_of(scene.plan, scene.prompt, tables, chunk, pair)
+                found = direct_copies(scene.plan, scene.prompt, tables, chunk, pair)
+                assert found is not None
+                assert [plain(step) for step in found[0]] == [plain(s) for s in source_steps(parts, DIRECT)]
+                assert found[1] == part_bytes(parts)
+
+
+def test_large_chunks_are_left_to_the_long_way() -> None:
+    cache = make_cache(4, (Paged(2, 1), ((0, 4),)))
+    storage = parse_storage("hnd", 1, "bf16").with_pages(dict.fromkeys(cache.groups, 4096))
+    spec = Spec(parse_layout("tp1"), cache, storage)
+    prompt, chunk = Prompt(SPANS_MAX // 4 + 1), Chunk((0, 4), (0, SPANS_MAX // 4 + 1))
+    found = plan(spec, spec)
+    ids = np.random.default_rng(1).permutation(4096)
+    tables = Tables({0: dict.fromkeys(cache.groups, ids)}, {0: dict.fromkeys(cache.groups, ids[::-1])})
+    assert direct_copies(found, prompt, tables, chunk, (0, 0)) is None
+    fewer = Chunk((0, 2), (0, 8))
+    assert direct_copies(found, prompt, tables, fewer, (0, 0)) is not None
+    ranges = writable(found, prompt, tables.target, (0, 0), DIRECT)
+    for copy in source_steps(parts_of(found, prompt, tables, chunk, (0, 0)), DIRECT):
+        assert isinstance(copy, Copy)
+        assert int(ranges[copy.target_buffer][1].sum()) == copy.spans.num_bytes
 
 
 @FEWER

@@ -19,6 +19,7 @@ from baton.protocol.arrival import (
     ReceiverState,
     Release,
     SendGrant,
+    TellAux,
     ToSource,
     UnpackAt,
 )
@@ -253,6 +254,8 @@ class TargetSide:
                 self._say(grant)
             case ToSource(message):
                 self._say(message)
+            case TellAux():
+                pass  # a word for the engine alone
             case UnpackAt(rank, landed):
                 self.ranks[rank].inbox.append(Unpack(grant=self.memory.grant, landed=landed))
             case CloseRanks(ranks, must_still):

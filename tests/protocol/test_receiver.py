@@ -47,6 +47,7 @@ from baton.protocol.arrival import (
     SourceCommitted,
     SourceQuiet,
     SourceUnquiet,
+    TellAux,
     Terms,
     Ticked,
     ToSource,
@@ -483,7 +484,19 @@ GRANTED_CASES = (
         SourceCommitted(commit(0, 1, {0: {"k": 64}, 1: {"k": 32}})),
         *rejected("rank 0 committed, but pairs ((0, 0), (0, 1)) lack something"),
     ),
-    Case("kept", GRANTED, AuxArrived(AUX, is_final=False), entered(Account(LEDGER), aux=AUX)),
+    Case(
+        "kept, and told at once",
+        GRANTED,
+        AuxArrived(AUX, is_final=False),
+        entered(Account(LEDGER), aux=AUX),
+        (TellAux(AUX),),
+    ),
+    Case(
+        "told once",
+        with_account(Account(LEDGER), aux=AUX),
+        AuxArrived(AUX, is_final=False),
+        {"deadlines": MOVED},
+    ),
     Case(
         "the last word",
         with_account(ALMOST),

@@ -124,7 +124,10 @@ def test_a_scheduler_that_is_called_back() -> None:
             handle, state, is_released, thread = told.get(timeout=PATIENCE_S)
             assert thread != threading.get_ident()
             seen[handle].append((state, is_released))
-        assert seen[found.receiving] == [(Ready(AUX), False), (Ready(AUX), True)]
+        # The target hears of the aux record, unless that is the last thing to come, then of the end.
+        *early_aux, verdict, release = seen[found.receiving]
+        assert early_aux in ([], [(Waiting(), False)])
+        assert (verdict, release) == ((Ready(AUX), False), (Ready(AUX), True))
         # The source hears of pages that are not read any more, then of the end.
         *landed, (state, _), last = seen[found.sendings[0]]
         assert landed

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 import ssl
+from contextlib import suppress
 
 import pytest
 from tests.session.handover_world import PATIENCE_S, Side, World
@@ -60,8 +61,10 @@ def test_who_has_no_certificate_is_turned_away(tls: Tls) -> None:
     try:
         url = world.target.first.registry
         assert url is not None
-        with pytest.raises(ssl.SSLError, match="certificate"):
-            ask(url, ssl.create_default_context(cafile=tls.authority))
+        answer = b""
+        with suppress(ssl.SSLError, ConnectionError):  # the connection may just end, without an alert
+            answer = ask(url, ssl.create_default_context(cafile=tls.authority))
+        assert answer == b""
     finally:
         world.source.close()
         world.target.close()

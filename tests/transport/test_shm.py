@@ -1,6 +1,7 @@
 """What shm promises beyond the contract: nothing is left of it, and its memory cannot be pulled away."""
 
 import os
+import select
 import signal
 from pathlib import Path
 
@@ -8,7 +9,18 @@ import numpy as np
 import pytest
 from tests.transport.contract import World, completions, expect_done, one_span
 
-from baton.transport import Done, FailedQuiet, Quiet, Ranges, open_transport
+from baton.transport import (
+    NOW,
+    Batch,
+    Done,
+    Event,
+    FailedQuiet,
+    Landed,
+    Quiet,
+    Ranges,
+    Transport,
+    open_transport,
+)
 from baton.transport.shm import target as shm_target
 
 MIB = 1 << 20
@@ -111,3 +123,34 @@ def test_death_is_seen_without_peer_pidfds(monkeypatch: pytest.MonkeyPatch):
         writer.kill()
         assert isinstance(target.revoke(invitation.peer), Quiet)
     target.close()
+
+
+@pytest.mark.parametrize("name", ["memory", "shm"])
+def test_a_batch_that_is_not_announced_lands_in_silence(name: str):
+    source, target = open_transport(name), open_transport(name)
+    try:
+        pool = target.allocate(64)
+        region, mine = target.register(pool), source.register(np.arange(64, dtype=np.uint8))
+        invitation = target.invite()
+        target.grant(invitation.peer, region, Ranges.whole(region))
+        peer = source.connect(invitation.description)
+        tickets = [
+            source.submit(peer, Batch(mine, region.remote, one_span(32, at, at), 7 + at, bool(at)), NOW)
+            for at in (0, 32)
+        ]
+        ended: list[Event] = []
+        while len(ended) < len(tickets):
+            ended += told(source)
+        assert ended == [Done(ticket) for ticket in tickets]
+        landed = [event for event in told(target) if isinstance(event, Landed)]
+        assert [(event.tag, event.num_bytes) for event in landed] == [(39, 32)]
+        assert pool.tolist() == list(range(64))
+    finally:
+        source.close()
+        target.close()
+
+
+def told(end: Transport) -> list[Event]:
+    """What an end has to tell; copies of one peer land in order, so the last word comes after the others."""
+    assert select.select([end.fileno()], [], [], 10)[0], "nothing came"
+    return end.poll()

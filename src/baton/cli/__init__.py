@@ -9,6 +9,7 @@ import typer
 from baton.cli import bench
 from baton.cli.demo import demo
 from baton.cli.doctor import doctor
+from baton.cli.generate import generate
 from baton.cli.plan import plan
 from baton.cli.registry import registry
 from baton.cli.sim import sim
@@ -25,6 +26,7 @@ MISUSE = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "C
 
 app.command()(plan)
 app.command()(demo)
+app.command()(generate)
 app.command()(doctor)
 app.command()(registry)
 app.command()(sim)

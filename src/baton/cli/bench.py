@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -194,6 +195,7 @@ def overlap(
     )
     _names(transport)
     shown = _late("overlap.shown")
+    shown.check(wanted)
     with _progress() as progress:
         task = progress.add_task("starting", total=None)
         rows = shown.measure(
@@ -201,6 +203,42 @@ def overlap(
             lambda total, text: progress.update(task, total=total, advance=1, description=text),
         )
     shown.show(rows, wanted, _path("overlap", json), png)
+
+
+@app.command()
+def engine(
+    *,
+    model: Annotated[str, typer.Option(metavar="MODEL", help="demo, a checkpoint, or dummy:CARD")] = "demo",
+    dtype: Annotated[str, typer.Option(metavar="D", help="fp32, bf16 or fp16")] = "fp32",
+    device: Annotated[str, typer.Option(metavar="D", help="cpu or cuda")] = "cpu",
+    threads: Annotated[int, typer.Option(min=0, metavar="N", help="of both; 0: the machine's cores")] = 0,
+    tokens: Annotated[int, typer.Option(min=2, metavar="N", help="tokens of the prompt")] = 512,
+    answer: Annotated[int, typer.Option(min=2, metavar="N", help="tokens of each answer")] = 64,
+    requests: Annotated[int, typer.Option(min=1, metavar="N", help="decoded at once")] = 8,
+    repeat: Annotated[int, typer.Option(min=1, max=1000, help="turns of each kind")] = 5,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="where to write the results")] = None,
+    png: Annotated[Path | None, typer.Option(metavar="FILE", help="where to draw them")] = None,
+) -> None:
+    """Measures prefill and decode against transformers on the same checkpoint, taking turns."""
+    wanted = _late("engine.options").Options(
+        model=model,
+        dtype=dtype,
+        device=device,
+        num_threads=threads or os.cpu_count() or 1,
+        num_prompt=tokens,
+        num_decoded=answer,
+        num_requests=requests,
+        repeats=repeat,
+    )
+    shown = _late("engine.shown")
+    shown.check(wanted)
+    with _progress() as progress:
+        task = progress.add_task("starting", total=None)
+        found = shown.measure(
+            wanted,
+            lambda total, text: progress.update(task, total=total, advance=1, description=text),
+        )
+    shown.show(found, wanted, _path("engine", json), png)
 
 
 def _late(name: str) -> Any:

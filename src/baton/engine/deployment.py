@@ -1,12 +1,12 @@
 """A model to ask: a prefill and a decode instance on this machine, or one instance that does both.
 
-    prefill, decode = InstanceConfig("demo", "pp2"), InstanceConfig("demo", "tp3")
-    with Deployment(prefill, decode) as model:
-        params = SamplingParams(temperature=0.0, max_tokens=64)
-        answer, pieces = model.ask(Ask(Generate(model.prompt("What is a relay race?"), params)))
-        for piece in pieces:
-            print(piece.text, end="", flush=True)
-    print(told(answer).figures())
+prefill, decode = InstanceConfig("demo", "pp2"), InstanceConfig("demo", "tp3")
+with Deployment(prefill, decode) as model:
+    params = SamplingParams(temperature=0.0, max_tokens=64)
+    answer, pieces = model.ask(Ask(Generate(model.prompt("What is a relay race?"), params)))
+    for piece in pieces:
+        print(piece.text, end="", flush=True)
+print(told(answer).figures())
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ from time import monotonic
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from baton.engine.instance.config import InstanceConfig, Sizes
 from baton.engine.instance.instance import Instance
-from baton.engine.pair import ANSWER_S_MAX, Answer, Ask, Pair
-from baton.engine.requests import Piece, Trouble
+from baton.engine.pair import Answer, Ask, Pair
+from baton.engine.requests import Event, Generate, Piece, Trouble
 from baton.engine.requests import Told as Ended
 from baton.engine.stories import Told
 from baton.engine.text.tokenizer import Tokenizer
@@ -31,12 +33,18 @@ from baton.errors import ConfigError, EngineError
 from baton.plan import Spec
 from baton.plan.planner import plan
 from baton.plan.storage import Storage
+from baton.transport import transport_names
+
+DEVICES = ("cpu", "cuda")
+LOOK_S = 0.5
 
 
 class Deployment:
     """Instances that answer prompts together; what cannot work is refused before a process is started."""
 
     def __init__(self, prefill: InstanceConfig, decode: InstanceConfig | None = None) -> None:
+        for config in (prefill, decode or prefill):
+            _check(config)
         secret = prefill.secret or secrets.token_bytes(32)
         if decode is None:
             self.prefill = Instance(replace(prefill, role="both", secret=secret))
@@ -82,7 +90,7 @@ class Deployment:
         self.prefill.start(progress)
 
     def prompt(self, text: str, *, is_raw: bool = False) -> tuple[int, ...]:
-        """Token ids of a user's message by the model's chat template, where it has one and is not told not to.
+        """Token ids of a user's message by the model's chat template, if it has one, or of the bare text.
 
         Without a tokenizer the text has to be token ids.
         """
@@ -93,14 +101,19 @@ class Deployment:
             return tuple(tokenizer.encode(text))
         return tuple(tokenizer.chat([{"role": "user", "content": text}]))
 
+    def check(self, request: Generate) -> None:
+        """Raises ConfigError on a request that could never be served, also before the start."""
+        for instance in self.instances:
+            instance.desk.check(request)
+
     def ask(self, ask: Ask) -> tuple[Answer, Iterator[Piece]]:
         """The answer's pieces as they come; a failure raises EngineError with its cause."""
         if self.decode is not None:
             return Pair(self.prefill, self.decode).ask(ask)
         answer = Answer(monotonic())
         request = replace(ask.request, hand=None)
-        self.prefill.submit(request, lambda event: answer.put("prefill", event))
-        return answer, _alone(answer)
+        number = self.prefill.submit(request, lambda event: answer.put("prefill", event))
+        return answer, _alone(self.prefill, number, answer)
 
     def close(self) -> None:
         """Ends every instance."""
@@ -124,6 +137,17 @@ def told(answer: Answer) -> Told | None:
     return Told(answer.asked_s, answer.first_s, prefill, decode)
 
 
+def _check(config: InstanceConfig) -> None:
+    """Refuses what only a rank would notice."""
+    name = config.transport.partition(":")[0]
+    if name not in transport_names():
+        raise ConfigError(f"transport {name!r} is not known; use {', '.join(transport_names())}")
+    if config.device not in DEVICES:
+        raise ConfigError(f"device {config.device!r} is not known; use {' or '.join(DEVICES)}")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda: torch sees no GPU; use cpu")
+
+
 def _spec(instance: Instance) -> Spec:
     sizes, config = instance.sizes, instance.config
     storage = Storage(page_tokens=config.page_tokens, dtype=config.dtype).with_pages(dict(sizes.num_pages))
@@ -137,17 +161,27 @@ def _token_ids(text: str) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
 
-def _alone(answer: Answer) -> Iterator[Piece]:
-    while not answer.stories:
+def _alone(instance: Instance, number: int, answer: Answer) -> Iterator[Piece]:
+    """Waits as long as the instance runs: one that ends says so to every request."""
+    try:
+        while not answer.stories:
+            event = _next(instance, answer)
+            match event:
+                case Trouble(text=text):
+                    raise EngineError(text)
+                case Ended(story):
+                    answer.stories["prefill"] = story
+                case _:
+                    answer.first_s = answer.first_s or monotonic()
+                    yield event
+    finally:
+        instance.abort(number)
+
+
+def _next(instance: Instance, answer: Answer) -> Event:
+    while True:
         try:
-            role, event = answer.events.get(timeout=ANSWER_S_MAX)
+            return answer.events.get(timeout=LOOK_S)[1]
         except queue.Empty:
-            raise EngineError(f"no answer for {ANSWER_S_MAX:.0f} s") from None
-        match event:
-            case Trouble(text=text):
-                raise EngineError(text)
-            case Ended(story):
-                answer.stories[role] = story
-            case _:
-                answer.first_s = answer.first_s or monotonic()
-                yield event
+            if not instance.is_running and answer.events.empty():
+                raise EngineError(f"{instance.config.name} has ended: {instance.failure}") from None

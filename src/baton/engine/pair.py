@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import queue
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 
 from baton.engine.instance.instance import Instance
 from baton.engine.requests import Event, Generate, Inbound, Outbound, Piece, Story, Told, Trouble
-from baton.errors import ConfigError, EngineError
+from baton.errors import BatonError, ConfigError, EngineError
 
 FIRST_TOKEN = ("prefill", "decode")
 ANSWER_S_MAX = 20.0
@@ -65,14 +66,24 @@ class Pair:
         request = ask.request
         if request.params.max_tokens == 1:
             # It ends with the first token, so there is nothing to hand over.
-            self.prefill.submit(replace(request, hand=None), lambda event: answer.put("prefill", event))
-            return answer, self._alone(answer)
+            alone = self.prefill.submit(
+                replace(request, hand=None), lambda event: answer.put("prefill", event)
+            )
+            return answer, _watched(self._alone(answer), {self.prefill: alone})
         transfer = secrets.token_hex(16)
         inbound = Inbound(transfer, self.prefill.address)
         outbound = Outbound(transfer, ask.is_pipelined, ask.policy)
-        self.decode.submit(replace(request, hand=inbound), lambda event: answer.put("decode", event))
-        self.prefill.submit(replace(request, hand=outbound), lambda event: answer.put("prefill", event))
-        return answer, self._pieces(answer, ask)
+        numbers: dict[Instance, int] = {}
+        try:
+            for role, instance, hand in (
+                ("decode", self.decode, inbound),
+                ("prefill", self.prefill, outbound),
+            ):
+                numbers[instance] = instance.submit(replace(request, hand=hand), partial(answer.put, role))
+        except BatonError:
+            _abort(numbers)
+            raise
+        return answer, _watched(self._pieces(answer, ask), numbers)
 
     def tokens(self, ask: Ask) -> list[list[int]]:
         """The whole answers, as token ids by index."""
@@ -107,6 +118,19 @@ class Pair:
             if event.tokens or event.text or event.finish:
                 answer.first_s = answer.first_s or monotonic()
                 yield event
+
+
+def _watched(pieces: Iterator[Piece], numbers: Mapping[Instance, int]) -> Iterator[Piece]:
+    """Whatever ends the pieces, a failure or a caller that has enough, ends the request on every side."""
+    try:
+        yield from pieces
+    finally:
+        _abort(numbers)
+
+
+def _abort(numbers: Mapping[Instance, int]) -> None:
+    for instance, number in numbers.items():
+        instance.abort(number)
 
 
 def collect(pieces: Iterator[Piece], n: int) -> list[list[int]]:

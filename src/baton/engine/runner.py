@@ -83,8 +83,9 @@ class Runner:
         for layer in self._stage.layers:
             if step.num_own:
                 x = layer.join_mix(x, self._mesh.tp.sum(layer.mix(x, attention)))
-            x = self._fed(layer, x, step)
+            # What the layer stores is stored: it can leave while the rest of the layer is computed.
             hooks.layer_done(layer.index)
+            x = self._fed(layer, x, step)
         hooks.after_forward()
         if not self._mesh.is_last:
             self._hand_on(x)

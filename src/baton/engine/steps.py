@@ -199,7 +199,7 @@ class Copied(msgspec.Struct, frozen=True, tag=True):
 
 
 class Up(msgspec.Struct, frozen=True, tag=True):
-    """A rank is loaded and attached; the first one says where its coordinator is."""
+    """A rank is loaded and attaches; the first one says where its coordinator is, and again once all are."""
 
     rank: int
     coordinator: str = ""

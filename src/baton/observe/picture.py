@@ -1,7 +1,7 @@
 """Timelines as a picture, one above the other on a common axis, where matplotlib is installed.
 
-The stages of a request (queue, prefill, exposed transfer, ...) share one row; below it is a row per track. The
-end of prefill is a line through all rows, and what sticks out behind it is shaded.
+The stages of a request (queue, prefill, exposed transfer, ...) share one row; below it is a row per track.
+The end of prefill is a line through all rows, and what sticks out behind it is shaded.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ COLOURS = {
 STAGES = ("queue", "prefill", "exposed transfer", "admission", "first decode step")
 MS_PER_S = 1e3
 ROW_INCHES = 0.3
-LABEL_SHARE = 0.045
-"""Of the axis: a shorter bar has no text in it."""
+LETTER_SHARE = 0.0062
+"""Of the axis, what a letter takes; text that a bar has no room for is left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,11 @@ def draw(timelines: Sequence[Timeline], path: Path, title: str) -> bool:
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     kinds = [kind for kind in COLOURS if any(kind in _kinds(timeline) for timeline in timelines)]
     patch = importlib.import_module("matplotlib.patches").Patch
-    figure.legend(
-        handles=[patch(color=COLOURS[kind], label=kind) for kind in kinds],
-        loc="outside lower center",
-        ncols=len(kinds),
-        fontsize=8,
-        frameon=False,
-    )
+    line = importlib.import_module("matplotlib.lines").Line2D
+    handles = [patch(color=COLOURS[kind], label=kind) for kind in kinds]
+    if "prefill" in kinds:
+        handles.append(line([], [], color=COLOURS["prefill"], linestyle="--", label="end of prefill"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
@@ -110,9 +108,16 @@ def _panel(axes: Any, timeline: Timeline, rows: Sequence[Row]) -> None:
     axes.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_title(timeline.name, fontsize=9, loc="left", fontweight="bold")
+    axes.set_title(_summary(timeline), fontsize=8, loc="right")
+    axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", linewidth=0.3)
     axes.set_axisbelow(True)
+
+
+def _summary(timeline: Timeline) -> str:
+    stages = [each for each in timeline.intervals if each.track.name in STAGES]
+    return ", ".join(f"{each.name} {each.duration_s * MS_PER_S:.1f} ms" for each in stages)
 
 
 def _bar(axes: Any, interval: Interval, place: tuple[float, float], is_stage: bool) -> None:
@@ -126,9 +131,9 @@ def _bar(axes: Any, interval: Interval, place: tuple[float, float], is_stage: bo
         linewidth=0.4,
         zorder=2,
     )
-    if length < LABEL_SHARE * axes.get_xlim()[1] or height < 0.5:
-        return
     text = f"{interval.name}, {length:.0f} ms" if is_stage else interval.name
+    if length < LETTER_SHARE * len(text) * axes.get_xlim()[1] or height < 0.5:
+        return
     axes.text(
         start + length / 2,
         low + height / 2,

@@ -222,6 +222,13 @@ class ToSource:
 
 
 @dataclass(frozen=True, slots=True)
+class TellAux:
+    """Tell whoever asked what the source has sampled; the transfer may still fail."""
+
+    aux: Aux
+
+
+@dataclass(frozen=True, slots=True)
 class UnpackAt:
     """Have a rank unpack or check a chunk."""
 

@@ -211,7 +211,10 @@ class Commit(Message, frozen=True, tag="commit"):
 
 
 class AuxRecord(Message, frozen=True, tag="aux"):
-    """The aux record; `is_final` when the answer ended at the source."""
+    """The aux record; `is_final` when the answer ended at the source.
+
+    The target's coordinator passes one that is not final on to the ranks that asked, ahead of the verdict.
+    """
 
     transfer: str
     grant: bytes

@@ -40,6 +40,7 @@ from baton.protocol.arrival import (
     SourceCommitted,
     SourceQuiet,
     SourceUnquiet,
+    TellAux,
     Ticked,
     ToSource,
     VerdictAsked,
@@ -139,7 +140,8 @@ def _admit(one: Arrival, account: Account) -> Step:
 def _aux(one: Arrival, event: AuxArrived, now: float) -> Step:
     assert one.account is not None
     if not event.is_final:
-        return _admit_if_complete(one, replace(one.account, aux=event.aux), now)
+        told = () if one.account.aux else (TellAux(event.aux),)
+        return _admit_if_complete(one, replace(one.account, aux=event.aux), now, told)
     outcome = Finished(event.aux)
     return _quarantine(one, outcome, now, (ToSource(one.settled(outcome)),))
 

@@ -28,6 +28,7 @@ from baton.protocol.arrival import (
     SourceCommitted,
     SourceQuiet,
     SourceUnquiet,
+    TellAux,
     Ticked,
     ToSource,
     UnpackAt,
@@ -337,6 +338,11 @@ class Arrivals:
                 self.owner.sessions.send(coming.session, msgspec.structs.replace(grant, session=-1))
             case ToSource(message):
                 self._to_source(coming, message)
+            case TellAux(aux):
+                assert coming.record.grant is not None
+                record = AuxRecord(transfer=transfer, grant=coming.record.grant.grant, aux=aux)
+                for rank in sorted(coming.callers):
+                    to_rank(rank, record)
             case UnpackAt(rank, landed):
                 to_rank(rank, Unpack(grant=landed.grant, landed=landed))
             case CloseRanks(ranks, must_still):

@@ -22,6 +22,7 @@ from baton.transport import NOW, Fence
 
 if TYPE_CHECKING:
     from baton.plan.tokens import Ints
+    from baton.session.claims import Claim
 
 AUX_BYTES_MAX = 32 << 20
 Pages = Mapping[str, "Sequence[int] | Ints"]
@@ -203,6 +204,11 @@ class Receiving(Handle):
         """For the driver: whether the coordinator has heard of it."""
         self.source = ""
         """For the driver: where it is to come from."""
+        self.claim: Claim | None = None
+        """For the driver: the pages that it keeps from other requests."""
+        self.early: Aux | None = None
+        """The aux record as soon as it is there, on the rank that asked: the tokens in it may be shown, but
+        the transfer may still fail, and the pages are not there before `state` says ready."""
         self._abort = abort
 
     def abort(self, text: str = "") -> None:

@@ -180,7 +180,7 @@ class Turns:
         while self._later:
             self.step(self._later.popleft())
         self._is_begun = False
-        self.flush()
+        self._guard(self.flush)
         for action in self.after:
             if not self._is_over:
                 self._guard(action)

@@ -16,6 +16,7 @@ from baton.plan import Plan, Spec, plan
 from baton.plan.wire import spec_from_bytes, spec_to_bytes
 from baton.protocol.messages import (
     AnyMessage,
+    AuxRecord,
     Beat,
     Close,
     Decline,
@@ -103,6 +104,9 @@ class RankDriver:
         """Begins the target's end of a transfer, with the pages of one or more ranks."""
         own = request.checked(self.config.spec)
         receiving = Receiving(own.transfer, self._abort_receiving)
+        if not self.target.claims.has(own.transfer):
+            # An id that is live is refused for that, whatever its pages.
+            receiving.claim = self.target.claims.take(own)
         self.ports.post(lambda: self.target.begin(receiving, own))
         return receiving
 
@@ -165,6 +169,8 @@ class RankDriver:
             case Settled():
                 self.source.settled(message)
                 self.target.settled(message)
+            case AuxRecord():
+                self.target.aux_came(message)
             case Invite():
                 self.target.invite(message)
             case Open():
@@ -233,6 +239,8 @@ class RankDriver:
     def release(self, handle: Handle) -> None:
         """Tells the engine that pages are its own again."""
         if not handle.is_released:
+            if isinstance(handle, Receiving):
+                self.target.unclaim(handle)
             handle.release()
             self.on_change(handle)
 

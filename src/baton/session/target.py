@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from baton.plan import Chunk, Prompt
 from baton.plan.sides import check_pages
 from baton.plan.steps import STAGING
@@ -27,6 +27,7 @@ from baton.protocol.landing import (
 )
 from baton.protocol.messages import (
     Abort,
+    AuxRecord,
     Close,
     Closed,
     Decline,
@@ -44,6 +45,7 @@ from baton.protocol.messages import (
     Unpack,
 )
 from baton.protocol.outcomes import Cause, Stage, Waiting, Why
+from baton.session.claims import Claims
 from baton.session.handles import Receiving
 from baton.session.loads import Terms, decode_tables, encode_pages, make_unload, writable_by
 from baton.session.moving import checksums, run_unpacks
@@ -100,9 +102,15 @@ class TargetHalf:
         self.receiving: dict[str, Receiving] = {}
         self.incoming: dict[bytes, Incoming] = {}
         self.guests: dict[int, Guest] = {}
+        self.claims = Claims(rank.config.spec)
         self._num_guests = 0
 
     # Calls of the engine.
+
+    def unclaim(self, receiving: Receiving) -> None:
+        """The pages of a request may be named again."""
+        if receiving.claim is not None:
+            self.claims.give_back(receiving.claim)
 
     def begin(self, receiving: Receiving, request: Request) -> None:
         """A transfer is asked for; its pages are named once the device work of their last owner is done."""
@@ -112,8 +120,20 @@ class TargetHalf:
             return
         self.receiving[receiving.transfer] = receiving
         receiving.source = request.source
+        if receiving.claim is None and not self._claim_late(receiving, request):
+            return
         call = partial(self._ask, receiving, request)
         request.fence.call_when_ready(lambda: self.rank.ports.post(call))
+
+    def _claim_late(self, receiving: Receiving, request: Request) -> bool:
+        """The id was live when the engine called, and no longer is: its pages are claimed now if possible."""
+        try:
+            receiving.claim = self.claims.take(request)
+        except ConfigError as error:
+            del self.receiving[receiving.transfer]
+            self.rank.refuse(receiving, self.rank.cause(Why.OUT_OF_PAGES, Stage.GRANT, str(error)))
+            return False
+        return True
 
     def _ask(self, receiving: Receiving, request: Request) -> None:
         if self.receiving.get(receiving.transfer) is not receiving:
@@ -142,6 +162,13 @@ class TargetHalf:
             self.rank.tell(Decline(transfer=receiving.transfer, source=receiving.source, cause=cause))
             del self.receiving[receiving.transfer]
             self.rank.refuse(receiving, cause)
+
+    def aux_came(self, message: AuxRecord) -> None:
+        """The aux record is there, the pages may not be."""
+        receiving = self.receiving.get(message.transfer)
+        if receiving is not None and isinstance(receiving.state, Waiting):
+            receiving.early = message.aux
+            self.rank.on_change(receiving)
 
     def settled(self, message: Settled) -> None:
         """The verdict."""

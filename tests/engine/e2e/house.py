@@ -45,7 +45,7 @@ class Side:
     @property
     def config(self) -> InstanceConfig:
         """What it is started with."""
-        options = {"pool_tokens": 4096, "num_threads": 1, **dict(self.options)}
+        options = {"pool_tokens": 4096, "num_threads": 1, "is_warmed": False, **dict(self.options)}
         name = f"{self.name} {self.layout}".replace(":", "-")
         return InstanceConfig(self.model, self.layout, name=name, secret=SECRET, **options)
 

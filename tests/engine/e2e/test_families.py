@@ -69,7 +69,7 @@ def test_undisaggregated_mixed(
     found = ask_all(where, [greedy(each, NUM_TOKENS, salt="mixed") for each in asked])
     check_tokens(folder, asked, found)
     num_groups = sum(map(len, found[-1].stories["both"].groups.values()))
-    assert num_groups == 1 or is_chunked and num_groups >= LONG // SMALL_CHUNK
+    assert num_groups == 1 or (is_chunked and num_groups >= LONG // SMALL_CHUNK)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

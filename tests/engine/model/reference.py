@@ -45,10 +45,10 @@ class DiskCheckpoint:
         file = self._files.get(name)
         return None if file is None else tuple(file.get_slice(name).get_shape())
 
-    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+    def read(self, name: str, index: tuple[slice, ...] = (), *, device: torch.device | None = None) -> Tensor:
         part = self._files[name].get_slice(name)[index or (...,)]
         self.num_read[name] = self.num_read.get(name, 0) + part.numel()
-        return part
+        return part.to(device)
 
 
 @dataclass
@@ -68,9 +68,9 @@ class Altered:
         tensor = self.tensors[name]
         return None if tensor is None else tuple(tensor.shape)
 
-    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+    def read(self, name: str, index: tuple[slice, ...] = (), *, device: torch.device | None = None) -> Tensor:
         tensor = self.tensors.get(name)
-        return self.inner.read(name, index) if tensor is None else tensor[index or (...,)]
+        return self.inner.read(name, index, device=device) if tensor is None else tensor[index or (...,)]
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,9 @@ def test_layers_with_experts_are_every_so_many() -> None:
         def shape(self, name: str) -> None:
             names.append(name)
 
-        def read(self, name: str, index: tuple[slice, ...] = ()) -> torch.Tensor:
+        def read(
+            self, name: str, index: tuple[slice, ...] = (), *, device: torch.device | None = None
+        ) -> torch.Tensor:
             raise AssertionError(name)
 
     with pytest.raises(ConfigError):
@@ -127,8 +129,10 @@ def test_loading_stops_at_a_bad_tensor(tensor: torch.Tensor | None, models: Path
 
 def test_a_file_that_belies_its_header_is_refused(models: Path) -> None:
     class Lying(DiskCheckpoint):
-        def read(self, name: str, index: tuple[slice, ...] = ()) -> torch.Tensor:
-            found = super().read(name, index)
+        def read(
+            self, name: str, index: tuple[slice, ...] = (), *, device: torch.device | None = None
+        ) -> torch.Tensor:
+            found = super().read(name, index, device=device)
             return found[:-1] if name == Q else found
 
     with pytest.raises(EngineError, match=f"{Q}: read \\(47, 48\\) where the slice is \\(48, 48\\)"):

@@ -90,7 +90,7 @@ class Row:
             "policy": self.policy,
             "compute_only_s": self.floor_s,
             "serial_transfer_s": self.serial_s,
-            **{name: self.middle(lambda run, name=name: getattr(run, name)) for name in names},
+            **{name: float(median(getattr(run, name) for run in self.runs)) for name in names},
             "of_bound": self.of_bound,
             "runs": [{name: getattr(run, name) for name in names} for run in self.runs],
         }

@@ -11,7 +11,7 @@ from baton.bench.overlap.figures import Row, link_text
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """By link, a row of two: time to the last byte by compute-only, and efficiency; False without matplotlib."""
+    """By link: time to the last byte by compute-only, and efficiency; False without matplotlib."""
     try:
         matplotlib = importlib.import_module("matplotlib")
     except ImportError:

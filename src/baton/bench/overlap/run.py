@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from baton.bench.overlap.figures import Case, Round, Row, link_text, rows_of
+from baton.bench.overlap.figures import Case, Round, Row, case_text, link_text, rows_of
 from baton.bench.overlap.options import COST, OFF, Options, speed_of
 from baton.engine.instance.config import derive
 from baton.engine.instance.instance import Instance
@@ -57,6 +57,12 @@ class Meter:
         return Generate(tokens, params, salt=secrets.token_hex(8))
 
 
+def check(options: Options) -> None:
+    """Raises on what would be refused, before anything is started."""
+    for role in ("prefill", "decode"):
+        derive(options.instance(role, b"", 0.0))
+
+
 def num_steps(options: Options) -> int:
     """How often `run` tells of progress."""
     return len(options.links) * (1 + len(options.tokens) * (1 + options.repeats))
@@ -64,7 +70,6 @@ def num_steps(options: Options) -> int:
 
 def run(options: Options, tell: Callable[[str], None]) -> list[Row]:
     """Every policy, for every prompt length on every link."""
-    derive(options.instance("prefill", b"", 0.0))
     rows: list[Row] = []
     for link in options.links:
         speed = speed_of(link)
@@ -81,7 +86,7 @@ def run(options: Options, tell: Callable[[str], None]) -> list[Row]:
 
 
 def _measure(meter: Meter, case: Case, options: Options, tell: Callable[[str], None]) -> list[Row]:
-    tell(f"{case.num_tokens} tokens, {link_text(case.link_bytes_per_s)}: warming up")
+    tell(f"{case_text(case)}: warming up")
     meter.compute(case.num_tokens)
     meter.hand_over(case.num_tokens, OFF)
     for _ in range(NUM_LEARNING):

@@ -17,8 +17,14 @@ from baton.bench.overlap.picture import draw
 from baton.bench.overlap.printer import summary_of, table_of
 from baton.bench.record import write
 
+WIDTH_MIN = 132
 PROGRESS = Callable[[int, str], None]
 """Is told how many steps there are, and at each what is done."""
+
+
+def check(options: Options) -> None:
+    """Raises on what would be refused, before anything is started."""
+    run.check(options)
 
 
 def measure(options: Options, progress: PROGRESS) -> list[Row]:
@@ -29,7 +35,8 @@ def measure(options: Options, progress: PROGRESS) -> list[Row]:
 
 def show(rows: list[Row], options: Options, path: Path, picture: Path | None) -> None:
     """Prints and writes everything; the last line is the summary."""
-    Console().print(table_of(rows, options))
+    # A table that is cut to 80 columns says nothing.
+    Console(width=max(Console().width, WIDTH_MIN)).print(table_of(rows, options))
     write(path, record_of(rows, options))
     print(f"written to {path}")
     if picture is not None:

@@ -83,11 +83,9 @@ def derive(config: InstanceConfig) -> Sizes:
         raise ConfigError(
             f"dtype {config.dtype!r} is not one the engine computes in; use {', '.join(DTYPE_WORDS)}"
         )
-    if config.chunk_tokens < 1 or config.sequences_max < 1:
-        raise ConfigError(
-            f"chunk_tokens {config.chunk_tokens}, sequences_max {config.sequences_max}; "
-            "both have to be at least 1"
-        )
+    for name in ("page_tokens", "chunk_tokens", "sequences_max"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{name} is {getattr(config, name)}; it has to be at least 1")
     choose(config.policy, LayerTimes((0.0,), (0.0,), 0.0), 1)
     checkpoint = open_checkpoint(config.model)
     missing(checkpoint)

@@ -40,6 +40,8 @@ class Crew:
         for child in others:
             self._await_up(child)
             progress(f"{child.name} is up")
+        # The first one's second word: all are attached, and hand-overs are taken.
+        self.up = self._await_up(first)
 
     def tell(self, order: Order) -> None:
         """Every rank hears every order."""

@@ -30,10 +30,14 @@ from baton.engine.steps import (
     Send,
     Step,
     StepDone,
+    Tables,
 )
 from baton.errors import ConfigError
 from baton.plan import Layout
 from baton.protocol.outcomes import Aux, Cause, Failed, Finished, Ready, Stage, Why
+
+CHECK_PAGES_MAX = 10_000
+"""Larger books are not checked when idle: that takes a good part of a second, and a request would wait."""
 
 
 @dataclass(slots=True)
@@ -84,6 +88,12 @@ class Desk:
                 f"a prompt of {num_prompt} tokens; give 1 to {limit - 1}: the context has {limit}, "
                 "one of them for the answer"
             )
+        num_most, num_wanted = self._books[0].num_tokens_max(num_prompt), request.params.max_tokens
+        if not isinstance(request.hand, Outbound) and num_prompt + num_wanted > num_most:
+            raise ConfigError(
+                f"a prompt of {num_prompt} tokens and max_tokens {num_wanted}: together at most {num_most}; "
+                "ask for fewer, or give the pool more tokens"
+            )
         if request.embeddings is None and not all(0 <= token < vocab_size for token in request.tokens):
             wrong = next(token for token in request.tokens if not 0 <= token < vocab_size)
             raise ConfigError(f"token {wrong} of the prompt is not one of the {vocab_size} in the vocabulary")
@@ -125,7 +135,8 @@ class Desk:
         if not self._records and not self._is_checked:
             self._is_checked = True
             for books in self._books:
-                books.check_integrity()
+                if all(pool.num_pages <= CHECK_PAGES_MAX for pool in books.room.pools.values()):
+                    books.check_integrity()
 
     def heard(self, answer: Answer, now_s: float) -> None:
         """A rank said something."""
@@ -162,22 +173,26 @@ class Desk:
         record.story.begun_s = now_s
         record.story.num_cached = sequence.num_cached
         self._begin(sequence)
+        if record.is_source:
+            self._send(record, sequence.num_cached, sequence.pages)
+
+    def _send(self, record: Record, num_cached: int, pages: Tables) -> None:
         hand = record.request.hand
-        if isinstance(hand, Outbound):
-            record.is_handing = True
-            self._tell(
-                Send(
-                    sequence=sequence.number,
-                    dp=record.dp,
-                    transfer=hand.transfer,
-                    digest=record.digest,
-                    num_tokens=sequence.num_prompt,
-                    num_cached=sequence.num_cached,
-                    pages=sequence.pages,
-                    is_pipelined=hand.is_pipelined,
-                    policy=hand.policy,
-                )
+        assert isinstance(hand, Outbound)
+        record.is_handing = True
+        self._tell(
+            Send(
+                sequence=record.number,
+                dp=record.dp,
+                transfer=hand.transfer,
+                digest=record.digest,
+                num_tokens=len(record.request.tokens),
+                num_cached=num_cached,
+                pages=pages,
+                is_pipelined=hand.is_pipelined,
+                policy=hand.policy,
             )
+        )
 
     def _begin(self, sequence: Sequence) -> None:
         asked = sequence.asked
@@ -298,6 +313,10 @@ class Desk:
     def _drop(self, record: Record, text: str, now_s: float) -> None:
         """Ends what is left of a request; pages that a hand-over may touch come back later."""
         self._lobby.leave(record, text)
+        if record.is_source and not record.story.begun_s:
+            # Its target waits for an offer, and hears in this way that there will be none.
+            record.story.begun_s = now_s
+            self._send(record, 0, {})
         if record.is_handing and not record.story.settled_s:
             self._tell(Abort(record.number, text))
         for number in [each for each, found in self._records.items() if found is record]:
@@ -325,7 +344,10 @@ class Desk:
     def _refuse(self, record: Record, text: str) -> None:
         cause = Cause(Why.OUT_OF_PAGES, Stage.GRANT, self._premises.name, text=text)
         record.give_up(text, cause)
-        del self._records[record.number]
+        if record.is_source:
+            self._drop(record, text, record.story.arrived_s)
+        else:
+            del self._records[record.number]
 
     def _load(self, dp: int) -> int:
         """How many tokens a dp group has taken on."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -128,7 +129,18 @@ class Instance:
         self.close()
 
     def _run(self) -> None:
-        """The thread: answers, calls, decisions, until the instance ends."""
+        """The thread: whatever ends it, nobody waits for it any longer."""
+        try:
+            self._serve()
+        finally:
+            self.failure = self.failure or f"its scheduler failed: {sys.exception()!r}"
+            self.desk.fail_all(self.failure)
+            # Requests that were on their way when it ended hear of it too.
+            self._mailbox.run()
+            self.desk.fail_all(self.failure)
+
+    def _serve(self) -> None:
+        """Answers, calls, decisions, until the instance ends."""
         children: dict[Any, Child] = dict(self._crew.connections)
         sources = [self._mailbox.fileno(), *children]
         while not self.failure:
@@ -137,13 +149,9 @@ class Instance:
                     self._attend(children.get(source))
             except EngineError as error:
                 self.failure = str(error)
-                break
+                return
             self._mailbox.run()
             self.desk.pump(monotonic())
-        self.desk.fail_all(self.failure)
-        # Requests that were on their way when it ended hear of it too.
-        self._mailbox.run()
-        self.desk.fail_all(self.failure)
 
     def _attend(self, child: Child | None) -> None:
         if child is None:
@@ -163,7 +171,7 @@ class Instance:
             chunks_in_flight=sizes.layout.size("pp"),
         )
         schedulers = [Scheduler(limits, shares, sizes.num_pages) for _ in range(sizes.layout.size("dp"))]
-        facts = Facts(self.tokenizer, self.eos_ids, sizes.context_max)
+        facts = Facts(self.tokenizer, self.eos_ids, sizes.context_max, config.has_prefix_cache)
         vocab_size = sizes.architecture.vocab_size
         return Premises(config.name, sizes.layout, schedulers, facts, vocab_size, self._crew.tell)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +16,8 @@ class Mailbox:
         self._calls: deque[Callable[[], None]] = deque()
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
+        self._lock = threading.Lock()
+        self._is_closed = False
 
     def fileno(self) -> int:
         """Readable when somebody called."""
@@ -26,9 +29,10 @@ class Mailbox:
         self.wake()
 
     def wake(self) -> None:
-        """Wakes the reader; a pipe that is full has woken it already."""
-        with suppress(BlockingIOError):
-            os.write(self._writer, b"\0")
+        """Wakes the reader, if there still is one; a pipe that is full has woken it already."""
+        with self._lock, suppress(BlockingIOError):
+            if not self._is_closed:
+                os.write(self._writer, b"\0")
 
     def clear(self) -> None:
         """For the reader: it is awake."""
@@ -41,5 +45,7 @@ class Mailbox:
 
     def close(self) -> None:
         """Gives the descriptors back."""
-        os.close(self._reader)
-        os.close(self._writer)
+        with self._lock:
+            self._is_closed = True
+            os.close(self._reader)
+            os.close(self._writer)

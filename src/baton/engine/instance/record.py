@@ -24,6 +24,7 @@ class Facts:
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
     context_max: int
+    has_prefix_cache: bool = True
 
 
 @dataclass(slots=True)
@@ -88,7 +89,8 @@ class Record:
                 role=role,
                 arrival_s=self.story.arrived_s,
                 dp=self.dp,
-                salt=request.salt,
+                # A salt of its own shares its prefix with nobody.
+                salt=request.salt if self.facts.has_prefix_cache else f"request {self.number}",
                 embeddings=request.embeddings,
             )
         )

@@ -29,7 +29,7 @@ class Checkpoint(Protocol):
     def shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of a tensor, None where there is no such tensor."""
 
-    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+    def read(self, name: str, index: tuple[slice, ...] = (), *, device: torch.device | None = None) -> Tensor:
         """That part of a tensor, in whatever float dtype it is stored; nothing else is read."""
 
 
@@ -93,7 +93,7 @@ class Loader:
         dtype = dtype or self.cut.dtype
         if 0 in piece.sizes:
             return torch.empty(piece.sizes, dtype=dtype, device=self.cut.device)
-        found = self._checkpoint.read(piece.name, piece.index)
+        found = self._checkpoint.read(piece.name, piece.index, device=self.cut.device)
         if tuple(found.shape) != piece.sizes:
             raise EngineError(
                 f"{piece.name}: read {tuple(found.shape)} where the slice is {piece.sizes}; "

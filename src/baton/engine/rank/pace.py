@@ -12,6 +12,7 @@ some dozens.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log2
@@ -59,20 +60,33 @@ class Line:
         return (intercept, slope) if intercept > 0.0 else (0.0, xy / xx)
 
 
+@dataclass(frozen=True, slots=True)
+class Took:
+    """Seconds of a layer, on average, and of the rest of the last one after its cache was stored."""
+
+    layer_s: float
+    rest_s: float
+
+
 class Pace:
-    """The measurements of one rank."""
+    """The measurements of one rank; the computing thread and the endpoint's meet here."""
 
     def __init__(self) -> None:
-        self._layer_s: dict[int, float] = {}
+        self._lock = threading.Lock()
+        self._compute: dict[int, Took] = {}
+        """By powers of two of the rows, seconds of a row."""
         self._links: dict[int, Line] = {}
         """By session, the one that was measured last at the end."""
 
-    def computed(self, num_rows: int, layer_s: float) -> None:
-        """A step of so many rows took so long per layer."""
-        bucket = _bucket(num_rows)
-        before = self._layer_s.get(bucket)
-        per_row = layer_s / max(1, num_rows)
-        self._layer_s[bucket] = per_row if before is None else KEEP * before + (1 - KEEP) * per_row
+    def computed(self, num_rows: int, took: Took) -> None:
+        """What a step of so many rows took."""
+        bucket, num_rows = _bucket(num_rows), max(1, num_rows)
+        found = Took(took.layer_s / num_rows, took.rest_s / num_rows)
+        before = self._compute.get(bucket, found)
+        self._compute[bucket] = Took(
+            KEEP * before.layer_s + (1 - KEEP) * found.layer_s,
+            KEEP * before.rest_s + (1 - KEEP) * found.rest_s,
+        )
 
     def sent(self, session: int, copies: Sequence[CopyRecord], ready_s: Mapping[int, float]) -> None:
         """A hand-over is through: its groups, computed at `ready_s`, went one after another over a link."""
@@ -88,27 +102,31 @@ class Pace:
             free_s = max(free_s, *(copy.ended_s for copy in group))
             if free_s > start_s:
                 points.append((float(sum(copy.num_bytes for copy in group)), free_s - start_s))
-        if points:
+        if not points:
+            return
+        with self._lock:
             line = self._links.pop(session, None) or Line()
             line.add(points)
             self._links[session] = line
-        while len(self._links) > NUM_LINKS_MAX:
-            del self._links[next(iter(self._links))]
+            while len(self._links) > NUM_LINKS_MAX:
+                del self._links[next(iter(self._links))]
 
-    def layer_s(self, num_rows: int) -> float:
-        """What a layer of so many rows will take."""
-        if not self._layer_s:
-            return LAYER_S_DEFAULT
-        bucket = _bucket(num_rows)
-        nearest = min(self._layer_s, key=lambda known: abs(known - bucket))
-        return self._layer_s[nearest] * max(1, num_rows)
+    def compute(self, num_rows: int) -> Took:
+        """What a step of so many rows will take."""
+        if not self._compute:
+            return Took(LAYER_S_DEFAULT, 0.0)
+        bucket, num_rows = _bucket(num_rows), max(1, num_rows)
+        nearest = self._compute[min(self._compute, key=lambda known: abs(known - bucket))]
+        layer_s = nearest.layer_s * num_rows
+        return Took(layer_s, min(layer_s, nearest.rest_s * num_rows))
 
     def link(self, session: int) -> tuple[float, float]:
         """Overhead per group and seconds per byte of a session's link; of the last one for a new session."""
-        if not self._links:
-            return OVERHEAD_S_DEFAULT, 1 / BYTES_PER_S_DEFAULT
-        line = self._links.get(session) or next(reversed(self._links.values()))
-        return line.fit()
+        with self._lock:
+            if not self._links:
+                return OVERHEAD_S_DEFAULT, 1 / BYTES_PER_S_DEFAULT
+            line = self._links.get(session) or next(reversed(self._links.values()))
+            return line.fit()
 
     def times(self, num_layers: int, num_rows: int, layer_bytes: Mapping[int, int]) -> LayerTimes:
         """Predictions for a step, given the bytes that each session gets from one layer.
@@ -118,7 +136,10 @@ class Pace:
         links = {session: self.link(session) for session in layer_bytes}
         transfer_s = sum(layer_bytes[s] * links[s][1] for s in layer_bytes)
         overhead_s = sum(links[s][0] for s in layer_bytes)
-        return LayerTimes((self.layer_s(num_rows),) * num_layers, (transfer_s,) * num_layers, overhead_s)
+        took = self.compute(num_rows)
+        # A layer can leave before its rest is computed, so the first one is ready sooner by that.
+        compute_s = (took.layer_s - took.rest_s, *(took.layer_s,) * (num_layers - 1))
+        return LayerTimes(compute_s, (transfer_s,) * num_layers, overhead_s)
 
 
 def _bucket(num_rows: int) -> int:

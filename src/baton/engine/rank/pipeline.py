@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.engine.rank.clock import Clock, Mark
+from baton.engine.rank.cutting import cut
 from baton.engine.rank.handing import Handing, Part
+from baton.engine.rank.pace import Took
 from baton.engine.steps import Batch, Group
-from baton.plan.overlap import Groups, choose
+from baton.plan.overlap import Groups
 
 OFF = "off"
 
@@ -21,7 +23,7 @@ class Pipeline:
         self._policy = policy
         self._token_bytes = token_bytes
         """What one token of one layer takes on this rank."""
-        self._first, self._last = handing.layers
+        self._layers = handing.layers
         self._groups: Groups = ()
         self._marks: list[Mark] = []
         self._ends: dict[int, int] = {}
@@ -37,7 +39,8 @@ class Pipeline:
         self._leaving = self._handing.leaving(batch.works)
         self._num_rows = batch.num_rows
         self._groups = self._cut()
-        self._ends = {self._first + stop - 1: self._first + start for start, stop in self._groups}
+        first = self._layers[0]
+        self._ends = {first + stop - 1: first + start for start, stop in self._groups}
         self._offered = []
         self._marks = [self._clock.mark()]
 
@@ -51,11 +54,12 @@ class Pipeline:
         for part in self._leaving:
             if part.outgoing.order.is_pipelined:
                 self._offer(part, (start, layer + 1), mark)
-            elif layer + 1 == self._last:
-                self._offer(part, (self._first, self._last), mark)
+            elif layer + 1 == self._layers[1]:
+                self._offer(part, self._layers, mark)
 
     def after_forward(self) -> None:
         """The layers of this rank are through; tokens are not sampled yet."""
+        self._marks.append(self._clock.mark())
 
     @property
     def leaving(self) -> Sequence[Part]:
@@ -65,14 +69,16 @@ class Pipeline:
     def groups(self) -> list[Group]:
         """What was computed when, once it is."""
         times = self._clock.times_s(self._marks)
-        spans = zip(self._groups, times, times[1:], strict=False)
-        found = [Group((self._first + a, self._first + b), start, stop) for (a, b), start, stop in spans]
         for part, chunk, index in self._offered:
             part.outgoing.ready_s[chunk] = times[index]
-        if found:
-            num_layers = self._last - self._first
-            self._handing.pace.computed(self._num_rows, (times[-1] - times[0]) / num_layers)
-        return found
+        if len(times) != len(self._groups) + 2:
+            return []  # a rank without layers
+        *times, stored_s, end_s = times
+        spans = zip(self._groups, times, [*times[1:], end_s], strict=True)
+        first, last = self._layers
+        took = Took((end_s - times[0]) / (last - first), end_s - stored_s)
+        self._handing.pace.computed(self._num_rows, took)
+        return [Group((first + a, first + b), start, stop) for (a, b), start, stop in spans]
 
     def _offer(self, part: Part, layers: tuple[int, int], mark: Mark) -> None:
         chunk = self._handing.offer(part, layers, mark.fence)
@@ -80,7 +86,7 @@ class Pipeline:
             self._offered.append((part, chunk, len(self._marks) - 1))
 
     def _cut(self) -> Groups:
-        num_layers, self.unpipelined = self._last - self._first, ""
+        num_layers, self.unpipelined = self._layers[1] - self._layers[0], ""
         whole = ((0, num_layers),)
         if not self._leaving:
             return whole
@@ -99,7 +105,7 @@ class Pipeline:
             layer_bytes[session] = layer_bytes.get(session, 0) + len(part.work.tokens) * self._token_bytes
         times = self._handing.pace.times(num_layers, self._num_rows, layer_bytes)
         average = sum(len(part.work.tokens) for part in piped) // len(piped)
-        groups = choose(policy, times, average)
+        groups = cut(policy, times, average)
         if len(groups) == 1:
             reason = "there is one layer" if num_layers == 1 else "one group is done soonest"
             self.unpipelined = f"{policy}: {reason}"

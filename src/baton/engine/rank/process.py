@@ -44,8 +44,12 @@ from baton.engine.steps import (
 from baton.errors import BatonError, EngineError
 from baton.protocol.outcomes import Aux
 
+SWITCH_S = 1e-4
+"""How long a thread may keep the interpreter from the computing one, which asks for it after each operation."""
 GOING_S_MAX = 10.0
 """How long a rank may take to end by itself."""
+FORMING_S_MAX = 120.0
+"""How long the ranks may take to attach once the first one waits for them."""
 
 
 class Pipe:
@@ -186,6 +190,7 @@ def main(descriptor: int) -> None:
     config = pipe.first()
     torch.set_num_threads(config.num_threads)
     torch.set_num_interop_threads(1)
+    sys.setswitchinterval(SWITCH_S)
     try:
         _live(config, pipe)
     except BatonError as error:
@@ -198,7 +203,11 @@ def _live(config: RankConfig, pipe: Pipe) -> None:
     if config.rank == 0:
         parts = attach(config, loaded, None, pipe.tell)
         endpoint = parts.handing.endpoint
-        pipe.tell(Up(0, endpoint.address, endpoint.config.epoch, endpoint.registry or ""))
+        up = Up(0, endpoint.address, endpoint.config.epoch, endpoint.registry or "")
+        pipe.tell(up)
+        if not endpoint.wait_ready(FORMING_S_MAX):
+            raise EngineError(f"{config.instance} has not all of its ranks after {FORMING_S_MAX:.0f} s")
+        pipe.tell(up)
     else:
         order = pipe.heard()
         if not isinstance(order, Attach):

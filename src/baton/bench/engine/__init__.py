@@ -1,0 +1,1 @@
+"""`baton bench engine`: the engine against `transformers` on the same checkpoint, threads and dtype."""

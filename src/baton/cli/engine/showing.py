@@ -1,0 +1,91 @@
+"""Starting with progress, and what a hand-over took, as people read it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from baton.engine.deployment import Deployment
+from baton.engine.stories import Figures
+from baton.errors import ConfigError
+from baton.observe import Timeline, trace
+from baton.observe.picture import draw
+from baton.plan.printer import human_bytes, human_time
+
+PICTURE, TRACE = ".png", ".json"
+REFRESH_PER_S = 4
+"""Few: the ranks need the cores."""
+NO_PICTURE = "no picture: matplotlib is not installed (pip install 'baton[plot]')"
+
+
+@contextmanager
+def progressing(text: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on stderr that every call moves on and that goes at the end; only where stderr is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[step]}"))
+    shown = Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        refresh_per_second=REFRESH_PER_S,
+        disable=not console.is_terminal,
+    )
+    with shown as bar:
+        task = bar.add_task(text, total=total, step="")
+        yield lambda step: bar.update(task, advance=1, step=step)
+
+
+def start(deployment: Deployment) -> Deployment:
+    """Starts every instance, showing which ranks are up."""
+    num_ranks = sum(instance.sizes.layout.num_ranks for instance in deployment.instances)
+    with progressing("loading weights", num_ranks) as progress:
+        return deployment.start(progress)
+
+
+def size_lines(deployment: Deployment) -> Iterator[str]:
+    """What was derived, an instance a line."""
+    for instance in deployment.instances:
+        yield f"{instance.config.name}: {'; '.join(instance.sizes.lines())}"
+
+
+def figures_text(figures: Figures) -> str:
+    """The figures of a hand-over in one line."""
+    times = {
+        "queue": figures.queue_s,
+        "compute": figures.compute_s,
+        "exposed transfer": figures.exposed_s,
+        "admission": figures.admission_s,
+        "ttft": figures.ttft_s,
+        "tth": figures.tth_s,
+    }
+    words = ", ".join(f"{name} {human_time(time_s)}" for name, time_s in times.items())
+    groups = "1 group" if figures.num_groups == 1 else f"{figures.num_groups} groups"
+    return f"{words}; {human_bytes(figures.num_bytes)} handed over in {groups} of layers"
+
+
+def check_timeline(path: Path) -> None:
+    """Refuses a file that could not be written as a timeline, before anything is started."""
+    if path.suffix not in (PICTURE, TRACE):
+        raise ConfigError(f"--timeline {path}: name a file that ends in {PICTURE} or {TRACE}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"--timeline {path}: there is no folder {path.parent}; make it, or name another")
+
+
+def write_timelines(timelines: Sequence[Timeline], path: Path, title: str) -> str:
+    """A picture or a trace, by the file's name; the answer says what became of it."""
+    try:
+        if path.suffix == PICTURE:
+            return f"timeline drawn in {path}" if draw(timelines, path, title) else NO_PICTURE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(trace(timelines)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {path}: {error.strerror}; name a file in a folder that is yours"
+        ) from None
+    return f"trace for ui.perfetto.dev in {path}"

@@ -1,0 +1,60 @@
+"""Figures of hand-overs that were never made: two layers of 1 s each, and a link that takes 2 s for both."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.bench.overlap.figures import Case, Round, rows_of, targets
+from baton.engine.requests import Story
+from baton.engine.steps import CopyRecord, Group
+from baton.engine.stories import Told
+
+CASE = Case(4096, 1e9)
+
+
+def told(groups: list[tuple[int, int]], copies: list[tuple[float, float]], slowed: float = 1.0) -> Told:
+    """Asked at 10, computed from 11 on; copies are (begun, ended), relative to that."""
+    source, target = Story(10.0), Story(10.0)
+    source.begun_s, source.prompt_s = 11.0, 11.0 + 2 * slowed
+    source.groups[0] = [Group(each, 11.0 + each[0] * slowed, 11.0 + each[1] * slowed) for each in groups]
+    source.copies[0] = [
+        CopyRecord(0, chunk, 500, 11.0 + begun_s, 11.0 + ended_s)
+        for chunk, (begun_s, ended_s) in enumerate(copies)
+    ]
+    target.settled_s = 11.5 + max(ended_s for _, ended_s in copies)
+    return Told(10.0, 13.5, source, target)
+
+
+OFF = told([(0, 2)], [(2.0, 3.0), (2.0, 4.0)])
+
+
+def test_efficiency_is_held_to_the_transfer_time_of_off() -> None:
+    by_layer = told([(0, 1), (1, 2)], [(1.0, 2.0), (2.0, 3.25)])
+    rows = rows_of(CASE, {"off": [Round(OFF, 2.0)], "fixed:1": [Round(by_layer, 2.0)]}, "off")
+    off, one = rows
+    assert off.serial_s == one.serial_s == 2.0
+    assert (off.runs[0].exposed_s, off.runs[0].efficiency) == (2.0, 0.0)
+    assert (one.runs[0].exposed_s, one.runs[0].efficiency) == (1.25, 0.375)
+    # Layers are ready at 1 and 2, and take 1 each on the link: done at 3, 1 after compute.
+    assert [run.bound for row in rows for run in row.runs] == [0.5, 0.5]
+    assert one.of_bound == pytest.approx(0.75)
+    assert one.runs[0].complete == pytest.approx(3.25 / 2)
+    assert one.runs[0].tth_s == pytest.approx(1 + 3.25 + 0.5)
+    assert (off.runs[0].num_groups, one.runs[0].num_groups, one.runs[0].num_bytes) == (1, 2, 1000)
+
+
+def test_compute_beside_copies_is_compared_with_compute_of_the_same_round() -> None:
+    slow = told([(0, 2)], [(2.2, 4.0)], slowed=1.1)
+    row = rows_of(CASE, {"off": [Round(slow, 2.0), Round(slow, 2.2)]}, "off")[0]
+    assert [run.slowed for run in row.runs] == [pytest.approx(0.1), pytest.approx(0.0)]
+    assert row.floor_s == pytest.approx(2.1)
+
+
+def test_targets_of_a_gpu_are_harder_and_more() -> None:
+    good = told([(0, 1), (1, 2)], [(1.0, 2.0), (2.0, 3.06)])
+    rows = rows_of(CASE, {"off": [Round(OFF, 2.0)], "cost": [Round(good, 2.0)]}, "off")
+    on_cpu = targets(rows, "cost", "cpu")["4096 tokens, 1 GB/s"]
+    on_gpu = targets(rows, "cost", "cuda")["4096 tokens, 1 GB/s"]
+    assert on_cpu == {"of_bound": pytest.approx(0.94), "of_bound_is_met": True}
+    assert on_gpu["of_bound_is_met"] is False
+    assert (on_gpu["slowed_is_met"], on_gpu["complete_is_met"]) == (True, False)

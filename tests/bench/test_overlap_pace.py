@@ -1,0 +1,118 @@
+"""What a rank measures of its link, and what `cost` makes of it."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from baton.engine.rank.cutting import cut
+from baton.engine.rank.pace import Pace, Took
+from baton.engine.steps import CopyRecord
+from baton.plan.overlap import LayerTimes, bound, choose, completion_s
+
+NUM_LAYERS = 32
+
+
+def hand_over(pace: Pace, sizes: list[int], *, overhead_s: float, byte_s: float, layer_s: float) -> None:
+    """Groups of so many layers of 1 MB each over a link; a group is submitted early and begins when ready."""
+    copies, ready, free_s, at = [], {}, 0.0, 0
+    for chunk, size in enumerate(sizes):
+        at += size
+        ready[chunk] = 100.0 + at * layer_s
+        start_s = max(free_s, ready[chunk])
+        free_s = start_s + overhead_s + size * 1e6 * byte_s
+        copies.append(CopyRecord(0, chunk, size * 10**6, ready[chunk], free_s))
+    pace.sent(1, copies, ready)
+    pace.computed(4096, Took(layer_s, 0.6 * layer_s))
+
+
+@pytest.mark.parametrize("overhead_s", [1e-4, 2e-3])
+@pytest.mark.parametrize("byte_s", [4e-11, 2e-10, 1e-9])
+def test_overhead_and_speed_are_found_where_groups_differ(overhead_s: float, byte_s: float) -> None:
+    pace = Pace()
+    for sizes in ([16, 8, 4, 2, 1, 1], [20, 10, 2], [12, 12, 6, 2]):
+        hand_over(pace, sizes, overhead_s=overhead_s, byte_s=byte_s, layer_s=1e-3)
+    found_overhead_s, found_byte_s = pace.link(1)
+    assert found_overhead_s == pytest.approx(overhead_s, rel=0.15)
+    assert found_byte_s == pytest.approx(byte_s, rel=0.1)
+
+
+def test_groups_of_one_size_leave_the_overhead_to_a_guess_that_is_small() -> None:
+    pace = Pace()
+    hand_over(pace, [1] * NUM_LAYERS, overhead_s=0.0, byte_s=1e-9, layer_s=1e-3)
+    overhead_s, byte_s = pace.link(1)
+    assert 0 < overhead_s <= 1e-4 + 1e-9
+    assert overhead_s + 1e6 * byte_s == pytest.approx(1e-3)
+
+
+def test_a_slower_link_is_believed() -> None:
+    pace = Pace()
+    for _ in range(20):
+        hand_over(pace, [20, 8, 4], overhead_s=1e-4, byte_s=1e-10, layer_s=1e-3)
+    for _ in range(8):
+        hand_over(pace, [20, 8, 4], overhead_s=1e-4, byte_s=1e-9, layer_s=1e-3)
+    assert pace.link(1)[1] == pytest.approx(1e-9, rel=0.1)
+
+
+def test_what_waited_for_a_grant_says_nothing_of_the_link() -> None:
+    pace = Pace()
+    copies = [
+        CopyRecord(0, chunk, 10**6 * (4 - chunk), 105.0, 105.0 + 0.1 * (chunk + 1)) for chunk in range(3)
+    ]
+    pace.sent(1, copies, {0: 100.0, 1: 101.0, 2: 102.0})
+    overhead_s, byte_s = pace.link(1)
+    assert overhead_s + 3e6 * byte_s == pytest.approx(0.1, rel=0.05)
+
+
+def test_a_new_session_is_taken_for_the_one_before() -> None:
+    pace = Pace()
+    hand_over(pace, [20, 8, 4], overhead_s=1e-4, byte_s=1e-9, layer_s=1e-3)
+    assert pace.link(7) == pace.link(1)
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 1.0, 2.0])
+def test_cost_comes_close_to_the_best_cut_after_a_few_hand_overs(ratio: float) -> None:
+    """Measured with noise, judged without: what the cut would really take."""
+    rng, layer_s, overhead_s = random.Random(3), 1e-3, 4e-4
+    byte_s = ratio * layer_s / 1e6
+    truth = Pace()
+    for sizes in ([16, 8, 4, 2, 1, 1], [20, 10, 2]):
+        hand_over(truth, sizes, overhead_s=overhead_s, byte_s=byte_s, layer_s=layer_s)
+    best = completion_s(real := truth.times(NUM_LAYERS, 4096, {1: 10**6}), choose("cost", real, 4096))
+    pace = Pace()
+    for _ in range(4):
+        groups = cut("cost", pace.times(NUM_LAYERS, 4096, {1: 10**6}), 4096)
+        sizes = [stop - start for start, stop in groups]
+        noise = 1 + 0.1 * rng.random()
+        hand_over(pace, sizes, overhead_s=overhead_s * noise, byte_s=byte_s * noise, layer_s=layer_s / noise)
+    chosen = cut("cost", pace.times(NUM_LAYERS, 4096, {1: 10**6}), 4096)
+    assert completion_s(real, chosen) <= best * 1.06
+    assert all(a[1] == b[0] for a, b in pairwise(chosen))
+
+
+def test_a_layer_can_leave_before_its_rest_is_computed() -> None:
+    pace = Pace()
+    pace.computed(512, Took(2e-3, 1.2e-3))
+    times = pace.times(4, 512, {})
+    assert times.compute_s == pytest.approx((0.8e-3, 2e-3, 2e-3, 2e-3))
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.8, 1.2, 2.0])
+@pytest.mark.parametrize("speed", [0.93, 1.0, 1.07])
+def test_cuts_hold_where_compute_is_not_quite_as_predicted(ratio: float, speed: float) -> None:
+    overhead_s = 0.02
+
+    def world(layer_s: float) -> LayerTimes:
+        return LayerTimes((layer_s,) * NUM_LAYERS, (ratio,) * NUM_LAYERS, overhead_s)
+
+    chosen, real = cut("cost", world(1.0), 4096), world(speed)
+    exposed = completion_s(real, chosen) - speed * NUM_LAYERS
+    assert 1 - exposed / (ratio * NUM_LAYERS) >= 0.95 * bound(real)
+
+
+def test_other_policies_are_cut_as_they_say() -> None:
+    times = LayerTimes((1.0,) * NUM_LAYERS, (1.0,) * NUM_LAYERS, 0.1)
+    for policy in ("fixed:5", "adaptive", "off"):
+        assert cut(policy, times, 8192) == choose(policy, times, 8192)

@@ -1,0 +1,45 @@
+"""Instances whose ranks are broken on purpose, and whether the comparison with the oracle sees it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engine.e2e.broken_rank import BROKEN
+from tests.engine.e2e.house import Side, ask_all, greedy
+from tests.engine.e2e.prompts import check_tokens, prompt
+
+from baton.engine.instance import children
+from baton.engine.instance.instance import Instance
+from baton.engine.pair import Pair
+
+ROOT = Path(__file__).parents[3]
+AT_TARGET = ("target_pages",)
+NUM_TOKENS = 24
+
+
+def broken(side: Side, name: str, patch: pytest.MonkeyPatch) -> Instance:
+    """An instance of which every rank runs with something wrong."""
+    assert name in BROKEN
+    plain = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        at = command.index("baton.engine.rank.process")
+        command = [*command[:at], "tests.engine.e2e.broken_rank", *command[at + 1 :], name]
+        return plain(command, **{**options, "cwd": ROOT})
+
+    with patch.context() as only:
+        only.setattr(children.subprocess, "Popen", start)
+        return Instance(side.config).start()
+
+
+def compare(folder: Path, sound: Instance, name: str, patch: pytest.MonkeyPatch) -> None:
+    """Asks a pair with one broken side and compares with the oracle, which may raise."""
+    side = Side(str(folder), name=f"broken {name}").but(policy="fixed:1")
+    with broken(side, name, patch) as instance:
+        pair = Pair(sound, instance) if name in AT_TARGET else Pair(instance, sound)
+        asked = [prompt(length, "broken") for length in (40, 100)]
+        found = ask_all(pair, [greedy(each, NUM_TOKENS, salt=name) for each in asked])
+        check_tokens(folder, asked, found, NUM_TOKENS)

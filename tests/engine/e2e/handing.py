@@ -1,0 +1,37 @@
+"""A hand-over whose two sides are listened to apart."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import replace
+
+from tests.engine.e2e.house import WAIT_S_MAX, Listener
+
+from baton.engine.pair import Pair
+from baton.engine.requests import Event, Generate, Inbound, Outbound, Piece, Told, Trouble
+
+
+class Handed:
+    """One request on both instances of a pair."""
+
+    def __init__(self, pair: Pair, request: Generate) -> None:
+        transfer = secrets.token_hex(16)
+        inbound = Inbound(transfer, pair.prefill.address)
+        self.decode = Listener(pair.decode, replace(request, hand=inbound))
+        self.prefill = Listener(pair.prefill, replace(request, hand=Outbound(transfer)))
+
+    @property
+    def sides(self) -> tuple[Listener, Listener]:
+        """Prefill and decode."""
+        return self.prefill, self.decode
+
+
+def end_of(listener: Listener, timeout_s: float = WAIT_S_MAX) -> tuple[list[int], Event]:
+    """The tokens that a request got, and what it ended with: its story, or trouble."""
+    tokens: list[int] = []
+    while True:
+        event = listener.next(timeout_s)
+        if isinstance(event, Piece):
+            tokens += [sampled.token for sampled in event.tokens]
+        elif isinstance(event, Told | Trouble):
+            return tokens, event

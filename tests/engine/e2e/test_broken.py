@@ -1,0 +1,54 @@
+"""The comparison with `transformers` sees a hand-over that goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.engine.e2e.breaking import compare
+from tests.engine.e2e.broken_rank import BROKEN
+from tests.engine.e2e.house import House, Side, check_idle, opened
+from tests.engine.tiny import tiny
+
+from baton.engine.instance.instance import Instance
+from baton.errors import EngineError
+
+pytestmark = pytest.mark.engine
+
+FAILS_CLOSED = ("skipped_group",)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[House]:
+    with opened() as found:
+        yield found
+
+
+@pytest.fixture
+def sound(house: House, folder: Path) -> Instance:
+    return house.instance(Side(str(folder)))
+
+
+def test_the_control_is_right(monkeypatch: pytest.MonkeyPatch, folder: Path, sound: Instance) -> None:
+    compare(folder, sound, "nothing", monkeypatch)
+    check_idle(sound)
+
+
+@pytest.mark.parametrize("name", sorted(BROKEN.keys() - {"nothing", *FAILS_CLOSED}))
+def test_other_tokens(monkeypatch: pytest.MonkeyPatch, folder: Path, sound: Instance, name: str) -> None:
+    with pytest.raises(AssertionError, match="answer 0: token"):
+        compare(folder, sound, name, monkeypatch)
+    check_idle(sound)
+
+
+@pytest.mark.parametrize("name", FAILS_CLOSED)
+def test_no_tokens(monkeypatch: pytest.MonkeyPatch, folder: Path, sound: Instance, name: str) -> None:
+    with pytest.raises(EngineError):
+        compare(folder, sound, name, monkeypatch)
+    check_idle(sound)

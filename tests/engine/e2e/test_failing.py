@@ -1,0 +1,245 @@
+"""Processes that are killed, sides that do not match, and models that cannot be run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from time import monotonic
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tests.engine.e2e.handing import Handed
+from tests.engine.e2e.house import House, Listener, Side, ask_one, check_idle, greedy, opened, until
+from tests.engine.e2e.prompts import check_tokens, prompt
+from tests.engine.tiny import tiny
+
+from baton.engine.deployment import Deployment
+from baton.engine.instance import crew
+from baton.engine.instance.instance import Instance
+from baton.engine.pair import Ask, Pair
+from baton.engine.requests import Piece, Told, Trouble
+from baton.errors import ConfigError, EngineError, LayoutError
+from baton.protocol.outcomes import Why
+
+pytestmark = pytest.mark.engine
+
+TOLD_S_MAX = 2.0
+NUM_TOKENS = 2000
+"""So many that a request is under way for as long as a test looks."""
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[House]:
+    with opened() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return tiny("llama")
+
+
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists()
+
+
+def heard_within(listener: Listener, start_s: float) -> Trouble:
+    while True:
+        event = listener.next(max(0.01, start_s + TOLD_S_MAX - monotonic()))
+        if isinstance(event, Trouble):
+            return event
+        assert not isinstance(event, Told), "the request ended well"
+
+
+@pytest.mark.parametrize("layout", ["tp1", "pp2.tp2"])
+@pytest.mark.parametrize("rank", [0, -1], ids=["first rank", "last rank"])
+def test_a_killed_decode_rank(house: House, folder: Path, layout: str, rank: int) -> None:
+    pair = house.pair(Side(str(folder), name="first"), Side(str(folder), layout, name="second"))
+    handed = Handed(pair, greedy(prompt(40), NUM_TOKENS))
+    assert isinstance(handed.decode.until(Piece), Piece)
+    pids = pair.decode.pids
+    victim = sorted(pids)[rank]
+    start_s = monotonic()
+    os.kill(pids[victim], signal.SIGKILL)
+    trouble = heard_within(handed.decode, start_s)
+    assert f"rank {victim} of" in trouble.text
+    assert not pair.decode.is_running
+    with pytest.raises(EngineError, match=r"not running.*rank"):
+        pair.decode.submit(greedy(prompt(4), 1), print)
+    pair.decode.close()
+    assert all(is_gone(pid) for pid in pids.values())
+    check_other_lives(pair.prefill, folder)
+
+
+@pytest.mark.parametrize("layout", ["tp1", "pp2.tp2"])
+@pytest.mark.parametrize("rank", [0, -1], ids=["first rank", "last rank"])
+def test_a_killed_prefill_rank(house: House, folder: Path, layout: str, rank: int) -> None:
+    # A slow link: the hand-over is under way when its source is lost.
+    first = Side(str(folder), layout, name="slow").but(link_bytes_per_s=2e4, chunk_tokens=64)
+    pair = house.pair(first, Side(str(folder), name="third"))
+    handed = Handed(pair, greedy(prompt(1000), 8))
+    until(lambda: any(not books.is_idle for books in pair.prefill.desk._books), "the prompt is begun")
+    pids = pair.prefill.pids
+    victim = sorted(pids)[rank]
+    start_s = monotonic()
+    os.kill(pids[victim], signal.SIGKILL)
+    # A rank that lost its coordinator may say so before the coordinator's end is seen.
+    assert "slow" in heard_within(handed.prefill, start_s).text
+    trouble = heard_within(handed.decode, start_s)
+    assert trouble.cause is not None
+    assert trouble.cause.why is Why.PEER_LOST
+    until(lambda: bool(pair.prefill.failure), "the instance says why it ended")
+    assert f"rank {victim} of" in pair.prefill.failure or "lost its coordinator" in pair.prefill.failure
+    pair.prefill.close()
+    assert all(is_gone(pid) for pid in pids.values())
+    check_other_lives(pair.decode, folder)
+
+
+def check_other_lives(instance: Instance, folder: Path) -> None:
+    check_idle(instance)
+    asked = prompt(40)
+    check_tokens(folder, [asked], [ask_one(instance, greedy(asked, 16))], 16)
+
+
+def test_a_pair_says_why_it_fails(house: House, folder: Path) -> None:
+    pair = house.pair(Side(str(folder), name="first"), Side(str(folder), name="second"))
+    _, pieces = pair.ask(Ask(greedy(prompt(40), NUM_TOKENS)))
+    # The first token comes from prefill; with the second one the hand-over is through.
+    next(pieces), next(pieces)
+    os.kill(pair.decode.pids[0], signal.SIGKILL)
+    start_s = monotonic()
+    with pytest.raises(EngineError, match=r"decode: rank 0 of second.*exit code -9"):
+        list(pieces)
+    assert monotonic() - start_s < TOLD_S_MAX
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "dtype"),
+    [("llama", {"seed": 5}, "fp32"), ("qwen2", {}, "fp32"), ("llama", {}, "bf16")],
+    ids=["other weights", "other family", "other dtype"],
+)
+def test_unlike_models_are_refused(
+    house: House, folder: Path, family: str, changes: dict[str, int], dtype: str
+) -> None:
+    other = Side(str(tiny(family, **changes)), name="other").but(dtype=dtype)
+    pair = house.pair(Side(str(folder), name="first"), other)
+    with pytest.raises(EngineError, match="decode: .*(model|fingerprint|dtype)"):
+        ask_one(pair, greedy(prompt(40), 8))
+    check_idle(pair.prefill, pair.decode)
+
+
+def test_what_one_side_refuses_is_not_left_at_the_other(house: House, folder: Path) -> None:
+    first = Side(str(folder), name="short").but(context_max=100)
+    pair = house.pair(first, Side(str(folder), name="second"))
+    with pytest.raises(ConfigError, match="120"):
+        ask_one(pair, greedy(prompt(120), 8))
+    check_idle(pair.prefill, pair.decode)
+
+
+def test_an_answer_that_nobody_wants_any_more(house: House, folder: Path) -> None:
+    pair = house.pair(Side(str(folder), name="first"), Side(str(folder), name="second"))
+    _, pieces = pair.ask(Ask(greedy(prompt(40), NUM_TOKENS)))
+    next(pieces)
+    pieces.close()
+    check_idle(pair.prefill, pair.decode)
+
+
+def test_another_secret_is_refused(folder: Path, house: House) -> None:
+    one = house.instance(Side(str(folder), name="first"))
+    other = Instance(replace(Side(str(folder)).config, secret=b"another secret of thirty-two by."))
+    with pytest.raises(ConfigError, match="secret"):
+        Pair(one, other)
+    other.close()
+
+
+def changed(folder: Path, where: Path, **values: object) -> Path:
+    """A copy of a checkpoint with other fields in its config."""
+    shutil.copytree(folder, where)
+    config = json.loads((where / "config.json").read_text())
+    (where / "config.json").write_text(json.dumps({**config, **values}))
+    return where
+
+
+def without_file(folder: Path, where: Path) -> Path:
+    changed(folder, where)
+    (where / "model.safetensors").unlink()
+    return where
+
+
+def without_tensor(folder: Path, where: Path) -> Path:
+    changed(folder, where)
+    weights = load_file(where / "model.safetensors")
+    del weights["model.layers.3.mlp.up_proj.weight"]
+    save_file(weights, where / "model.safetensors", {"format": "pt"})
+    return where
+
+
+WRONG = {
+    "no such model": (lambda folder, where: where, "no model"),
+    "unknown family": (
+        lambda folder, where: changed(folder, where, model_type="gptj"),
+        "gptj.*not supported",
+    ),
+    "wrong shape": (lambda folder, where: changed(folder, where, intermediate_size=90), "90"),
+    "no weights": (without_file, "safetensors"),
+    "a tensor short": (without_tensor, r"layers\.3\.mlp\.up_proj"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_model_that_cannot_run(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(crew, "Child", lambda config: pytest.fail("a rank was started"))
+    make, words = WRONG[name]
+    with pytest.raises(ConfigError, match=words) as caught:
+        Deployment(Side(str(make(folder, tmp_path / "checkpoint"))).config).start()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "words"),
+    [
+        ("tp5", {}, "tp5"),
+        ("pp9", {}, "pp5"),
+        ("xp2", {}, "xp"),
+        ("tp1", {"dtype": "int3"}, "int3"),
+        ("tp1", {"policy": "sometimes"}, "sometimes"),
+        ("tp1", {"transport": "pigeon"}, "pigeon"),
+        ("tp1", {"chunk_tokens": 0}, "chunk_tokens"),
+        ("tp1", {"page_tokens": 0}, "page"),
+        ("tp1", {"device": "tpu"}, "tpu"),
+    ],
+    ids=str,
+)
+def test_an_instance_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, layout: str, options: dict[str, object], words: str
+) -> None:
+    monkeypatch.setattr(crew, "Child", lambda config: pytest.fail("a rank was started"))
+    with pytest.raises((ConfigError, LayoutError), match=words) as caught:
+        Deployment(Side(str(folder), layout).but(**options).config).start()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params", "words"),
+    [
+        ([], {}, "0 tokens"),
+        ([5] * 5000, {}, "5000"),
+        ([101], {}, "101"),
+        ([5], {"temperature": -1.0}, "temperature"),
+    ],
+    ids=["empty", "too long", "no such token", "no such temperature"],
+)
+def test_a_request_that_cannot_be(
+    house: House, folder: Path, tokens: list[int], params: dict[str, float], words: str
+) -> None:
+    instance = house.instance(Side(str(folder), name="first"))
+    with pytest.raises(ConfigError, match=words):
+        instance.submit(greedy(tokens, 8, **params), print)
+    check_idle(instance)

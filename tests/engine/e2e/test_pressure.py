@@ -1,0 +1,124 @@
+"""Requests that are given up at any moment, and more of them than there are pages for."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.engine.e2e.handing import Handed, end_of
+from tests.engine.e2e.house import House, Listener, Side, ask_all, check_idle, greedy, opened
+from tests.engine.e2e.prompts import NUM_TOKENS, PAGE, check_tokens, prompt
+from tests.engine.tiny import oracle, tiny
+
+from baton.engine.pair import Pair
+from baton.engine.requests import Piece, Told
+from baton.engine.sampling.params import SamplingParams
+
+pytestmark = pytest.mark.engine
+
+SMALL_POOL = 24 * PAGE
+NUM_ASKED = 12
+LENGTHS = (5, PAGE, 40, 70)
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[House]:
+    with opened() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def pair(house: House, folder: Path) -> Pair:
+    plain = Side(str(folder)).but(chunk_tokens=40)
+    return house.pair(replace(plain, layout="pp2"), replace(plain, layout="dp2.tp1"))
+
+
+@pytest.fixture(scope="module")
+def tight(house: House, folder: Path) -> Pair:
+    plain = Side(str(folder)).but(chunk_tokens=40, pool_tokens=SMALL_POOL)
+    return house.pair(replace(plain, name="first"), replace(plain, name="second"))
+
+
+def prompts(seed: str) -> list[list[int]]:
+    return [prompt(LENGTHS[index % len(LENGTHS)], f"{seed} {index}") for index in range(NUM_ASKED)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_abort_of_hand_overs_at_random_moments(pair: Pair, folder: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    asked = prompts("abort")
+    handed = [Handed(pair, greedy(each, NUM_TOKENS, salt=f"abort {seed}")) for each in asked]
+    doomed = chance.sample(range(NUM_ASKED), NUM_ASKED // 2)
+    for index in doomed:
+        time.sleep(chance.random() * 0.05)  # a moment that nobody chose
+        for listener in chance.choice(
+            [handed[index].sides, handed[index].sides[:1], handed[index].sides[1:]]
+        ):
+            listener.instance.abort(listener.number)
+    wanted = oracle(folder, asked, NUM_TOKENS)
+    for index, (each, answer) in enumerate(zip(handed, wanted, strict=True)):
+        ends = [end_of(listener) for listener in each.sides]
+        tokens = ends[1][0]
+        assert tokens == answer[: len(tokens)]
+        if index not in doomed:
+            assert all(isinstance(end, Told) for _, end in ends)
+            assert tokens == answer
+    check_idle(pair.prefill, pair.decode)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_abort_on_one_instance(pair: Pair, folder: Path, seed: int) -> None:
+    chance = random.Random(seed)
+    asked = prompts("abort one")
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, n=2)
+    where = chance.choice([pair.prefill, pair.decode])
+    requests = [replace(greedy(each, 1, salt=f"one {seed}"), params=params) for each in asked]
+    listeners = [Listener(where, each) for each in requests]
+    for listener in chance.sample(listeners, NUM_ASKED // 2):
+        time.sleep(chance.random() * 0.05)  # a moment that nobody chose
+        where.abort(listener.number)
+    for listener in listeners:
+        assert isinstance(end_of(listener)[1], Told)
+    check_idle(where)
+
+
+def test_an_aborted_request_says_so(pair: Pair) -> None:
+    listener = Listener(pair.decode, greedy(prompt(40), 2000))
+    assert isinstance(listener.until(Piece), Piece)
+    pair.decode.abort(listener.number)
+    finish = None
+    while not isinstance(event := listener.next(), Told):
+        assert isinstance(event, Piece)
+        finish = event.finish
+    assert finish == "abort"
+    check_idle(pair.decode)
+
+
+@pytest.mark.parametrize("is_handed", [False, True], ids=["whole", "handed over"])
+def test_preempted_answers_are_the_same(tight: Pair, folder: Path, is_handed: bool) -> None:
+    before = tight.decode.counts()["preempted"]
+    asked = prompts("pressure")
+    requests = [greedy(each, NUM_TOKENS, salt=f"pressure {is_handed}") for each in asked]
+    found = ask_all(tight if is_handed else tight.decode, requests)
+    check_tokens(folder, asked, found)
+    assert tight.decode.counts()["preempted"] > before
+    check_idle(tight.prefill, tight.decode)
+
+
+def test_forks_under_pressure(tight: Pair, folder: Path) -> None:
+    asked = prompts("forks")
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, n=3)
+    requests = [replace(greedy(each, 1, salt="forks"), params=params) for each in asked]
+    found = ask_all(tight, requests)
+    check_tokens(folder, asked, found)
+    assert all(len(each.tokens) == 3 for each in found)
+    check_idle(tight.prefill, tight.decode)
