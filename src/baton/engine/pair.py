@@ -14,7 +14,7 @@ from baton.engine.requests import Event, Generate, Inbound, Outbound, Piece, Sto
 from baton.errors import BatonError, ConfigError, EngineError
 
 FIRST_TOKEN = ("prefill", "decode")
-ANSWER_S_MAX = 20.0
+ANSWER_S_MAX = 600.0
 
 
 @dataclass(frozen=True, slots=True)

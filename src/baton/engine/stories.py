@@ -56,9 +56,6 @@ class Told:
         """The request in seconds; see the head of this file."""
         story, admitted_s = self.prefill, self.decode.settled_s
         copies = story.copies
-        busy_s = [
-            covered_s((copy.submitted_s, copy.ended_s) for copy in of_rank) for of_rank in copies.values()
-        ]
         return Figures(
             queue_s=story.begun_s - self.asked_s,
             compute_s=story.prompt_s - story.begun_s,
@@ -66,7 +63,7 @@ class Told:
             admission_s=max(0.0, admitted_s - self.last_byte_s),
             ttft_s=self.first_s - self.asked_s,
             tth_s=admitted_s - self.asked_s,
-            transfer_s=max(busy_s, default=0.0),
+            transfer_s=max(serial_s(self).values(), default=0.0),
             num_bytes=sum(copy.num_bytes for of_rank in copies.values() for copy in of_rank),
             num_groups=max((len(groups) for groups in story.groups.values()), default=0),
         )
@@ -116,9 +113,9 @@ class Told:
 
 
 def serial_s(told: Told) -> dict[int, float]:
-    """By source rank: from its first submit to its last copy done; of a hand-over with nothing hidden, T."""
+    """By source rank: the time in which a copy was under way; of a hand-over with nothing hidden, T."""
     return {
-        rank: max(copy.ended_s for copy in copies) - min(copy.submitted_s for copy in copies)
+        rank: covered_s((copy.submitted_s, copy.ended_s) for copy in copies)
         for rank, copies in told.prefill.copies.items()
         if copies
     }

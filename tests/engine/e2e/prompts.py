@@ -37,4 +37,5 @@ def difference(got: Sequence[int], wanted: Sequence[int]) -> str:
     """Where two answers part."""
     pairs = enumerate(zip(got, wanted, strict=False))
     where = next((index for index, (one, other) in pairs if one != other), min(len(got), len(wanted)))
-    return f"token {where} of {len(wanted)}: {list(got[where : where + 5])}, not {list(wanted[where : where + 5])}"
+    part = slice(where, where + 5)
+    return f"token {where} of {len(wanted)}: {list(got[part])}, not {list(wanted[part])}"

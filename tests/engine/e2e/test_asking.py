@@ -111,13 +111,11 @@ def test_stop_at_the_first_token(pair: Pair, folder: Path) -> None:
 
 
 def test_one_of_several_answers_stops_at_the_first_token(pair: Pair, whole: Instance) -> None:
-    params = SamplingParams(**{**WARM, "n": 3, "temperature": 2.0})
-    request = Generate(tuple(prompt(40)), params)
+    wild = {**WARM, "n": 3, "temperature": 2.0}
+    request = Generate(tuple(prompt(40)), SamplingParams(**wild))
     firsts = [answer[0] for answer in ask_one(whole, request).tokens]
     assert len(set(firsts)) == 3, "the seed gives equal first tokens; take another"
-    request = replace(
-        request, params=SamplingParams(**{**WARM, "n": 3, "temperature": 2.0, "stop_ids": (firsts[0],)})
-    )
+    request = replace(request, params=SamplingParams(**wild, stop_ids=(firsts[0],)))
     alone, handed = ask_one(whole, replace(request, salt="whole")), ask_one(pair, request)
     check_same(handed, alone)
     assert handed.tokens[0] == firsts[:1]

@@ -86,9 +86,9 @@ def test_disaggregated_alone(house: House, folder: Path, prefill: Side, decode: 
 
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["whole", "chunked"])
 def test_disaggregated_mixed(
-    house: House, folder: Path, prefill: Side, chunking: Side, decode: Side, is_chunked: bool
+    house: House, folder: Path, prefill: Side, decode: Side, is_chunked: bool
 ) -> None:
-    pair = house.pair(chunking if is_chunked else prefill, decode)
+    pair = house.pair(prefill.but(chunk_tokens=SMALL_CHUNK) if is_chunked else prefill, decode)
     asked = [prompt(length) for length in LENGTHS]
     found = ask_all(pair, [greedy(each, NUM_TOKENS, salt=f"mixed {is_chunked}") for each in asked])
     check_tokens(folder, asked, found)
@@ -104,13 +104,13 @@ def test_undisaggregated_after_a_hit(house: House, folder: Path, chunking: Side)
     assert [each.stories["both"].num_cached for each in found] == [0, NUM_WHOLE, NUM_WHOLE]
 
 
-@pytest.mark.parametrize("at_source", [False, True], ids=["source cold", "source warm"])
-@pytest.mark.parametrize("at_target", [False, True], ids=["target cold", "target warm"])
+@pytest.mark.parametrize("warm", [(False, False), (False, True), (True, False), (True, True)], ids=str)
 def test_disaggregated_after_a_hit(
-    house: House, folder: Path, chunking: Side, decode: Side, at_source: bool, at_target: bool
+    house: House, folder: Path, chunking: Side, decode: Side, warm: tuple[bool, bool]
 ) -> None:
     pair = house.pair(chunking, decode)
-    salt = f"hits {at_source} {at_target}"
+    at_source, at_target = warm
+    salt = f"hits {warm}"
     asked = prompt(LONG)
     longer = [*asked, *prompt(PAGE + 3, "tail")]
     if at_source:

@@ -60,9 +60,8 @@ def test_abort_of_hand_overs_at_random_moments(pair: Pair, folder: Path, seed: i
     doomed = chance.sample(range(NUM_ASKED), NUM_ASKED // 2)
     for index in doomed:
         time.sleep(chance.random() * 0.05)  # a moment that nobody chose
-        for listener in chance.choice(
-            [handed[index].sides, handed[index].sides[:1], handed[index].sides[1:]]
-        ):
+        both = handed[index].sides
+        for listener in chance.choice([both, both[:1], both[1:]]):
             listener.instance.abort(listener.number)
     wanted = oracle(folder, asked, NUM_TOKENS)
     for index, (each, answer) in enumerate(zip(handed, wanted, strict=True)):

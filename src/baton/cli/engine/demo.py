@@ -180,7 +180,7 @@ def _table(off: Answered, on: Answered) -> Table:
                 "tth (admitted for decode)": human_time(found.tth_s),
                 "groups of layers": str(found.num_groups),
                 "efficiency (transfer hidden)": f"{efficiency:.2f}",
-                "bound (the most there is)": f"{answer.told.bound(serial):.2f}",
+                "bound (groups of one layer)": f"{answer.told.bound(serial):.2f}",
             }
         )
     for name, cell in columns[0].items():

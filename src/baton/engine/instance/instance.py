@@ -121,7 +121,7 @@ class Instance:
             self._mailbox.close()
 
     def __enter__(self) -> Self:
-        return self.start()
+        return self if self.is_running else self.start()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -44,8 +44,6 @@ from baton.engine.steps import (
 from baton.errors import BatonError, EngineError
 from baton.protocol.outcomes import Aux
 
-SWITCH_S = 1e-4
-"""How long a thread may keep the interpreter from the computing one, which asks for it after each operation."""
 GOING_S_MAX = 10.0
 """How long a rank may take to end by itself."""
 FORMING_S_MAX = 120.0
@@ -190,7 +188,6 @@ def main(descriptor: int) -> None:
     config = pipe.first()
     torch.set_num_threads(config.num_threads)
     torch.set_num_interop_threads(1)
-    sys.setswitchinterval(SWITCH_S)
     try:
         _live(config, pipe)
     except BatonError as error:
