@@ -14,23 +14,21 @@ from baton.engine.parallel.mesh import Mesh
 from baton.plan import parse_layout
 
 FAMILIES = ("llama", "deepseek_v3")
-LAYOUTS = [
-    "tp2",
+QUICK = ("tp2", "pp2", "cp2:stripe1", "dp2.tp1")
+OTHERS = (
     "tp3",
     "tp4",
-    "pp2",
     "pp3:1-2-1",
     "cp2:mirror",
     "cp2",
-    "cp2:stripe1",
     "cp2:split",
     "cp3:stripe3",
-    "dp2.tp1",
     "dp2.tp2",
     "tp2.dp2",
     "dp2.cp2",
     "pp2.cp2.tp2",
-]
+)
+LAYOUTS = [*QUICK, *(pytest.param(layout, marks=pytest.mark.engine) for layout in OTHERS)]
 
 
 @pytest.fixture(scope="module")
