@@ -33,6 +33,7 @@ def test_table_record_and_picture(tmp_path: Path, monkeypatch, capsys) -> None:
     assert "compute-only" in out
     assert out.strip().splitlines()[-1].startswith("cost reaches at least ")
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "tokens identical: 8 of 8" in out
     found = json.loads(path.read_text())
     assert {"command", "commit", "machine", "date"} < set(found)
     rows = {row["policy"]: row for row in found["results"]["rows"]}

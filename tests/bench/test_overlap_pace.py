@@ -100,19 +100,31 @@ def test_a_layer_can_leave_before_its_rest_is_computed() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.8, 1.2, 2.0])
-@pytest.mark.parametrize("speed", [0.93, 1.0, 1.07])
-def test_cuts_hold_where_compute_is_not_quite_as_predicted(ratio: float, speed: float) -> None:
+@pytest.mark.parametrize(
+    ("speed", "spread"), [(0.93, 0.07), (1.0, 0.07), (1.07, 0.07), (0.5, 0.5), (1.0, 0.5), (1.5, 0.5)]
+)
+def test_cuts_hold_where_compute_is_not_as_predicted(ratio: float, speed: float, spread: float) -> None:
     overhead_s = 0.02
 
     def world(layer_s: float) -> LayerTimes:
         return LayerTimes((layer_s,) * NUM_LAYERS, (ratio,) * NUM_LAYERS, overhead_s)
 
-    chosen, real = cut("cost", world(1.0), 4096), world(speed)
+    chosen, real = cut("cost", world(1.0), 4096, spread), world(speed)
     exposed = completion_s(real, chosen) - speed * NUM_LAYERS
-    assert 1 - exposed / (ratio * NUM_LAYERS) >= 0.95 * bound(real)
+    assert 1 - exposed / (ratio * NUM_LAYERS) >= (0.95 if spread < 0.1 else 0.85) * bound(real)
 
 
 def test_other_policies_are_cut_as_they_say() -> None:
     times = LayerTimes((1.0,) * NUM_LAYERS, (1.0,) * NUM_LAYERS, 0.1)
     for policy in ("fixed:5", "adaptive", "off"):
         assert cut(policy, times, 8192) == choose(policy, times, 8192)
+
+
+def test_steps_that_differ_from_one_another_spread_what_is_expected() -> None:
+    pace = Pace()
+    for _ in range(12):
+        pace.computed(512, Took(2e-3, 1e-3))
+    assert pace.compute(512).spread < 0.02
+    for index in range(12):
+        pace.computed(512, Took(4e-3 if index % 2 else 2e-3, 1e-3))
+    assert pace.compute(512).spread > 0.2

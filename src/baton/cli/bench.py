@@ -155,7 +155,7 @@ def overlap(
     model: Annotated[str, typer.Option(metavar="MODEL", help="demo, a checkpoint, or dummy:CARD")] = "demo",
     prefill: Annotated[str, typer.Option(metavar="LAYOUT", help="layout that prefills")] = "tp1",
     decode: Annotated[str, typer.Option(metavar="LAYOUT", help="layout that decodes")] = "tp1",
-    tokens: Annotated[str, typer.Option(metavar="N,...", help="prompt lengths")] = "512,1024,2048",
+    tokens: Annotated[str, typer.Option(metavar="N,...", help="prompt lengths")] = "256,512,1024",
     link: Annotated[
         str,
         typer.Option(
@@ -198,11 +198,13 @@ def overlap(
     shown.check(wanted)
     with _progress() as progress:
         task = progress.add_task("starting", total=None)
-        rows = shown.measure(
+        found = shown.measure(
             wanted,
             lambda total, text: progress.update(task, total=total, advance=1, description=text),
         )
-    shown.show(rows, wanted, _path("overlap", json), png)
+    shown.show(found, wanted, _path("overlap", json), png)
+    if not found.is_right:
+        raise typer.Exit(1)
 
 
 @app.command()

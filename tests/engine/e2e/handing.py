@@ -28,10 +28,16 @@ class Handed:
 
 def end_of(listener: Listener, timeout_s: float = WAIT_S_MAX) -> tuple[list[int], Event]:
     """The tokens that a request got, and what it ended with: its story, or trouble."""
-    tokens: list[int] = []
+    answers, end = ends_of(listener, timeout_s)
+    return answers.get(0, []), end
+
+
+def ends_of(listener: Listener, timeout_s: float = WAIT_S_MAX) -> tuple[dict[int, list[int]], Event]:
+    """The same for a request with several answers, by index."""
+    answers: dict[int, list[int]] = {}
     while True:
         event = listener.next(timeout_s)
         if isinstance(event, Piece):
-            tokens += [sampled.token for sampled in event.tokens]
+            answers.setdefault(event.index, []).extend(sampled.token for sampled in event.tokens)
         elif isinstance(event, Told | Trouble):
-            return tokens, event
+            return answers, event

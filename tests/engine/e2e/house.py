@@ -122,6 +122,7 @@ class Heard:
     """All that came of a request: its answers by index, and the stories by role."""
 
     answers: dict[int, list[Sampled]] = field(default_factory=dict)
+    texts: dict[int, str] = field(default_factory=dict)
     finishes: dict[int, str] = field(default_factory=dict)
     stories: dict[str, Story] = field(default_factory=dict)
 
@@ -133,6 +134,7 @@ class Heard:
     def add(self, piece: Piece) -> None:
         """One more piece."""
         self.answers.setdefault(piece.index, []).extend(piece.tokens)
+        self.texts[piece.index] = self.texts.get(piece.index, "") + piece.text
         if piece.finish:
             assert piece.index not in self.finishes, f"answer {piece.index} ended twice"
             self.finishes[piece.index] = piece.finish

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,9 @@ from baton.protocol.outcomes import Why
 pytestmark = pytest.mark.engine
 
 TOLD_S_MAX = 2.0
+SILENT_S_MAX = 15.0
+"""A stopped process is known by its silence alone."""
+ROOT = Path(__file__).parents[3]
 NUM_TOKENS = 2000
 """So many that a request is under way for as long as a test looks."""
 
@@ -93,6 +98,41 @@ def test_a_killed_prefill_rank(house: House, folder: Path, layout: str, rank: in
     pair.prefill.close()
     assert all(is_gone(pid) for pid in pids.values())
     check_other_lives(pair.decode, folder)
+
+
+def test_a_stopped_rank(house: House, folder: Path) -> None:
+    instance = house.instance(Side(str(folder), "pp2", name="halting"))
+    listener = Listener(instance, greedy(prompt(40), NUM_TOKENS))
+    assert isinstance(listener.until(Piece), Piece)
+    pids = instance.pids
+    os.kill(pids[1], signal.SIGSTOP)
+    trouble = listener.until(Trouble, SILENT_S_MAX)
+    assert isinstance(trouble, Trouble)
+    assert "rank 1" in trouble.text
+    os.kill(pids[1], signal.SIGCONT)
+    instance.close()
+    assert all(is_gone(pid) for pid in pids.values())
+
+
+SCRIPT = """
+import sys
+from tests.engine.e2e.house import Side
+from baton.engine.instance.instance import Instance
+instance = Instance(Side(sys.argv[1], "pp2").config).start()
+print(*instance.pids.values(), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_ranks_end_with_their_parent(folder: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT) as parent:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        assert not any(is_gone(pid) for pid in pids)
+        parent.kill()
+        until(lambda: all(is_gone(pid) for pid in pids), "the ranks are gone", 10.0)
 
 
 def check_other_lives(instance: Instance, folder: Path) -> None:

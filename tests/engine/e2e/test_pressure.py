@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.engine.e2e.handing import Handed, end_of
+from tests.engine.e2e.handing import Handed, end_of, ends_of
 from tests.engine.e2e.house import House, Listener, Side, ask_all, check_idle, greedy, opened
 from tests.engine.e2e.prompts import NUM_TOKENS, PAGE, check_tokens, prompt
 from tests.engine.tiny import oracle, tiny
 
 from baton.engine.pair import Pair
-from baton.engine.requests import Piece, Told
+from baton.engine.requests import Generate, Piece, Told
 from baton.engine.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.engine
@@ -113,6 +113,18 @@ def test_preempted_answers_are_the_same(tight: Pair, folder: Path, is_handed: bo
     check_idle(tight.prefill, tight.decode)
 
 
+def test_preempted_samples_are_the_same(tight: Pair, pair: Pair) -> None:
+    params = SamplingParams(
+        temperature=0.9, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True, repetition_penalty=1.2, logprobs=1
+    )
+    requests = [Generate(tuple(each), params, salt="samples") for each in prompts("samples")]
+    before = tight.decode.counts()["preempted"]
+    pressed, roomy = ask_all(tight, requests), ask_all(pair.prefill, requests)
+    assert [each.tokens for each in pressed] == [each.tokens for each in roomy]
+    assert tight.decode.counts()["preempted"] > before
+    check_idle(tight.prefill, tight.decode)
+
+
 def test_forks_under_pressure(tight: Pair, folder: Path) -> None:
     asked = prompts("forks")
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, n=3)
@@ -120,4 +132,31 @@ def test_forks_under_pressure(tight: Pair, folder: Path) -> None:
     found = ask_all(tight, requests)
     check_tokens(folder, asked, found)
     assert all(len(each.tokens) == 3 for each in found)
+    check_idle(tight.prefill, tight.decode)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_all_at_once_both_ways(tight: Pair, folder: Path, seed: int) -> None:
+    """Hand-overs in both directions and whole requests, some given up, on pools that are too small."""
+    chance = random.Random(seed)
+    back = Pair(tight.decode, tight.prefill)
+    running: list[tuple[list[int], Listener, bool]] = []
+    for index in range(3 * NUM_ASKED):
+        asked = prompt(chance.choice(LENGTHS), f"soak {chance.randrange(8)}")
+        request = greedy(
+            asked, chance.choice((2, 20, NUM_TOKENS)), salt=f"soak {seed}", n=chance.choice((1, 1, 2))
+        )
+        where = chance.choice([tight, back, tight.prefill, tight.decode])
+        listeners = Handed(where, request).sides if isinstance(where, Pair) else (Listener(where, request),)
+        is_doomed = index % 5 == 0
+        if is_doomed:
+            time.sleep(chance.random() * 0.02)  # a moment that nobody chose
+            doomed = chance.choice(listeners)
+            doomed.instance.abort(doomed.number)
+        running += [(asked, listener, is_doomed) for listener in listeners]
+    wanted = oracle(folder, [asked for asked, _, _ in running], NUM_TOKENS)
+    for (_, listener, is_doomed), answer in zip(running, wanted, strict=True):
+        answers, end = ends_of(listener)
+        assert is_doomed or isinstance(end, Told), end
+        assert all(tokens == answer[: len(tokens)] for tokens in answers.values())
     check_idle(tight.prefill, tight.decode)

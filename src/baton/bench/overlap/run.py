@@ -6,24 +6,54 @@ Every request has tokens and a salt of its own, so that no prefix is cached.
 
 from __future__ import annotations
 
+import queue
 import random
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.bench.overlap.figures import Case, Round, Row, case_text, link_text, rows_of
 from baton.bench.overlap.options import COST, OFF, Options, speed_of
 from baton.engine.instance.config import derive
 from baton.engine.instance.instance import Instance
-from baton.engine.pair import Ask, Pair
-from baton.engine.requests import Generate, Story
+from baton.engine.pair import ANSWER_S_MAX, Ask, Pair
+from baton.engine.requests import Event, Generate, Story, Trouble
+from baton.engine.requests import Told as Ended
 from baton.engine.sampling.params import SamplingParams
 from baton.engine.stories import Told
 from baton.errors import EngineError
 
 NUM_LEARNING = 3
 """Hand-overs of a length before those that count: what policies measure on line has to be measured."""
+
+
+NUM_COMPARED = 8
+"""Tokens of the answers that show whether what is timed is also right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Tokens, and how many of them are right."""
+
+    num_tokens: int = 0
+    num_identical: int = 0
+
+    def __add__(self, other: Compared) -> Compared:
+        return Compared(self.num_tokens + other.num_tokens, self.num_identical + other.num_identical)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Every row, and whether the answers were right."""
+
+    rows: list[Row]
+    compared: Compared
+
+    @property
+    def is_right(self) -> bool:
+        """Whether every token is."""
+        return self.compared.num_identical == self.compared.num_tokens > 0
 
 
 @dataclass(slots=True)
@@ -42,6 +72,19 @@ class Meter:
         if told.prefill.num_cached or told.decode.num_held:
             raise EngineError(f"{told.prefill.num_cached} tokens of a prompt that nobody had were cached")
         return told
+
+    def compare(self, num_tokens: int) -> Compared:
+        """An answer that was handed over layer by layer, beside that of the prefill instance alone."""
+        request = self._request(num_tokens, NUM_COMPARED)
+        (handed,) = self.pair.tokens(Ask(request, policy="fixed:1"))
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.pair.prefill.submit(replace(request, salt=secrets.token_hex(8)), events.put)
+        alone: list[int] = []
+        while not isinstance(event := events.get(timeout=ANSWER_S_MAX), Ended):
+            if isinstance(event, Trouble):
+                raise EngineError(event.text)
+            alone.extend(sampled.token for sampled in event.tokens)
+        return Compared(len(alone), sum(a == b for a, b in zip(handed, alone, strict=False)))
 
     def compute(self, num_tokens: int) -> Story:
         """The same without handing anything over."""
@@ -68,9 +111,10 @@ def num_steps(options: Options) -> int:
     return len(options.links) * (1 + len(options.tokens) * (1 + options.repeats))
 
 
-def run(options: Options, tell: Callable[[str], None]) -> list[Row]:
+def run(options: Options, tell: Callable[[str], None]) -> Measured:
     """Every policy, for every prompt length on every link."""
     rows: list[Row] = []
+    compared = Compared()
     for link in options.links:
         speed = speed_of(link)
         if speed is None:
@@ -82,7 +126,8 @@ def run(options: Options, tell: Callable[[str], None]) -> list[Row]:
             meter = _start(options, speed, stack)
             for num_tokens in options.tokens:
                 rows += _measure(meter, Case(num_tokens, speed), options, tell)
-    return rows
+                compared += meter.compare(num_tokens)
+    return Measured(rows, compared)
 
 
 def _measure(meter: Meter, case: Case, options: Options, tell: Callable[[str], None]) -> list[Row]:

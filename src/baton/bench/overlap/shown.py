@@ -11,10 +11,11 @@ import torch
 from rich.console import Console
 
 from baton.bench.overlap import run
-from baton.bench.overlap.figures import Row, targets
+from baton.bench.overlap.figures import targets
 from baton.bench.overlap.options import COST, Options
 from baton.bench.overlap.picture import draw
 from baton.bench.overlap.printer import summary_of, table_of
+from baton.bench.overlap.run import Measured
 from baton.bench.record import write
 
 WIDTH_MIN = 132
@@ -27,17 +28,18 @@ def check(options: Options) -> None:
     run.check(options)
 
 
-def measure(options: Options, progress: PROGRESS) -> list[Row]:
-    """Every row."""
+def measure(options: Options, progress: PROGRESS) -> Measured:
+    """Everything."""
     total = run.num_steps(options)
     return run.run(options, lambda text: progress(total, text))
 
 
-def show(rows: list[Row], options: Options, path: Path, picture: Path | None) -> None:
+def show(found: Measured, options: Options, path: Path, picture: Path | None) -> None:
     """Prints and writes everything; the last line is the summary."""
+    rows = found.rows
     # A table that is cut to 80 columns says nothing.
     Console(width=max(Console().width, WIDTH_MIN)).print(table_of(rows, options))
-    write(path, record_of(rows, options))
+    write(path, record_of(found, options))
     print(f"written to {path}")
     if picture is not None:
         title = f"{options.model}, {options.prefill} to {options.decode}"
@@ -45,15 +47,19 @@ def show(rows: list[Row], options: Options, path: Path, picture: Path | None) ->
             print(f"drawn in {picture}")
         else:
             print("no picture: matplotlib is not installed (pip install 'baton[plot]')")
+    compared = found.compared
+    print(f"tokens identical: {compared.num_identical} of {compared.num_tokens}")
     print(summary_of(rows))
 
 
-def record_of(rows: list[Row], options: Options) -> dict[str, Any]:
+def record_of(found: Measured, options: Options) -> dict[str, Any]:
     """Everything as JSON."""
     return {
         "options": asdict(options),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
-        "rows": [row.as_json() for row in rows],
-        "targets": targets(rows, COST, options.device),
+        "tokens_compared": found.compared.num_tokens,
+        "tokens_identical": found.compared.num_identical,
+        "rows": [row.as_json() for row in found.rows],
+        "targets": targets(found.rows, COST, options.device),
     }

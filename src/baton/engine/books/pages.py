@@ -52,7 +52,8 @@ class PagePool:
     def allocate(self, count: int) -> list[int]:
         """Free pages, now held once; there have to be enough."""
         assert count <= self.num_free, f"{count} pages asked of {self.num_free} that are free"
-        found = [self._free.pop() for _ in range(count)]
+        # In order, so that pages that lie side by side are copied as one span.
+        found = sorted(self._free.pop() for _ in range(count))
         for page in found:
             assert not self._holders[page], f"free page {page} has {self._holders[page]} holders"
             self._holders[page] = 1

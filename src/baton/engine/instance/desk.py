@@ -335,8 +335,8 @@ class Desk:
     def _close_if_over(self, record: Record, now_s: float) -> None:
         if record.is_open or record.is_handing or self._records.get(record.number) is not record:
             return
-        if record.is_source:
-            self._tell(End(record.number))
+        # Ranks may have forgotten it already; one that was aborted or handed over they have not.
+        self._tell(End(record.number))
         del self._records[record.number]
         self._is_checked = False
         record.tell_story(now_s)

@@ -3,19 +3,21 @@
 The cuts of `cost` are the best for the times that it is given: its groups leave no slack, so that a prefill
 which runs a few percent faster or slower than predicted may end with many layers still to go. Here its cuts
 for several speeds of compute are held against all of these speeds, and the one that exposes least over all of
-them is taken. Only the times' proportions matter; they are rounded, so that steps alike share their cuts.
+them is taken; how far the speeds lie apart is what measurements have differed by. Only the times' proportions
+matter; they are rounded, so that steps alike share their cuts.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from math import exp, log
 
 from baton.plan.overlap import Groups, LayerTimes, choose, completion_s
 
 COST = "cost"
-SPEEDS = (0.93, 1.0, 1.07)
-"""What compute may take, by the prediction."""
+SPREADS = (0.07, 0.15, 0.3, 0.5)
+"""By how much compute may be off its prediction, either way."""
 TRANSFER_STEP = 0.03
 OVERHEAD_STEP = 0.15
 REST_STEP = 0.1
@@ -23,31 +25,46 @@ LEAST = 1e-4
 """Of a layer's compute; less is nothing."""
 
 
-def cut(policy: str, times: LayerTimes, avg_tokens: int) -> Groups:
-    """The groups of a policy; for `cost` those that also hold if compute is somewhat faster or slower."""
+def cut(policy: str, times: LayerTimes, avg_tokens: int, spread: float = 0.0) -> Groups:
+    """The groups of a policy; for `cost` those that also hold if compute is faster or slower by `spread`."""
     layer_s = times.compute_s[-1]
     if policy != COST or times.num_layers == 1 or layer_s <= 0.0:
         return choose(policy, times, avg_tokens)
     rest = 1 - times.compute_s[0] / layer_s
-    return _tolerant(
+    shape = Shape(
         times.num_layers,
         _rounded(times.transfer_s[0] / layer_s, TRANSFER_STEP),
         _rounded(times.overhead_s / layer_s, OVERHEAD_STEP),
         min(1.0, max(0.0, round(rest / REST_STEP) * REST_STEP)),
     )
+    return _tolerant(shape, next((each for each in SPREADS if each >= spread), SPREADS[-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A step's times by what a layer's compute takes."""
+
+    num_layers: int
+    transfer: float
+    overhead: float
+    rest: float
+
+    def at(self, speed: float) -> LayerTimes:
+        """With compute at so many times its prediction."""
+        compute = (speed * (1 - self.rest), *(speed,) * (self.num_layers - 1))
+        return LayerTimes(compute, (self.transfer,) * self.num_layers, self.overhead)
 
 
 @lru_cache(maxsize=4096)
-def _tolerant(num_layers: int, transfer: float, overhead: float, rest: float) -> Groups:
-    worlds = [
-        LayerTimes((speed * (1 - rest), *(speed,) * (num_layers - 1)), (transfer,) * num_layers, overhead)
-        for speed in SPEEDS
-    ]
-    candidates = dict.fromkeys(choose(COST, times, 0) for times in worlds)
+def _tolerant(shape: Shape, spread: float) -> Groups:
+    worlds = {speed: shape.at(speed) for speed in (1 - spread, 1.0, 1 + spread)}
+    # Equal small groups are never the best and never far off it, where a group costs little.
+    equal = (choose(policy, worlds[1.0], 0) for policy in ("fixed:1", "fixed:2"))
+    candidates = dict.fromkeys((*(choose(COST, times, 0) for times in worlds.values()), *equal))
 
     def exposed(groups: Groups) -> float:
-        ends = zip(SPEEDS, worlds, strict=True)
-        return sum(max(0.0, completion_s(times, groups) - speed * num_layers) for speed, times in ends)
+        ends = ((completion_s(times, groups), speed * shape.num_layers) for speed, times in worlds.items())
+        return sum(max(0.0, last - compute) for last, compute in ends)
 
     return min(candidates, key=lambda groups: (exposed(groups), len(groups)))
 

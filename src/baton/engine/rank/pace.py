@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log2
 
 from baton.engine.steps import CopyRecord
@@ -27,6 +27,7 @@ GUESS_WEIGHT = 0.02
 """Of the guessed overhead, where a hand-over weighs 1."""
 BYTES_PER_S_DEFAULT = 2e9
 LAYER_S_DEFAULT = 1e-3
+SPREAD_DEFAULT = 0.3
 NUM_LINKS_MAX = 256
 
 
@@ -66,6 +67,8 @@ class Took:
 
     layer_s: float
     rest_s: float
+    spread: float = 0.0
+    """By what part of it steps have differed from what was predicted."""
 
 
 class Pace:
@@ -82,10 +85,15 @@ class Pace:
         """What a step of so many rows took."""
         bucket, num_rows = _bucket(num_rows), max(1, num_rows)
         found = Took(took.layer_s / num_rows, took.rest_s / num_rows)
-        before = self._compute.get(bucket, found)
+        before = self._compute.get(bucket)
+        if before is None or before.layer_s <= 0.0:
+            self._compute[bucket] = replace(found, spread=SPREAD_DEFAULT)
+            return
+        missed = min(1.0, abs(found.layer_s / before.layer_s - 1))
         self._compute[bucket] = Took(
             KEEP * before.layer_s + (1 - KEEP) * found.layer_s,
             KEEP * before.rest_s + (1 - KEEP) * found.rest_s,
+            KEEP * before.spread + (1 - KEEP) * missed,
         )
 
     def sent(self, session: int, copies: Sequence[CopyRecord], ready_s: Mapping[int, float]) -> None:
@@ -114,11 +122,11 @@ class Pace:
     def compute(self, num_rows: int) -> Took:
         """What a step of so many rows will take."""
         if not self._compute:
-            return Took(LAYER_S_DEFAULT, 0.0)
+            return Took(LAYER_S_DEFAULT, 0.0, SPREAD_DEFAULT)
         bucket, num_rows = _bucket(num_rows), max(1, num_rows)
         nearest = self._compute[min(self._compute, key=lambda known: abs(known - bucket))]
         layer_s = nearest.layer_s * num_rows
-        return Took(layer_s, min(layer_s, nearest.rest_s * num_rows))
+        return Took(layer_s, min(layer_s, nearest.rest_s * num_rows), nearest.spread)
 
     def link(self, session: int) -> tuple[float, float]:
         """Overhead per group and seconds per byte of a session's link; of the last one for a new session."""

@@ -105,7 +105,7 @@ class Pipeline:
             layer_bytes[session] = layer_bytes.get(session, 0) + len(part.work.tokens) * self._token_bytes
         times = self._handing.pace.times(num_layers, self._num_rows, layer_bytes)
         average = sum(len(part.work.tokens) for part in piped) // len(piped)
-        groups = cut(policy, times, average)
+        groups = cut(policy, times, average, self._handing.pace.compute(self._num_rows).spread)
         if len(groups) == 1:
             reason = "there is one layer" if num_layers == 1 else "one group is done soonest"
             self.unpipelined = f"{policy}: {reason}"
