@@ -101,7 +101,7 @@ def handoff(
     *,
     source: Annotated[str, typer.Option("--from", metavar="LAYOUT", help="layout that prefills")] = "pp2.tp2",
     target: Annotated[str, typer.Option("--to", metavar="LAYOUT", help="layout that will decode")] = "tp4",
-    model: Annotated[str, typer.Option(metavar="MODEL", help="as for baton plan")] = "llama-3-8b",
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="as for baton plan")] = "llama-3-8b",
     tokens: Annotated[int, typer.Option(min=1, metavar="N", help="tokens of the prompt")] = 8192,
     transport: Annotated[str, typer.Option(metavar="NAME", help="NAME or NAME:OPTION=VALUE")] = "shm",
     link: Annotated[
@@ -152,7 +152,9 @@ def handoff(
 @app.command()
 def overlap(
     *,
-    model: Annotated[str, typer.Option(metavar="MODEL", help="demo, a checkpoint, or dummy:CARD")] = "demo",
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="demo, a checkpoint, or dummy:CARD")
+    ] = "demo",
     prefill: Annotated[str, typer.Option(metavar="LAYOUT", help="layout that prefills")] = "tp1",
     decode: Annotated[str, typer.Option(metavar="LAYOUT", help="layout that decodes")] = "tp1",
     tokens: Annotated[str, typer.Option(metavar="N,...", help="prompt lengths")] = "256,512,1024",
@@ -210,7 +212,9 @@ def overlap(
 @app.command()
 def engine(
     *,
-    model: Annotated[str, typer.Option(metavar="MODEL", help="demo, a checkpoint, or dummy:CARD")] = "demo",
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="demo, a checkpoint, or dummy:CARD")
+    ] = "demo",
     dtype: Annotated[str, typer.Option(metavar="D", help="fp32, bf16 or fp16")] = "fp32",
     device: Annotated[str, typer.Option(metavar="D", help="cpu or cuda")] = "cpu",
     threads: Annotated[int, typer.Option(min=0, metavar="N", help="of both; 0: the machine's cores")] = 0,

@@ -41,7 +41,9 @@ class Question:
 def generate(
     prompt: Annotated[str, typer.Argument(help="the prompt; token ids where the model has no tokenizer")],
     *,
-    model: Annotated[str, typer.Option(metavar="MODEL", help="a folder, a .gguf file, demo, or dummy:CARD")],
+    model: Annotated[
+        str, typer.Option("--model", metavar="MODEL", help="a folder, a .gguf file, demo, or dummy:CARD")
+    ],
     prefill: Annotated[str, typer.Option(metavar="LAYOUT", help="layout that prefills, as pp2.tp2")] = "tp1",
     decode: Annotated[
         str | None, typer.Option(metavar="LAYOUT", help="layout that decodes; default: no second instance")

@@ -102,6 +102,16 @@ def test_logprobs(pair: Pair, whole: Instance, folder: Path) -> None:
     check_tokens(folder, [asked], [handed], 20)
 
 
+@pytest.mark.parametrize("num_told", [None, 0, 3])
+def test_the_first_token_is_told_alike_by_both_sides(pair: Pair, num_told: int | None) -> None:
+    request = greedy(prompt(50), 4, logprobs=num_told)
+    found = [ask_one(pair, request, first_token=side).answers[0] for side in ("prefill", "decode")]
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert ours.top == pytest.approx(theirs.top, abs=1e-4)
+        assert (ours.token in ours.top) == (num_told is not None)
+
+
 def test_stop_at_the_first_token(pair: Pair, folder: Path) -> None:
     asked = prompt(40)
     first = oracle(folder, [asked], NUM_TOKENS)[0][0]

@@ -166,7 +166,8 @@ class Rank:
         found = samples.get(work.sequence)
         if not found or self.sampler is None:
             return None, False
-        logprobs = tuple(each.top or {each.token: each.logprob} for each in found)
+        # A token's own is among them where any are told; where none are, the target tells none either.
+        logprobs = tuple(each.top for each in found)
         aux = Aux(
             tokens=tuple(each.token for each in found),
             logprobs=logprobs,
