@@ -40,7 +40,7 @@ faults: .venv/.extras  ## kill and stop rank processes at every stage, over shm 
 	$(BIN)/pytest -q -rs -m slow
 
 engine: .venv/.extras  ## every layout pair, family and transport through a real model, against transformers
-	$(BIN)/pytest -q -rs -m engine
+	$(BIN)/pytest -q -rs -n $(JOBS) --dist loadfile -m engine
 
 check: setup  ## lint, format, types, layers and tidiness
 	$(BIN)/ruff check src tests examples
@@ -53,12 +53,14 @@ sim: setup  ## long random search: hand-overs under faults (SEEDS=20000), plans 
 	$(BIN)/baton sim --seeds $(SEEDS) --jobs $(JOBS)
 	BATON_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -q -n $(JOBS) tests/plan/test_property.py
 
-bench: .venv/.extras  ## measure planning, binding, transports and hand-overs
+bench: .venv/.extras  ## measure planning, binding, transports, hand-overs and the engine
 	$(BIN)/baton bench plan
 	$(BIN)/baton bench transport
 	$(BIN)/baton bench handoff
 	$(BIN)/baton bench handoff --control
 	$(BIN)/baton bench handoff --sweep
+	$(BIN)/baton bench overlap
+	$(BIN)/baton bench engine
 
 docs: setup  ## write again the pages that code generates
 	$(BIN)/python -m baton.plan.models > docs/models.md.new

@@ -1,10 +1,11 @@
 """Where the layers of a step are cut, given what is predicted and that predictions miss.
 
 The cuts of `cost` are the best for the times that it is given: its groups leave no slack, so that a prefill
-which runs a few percent faster or slower than predicted may end with many layers still to go. Here its cuts
-for several speeds of compute are held against all of these speeds, and the one that exposes least over all of
-them is taken; how far the speeds lie apart is what measurements have differed by. Only the times' proportions
-matter; they are rounded, so that steps alike share their cuts.
+which runs a few percent faster or slower than predicted may end with many layers still to go, and so may one
+whose copies are held up by the compute beside them. Here its cuts for several speeds of compute and of
+transfer are held against all of these, and the one that exposes least over all of them is taken; how far the
+speeds of compute lie apart is what measurements have differed by. Only the times' proportions matter; they
+are rounded, so that steps alike share their cuts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from baton.plan.overlap import Groups, LayerTimes, choose, completion_s
 COST = "cost"
 SPREADS = (0.07, 0.15, 0.3, 0.5)
 """By how much compute may be off its prediction, either way."""
+SLOWER = (1.3, 2.0)
+"""A copy beside compute may take so many times as long as one alone."""
+GROUP_COST = 0.25
+"""What a group takes from the forward itself, as a part of its overhead: both are this process's time."""
 TRANSFER_STEP = 0.03
 OVERHEAD_STEP = 0.15
 REST_STEP = 0.1
@@ -49,24 +54,28 @@ class Shape:
     overhead: float
     rest: float
 
-    def at(self, speed: float) -> LayerTimes:
-        """With compute at so many times its prediction."""
-        compute = (speed * (1 - self.rest), *(speed,) * (self.num_layers - 1))
-        return LayerTimes(compute, (self.transfer,) * self.num_layers, self.overhead)
+    def at(self, compute: float, transfer: float) -> LayerTimes:
+        """With compute and transfer at so many times their predictions."""
+        compute_s = (compute * (1 - self.rest), *(compute,) * (self.num_layers - 1))
+        return LayerTimes(compute_s, (transfer * self.transfer,) * self.num_layers, self.overhead)
 
 
 @lru_cache(maxsize=4096)
 def _tolerant(shape: Shape, spread: float) -> Groups:
-    worlds = {speed: shape.at(speed) for speed in (1 - spread, 1.0, 1 + spread)}
+    speeds = ((1 - spread, 1.0), (1.0, 1.0), (1 + spread, 1.0), *((1.0, slower) for slower in SLOWER))
+    worlds = {speed: shape.at(*speed) for speed in speeds}
     # Equal small groups are never the best and never far off it, where a group costs little.
-    equal = (choose(policy, worlds[1.0], 0) for policy in ("fixed:1", "fixed:2"))
+    equal = (choose(policy, worlds[1.0, 1.0], 0) for policy in ("fixed:1", "fixed:2"))
     candidates = dict.fromkeys((*(choose(COST, times, 0) for times in worlds.values()), *equal))
 
     def exposed(groups: Groups) -> float:
-        ends = ((completion_s(times, groups), speed * shape.num_layers) for speed, times in worlds.items())
-        return sum(max(0.0, last - compute) for last, compute in ends)
+        ends = (
+            (completion_s(times, groups), compute * shape.num_layers)
+            for (compute, _), times in worlds.items()
+        )
+        return sum(max(0.0, last - compute) for last, compute in ends) / len(worlds)
 
-    return min(candidates, key=lambda groups: (exposed(groups), len(groups)))
+    return min(candidates, key=lambda groups: exposed(groups) + GROUP_COST * shape.overhead * len(groups))
 
 
 def _rounded(value: float, step: float) -> float:
