@@ -12,6 +12,8 @@ from tests.engine.tiny import tiny
 from baton.bench.engine.run import Turn
 from baton.cli import main
 
+pytestmark = pytest.mark.engine
+
 
 def run(monkeypatch, *words: str) -> int:
     monkeypatch.setattr(sys, "argv", ["baton", "bench", "engine", *words])

@@ -11,6 +11,8 @@ from tests.engine.tiny import tiny
 
 from baton.cli import main
 
+pytestmark = pytest.mark.engine
+
 NUM_TOKENS = 1500
 NUM_LAYERS = 5
 # 2 kv heads of 8 channels, keys and values, float32.

@@ -13,6 +13,8 @@ from tests.cli.models import speaking_model
 from baton.cli import main
 from baton.cli.engine import demo as carried_out
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:

@@ -38,7 +38,9 @@ def test_abort_storm(fleet: Fleet, is_central: bool) -> None:
     assert_hands_over(fleet, slot=0, salt=1)
     ranks, first = [*fleet.sources, *fleet.targets], fleet.targets[0]
     before = [rank.ask("num_descriptors") for rank in ranks]
-    storm = Grist(f"storm{is_central}", NUM_SLOTS, NUM_ROUNDS, timeout_s=60.0, is_central=is_central)
+    storm = Grist(
+        f"storm{is_central}", NUM_SLOTS, NUM_ROUNDS, timeout_s=60.0, is_central=is_central, abort_s_max=0.005
+    )
     callers = [*fleet.sources, *([first] if is_central else fleet.targets)]
     for rank in callers:
         share = 0.25 if rank.rank == 0 else 0.0  # of each side, which makes half together

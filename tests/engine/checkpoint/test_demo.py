@@ -17,6 +17,8 @@ from baton.engine.checkpoint.tokenizer import eos_ids, load_tokenizer
 from baton.errors import ConfigError
 from baton.settings import CACHE_VARIABLE, cache_folder
 
+pytestmark = pytest.mark.engine
+
 CONTENT = bytes(range(256)) * 1000
 WHEEL = Wheel(
     package="baton-test-model",

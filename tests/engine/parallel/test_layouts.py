@@ -14,8 +14,10 @@ from baton.engine.parallel.mesh import Mesh
 from baton.plan import parse_layout
 
 FAMILIES = ("llama", "deepseek_v3")
-QUICK = ("tp2", "pp2", "cp2:stripe1", "dp2.tp1")
+QUICK = ("tp2", "cp2:stripe1")
 OTHERS = (
+    "pp2",
+    "dp2.tp1",
     "tp3",
     "tp4",
     "pp3:1-2-1",
