@@ -95,6 +95,8 @@ def test_no_process_outlives_its_parent(tmp_path: Path, number: signal.Signals) 
         [*words, "--from", "tp1", "--to", "tp1", "--out", str(tmp_path)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        # A shell that runs the tests in the background has had this one ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no threads yet
     )
     try:
         limit_s = time.monotonic() + 60

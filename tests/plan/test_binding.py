@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from tests.plan.world import World, make_cache, worlds
 
 from baton.errors import ConfigError
@@ -142,6 +142,7 @@ def test_bad_prefixes_are_refused(held: dict[str, int]) -> None:
         bind(made, prompt, tables_of(made, contiguous=True), Chunk((0, 4), (0, 100)))
 
 
+@settings(max_examples=max(1, settings().max_examples // 4))
 @given(worlds())
 def test_a_preview_counts_what_binding_every_pair_gives(world: World) -> None:
     """Pairs that are called alike bind to copies of the same sizes."""
