@@ -235,7 +235,8 @@ class Desk:
             ends = [group.stop_s for done in dones for group in done.groups]
             record.story.prompt_s = max(ends, default=record.story.prompt_s)
             if record.is_source:
-                self.counters["unpipelined" if record.story.unpipelined else "pipelined"] += 1
+                is_whole = any(done.unpipelined for done in dones)
+                self.counters["unpipelined" if is_whole else "pipelined"] += 1
 
     def _sampled(self, record: Record, number: int, found: list[Sampled], now_s: float) -> None:
         """Tokens for one answer, or the first tokens of all of them."""

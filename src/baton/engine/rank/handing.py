@@ -170,7 +170,7 @@ class Handing:
         assert found is not None
         is_granted = isinstance(handle, Sending) and handle.is_granted
         outcome = None if isinstance(handle.state, Waiting) else handle.state
-        early = getattr(handle, "early", None)
+        early = handle.early if isinstance(handle, Receiving) else None
         message = Changed(self._rank, number, is_granted, outcome, early, handle.is_released)
         if message == found.told:
             return
