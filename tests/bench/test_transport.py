@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from baton.bench.baselines import baseline
-from baton.bench.transport import parse_transport, spans_of
+from baton.bench.transport import spans_of
 from baton.cli import main
 from baton.errors import ConfigError
+from baton.transport import parse_transport
 
 
 def run(monkeypatch, *words: str) -> int:

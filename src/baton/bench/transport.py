@@ -17,7 +17,7 @@ import numpy as np
 from baton.bench.baselines import baseline
 from baton.bench.far_end import FarEnd, Target, random_bytes
 from baton.bench.record import seconds, side_by_side
-from baton.errors import ConfigError, TransportError
+from baton.errors import TransportError
 from baton.plan.steps import Spans
 from baton.transport import (
     NOW,
@@ -30,6 +30,7 @@ from baton.transport import (
     RemoteRegion,
     Transport,
     open_transport,
+    parse_transport,
     wait_for_events,
 )
 
@@ -66,18 +67,6 @@ class Latency:
 
     transport: str
     figures: dict[str, Any]
-
-
-def parse_transport(text: str) -> tuple[str, dict[str, str]]:
-    """`nixl:ucx=TLS=tcp` is nixl with an option of its config; options are joined by semicolons."""
-    name, _, rest = text.partition(":")
-    options = {}
-    for part in rest.split(";") if rest else []:
-        key, sign, value = part.partition("=")
-        if not sign:
-            raise ConfigError(f"transport {text!r}: write options as NAME=VALUE, joined by semicolons")
-        options[key] = value
-    return name, options
 
 
 def spans_of(span_bytes: int, num_spans: int) -> Spans:

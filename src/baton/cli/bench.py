@@ -23,7 +23,7 @@ from baton.bench.record import write
 from baton.bench.sizes import parse_sizes, size_text
 from baton.cli.doctor import check_transport
 from baton.errors import ConfigError
-from baton.transport import transport_names
+from baton.transport import parse_transport, transport_names
 
 app = typer.Typer(help="Measures what Baton claims.")
 
@@ -263,7 +263,7 @@ def _names(text: str | None) -> list[str]:
         return [name for name in transport_names() if check_transport(name).is_ok]
     names = text.split(",")
     for name in names:
-        bare, _ = transport_bench.parse_transport(name)
+        bare, _ = parse_transport(name)
         if bare not in transport_names():
             raise ConfigError(f"transport {bare!r} is not known; use {', '.join(transport_names())}")
         finding = check_transport(bare)

@@ -33,7 +33,7 @@ from baton.errors import ConfigError, EngineError
 from baton.plan import Spec
 from baton.plan.planner import plan
 from baton.plan.storage import Storage
-from baton.transport import transport_names
+from baton.transport import parse_transport, transport_names
 
 DEVICES = ("cpu", "cuda")
 LOOK_S = 0.5
@@ -139,7 +139,7 @@ def told(answer: Answer) -> Told | None:
 
 def _check(config: InstanceConfig) -> None:
     """Refuses what only a rank would notice."""
-    name = config.transport.partition(":")[0]
+    name, _ = parse_transport(config.transport)
     if name not in transport_names():
         raise ConfigError(f"transport {name!r} is not known; use {', '.join(transport_names())}")
     if config.device not in DEVICES:

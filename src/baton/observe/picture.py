@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from baton.observe.plotting import load_pyplot
 from baton.observe.timeline import Interval, Timeline
 
 COLOURS = {
@@ -41,12 +42,9 @@ class Row:
 
 def draw(timelines: Sequence[Timeline], path: Path, title: str) -> bool:
     """Writes the picture; False, and nothing written, without matplotlib."""
-    try:
-        matplotlib = importlib.import_module("matplotlib")
-    except ImportError:
+    pyplot = load_pyplot()
+    if pyplot is None:
         return False
-    matplotlib.use("Agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
     panels = [list(_rows(timeline)) for timeline in timelines]
     heights = [len(rows) + 1 for rows in panels]
     figure, columns = pyplot.subplots(

@@ -70,6 +70,7 @@ __all__ = [
     "Transport",
     "Unknown",
     "open_transport",
+    "parse_transport",
     "transport_names",
     "wait_for_events",
 ]
@@ -90,6 +91,18 @@ def open_transport(name: str, **options: Any) -> Transport:
             raise ConfigError(f"transport '{name}' has no option '{option}'; it has {names}")
     transport: Transport = module.TRANSPORT(module.CONFIG(**options))
     return transport
+
+
+def parse_transport(text: str) -> tuple[str, dict[str, str]]:
+    """`nixl:ucx=TLS=tcp` is nixl with an option of its config; options are joined by semicolons."""
+    name, _, rest = text.partition(":")
+    options = {}
+    for part in rest.split(";") if rest else []:
+        key, sign, value = part.partition("=")
+        if not sign:
+            raise ConfigError(f"transport {text!r}: write options as NAME=VALUE, joined by semicolons")
+        options[key] = value
+    return name, options
 
 
 @cache

@@ -15,6 +15,7 @@ from baton.bench.engine import run
 from baton.bench.engine.options import Options
 from baton.bench.engine.run import DECODE_TARGET, PREFILL_TARGET, Measured, Turn
 from baton.bench.record import write
+from baton.observe.plotting import load_pyplot
 
 
 def check(options: Options) -> None:
@@ -66,12 +67,9 @@ def _rows(found: Measured, options: Options) -> list[tuple[str, Turn, float]]:
 
 
 def _draw(found: Measured, options: Options, path: Path) -> bool:
-    try:
-        matplotlib = importlib.import_module("matplotlib")
-    except ImportError:
+    pyplot = load_pyplot()
+    if pyplot is None:
         return False
-    matplotlib.use("Agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
     figure, axes = pyplot.subplots(1, 2, figsize=(7, 3), layout="constrained")
     for each, (name, turn, _) in zip(axes, _rows(found, options), strict=True):
         each.bar(("engine", "transformers"), (turn.engine_per_s, turn.peer_per_s), width=0.6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import select
@@ -15,13 +14,12 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any
 
+from baton.engine.instance.children import die_with_parent
 from baton.errors import EngineError
 
 ANSWER_S_MAX = 180.0
 END_S_MAX = 10.0
 MARK = b"baton "
-_PARENT_DEATH = 1  # PR_SET_PDEATHSIG
-_libc = ctypes.CDLL(None)
 
 
 class Child:
@@ -36,7 +34,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            preexec_fn=_die_with_parent,  # noqa: PLW1509 - one call of the C library, no lock taken
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - one call of the C library, no lock taken
             start_new_session=True,  # Ctrl-C is for the parent, which ends its children in order
         )
         self._read = b""
@@ -121,7 +119,3 @@ class Child:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return f"its last words: {lines[-1]}" if lines else "it left no message"
-
-
-def _die_with_parent() -> None:
-    _libc.prctl(_PARENT_DEATH, signal.SIGKILL)

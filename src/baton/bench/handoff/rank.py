@@ -24,7 +24,6 @@ from baton.bench.handoff.mill import Grist, Mill
 from baton.bench.handoff.recording import Recorded
 from baton.bench.handoff.records import Order, Received, Sent
 from baton.bench.handoff.scene import Scene, own_layers, pages_of, sampler, spec_of
-from baton.bench.transport import parse_transport
 from baton.errors import BatonError
 from baton.plan.ownership import buffers
 from baton.protocol.outcomes import Aux, Failed, Ready, State
@@ -32,7 +31,7 @@ from baton.protocol.timings import Timings
 from baton.session.endpoint import Endpoint, EndpointConfig
 from baton.session.handles import Handle, Receiving, Sending
 from baton.session.requests import Digest, Request, prompt_digest
-from baton.transport import Transport, open_transport
+from baton.transport import Transport, open_transport, parse_transport
 from baton.transport.wrappers import wrap
 
 MARK = "baton "

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.bench.handoff import control, printer, run, sweep
-from baton.bench.handoff.picture import draw
 from baton.bench.handoff.run import Options
 from baton.bench.handoff.scene import Scene
 from baton.bench.record import write
 from baton.observe import Timeline, trace
+from baton.observe.picture import draw
 
 NUM_ALONE = 100
 NUM_ROUNDS = 10
@@ -50,7 +50,7 @@ def _write_timeline(timeline: Timeline, path: Path, title: str) -> None:
     events = path.with_suffix(".trace.json")
     events.write_text(json.dumps(trace([timeline])) + "\n")
     print(f"timeline in {events} (open it in ui.perfetto.dev)")
-    if draw(timeline, path.with_suffix(".png"), title):
+    if draw([timeline], path.with_suffix(".png"), title):
         print(f"drawn in {path.with_suffix('.png')}")
     else:
         print("no picture: matplotlib is not installed (pip install 'baton[plot]')")

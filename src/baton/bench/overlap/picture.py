@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from baton.bench.overlap.figures import Row, link_text
+from baton.observe.plotting import load_pyplot
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> bool:
     """By link: time to the last byte by compute-only, and efficiency; False without matplotlib."""
-    try:
-        matplotlib = importlib.import_module("matplotlib")
-    except ImportError:
+    pyplot = load_pyplot()
+    if pyplot is None:
         return False
-    matplotlib.use("Agg")
-    pyplot = importlib.import_module("matplotlib.pyplot")
     speeds = list(dict.fromkeys(row.case.link_bytes_per_s for row in rows))
     size = (9.0, 1.0 + 2.8 * len(speeds))
     figure, grid = pyplot.subplots(len(speeds), 2, figsize=size, layout="constrained", squeeze=False)

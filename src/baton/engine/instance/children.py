@@ -41,7 +41,7 @@ class Child:
                 stdout=self._errors,
                 stderr=self._errors,
                 pass_fds=[theirs.fileno()],
-                preexec_fn=_die_with_parent,  # noqa: PLW1509 - one call of the C library, no lock taken
+                preexec_fn=die_with_parent,  # noqa: PLW1509 - one call of the C library, no lock taken
                 start_new_session=True,  # Ctrl-C is for the parent, which ends its children in order
             )
         self.connection = Connection(ours.detach())
@@ -115,5 +115,6 @@ class Meeting:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """For a child right after its fork: its parent's end is its own."""
     _libc.prctl(_PARENT_DEATH, signal.SIGKILL)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from baton.engine.attention.pools import DTYPES
 from baton.engine.checkpoint import Checkpoint, open_checkpoint
 from baton.engine.model.build import Architecture, describe, missing
 from baton.errors import ConfigError
@@ -19,7 +20,6 @@ from baton.plan.overlap import LayerTimes, choose
 POOL_BYTES_DEFAULT = 512 << 20
 """Of cache on all ranks of a dp group together, where no pool size is given."""
 STATE_SLOTS_DEFAULT = 64
-DTYPE_WORDS = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +79,9 @@ class Sizes:
 def derive(config: InstanceConfig) -> Sizes:
     """Everything that can be known, and refused, before a process is started."""
     layout = parse_layout(config.layout)
-    if config.dtype not in DTYPE_WORDS:
+    if config.dtype not in DTYPES:
         raise ConfigError(
-            f"dtype {config.dtype!r} is not one the engine computes in; use {', '.join(DTYPE_WORDS)}"
+            f"dtype {config.dtype!r} is not one the engine computes in; use {', '.join(DTYPES)}"
         )
     for name in ("page_tokens", "chunk_tokens", "sequences_max"):
         if getattr(config, name) < 1:

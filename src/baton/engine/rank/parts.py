@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from baton.engine.attention.pools import CachePools
+from baton.engine.attention.pools import DTYPES, CachePools
 from baton.engine.checkpoint import open_checkpoint
 from baton.engine.model.build import build, describe
 from baton.engine.model.seam import Stage
@@ -25,10 +25,8 @@ from baton.plan.models.config import read_config
 from baton.plan.models.parts import stack
 from baton.plan.ownership import box, buffers
 from baton.session import Endpoint, EndpointConfig, SocketConfig
-from baton.transport import Transport, open_transport
+from baton.transport import Transport, open_transport, parse_transport
 from baton.transport.wrappers import wrap
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +139,7 @@ def _device(config: RankConfig) -> torch.device:
 
 
 def _transport(config: RankConfig) -> Transport:
-    name, _, rest = config.transport.partition(":")
-    options = dict(part.partition("=")[::2] for part in rest.split(";") if part)
+    name, options = parse_transport(config.transport)
     plain = open_transport(name, **options)
     if not config.link_bytes_per_s:
         return plain
