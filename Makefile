@@ -6,15 +6,16 @@ PYTHON ?= python3
 JOBS ?= 2
 EXAMPLES ?= 20000
 SEEDS ?= 20000
+LOAD_S ?= 120
 BIN := .venv/bin
 
 # The work is many small arrays: a thread pool per process only gets in the way.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo test faults engine check sim bench docs
+.PHONY: help setup demo serve test faults engine serving load check sim bench docs
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/.stamp  ## make .venv with Baton and its tools in it
 
@@ -26,6 +27,9 @@ setup: .venv/.stamp  ## make .venv with Baton and its tools in it
 demo: setup  ## a real model, prefilled in one layout, decoded in another: timed, and its tokens proven
 	$(BIN)/baton demo
 
+serve: setup  ## the demo deployment behind an OpenAI endpoint, until Ctrl-C
+	$(BIN)/baton up --model demo --prefill pp2 --decode tp3
+
 # What tests use and Python cannot bring: system libraries of two transports, and a browser. Each says so
 # in a line where it cannot be had, and the tests that need it are skipped with the reason.
 .venv/.extras: .venv/.stamp tools/native.sh tools/browser.sh
@@ -34,13 +38,19 @@ demo: setup  ## a real model, prefilled in one layout, decoded in another: timed
 	touch $@
 
 test: .venv/.extras  ## all tests
-	$(BIN)/pytest -q -rs -n $(JOBS) -m "not slow and not engine"
+	$(BIN)/pytest -q -rs -n $(JOBS) -m "not slow and not engine and not serve and not load"
 
 faults: .venv/.extras  ## kill and stop rank processes at every stage, over shm and tcp
 	$(BIN)/pytest -q -rs -m slow
 
 engine: .venv/.extras  ## every layout pair, family and transport through a real model, against transformers
 	$(BIN)/pytest -q -rs -n $(JOBS) --dist loadfile -m engine
+
+serving: .venv/.extras  ## servers and routers as real processes, with stock clients and a stock router
+	$(BIN)/pytest -q -rs -m serve
+
+load: .venv/.extras  ## two minutes of mixed load and kill -9 of every part (LOAD_S=600 for ten)
+	BATON_LOAD_S=$(LOAD_S) $(BIN)/pytest -q -rs -s -m load
 
 check: setup  ## lint, format, types, layers and tidiness
 	$(BIN)/ruff check src tests examples

@@ -80,21 +80,24 @@ class Runner:
         # Not before: a later stage waits here for the one before it.
         hooks.before_forward(batch)
         attention = Pass(batch, self._mesh, self._pools)
+        *_, last = self._stage.layers
         for layer in self._stage.layers:
             if step.num_own:
                 x = layer.join_mix(x, self._mesh.tp.sum(layer.mix(x, attention)))
             # What the layer stores is stored: it can leave while the rest of the layer is computed.
             hooks.layer_done(layer.index)
+            if layer is last and self._mesh.is_last:
+                x = step.narrowed(x)
             x = self._fed(layer, x, step)
         hooks.after_forward()
         if not self._mesh.is_last:
             self._hand_on(x)
             return None
-        return self._logits(batch, x, step)
+        return self._logits(x, step)
 
     def _fed(self, layer: Layer, x: Tensor, step: _Step) -> Tensor:
         if self._mesh.dp.size == 1:
-            return layer.join_feed(x, self._mesh.width.sum(layer.feed(x)))
+            return layer.join_feed(x, self._mesh.width.sum(layer.feed(x))) if len(x) else x
         every = self._mesh.dp.gather(x, step.sizes)
         if len(every) == 0:
             return x
@@ -130,16 +133,13 @@ class Runner:
             self._mesh.pipe.send(torch.tensor(said, device=x.device))
         self._mesh.pipe.send(x)
 
-    def _logits(self, batch: Batch, x: Tensor, step: _Step) -> Tensor | None:
+    def _logits(self, x: Tensor, step: _Step) -> Tensor | None:
         """Of the last rows of the works to sample from."""
-        ends = np.cumsum([len(work.tokens) for work in batch.works], dtype=np.int64)
-        wanted = ends[[work.num_samples > 0 for work in batch.works]] - 1
-        head = self._stage.head
+        wanted, head = step.wanted, self._stage.head
         if len(wanted) == 0 or head is None:
             return None
         counts = [int(((wanted >= a) & (wanted < b)).sum()) for a, b in step.rows.cuts]
-        here = wanted[(wanted >= step.own[0]) & (wanted < step.own[1])] - step.own[0]
-        rows = x.index_select(0, torch.from_numpy(here).to(x.device))
+        rows = x if step.is_narrowed else x.index_select(0, step.wanted_here(x.device))
         if step.rows.is_dealt:
             rows = self._mesh.cp.gather(rows, counts)
         if self._mesh.cp.index:
@@ -165,6 +165,26 @@ class _Step:
         self.sizes = [rows.sizes[mesh.cp.index] for rows in every]
         """Rows of each dp group at this rank's cp coordinate."""
         self.first = sum(self.sizes[: mesh.at["dp"]])
+        works = batches[mesh.at["dp"]].works
+        ends = np.cumsum([len(work.tokens) for work in works], dtype=np.int64)
+        self.wanted = ends[[work.num_samples > 0 for work in works]] - 1
+        """Rows of the batch that are sampled from."""
+        self.is_narrowed = False
+
+    def wanted_here(self, device: torch.device) -> Tensor:
+        """Which of this rank's rows are sampled from."""
+        here = self.wanted[(self.wanted >= self.own[0]) & (self.wanted < self.own[1])] - self.own[0]
+        return torch.from_numpy(here).to(device)
+
+    def narrowed(self, x: Tensor) -> Tensor:
+        """What goes on when the last layer has stored its tokens: only rows that are sampled from.
+
+        Rows that several ranks or dp groups share out stay as they are dealt.
+        """
+        if len(self.sizes) > 1 or self.rows.is_dealt or len(self.wanted) == len(x):
+            return x
+        self.is_narrowed = True
+        return x.index_select(0, self.wanted_here(x.device))
 
 
 def _with_given(x: Tensor, batch: Batch, step: _Step) -> Tensor:
