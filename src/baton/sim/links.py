@@ -21,6 +21,8 @@ from baton.sim.host import Host
 if TYPE_CHECKING:
     from baton.sim.network import Network
 
+EXPIRE_S = 0.02
+
 
 class Cord(Protocol):
     """One end of a link, as its host uses it."""
@@ -93,6 +95,9 @@ class SessionEnd:
             for happening in self.link.expire(self.host.now()):
                 self._happened(happening)
             self._reply()
+        if self.is_open and not self.is_linked:
+            # By a clock that is slow the time is not over yet.
+            self.host.process.later(EXPIRE_S, self.expire)
 
     def lose(self, cause: Cause | str) -> None:
         """The link is gone; the driver is told if it knew of it."""
