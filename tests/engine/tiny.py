@@ -20,7 +20,8 @@ from transformers.utils import logging
 
 from baton.engine.checkpoint import open_checkpoint
 
-_DENSE = {
+FULL, SLIDING = "full_attention", "sliding_attention"
+DENSE = {
     "hidden_size": 48,
     "intermediate_size": 88,
     "num_hidden_layers": 5,
@@ -34,7 +35,7 @@ _DENSE = {
     "tie_word_embeddings": False,
 }
 _LATENT = {
-    **_DENSE,
+    **DENSE,
     "num_hidden_layers": 4,
     "num_key_value_heads": 6,
     "n_routed_experts": 6,
@@ -48,12 +49,12 @@ _LATENT = {
     "v_head_dim": 10,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {**_DENSE, "vocab_size": 101},
-    "mistral": {**_DENSE, "vocab_size": 97, "sliding_window": None},
-    "qwen2": {**_DENSE, "vocab_size": 103, "tie_word_embeddings": True},
-    "qwen3": {**_DENSE, "vocab_size": 113, "head_dim": 16},
+    "llama": {**DENSE, "vocab_size": 101},
+    "mistral": {**DENSE, "vocab_size": 97, "sliding_window": None},
+    "qwen2": {**DENSE, "vocab_size": 103, "tie_word_embeddings": True},
+    "qwen3": {**DENSE, "vocab_size": 113, "head_dim": 16},
     "qwen3_moe": {
-        **_DENSE,
+        **DENSE,
         "vocab_size": 109,
         "head_dim": 16,
         "num_hidden_layers": 4,
@@ -71,7 +72,61 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 2,
     },
     "deepseek_v3": {**_LATENT, "vocab_size": 131, "q_lora_rank": 28, "n_group": 3, "topk_group": 2},
+    "deepseek_v32": {
+        **_LATENT,
+        "vocab_size": 137,
+        "q_lora_rank": 28,
+        "n_group": 3,
+        "topk_group": 2,
+        # Which of two tokens with equal scores is chosen is chance. The embedding of a padding token is zero,
+        # and so are all its scores; with few heads many others are.
+        "pad_token_id": None,
+        "index_n_heads": 10,
+        "index_head_dim": 18,
+        "index_topk": 21,
+    },
 }
+WINDOW = 24
+"""Half again as long as a page."""
+WINDOWED: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        **DENSE,
+        "vocab_size": 107,
+        "head_dim": 14,
+        "query_pre_attn_scalar": 11,
+        "sliding_window": WINDOW,
+        "layer_types": [SLIDING, SLIDING, FULL, SLIDING, FULL],
+        "rope_parameters": {
+            FULL: {"rope_type": "linear", "factor": 2.0, "rope_theta": 3000.0},
+            SLIDING: {"rope_type": "default", "rope_theta": 100.0},
+        },
+        "tie_word_embeddings": True,
+        # Gemma's norms double what comes out of them.
+        "initializer_range": 0.2,
+    },
+    "gpt_oss": {
+        **DENSE,
+        "vocab_size": 127,
+        "head_dim": 12,
+        "intermediate_size": 34,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
+        "swiglu_limit": 2.0,
+        # Yarn makes scores large, and with them what rounding does.
+        "initializer_range": 0.2,
+    },
+    "ministral": {
+        **DENSE,
+        "vocab_size": 101,
+        "sliding_window": WINDOW,
+        "layer_types": [FULL, SLIDING, SLIDING, SLIDING, FULL],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        "head_dim": 10,
+    },
+    "mistral": {**DENSE, "vocab_size": 97, "sliding_window": WINDOW},
+}
+"""Families with windows on some layers or all, which keep no prefixes; see `windowed`."""
 _NORM_SPREAD = 0.3
 _BIAS_SPREAD = 0.3
 
@@ -97,7 +152,7 @@ def tiny(
     Without a folder it goes to one that is removed when the process ends.
     """
     folder = folder or _session_folder()
-    config = {**FAMILIES[family], **changes}
+    config = {**FAMILIES.get(family, {}), **changes}
     told = json.dumps([family, seed, shard_bytes, config], sort_keys=True)
     where = folder / f"{family}-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
     if (where / "config.json").is_file():
@@ -113,14 +168,23 @@ def tiny(
     return where
 
 
+def windowed(family: str, folder: Path | None = None, **changes: Any) -> Path:
+    """The same for one of WINDOWED."""
+    return tiny(family, folder, **{**WINDOWED[family], **changes})
+
+
 def _model(family: str, config: dict[str, Any], seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config), dtype=torch.float32)
         for name, tensor in model.state_dict().items():
-            if tensor.dim() != 1 or not tensor.is_floating_point():
+            is_vector = tensor.dim() == 1 or name.endswith("_bias")
+            if not is_vector or not tensor.is_floating_point():
                 continue
-            if name.endswith("norm.weight"):
+            if name.endswith("A_log"):
+                # Recurrent state that lasts for some dozens of tokens.
+                tensor.copy_(_BIAS_SPREAD * torch.randn_like(tensor) - 2.5)
+            elif name.endswith("norm.weight"):
                 tensor.copy_(1 + _NORM_SPREAD * torch.randn_like(tensor))
             else:
                 tensor.copy_(_BIAS_SPREAD * torch.randn_like(tensor))

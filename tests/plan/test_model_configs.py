@@ -103,6 +103,12 @@ def test_mamba_and_indexer_fields() -> None:
     assert automatic == from_config(**MAMBA)
     expanded = from_config(**{**MAMBA, "mamba_d_head": "auto", "mamba_expand": 2})
     assert briefs(expanded)["conv.x"][3] == (128, 3)
+    some = {**MAMBA, "model_type": "bamba", "attn_layer_indices": [0, 2]}
+    assert layers_of(from_config(**some), "k") == ((0, 1), (2, 3))
+    assert layers_of(from_config(**some), "ssm") == ((1, 2), (3, 4))
+    assert layers_of(from_config(**{**some, "attn_layer_indices": None}), "conv.B") == ((0, 4),)
+    with pytest.raises(ConfigError, match=r"attn_layer_indices is \[4\]; it must list layers below 4"):
+        from_config(**{**some, "attn_layer_indices": [4]})
     for name in ("deepseek_v32", "deepseek_v3_2"):
         cache = from_config(**{**LATENT, "model_type": name, "index_head_dim": 128})
         assert cache == load_cache("latent:layers=6,dim=576,index=128")
@@ -148,7 +154,10 @@ def test_paths_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch: pyte
 
 BAD_FIELDS: list[tuple[dict[str, object], str]] = [
     ({}, "model_type None is not supported"),
-    ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported; use one of deepseek_v2, deepseek_v3"),
+    (
+        {"model_type": "gpt2"},
+        "model_type 'gpt2' is not supported; use one of bamba, deepseek_v2, deepseek_v3",
+    ),
     ({**LLAMA, "text_config": 3}, "text_config is 3"),
     ({**LLAMA, "text_config": {"model_type": "clip"}}, "'clip'"),
     ({"model_type": "llama"}, "num_hidden_layers is missing"),
@@ -206,12 +215,23 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=8,
 )
-MODEL_TYPES = ["llama", "qwen2", "qwen3_moe", "gemma3", "gpt_oss", "glm_moe_dsa", "qwen3_5", "falcon_h1"]
+MODEL_TYPES = [
+    "llama",
+    "qwen2",
+    "qwen3_moe",
+    "gemma3",
+    "gpt_oss",
+    "glm_moe_dsa",
+    "qwen3_5",
+    "falcon_h1",
+    "bamba",
+]
 
 
 @given(st.sampled_from(MODEL_TYPES), st.data())
 def test_any_config_is_a_cache_or_a_refusal(model_type: str, data: st.DataObject) -> None:
     whole = {**MAMBA, **LATENT, **DELTA, "sliding_window": 16, "index_head_dim": 8, "model_type": model_type}
     names = [*whole, "layer_types", "indexer_types", "use_sliding_window", "head_dim", "text_config", "baton"]
+    names += ["attn_layer_indices"]
     changes = data.draw(st.dictionaries(st.sampled_from(names), JSON | st.integers(1, 64), max_size=4))
     assert len((refusal({**whole, **changes}) or "").splitlines()) <= 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from baton.engine.model.seam import HeadOptions
+from baton.engine.model.seam import HeadOptions, IndexQuery
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, position: int, options: HeadOptions) -> Tensor:
@@ -25,6 +25,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, position: int, options: HeadOptions)
         shares = scores.softmax(0)[: len(keys)]
         out.append(shares @ v[lowest : position + 1, head // group].double())
     return torch.stack(out)
+
+
+def chosen(row: IndexQuery, keys: Tensor) -> Tensor:
+    """The places, in order, of the index keys (tokens, channels) that a single row chooses."""
+    products = (row.queries[0].double() @ keys.double().T).clamp(min=0)
+    scores = row.weights[0].double() @ products
+    return scores.topk(min(row.num_chosen, len(keys))).indices.sort().values
 
 
 @dataclass

@@ -5,7 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.engine.attention.world import LATENT_LAYER, NUM_PAGES, PAGE, POISON, World, check_rank
+from tests.engine.attention.world import (
+    LATENT_LAYER,
+    NUM_PAGES,
+    PAGE,
+    POISON,
+    SPARSE_LAYER,
+    World,
+    check_rank,
+)
 from tests.engine.parallel.ranks import on_mesh
 
 from baton.engine.attention.kernels import explicit, prefill
@@ -67,7 +75,7 @@ def test_nothing_else_is_written() -> None:
     assert set(is_written.any(-1).nonzero().flatten().tolist()) == world.used_pages()
     assert int(is_written.sum()) == (PAGE + 2) + (2 * PAGE + 1)
     untouched = sorted(set(range(NUM_PAGES)) - world.used_pages())
-    for layer, part in ((1, "k"), (1, "v"), (4, "k"), (LATENT_LAYER, "latent")):
+    for layer, part in ((1, "k"), (1, "v"), (4, "k"), (LATENT_LAYER, "latent"), (SPARSE_LAYER, "index_k")):
         content = world.pools.view(part, layer)[untouched].numpy().view(np.uint8)
         assert (content == POISON).all()
 
@@ -78,7 +86,7 @@ def test_pages_are_copied_on_every_layer() -> None:
     (page,) = world.used_pages()
     a, b = [other for other in range(NUM_PAGES) if other != page][:2]
     world.pools.copy_pages([PageCopy("tokens", page, a), PageCopy("tokens", a, b)])
-    for layer, part in ((0, "k"), (2, "v"), (LATENT_LAYER, "latent")):
+    for layer, part in ((0, "k"), (2, "v"), (LATENT_LAYER, "latent"), (SPARSE_LAYER, "index_k")):
         view = world.pools.view(part, layer)
         assert not torch.isnan(view[page]).any()
         assert torch.equal(view[a], view[page])

@@ -6,16 +6,16 @@ import random
 
 import numpy as np
 import torch
-from tests.engine.attention.reference import History, RandomLatent, attend
+from tests.engine.attention.reference import History, RandomLatent, attend, chosen
 from torch import Tensor
 
 from baton.engine.attention.passes import Pass
 from baton.engine.attention.pools import CachePools
-from baton.engine.model.seam import HeadOptions
+from baton.engine.model.seam import HeadOptions, IndexQuery
 from baton.engine.parallel.mesh import Mesh
 from baton.engine.steps import Batch, Work
 from baton.plan import Cache, Spec, Storage
-from baton.plan.kinds import Latent, Paged
+from baton.plan.kinds import Index, Latent, Paged
 from baton.plan.ownership import buffers
 
 PAGE = 4
@@ -25,7 +25,8 @@ LATENT, ROTARY, LATENT_HEADS = 12, 4, 3
 CPU = torch.device("cpu")
 POISON = 0xFF
 """Not a number in every float type."""
-LATENT_LAYER = 6
+LATENT_LAYER, SPARSE_LAYER = 6, 7
+INDEX_DIM, INDEX_HEADS, NUM_CHOSEN = 6, 5, 11
 GROUPS = {0: 3, 1: 1, 2: 2, 3: 3, 4: 1, 5: 2}
 """Query heads per kv head, by layer."""
 
@@ -39,14 +40,15 @@ def options(layer: int, device: torch.device = CPU) -> HeadOptions:
 
 
 def cache() -> Cache:
-    """Full layers, windowed layers and a latent one; v has fewer channels than k."""
+    """Full layers, windowed layers, a latent one and a sparse one; v has fewer channels than k."""
     kinds = [
         (Paged(UNITS, DIM, VALUE_DIM), ((0, 3),)),
         (Paged(UNITS, DIM, VALUE_DIM, WINDOW), ((3, 6),)),
-        (Latent(LATENT + ROTARY), ((LATENT_LAYER, LATENT_LAYER + 1),)),
+        (Latent(LATENT + ROTARY), ((LATENT_LAYER, SPARSE_LAYER + 1),)),
+        (Index(INDEX_DIM), ((SPARSE_LAYER, SPARSE_LAYER + 1),)),
     ]
     parts = [part for kind, layers in kinds for part in kind.components(layers)]
-    return Cache(7, tuple(sorted(parts, key=lambda part: part.name)))
+    return Cache(8, tuple(sorted(parts, key=lambda part: part.name)))
 
 
 class World:
@@ -67,7 +69,7 @@ class World:
         self.buffers = {part: np.full(size, POISON, dtype=np.uint8) for part, size in sizes.items()}
         content = {part: torch.from_numpy(found).to(device) for part, found in self.buffers.items()}
         self.pools = CachePools(spec, mesh.rank, content, device)
-        self._history = {layer: (History(), History()) for layer in range(LATENT_LAYER + 1)}
+        self._history = {layer: (History(), History()) for layer in range(SPARSE_LAYER + 1)}
         self._pages = self._chance.sample(range(NUM_PAGES), NUM_PAGES)
         self._tables: dict[int, list[int]] = {}
         self._lengths: dict[int, int] = {}
@@ -83,7 +85,8 @@ class World:
         assert found.positions.tolist() == positions[own]
         for layer in GROUPS:
             self._heads(found, batch, layer, own)
-        self._latent(found, batch, own)
+        self._latent(found, batch, own, LATENT_LAYER)
+        self._latent(found, batch, own, SPARSE_LAYER)
 
     def used_pages(self) -> set[int]:
         """Pages of any sequence so far."""
@@ -121,28 +124,46 @@ class World:
             row += len(work.tokens)
         self._same(out, torch.stack(expected)[own])
 
-    def _latent(self, found: Pass, batch: Batch, own: slice) -> None:
+    def _latent(self, found: Pass, batch: Batch, own: slice, layer: int) -> None:
         num_rows = batch.num_rows
         q, rotary = self._random(num_rows, LATENT_HEADS, 7), self._random(num_rows, LATENT_HEADS, ROTARY)
         keys, values = self._random(LATENT_HEADS, LATENT, 7), self._random(LATENT_HEADS, LATENT, 5)
         latent = self._random(num_rows, LATENT + ROTARY)
         query = RandomLatent(q[own], rotary[own], keys / 3, values / 3)
-        out = found.latent(LATENT_LAYER, query, latent[own], 0.3)
+        index = self._index(num_rows) if layer == SPARSE_LAYER else None
+        out = found.latent(layer, query, latent[own], 0.3, index and _rows(index, own))
         exact = RandomLatent(*(part.double() for part in (q, rotary, keys / 3, values / 3)))
-        expected, row = [], 0
+        expected, row, plain = [], 0, exact.plain()
         for work in batch.works:
             rows = slice(row, row + len(work.tokens))
-            every = self._history[LATENT_LAYER][0].add(work.sequence, latent[rows])
+            every = self._history[layer][0].add(work.sequence, latent[rows])
+            keys = self._history[layer][1].add(work.sequence, index.keys[rows]) if index else every
             expanded = exact.expand(every.double())
             for i in range(len(work.tokens)):
-                expected.append(attend(exact.plain()[row + i], *expanded, work.start + i, HeadOptions(0.3)))
+                at = work.start + i
+                seen = chosen(_rows(index, slice(row + i, row + i + 1)), keys[: at + 1]) if index else None
+                parts = [part if seen is None else part[seen] for part in expanded]
+                at = at if seen is None else len(seen) - 1
+                expected.append(attend(plain[row + i], *parts, at, HeadOptions(0.3)))
             row += len(work.tokens)
         self._same(out, torch.stack(expected)[own])
+
+    def _index(self, num_rows: int) -> IndexQuery:
+        return IndexQuery(
+            keys=self._random(num_rows, INDEX_DIM),
+            queries=self._random(num_rows, INDEX_HEADS, INDEX_DIM),
+            weights=self._random(num_rows, INDEX_HEADS).float() + 1,
+            num_chosen=NUM_CHOSEN,
+        )
 
     def _same(self, out: Tensor, expected: Tensor) -> None:
         assert out.dtype == self._dtype
         tolerance = 2e-5 if self._dtype == torch.float32 else 6e-2
         torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def _rows(index: IndexQuery, rows: slice) -> IndexQuery:
+    return IndexQuery(index.keys[rows], index.queries[rows], index.weights[rows], index.num_chosen)
 
 
 def check_rank(mesh: Mesh, seed: int, device: torch.device = CPU) -> None:

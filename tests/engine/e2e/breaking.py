@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.e2e.broken_rank import BROKEN
 from tests.engine.e2e.house import Side, ask_all, greedy
 from tests.engine.e2e.prompts import check_tokens, prompt
 
@@ -20,14 +19,13 @@ AT_TARGET = ("target_pages",)
 NUM_TOKENS = 24
 
 
-def broken(side: Side, name: str, patch: pytest.MonkeyPatch) -> Instance:
-    """An instance of which every rank runs with something wrong."""
-    assert name in BROKEN
+def broken(side: Side, name: str, patch: pytest.MonkeyPatch, module: str = "broken_rank") -> Instance:
+    """An instance of which every rank runs with something wrong, by its name in a module of this folder."""
     plain = subprocess.Popen
 
     def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         at = command.index("baton.engine.rank.process")
-        command = [*command[:at], "tests.engine.e2e.broken_rank", *command[at + 1 :], name]
+        command = [*command[:at], f"{__package__}.{module}", *command[at + 1 :], name]
         return plain(command, **{**options, "cwd": ROOT})
 
     with patch.context() as only:

@@ -7,7 +7,9 @@ softmax in full, so that a difference to `transformers` is the model's.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -20,7 +22,10 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from baton.engine.model.build import build
-from baton.engine.model.seam import Cut, HeadOptions, LatentQuery, Share, Stage, Stretch
+from baton.engine.model.seam import Cut, HeadOptions, IndexQuery, LatentQuery, Recurrence, Share, Stage
+from baton.plan.cache import Cache
+from baton.plan.models.config import read_config
+from baton.plan.models.parts import stack
 
 CPU = torch.device("cpu")
 
@@ -86,8 +91,27 @@ Memory = dict[tuple[int, int, str], Tensor]
 """By sequence, layer and component: everything cached so far, (tokens, ...)."""
 
 
+@dataclass
+class Meeting:
+    """Where the tp ranks of a pass, a thread each, add up what they have."""
+
+    cache: Cache
+    index: int
+    barrier: threading.Barrier
+    brought: list[Tensor | None]
+
+    def total(self, x: Tensor) -> Tensor:
+        self.brought[self.index] = x
+        self.barrier.wait()
+        found = sum_of(self.brought)
+        self.barrier.wait()
+        return found
+
+
 class PlainAttention:
     """One pass on one rank, over whole sequences."""
+
+    meeting: Meeting
 
     def __init__(self, parts: Sequence[Part], memory: Memory, is_absorbed: bool = False) -> None:
         self.parts = parts
@@ -104,28 +128,56 @@ class PlainAttention:
             values = self._remember(part, layer, "v", v[rows])
             num_times = q.shape[1] // k.shape[1]
             shared = [each.repeat_interleave(num_times, dim=1) for each in (keys, values)]
-            outs.append(_attend(q[rows], shared[0], shared[1], options.scale))
+            outs.append(_attend(q[rows], shared[0], shared[1], options))
         return torch.cat(outs)
 
-    def latent(self, layer: int, query: LatentQuery, latent: Tensor, scale: float) -> Tensor:
+    def latent(
+        self,
+        layer: int,
+        query: LatentQuery,
+        latent: Tensor,
+        scale: float,
+        chosen_by: IndexQuery | None = None,
+    ) -> Tensor:
         q = query.absorbed() if self.is_absorbed else query.plain()
         outs = []
         for part, rows in self._rows():
             cached = self._remember(part, layer, "latent", latent[rows])
+            unchosen = None if chosen_by is None else self._unchosen(part, layer, chosen_by, rows)
             if self.is_absorbed:
                 keys = cached.unsqueeze(1).expand(-1, q.shape[1], -1)
-                outs.append(_attend(q[rows], keys, keys[..., : query.num_value_channels], scale))
+                values = keys[..., : query.num_value_channels]
+                outs.append(_attend(q[rows], keys, values, HeadOptions(scale), unchosen))
             else:
-                outs.append(_attend(q[rows], *query.expand(cached), scale))
+                outs.append(_attend(q[rows], *query.expand(cached), HeadOptions(scale), unchosen))
         mixed = torch.cat(outs)
         return query.project(mixed) if self.is_absorbed else mixed
 
-    def state(self, layer: int, component: str) -> Tensor:
-        raise NotImplementedError
+    def recur(self, layer: int, rows: Tensor, rule: Recurrence) -> Tensor:
+        outs = []
+        for part, at in self._rows():
+            keys = {name: (part.sequence, layer, name) for name in rule.parts}
+            if part.start == 0:
+                for name, units in rule.parts.items():
+                    first, last = units[self.meeting.index]
+                    sizes = [dim.size for dim in self.meeting.cache.by_name[name].dims]
+                    self.memory[keys[name]] = rows.new_zeros(1, last - first, *sizes)
+            out, after = rule.advance(rows[None, at], {name: self.memory[key] for name, key in keys.items()})
+            self.memory.update({keys[name]: state for name, state in after.items()})
+            outs.append(out[0])
+        return torch.cat(outs)
 
-    @property
-    def sequences(self) -> Sequence[Stretch]:
-        raise NotImplementedError
+    def total(self, x: Tensor) -> Tensor:
+        return self.meeting.total(x)
+
+    def _unchosen(self, part: Part, layer: int, query: IndexQuery, rows: slice) -> Tensor:
+        """(rows, tokens): what a row leaves out."""
+        keys = self._remember(part, layer, "index_k", query.keys[rows])
+        scores = torch.einsum("rhc,tc->rht", query.queries[rows], keys).clamp(min=0)
+        scores = torch.einsum("rh,rht->rt", query.weights[rows], scores)
+        later = torch.ones_like(scores, dtype=torch.bool).triu(len(keys) - len(scores) + 1)
+        best = scores.masked_fill(later, float("-inf")).topk(min(query.num_chosen, len(keys))).indices
+        return torch.ones_like(later).scatter(1, best, False)
 
     def _rows(self) -> list[tuple[Part, slice]]:
         found, first = [], 0
@@ -142,10 +194,18 @@ class PlainAttention:
         return self.memory[key]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    scores = torch.einsum("rhc,thc->hrt", q, k) * scale
-    later = q.new_ones(q.shape[0], k.shape[0], dtype=torch.bool).triu(k.shape[0] - q.shape[0] + 1)
-    return torch.einsum("hrt,thc->rhc", scores.masked_fill(later, float("-inf")).softmax(-1), v)
+def _attend(q: Tensor, k: Tensor, v: Tensor, options: HeadOptions, unchosen: Tensor | None = None) -> Tensor:
+    scores = torch.einsum("rhc,thc->hrt", q, k) * options.scale
+    num_before = k.shape[0] - q.shape[0]
+    hidden = q.new_ones(q.shape[0], k.shape[0], dtype=torch.bool).triu(num_before + 1)
+    if options.window is not None:
+        hidden |= torch.ones_like(hidden).tril(num_before - options.window)
+    if unchosen is not None:
+        hidden |= unchosen
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if options.sinks is not None:
+        scores = torch.cat((scores, options.sinks[:, None, None].expand(-1, len(q), 1)), -1)
+    return torch.einsum("hrt,thc->rhc", scores.softmax(-1)[..., : len(k)], v)
 
 
 @dataclass(frozen=True)
@@ -182,6 +242,7 @@ class Ranks:
         self.stages: list[list[Stage]] = [
             [build(checkpoint, cut, **options) for cut in self._cuts(layers)] for layers in bounds
         ]
+        self.cache = stack((read_config(checkpoint.config, "tiny"),))
         self.memories: list[Memory] = [{} for _ in range(plan.tp)]
         self.attentions: list[PlainAttention] = []
 
@@ -199,15 +260,34 @@ class Ranks:
         for attention in attentions:
             attention.positions = attention.positions.to(self.place.device)
         self.attentions = attentions
+        barrier = threading.Barrier(self.plan.tp, timeout=60)
+        brought: list[Tensor | None] = [None] * self.plan.tp
+        for i, attention in enumerate(attentions):
+            attention.meeting = Meeting(self.cache, i, barrier, brought)
         group = self.stages[0][: self.plan.tp]
         x = sum_of([rank.embedding.embed(tokens) for rank in group])
         x = group[0].embedding.scale(x)
         for stage in self.stages:
             for layers in zip(*(rank.layers for rank in stage), strict=True):
-                mixes = zip(layers[: self.plan.tp], attentions, strict=True)
-                x = layers[0].join_mix(x, sum_of([layer.mix(x, each) for layer, each in mixes]))
+                x = layers[0].join_mix(x, sum_of(self._mixes(layers, x)))
                 x = layers[0].join_feed(x, sum_of([layer.feed(x) for layer in layers]))
         return torch.cat([rank.head.logits(x) for rank in self.stages[-1][: self.plan.tp]], dim=-1)
+
+    def _mixes(self, layers: Sequence[Any], x: Tensor) -> list[Tensor]:
+        """What the tp ranks give, side by side, since some meet on the way."""
+
+        @torch.inference_mode()
+        def mix(i: int) -> Tensor:
+            try:
+                return layers[i].mix(x, self.attentions[i])
+            except BaseException:
+                self.attentions[i].meeting.barrier.abort()
+                raise
+
+        if self.plan.tp == 1:
+            return [mix(0)]
+        with ThreadPoolExecutor(self.plan.tp) as pool:
+            return list(pool.map(mix, range(self.plan.tp)))
 
 
 def sum_of(partials: Sequence[Tensor]) -> Tensor:

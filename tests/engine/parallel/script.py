@@ -45,6 +45,7 @@ def script(num_groups: int, vocab_size: int, seed: int = 0) -> Script:
     """Sequence i is in dp group i % num_groups, and begins at step i // 2."""
     chance = random.Random(seed)
     pages = chance.sample(range(NUM_PAGES), NUM_PAGES)
+    slots = chance.sample(range(NUM_PAGES), len(_CHUNKS))
     tables, tokens = {}, {}
     for i, chunks in _CHUNKS.items():
         total = sum(chunks) + NUM_DECODED
@@ -66,7 +67,7 @@ def script(num_groups: int, vocab_size: int, seed: int = 0) -> Script:
                 sequence=i,
                 start=start,
                 tokens=tokens[i][start : starts[i]],
-                pages={"tokens": tables[i]},
+                pages={"tokens": tables[i], "state": [slots[i]]},
                 prompt_tokens=num_prompt,
                 num_samples=0 if is_inside else 1,
             )

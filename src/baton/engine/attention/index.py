@@ -104,6 +104,8 @@ class Chunk:
     num_keys: int
     positions: Tensor | None = None
     """Of the keys, where this rank keeps just a part of them."""
+    bias: Tensor | None = None
+    """(rows, keys) added to scores where rows choose what they attend to; None: they see all before them."""
 
 
 @dataclass(frozen=True, slots=True)

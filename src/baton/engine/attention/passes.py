@@ -12,22 +12,24 @@ first layer that asks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from baton.engine.attention import index
+from baton.engine.attention.choosing import Chooser
 from baton.engine.attention.dealing import Keeping, Rows, deal_rows
 from baton.engine.attention.index import Chunk, Pages, Reads, Segment, Writes
 from baton.engine.attention.kernels import decode, explicit, prefill
 from baton.engine.attention.kernels.explicit import Partial
-from baton.engine.attention.kernels.prefill import Inputs
+from baton.engine.attention.kernels.prefill import Inputs, Sight
 from baton.engine.attention.masks import Masks
 from baton.engine.attention.operands import Answer, Source, Stored
 from baton.engine.attention.pools import CachePools
-from baton.engine.model.seam import HeadOptions, LatentQuery, Stretch
+from baton.engine.attention.states import PassStates
+from baton.engine.model.seam import HeadOptions, IndexQuery, LatentQuery, Recurrence
 from baton.engine.parallel.mesh import Mesh
 from baton.engine.steps import Batch
 from baton.errors import EngineError
@@ -45,6 +47,7 @@ class Pass:
         self._batch = batch
         self._pools = pools
         self._cp = mesh.cp
+        self._states = PassStates(batch, pools, mesh.tp)
         self.rows: Rows = deal_rows(batch.num_rows, mesh.cp.size)
         self._own: Range = self.rows.cuts[mesh.cp.index]
         spec = pools.spec
@@ -62,25 +65,27 @@ class Pass:
         """(rows,) int64: each row's position in its sequence."""
         return self._positions[self._own[0] : self._own[1]]
 
-    @property
-    def sequences(self) -> Sequence[Stretch]:
-        """The sequences of the pass, in the order of their rows; for recurrent mixers."""
-        if self.rows.is_dealt:
-            raise EngineError("rows of a sequence lie on several cp ranks; recurrent layers need them on one")
-        return [
-            Stretch(part.first, part.last, part.start, part.work.pages.get("state", [-1])[0])
-            for part in _segments(self._batch, self._own)
-        ]
+    def recur(self, layer: int, rows: Tensor, rule: Recurrence) -> Tensor:
+        """Carries every sequence of the pass on from its state; dealt rows are gathered for it."""
+        if not self.rows.is_dealt:
+            return self._states.recur(layer, rows, rule)
+        every = self._states.recur(layer, self._cp.gather(rows, self.rows.sizes), rule)
+        return every[self._own[0] : self._own[1]]
 
-    def state(self, layer: int, component: str) -> Tensor:
-        """The pool of a recurrent component at a layer, (slots, units of this rank, ...)."""
-        return self._pools.view(component, layer)
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of x over tp."""
+        return self._states.total(x)
 
     def heads(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: HeadOptions) -> Tensor:
         """Stores k and v, attends causally with q; all are (rows, heads of this rank, dim)."""
         keeper = self._pools.component("k", layer)
         keys, values = self._pools.rows("k", layer), self._pools.rows("v", layer)
         num_units, window = k.shape[1], options.window
+        if keeper.extent.window != window:
+            raise EngineError(
+                f"layer {layer} attends over {_told(window)}, its cache keeps {_told(keeper.extent.window)}; "
+                "the plan and the model read the config differently"
+            )
         if self.rows.is_dealt:
             q, k, v = self._gathered(q, k, v)
         writes = self._writes(keeper, num_units)
@@ -96,7 +101,14 @@ class Pass:
         out = part.out if options.sinks is None else explicit.with_sinks(part, options.sinks)
         return out.to(q.dtype)
 
-    def latent(self, layer: int, query: LatentQuery, latent: Tensor, scale: float) -> Tensor:
+    def latent(
+        self,
+        layer: int,
+        query: LatentQuery,
+        latent: Tensor,
+        scale: float,
+        chosen_by: IndexQuery | None = None,
+    ) -> Tensor:
         """Stores latent (rows, channels), attends causally; the answer is (rows, heads, value channels)."""
         keeper = self._pools.component("latent", layer)
         rows = self._pools.rows("latent", layer)
@@ -105,6 +117,8 @@ class Pass:
         _store(rows, self._writes(keeper, 1), every)
         options = HeadOptions(scale, keeper.extent.window)
         reads = self._read(keeper, 1, options.window, latent.dtype)
+        if chosen_by is not None:
+            reads = self._chosen(layer, chosen_by, reads)
         if self._keeping.is_whole:
             return self._attend_latent(query, every, pool, (reads, options))
         q = query.absorbed()
@@ -115,6 +129,20 @@ class Pass:
         own = every.unsqueeze(0)
         part = self._merged(Source(q, own, own, pool), reads, options)
         return query.project(part.out[..., : query.num_value_channels].to(latent.dtype))
+
+    def _chosen(self, layer: int, query: IndexQuery, reads: Reads) -> Reads:
+        """Stores index keys; what is left of the reads once the rows have chosen by them."""
+        rows, is_whole = self._pools.rows("index_k", layer), self._keeping.is_whole
+        if self.rows.is_dealt:
+            query = replace(query, keys=self._cp.gather(query.keys, self.rows.sizes))
+            if not is_whole:
+                queries = self._cp.gather(query.queries, self.rows.sizes)
+                weights = self._cp.gather(query.weights, self.rows.sizes)
+                query = replace(query, queries=queries, weights=weights)
+        _store(rows, self._writes(self._pools.component("index_k", layer), 1), query.keys)
+        stored = Stored(rows, rows, self._pools.scratch)
+        chooser = Chooser(query, stored, None if is_whole else self._cp)
+        return chooser.choose(reads, max(segment.stop for segment in self._segments))
 
     def _gathered(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of all cp ranks in one exchange; queries only where every rank attends with all of them."""
@@ -170,19 +198,25 @@ class Pass:
                 found = plain.of_chunk(chunk)
                 keys, values = query.expand(found.k[0])
                 inputs = Inputs(found.q, keys.transpose(0, 1), values.transpose(0, 1))
-                answer.put_chunk(chunk, prefill.attend(inputs, options.window, options, self._masks))
+                answer.put_chunk(chunk, self._over(chunk, inputs, options))
         if short or reads.buckets:
             absorbed = Source(query.absorbed(), own, own, pool)
             if absorbed.q.shape[1] == 0:
                 return _headless(query, absorbed.q)
             for chunk in short:
-                mixed = prefill.attend(absorbed.of_chunk(chunk), options.window, options, self._masks)
+                mixed = self._over(chunk, absorbed.of_chunk(chunk), options)
                 answer.put_chunk(chunk, query.project(mixed[..., :num_values]))
             for bucket in reads.buckets:
                 q, k, v = absorbed.of_bucket(bucket)
                 mixed = decode.attend(q, k, v, bucket.bias, options)
                 answer.put_bucket(bucket, query.project(mixed[..., :num_values]))
         return answer.whole
+
+    def _over(self, chunk: Chunk, inputs: Inputs, options: HeadOptions) -> Tensor:
+        """The rows of a chunk over what they see of its keys."""
+        if chunk.bias is not None:
+            return prefill.attend_chosen(inputs, chunk.bias, options.scale)
+        return prefill.attend(inputs, options.window, options, self._masks)
 
     def _merged(self, source: Source, reads: Reads, options: HeadOptions) -> Partial:
         """All rows over this rank's tokens, merged over cp; the answer has this rank's rows."""
@@ -196,8 +230,8 @@ class Pass:
             first, last = chunk.segment.first, chunk.segment.last
             assert chunk.positions is not None
             if chunk.num_keys:
-                at = self._positions[first:last]
-                part = prefill.attend_partly(source.of_chunk(chunk), at, chunk.positions, options)
+                sight = Sight(self._positions[first:last], chunk.positions, chunk.bias)
+                part = prefill.attend_partly(source.of_chunk(chunk), sight, options)
                 out[first:last], weight[first:last] = part.out, part.weight
         for bucket in reads.buckets:
             taken, k, v = source.of_bucket(bucket)
@@ -221,6 +255,10 @@ def _segments(batch: Batch, wanted: Range) -> list[Segment]:
             found.append(Segment(work, first - wanted[0], last - wanted[0], start, (row, last)))
         row += len(work.tokens)
     return found
+
+
+def _told(window: int | None) -> str:
+    return "all tokens" if window is None else f"a window of {window}"
 
 
 def _headless(query: LatentQuery, like: Tensor) -> Tensor:

@@ -36,8 +36,14 @@ class Blueprint:
     """The head's matrix is the embedding's."""
     layers: tuple[LayerSpec, ...]
     num_experts: int = 0
-    window: int | None = None
-    """The smallest window of a layer: longer contexts need windowed attention."""
+    embedding_factor: float = 1.0
+    """What embeddings are multiplied with before the first layer."""
+    is_norm_centred: bool = False
+    """The last norm's weight is kept as its difference to 1."""
+    norm_name: str = "model.norm"
+    """What the family calls the last norm."""
+    head_factor: float = 1.0
+    """What logits are multiplied with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,7 @@ def read_dense(fields: ModelFields, has_bias: bool = False) -> DenseSpec:
     return DenseSpec(hidden, width, read_activation(fields), has_bias)
 
 
-def read_gqa(fields: ModelFields) -> GqaSpec:
+def read_gqa(fields: ModelFields, *, is_partly_turned: bool = False) -> GqaSpec:
     """The attention of layers that cache keys and values, without bias, norm or window."""
     hidden, num_heads = fields.number("hidden_size"), fields.number("num_attention_heads")
     num_kv_heads = fields.number_or_none("num_key_value_heads") or num_heads
@@ -84,12 +90,21 @@ def read_gqa(fields: ModelFields) -> GqaSpec:
         )
     head_dim = fields.number_or_none("head_dim") or hidden // num_heads
     rope = read_rope(fields, head_dim)
-    if rope.dim != head_dim:
+    if rope.dim != head_dim and not is_partly_turned:
         raise fields.refusal(
             f"partial_rotary_factor turns {rope.dim} of {head_dim} channels, "
             "which this family does not know; remove it"
         )
     return GqaSpec(hidden, num_heads, num_kv_heads, head_dim, rope)
+
+
+def read_pattern(fields: ModelFields) -> list[str]:
+    """Which layers are full and which have a window: every sliding_window_pattern-th is full."""
+    kinds = fields.per_layer("layer_types", (FULL, SLIDING))
+    if kinds is not None:
+        return kinds
+    period = fields.number("sliding_window_pattern")
+    return [SLIDING if (i + 1) % period else FULL for i in range(fields.num_layers)]
 
 
 def read_windows(fields: ModelFields) -> list[int | None]:
@@ -100,8 +115,3 @@ def read_windows(fields: ModelFields) -> list[int | None]:
         first = fields.number("max_window_layers", least=0)
         kinds = [SLIDING if i >= first else FULL for i in range(fields.num_layers)]
     return [window if kind == SLIDING else None for kind in kinds]
-
-
-def narrowest(windows: Sequence[int | None]) -> int | None:
-    """The smallest window, None where no layer has one."""
-    return min((window for window in windows if window is not None), default=None)

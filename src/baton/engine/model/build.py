@@ -20,9 +20,9 @@ from baton.engine.model.cuts import cut_evenly
 from baton.engine.model.ends import VocabularyEmbedding, VocabularyHead
 from baton.engine.model.fields import ModelFields
 from baton.engine.model.linear import Linear, laid_out
-from baton.engine.model.norms import RmsNorm
+from baton.engine.model.norms import NormSpec
 from baton.engine.model.seam import Cut, Share, Stage
-from baton.engine.model.weights import Checkpoint, DryLoader, ExpertsHook, Loader, Piece, rows
+from baton.engine.model.weights import Checkpoint, DryLoader, ExpertsHook, Loader, rows
 from baton.errors import ConfigError
 from baton.plan.models.quoting import shown
 
@@ -45,8 +45,6 @@ class Architecture:
     eos_ids: tuple[int, ...]
     num_experts: int
     """Routed experts of a mixture layer, 0 where there is none."""
-    window: int | None
-    """The smallest attention window of a layer."""
 
 
 def describe(config: Mapping[str, Any], max_context: int | None = None) -> Architecture:
@@ -57,11 +55,6 @@ def describe(config: Mapping[str, Any], max_context: int | None = None) -> Archi
         raise fields.refusal(
             f"the maximum context of {limit} is beyond max_position_embeddings; "
             f"use at most {fields.max_positions}"
-        )
-    if blueprint.window is not None and limit > blueprint.window:
-        raise fields.refusal(
-            f"sliding_window is {blueprint.window} and windowed attention is not supported; "
-            f"use a maximum context of {blueprint.window} at most, not {limit}"
         )
     dtype = fields.values.get("dtype") or fields.values.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
@@ -75,7 +68,6 @@ def describe(config: Mapping[str, Any], max_context: int | None = None) -> Archi
         dtype=str(dtype),
         eos_ids=fields.numbers("eos_token_id"),
         num_experts=blueprint.num_experts,
-        window=blueprint.window,
     )
 
 
@@ -128,16 +120,18 @@ def _load(blueprint: Blueprint, loader: Loader) -> Stage:
         weight = loader.take(rows(EMBEDDING, vocabulary, span))
         # A head that shares it is multiplied with at every step, which weighs more than looking rows up.
         weight = laid_out(weight) if blueprint.is_tied and last == num_layers else weight
-        embedding = VocabularyEmbedding(weight, span[0], loader.cut.heads.count == 1)
+        is_whole = loader.cut.heads.count == 1
+        embedding = VocabularyEmbedding(weight, span[0], is_whole, blueprint.embedding_factor)
     if last == num_layers:
-        norm = RmsNorm(loader.take(Piece("model.norm.weight", (blueprint.hidden_size,))), blueprint.norm_eps)
+        spec = NormSpec(blueprint.hidden_size, blueprint.norm_eps, blueprint.is_norm_centred)
+        norm = spec.load(loader, f"{blueprint.norm_name}.weight")
         is_shared = blueprint.is_tied and embedding is not None
         name = EMBEDDING if blueprint.is_tied else HEAD
         if is_shared and embedding:
             output = embedding.weight
         else:
             output = laid_out(loader.take(rows(name, vocabulary, span)))
-        head = VocabularyHead(norm, Linear(output))
+        head = VocabularyHead(norm, Linear(output), blueprint.head_factor)
     return Stage(layers, embedding, head)
 
 

@@ -7,9 +7,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from baton.engine.model.norms import RmsNorm
+from baton.engine.model.norms import NormSpec, RmsNorm
 from baton.engine.model.seam import Attention
-from baton.engine.model.weights import Loader, Piece
+from baton.engine.model.weights import Loader
 
 
 class Mixer(Protocol):
@@ -41,6 +41,17 @@ class MlpSpec(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Names:
+    """What a family calls the modules of a layer."""
+
+    mixer_norm: str = "input_layernorm"
+    mixer: str = "self_attn"
+    """Empty where the layer itself holds what the mixer consists of."""
+    mlp_norm: str = "post_attention_layernorm"
+    mlp: str = "mlp"
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """What a config says of a layer."""
 
@@ -48,20 +59,20 @@ class DecoderSpec:
     norm_eps: float
     mixer: MixerSpec
     mlp: MlpSpec
+    names: Names = Names()
+    is_norm_centred: bool = False
 
     def load(self, loader: Loader, index: int) -> Decoder:
         """This rank's part of layer `index`."""
         prefix = f"model.layers.{index}"
+        norm, names = NormSpec(self.hidden_size, self.norm_eps, self.is_norm_centred), self.names
         return Decoder(
             index=index,
-            mixer_norm=self._norm(loader, f"{prefix}.input_layernorm.weight"),
-            mixer=self.mixer.load(loader, index, f"{prefix}.self_attn"),
-            mlp_norm=self._norm(loader, f"{prefix}.post_attention_layernorm.weight"),
-            mlp=self.mlp.load(loader, index, f"{prefix}.mlp"),
+            mixer_norm=norm.load(loader, f"{prefix}.{names.mixer_norm}.weight"),
+            mixer=self.mixer.load(loader, index, f"{prefix}.{names.mixer}".removesuffix(".")),
+            mlp_norm=norm.load(loader, f"{prefix}.{names.mlp_norm}.weight"),
+            mlp=self.mlp.load(loader, index, f"{prefix}.{names.mlp}"),
         )
-
-    def _norm(self, loader: Loader, name: str) -> RmsNorm:
-        return RmsNorm(loader.take(Piece(name, (self.hidden_size,))), self.norm_eps)
 
 
 @dataclass(slots=True)

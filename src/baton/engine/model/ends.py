@@ -19,6 +19,8 @@ class VocabularyEmbedding:
     weight: Tensor
     first: int
     is_whole: bool
+    factor: float = 1.0
+    """What the family multiplies embeddings with."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """(rows,) -> partial (rows, hidden): zero for ids of other ranks."""
@@ -31,8 +33,8 @@ class VocabularyEmbedding:
         return embedded
 
     def scale(self, x: Tensor) -> Tensor:
-        """The embedding as it is."""
-        return x
+        """The embedding times the family's factor, which is rounded to its dtype as published models do."""
+        return x if self.factor == 1.0 else x * torch.tensor(self.factor, dtype=x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,10 @@ class VocabularyHead:
 
     norm: RmsNorm
     output: Linear
+    factor: float = 1.0
+    """What the family multiplies logits with."""
 
     def logits(self, x: Tensor) -> Tensor:
         """(rows, hidden) -> (rows, vocabulary of this rank), float32."""
-        return self.output(self.norm(x)).to(torch.float32)
+        logits = self.output(self.norm(x)).to(torch.float32)
+        return logits if self.factor == 1.0 else logits * self.factor

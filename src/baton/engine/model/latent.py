@@ -12,6 +12,8 @@ from baton.engine.model.mlps.moe import MoeSpec
 from baton.engine.model.mlps.routing import Rule
 from baton.engine.model.rope import RopeSpec, read_rope, rope_values, yarn_amplitude
 
+DENSE, SPARSE = "dense", "sparse"
+
 
 def read_mla(fields: ModelFields) -> MlaSpec:
     """Latent attention; channels turn in pairs and stay in that order."""
@@ -60,8 +62,11 @@ def assemble_latent(fields: ModelFields, mixer: MlaSpec, rule: Rule, has_mlp_bia
     dense, sparse = read_dense(fields, has_mlp_bias), _read_moe(fields, rule, has_mlp_bias)
     first = fields.number("first_k_dense_replace", least=0)
     step = fields.number("moe_layer_freq")
-    is_sparse = [i >= first and i % step == 0 for i in range(fields.num_layers)]
-    made = assemble(fields, [mixer] * fields.num_layers, [sparse if here else dense for here in is_sparse])
+    types = fields.per_layer("mlp_layer_types", (DENSE, SPARSE))
+    if types is None:
+        types = [SPARSE if i >= first and i % step == 0 else DENSE for i in range(fields.num_layers)]
+    mlps = [sparse if each == SPARSE else dense for each in types]
+    made = assemble(fields, [mixer] * fields.num_layers, mlps)
     return replace(made, num_experts=sparse.num_experts)
 
 

@@ -1,9 +1,35 @@
-"""Root-mean-square norm."""
+"""Root-mean-square norm.
+
+Some families keep a weight as its difference to 1: it is held in float32, so that the sum is not rounded.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 from torch.nn import functional
+
+from baton.engine.model.weights import Loader, Piece
+
+
+def load_weight(loader: Loader, piece: Piece, *, is_centred: bool) -> Tensor:
+    """What a norm multiplies with; `is_centred`: the checkpoint has its difference to 1."""
+    return 1 + loader.take(piece, torch.float32) if is_centred else loader.take(piece)
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """The size and options of one norm."""
+
+    size: int
+    eps: float
+    is_centred: bool = False
+
+    def load(self, loader: Loader, name: str) -> RmsNorm:
+        """The norm whose weight has that name."""
+        return RmsNorm(load_weight(loader, Piece(name, (self.size,)), is_centred=self.is_centred), self.eps)
 
 
 class RmsNorm:
@@ -14,7 +40,8 @@ class RmsNorm:
         self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        wide = x.to(self.weight.dtype)
+        return functional.rms_norm(wide, (x.shape[-1],), self.weight, self.eps).to(x.dtype)
 
 
 class HeadNorm:
@@ -25,4 +52,5 @@ class HeadNorm:
         self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        return functional.rms_norm(x, (x.shape[-1],), None, self.eps) * self.weight
+        wide = x.to(self.weight.dtype)
+        return (functional.rms_norm(wide, (x.shape[-1],), None, self.eps) * self.weight).to(x.dtype)

@@ -10,17 +10,20 @@ joined to the residual stream:
 
 Rows are tokens of this rank's part of the batch, in the order of the step's works. A mixer's only way to
 other tokens is `Attention`, which stores what the mixer caches and attends over it, whatever the
-context-parallel scheme.
+context-parallel scheme. A recurrent mixer gives a rule, from rows and states to answers and states; which
+state belongs to whom, and on which ranks it lies, is the pass's business.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+
+from baton.plan.ranges import Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,23 @@ class LatentQuery(Protocol):
         """How many of the latent's first channels are the value part."""
 
 
+@dataclass(frozen=True, slots=True)
+class IndexQuery:
+    """What rows choose by: each attends to the `num_chosen` tokens of the highest score.
+
+    The score of a token is the sum, over index heads, of the weight times the product of query and key where
+    that is above 0.
+    """
+
+    keys: Tensor
+    """(rows, channels): what is cached."""
+    queries: Tensor
+    """(rows, heads, channels)."""
+    weights: Tensor
+    """(rows, heads), float32."""
+    num_chosen: int
+
+
 class Attention(Protocol):
     """One pass, as the mixers of a rank see it."""
 
@@ -67,25 +87,42 @@ class Attention(Protocol):
         The rank's query heads are grouped evenly over its kv heads. The answer is (rows, q heads, v dim).
         """
 
-    def latent(self, layer: int, query: LatentQuery, latent: Tensor, scale: float) -> Tensor:
-        """Stores latent (rows, channels), attends causally: the answer is (rows, heads, value channels)."""
+    def latent(
+        self,
+        layer: int,
+        query: LatentQuery,
+        latent: Tensor,
+        scale: float,
+        chosen_by: IndexQuery | None = None,
+    ) -> Tensor:
+        """Stores latent (rows, channels), attends causally: the answer is (rows, heads, value channels).
 
-    def state(self, layer: int, component: str) -> Tensor:
-        """A recurrent component's pool at a layer, (slots, units of this rank, ...), to read and write."""
+        With `chosen_by`, whose keys are stored too, a row attends only to what it chooses.
+        """
+
+    def recur(self, layer: int, rows: Tensor, rule: Recurrence) -> Tensor:
+        """Carries every sequence of the pass on from its state, which is zero before its first token.
+
+        Stores the states after it. `rows` is (rows, channels); the answer has what the rule gives for each.
+        """
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks that share a mixer's heads, for norms that reach across them."""
+
+
+States: TypeAlias = Mapping[str, Tensor]
+"""By component: (sequences, units, ...)."""
+
+
+class Recurrence(Protocol):
+    """What a recurrent mixer does with rows, given the state that their sequences carry."""
 
     @property
-    def sequences(self) -> Sequence[Stretch]:
-        """The sequences of the pass, in the order of their rows; for recurrent mixers."""
+    def parts(self) -> Mapping[str, Sequence[Range]]:
+        """By component: the units that each tp rank computes with; those that it keeps are among them."""
 
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Rows [first, last) are one sequence from position `start` on; its recurrent state is in `slot`."""
-
-    first: int
-    last: int
-    start: int
-    slot: int
+    def advance(self, rows: Tensor, states: States) -> tuple[Tensor, States]:
+        """rows (sequences, tokens, channels) from these states on: the answers, and the states after."""
 
 
 class Layer(Protocol):

@@ -24,6 +24,7 @@ SLOWER = (1.3, 2.0)
 GROUP_COST = 0.25
 """What a group takes from the forward itself, as a part of its overhead: both are this process's time."""
 TRANSFER_STEP = 0.03
+SHARE_STEP = 0.05
 OVERHEAD_STEP = 0.15
 REST_STEP = 0.1
 LEAST = 1e-4
@@ -36,9 +37,11 @@ def cut(policy: str, times: LayerTimes, avg_tokens: int, spread: float = 0.0) ->
     if policy != COST or times.num_layers == 1 or layer_s <= 0.0:
         return choose(policy, times, avg_tokens)
     rest = 1 - times.compute_s[0] / layer_s
+    mean_s = sum(times.transfer_s) / times.num_layers
+    shares = [1.0 if mean_s <= 0.0 else each / mean_s for each in times.transfer_s]
     shape = Shape(
-        times.num_layers,
-        _rounded(times.transfer_s[0] / layer_s, TRANSFER_STEP),
+        tuple(round(share / SHARE_STEP) * SHARE_STEP for share in shares),
+        _rounded(mean_s / layer_s, TRANSFER_STEP),
         _rounded(times.overhead_s / layer_s, OVERHEAD_STEP),
         min(1.0, max(0.0, round(rest / REST_STEP) * REST_STEP)),
     )
@@ -49,15 +52,22 @@ def cut(policy: str, times: LayerTimes, avg_tokens: int, spread: float = 0.0) ->
 class Shape:
     """A step's times by what a layer's compute takes."""
 
-    num_layers: int
+    shares: tuple[float, ...]
+    """What each layer has to transfer, by what a layer has on average."""
     transfer: float
     overhead: float
     rest: float
 
+    @property
+    def num_layers(self) -> int:
+        """How many there are."""
+        return len(self.shares)
+
     def at(self, compute: float, transfer: float) -> LayerTimes:
         """With compute and transfer at so many times their predictions."""
         compute_s = (compute * (1 - self.rest), *(compute,) * (self.num_layers - 1))
-        return LayerTimes(compute_s, (transfer * self.transfer,) * self.num_layers, self.overhead)
+        transfer_s = tuple(transfer * self.transfer * share for share in self.shares)
+        return LayerTimes(compute_s, transfer_s, self.overhead)
 
 
 @lru_cache(maxsize=4096)

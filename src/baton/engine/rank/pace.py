@@ -17,8 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import log2
 
+import numpy as np
+
 from baton.engine.steps import CopyRecord
 from baton.plan.overlap import LayerTimes
+from baton.plan.tokens import Ints
 
 KEEP = 0.7
 """How much an older measurement weighs against the one after it."""
@@ -136,18 +139,20 @@ class Pace:
             line = self._links.get(session) or next(reversed(self._links.values()))
             return line.fit()
 
-    def times(self, num_layers: int, num_rows: int, layer_bytes: Mapping[int, int]) -> LayerTimes:
-        """Predictions for a step, given the bytes that each session gets from one layer.
+    def times(self, num_layers: int, num_rows: int, layer_bytes: Mapping[int, int | Ints]) -> LayerTimes:
+        """Predictions for a step, given the bytes that each session gets from a layer, or from each of them.
 
         What goes to several sessions leaves by one port, one after the other.
         """
         links = {session: self.link(session) for session in layer_bytes}
-        transfer_s = sum(layer_bytes[s] * links[s][1] for s in layer_bytes)
+        transfer_s = np.zeros(num_layers)
+        for session, sent in layer_bytes.items():
+            transfer_s += np.asarray(sent) * links[session][1]
         overhead_s = sum(links[s][0] for s in layer_bytes)
         took = self.compute(num_rows)
         # A layer can leave before its rest is computed, so the first one is ready sooner by that.
         compute_s = (took.layer_s - took.rest_s, *(took.layer_s,) * (num_layers - 1))
-        return LayerTimes(compute_s, (transfer_s,) * num_layers, overhead_s)
+        return LayerTimes(compute_s, tuple(transfer_s.tolist()), overhead_s)
 
 
 def _bucket(num_rows: int) -> int:

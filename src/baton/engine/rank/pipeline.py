@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from baton.engine.rank.clock import Clock, Mark
 from baton.engine.rank.cutting import cut
 from baton.engine.rank.handing import Handing, Part
+from baton.engine.rank.layer_bytes import LayerBytes
 from baton.engine.rank.pace import Took
 from baton.engine.steps import Batch, Group
 from baton.plan.overlap import Groups
+from baton.plan.tokens import Ints
 
 OFF = "off"
 
@@ -17,12 +19,11 @@ OFF = "off"
 class Pipeline:
     """Where this rank's layers are cut, step by step; the forward never waits for a copy."""
 
-    def __init__(self, handing: Handing, clock: Clock, policy: str, token_bytes: int) -> None:
+    def __init__(self, handing: Handing, clock: Clock, policy: str, layer_bytes: LayerBytes) -> None:
         self._handing = handing
         self._clock = clock
         self._policy = policy
-        self._token_bytes = token_bytes
-        """What one token of one layer takes on this rank."""
+        self._layer_bytes = layer_bytes
         self._layers = handing.layers
         self._groups: Groups = ()
         self._marks: list[Mark] = []
@@ -99,10 +100,11 @@ class Pipeline:
         if policy == OFF:
             self.unpipelined = "the policy is off"
             return whole
-        layer_bytes: dict[int, int] = {}
+        layer_bytes: dict[int, Ints] = {}
         for part in piped:
             session = self._handing.session_of(part.outgoing)
-            layer_bytes[session] = layer_bytes.get(session, 0) + len(part.work.tokens) * self._token_bytes
+            found = self._layer_bytes.of_tokens(part.outgoing.order.num_tokens, part.tokens)
+            layer_bytes[session] = layer_bytes[session] + found if session in layer_bytes else found
         times = self._handing.pace.times(num_layers, self._num_rows, layer_bytes)
         average = sum(len(part.work.tokens) for part in piped) // len(piped)
         groups = cut(policy, times, average, self._handing.pace.compute(self._num_rows).spread)

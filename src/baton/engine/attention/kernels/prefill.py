@@ -60,14 +60,38 @@ def attend(inputs: Inputs, window: int | None, options: HeadOptions, masks: Mask
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def attend_partly(inputs: Inputs, rows: Tensor, keys: Tensor, options: HeadOptions) -> Partial:
-    """The same over keys at any positions, told by how much they weigh."""
+def attend_chosen(inputs: Inputs, bias: Tensor, scale: float) -> Tensor:
+    """The same over what a bias (rows, keys) leaves of the keys."""
+    parts = []
+    for first in range(0, inputs.num_rows, BLOCK_ROWS):
+        block = slice(first, min(first + BLOCK_ROWS, inputs.num_rows))
+        parts.append(_fused(Inputs(inputs.q[block], inputs.k, inputs.v), bias[block], scale))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What rows see of keys at any positions: what comes before them, or what a bias (rows, keys) leaves."""
+
+    rows: Tensor
+    keys: Tensor
+    bias: Tensor | None
+
+    def of_rows(self, first: int, last: int, window: int | None) -> Tensor:
+        """(rows, keys) to be added to scores."""
+        if self.bias is not None:
+            return self.bias[first:last].float()
+        return seen(self.rows[first:last], self.keys, window, torch.float32)
+
+
+def attend_partly(inputs: Inputs, sight: Sight, options: HeadOptions) -> Partial:
+    """The same over some of the keys, told by how much they weigh."""
     num_heads, num_units = inputs.q.shape[1], inputs.k.shape[0]
     step = max(1, explicit.SCORES_MAX // max(1, inputs.num_keys * num_heads))
     outs, weights = [], []
     for first in range(0, inputs.num_rows, step):
         last = min(first + step, inputs.num_rows)
-        bias = seen(rows[first:last], keys, options.window, torch.float32)
+        bias = sight.of_rows(first, last, options.window)
         q = _grouped(inputs.q[first:last], num_units)
         part = explicit.attend(q, inputs.k.unsqueeze(0), inputs.v.unsqueeze(0), bias.unsqueeze(0), options)
         outs.append(_by_row(part.out))

@@ -7,27 +7,36 @@ from dataclasses import replace
 from baton.engine.model.blueprint import COMMON_DEFAULTS, Blueprint, Family
 from baton.engine.model.fields import ModelFields
 from baton.engine.model.latent import assemble_latent, read_groups, read_mla
+from baton.engine.model.mixers.mla import MlaSpec
 from baton.engine.model.mlps.routing import Sigmoid
 
 
-def _read(fields: ModelFields) -> Blueprint:
+def read_rule(fields: ModelFields) -> Sigmoid:
+    """How tokens are routed."""
     fields.require("scoring_func", "sigmoid")
     fields.require("topk_method", "noaux_tc")
     num_experts = fields.number("n_routed_experts")
     num_groups, num_groups_chosen = read_groups(fields)
     if num_groups_chosen < num_groups and num_experts < 2 * num_groups:
         raise fields.refusal(f"n_group is {num_groups}; groups of {num_experts} experts need two each")
-    rule = Sigmoid(
+    return Sigmoid(
         num_chosen=fields.number("num_experts_per_tok", num_experts),
         is_normed=fields.flag("norm_topk_prob"),
         factor=fields.real("routed_scaling_factor"),
         num_groups=num_groups,
         num_groups_chosen=num_groups_chosen,
     )
-    # Pairs are taken apart into halves before keys are cached.
+
+
+def read_mixer(fields: ModelFields) -> MlaSpec:
+    """Latent attention whose pairs are taken apart into halves before keys are cached."""
     mixer = read_mla(fields)
     rope = replace(mixer.rope, is_paired_in=fields.flag("rope_interleave"), is_paired_out=False)
-    return assemble_latent(fields, replace(mixer, rope=rope), rule)
+    return replace(mixer, rope=rope)
+
+
+def _read(fields: ModelFields) -> Blueprint:
+    return assemble_latent(fields, read_mixer(fields), read_rule(fields))
 
 
 DEFAULTS = {

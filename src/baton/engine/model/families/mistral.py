@@ -16,10 +16,9 @@ from baton.engine.model.fields import ModelFields
 
 
 def _read(fields: ModelFields) -> Blueprint:
-    window = fields.number_or_none("sliding_window")
-    mixer = replace(read_gqa(fields), window=window)
+    mixer = replace(read_gqa(fields), window=fields.number_or_none("sliding_window"))
     mlps = [read_dense(fields)] * fields.num_layers
-    return replace(assemble(fields, [mixer] * fields.num_layers, mlps), window=window)
+    return assemble(fields, [mixer] * fields.num_layers, mlps)
 
 
 DEFAULTS = {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096}

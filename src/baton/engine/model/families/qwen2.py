@@ -9,7 +9,6 @@ from baton.engine.model.blueprint import (
     Blueprint,
     Family,
     assemble,
-    narrowest,
     read_dense,
     read_gqa,
     read_windows,
@@ -22,7 +21,7 @@ def _read(fields: ModelFields) -> Blueprint:
     mixer = replace(read_gqa(fields), has_input_bias=True)
     mixers = [replace(mixer, window=window) for window in windows]
     mlps = [read_dense(fields)] * fields.num_layers
-    return replace(assemble(fields, mixers, mlps), window=narrowest(windows))
+    return assemble(fields, mixers, mlps)
 
 
 DEFAULTS = {

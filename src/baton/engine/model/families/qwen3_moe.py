@@ -27,7 +27,7 @@ def _read(fields: ModelFields) -> Blueprint:
     is_sparse = [i not in skipped and (i + 1) % step == 0 for i in range(fields.num_layers)]
     mlps = [sparse if here else dense for here in is_sparse]
     made = assemble(fields, [mixer] * fields.num_layers, mlps)
-    return replace(made, window=window, num_experts=sparse.num_experts)
+    return replace(made, num_experts=sparse.num_experts)
 
 
 def _read_moe(fields: ModelFields) -> MoeSpec:

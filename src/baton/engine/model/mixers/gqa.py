@@ -9,10 +9,11 @@ from torch import Tensor
 
 from baton.engine.model.cuts import cut_heads, scaled
 from baton.engine.model.linear import Inputs, Linear, Outputs, load_fused, load_partial
-from baton.engine.model.norms import HeadNorm
+from baton.engine.model.norms import HeadNorm, load_weight
 from baton.engine.model.rope import Rope, RopeSpec
 from baton.engine.model.seam import Attention, HeadOptions
-from baton.engine.model.weights import Loader, Piece
+from baton.engine.model.weights import Loader, Piece, rows
+from baton.plan.ranges import Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +29,19 @@ class GqaSpec:
     has_output_bias: bool = False
     norm_eps: float | None = None
     """Queries and keys are normed per head with this epsilon."""
+    is_norm_centred: bool = False
+    """The weights of these norms are kept as their difference to 1."""
     window: int | None = None
+    scale: float | None = None
+    """Of scores, where it is not the inverse root of the channels."""
+    has_sinks: bool = False
 
-    def load(self, loader: Loader, index: int, prefix: str) -> Gqa:
-        """This rank's heads; `prefix` names the module."""
+    def load(self, loader: Loader, index: int, prefix: str, num_wide: int = 1) -> Gqa:
+        """This rank's heads; `prefix` names the module, of which q_proj may give more than queries."""
         share, dim = loader.cut.heads, self.head_dim
         q, kv = cut_heads(self.num_heads, self.num_kv_heads, share)
         named = {
-            "q_proj": (self.num_heads, q),
+            "q_proj": (self.num_heads * num_wide, scaled(q, num_wide)),
             "k_proj": (self.num_kv_heads, kv),
             "v_proj": (self.num_kv_heads, kv),
         }
@@ -53,15 +59,19 @@ class GqaSpec:
             project=load_fused(loader, self.hidden_size, parts),
             norm=self._norm(loader, prefix, num_heads, num_kv_heads),
             rope=loader.rope(self.rope),
-            options=HeadOptions(scale=dim**-0.5, window=self.window),
+            options=self._options(loader, prefix, q),
             output=load_partial(loader, output),
         )
+
+    def _options(self, loader: Loader, prefix: str, heads: Range) -> HeadOptions:
+        sinks = loader.take(rows(f"{prefix}.sinks", (self.num_heads,), heads)) if self.has_sinks else None
+        return HeadOptions(self.scale or self.head_dim**-0.5, self.window, sinks=sinks)
 
     def _norm(self, loader: Loader, prefix: str, num_heads: int, num_kv_heads: int) -> HeadNorm | None:
         if self.norm_eps is None:
             return None
-        q = loader.take(Piece(f"{prefix}.q_norm.weight", (self.head_dim,)))
-        k = loader.take(Piece(f"{prefix}.k_norm.weight", (self.head_dim,)))
+        pieces = [Piece(f"{prefix}.{name}_norm.weight", (self.head_dim,)) for name in ("q", "k")]
+        q, k = (load_weight(loader, piece, is_centred=self.is_norm_centred) for piece in pieces)
         return HeadNorm(torch.cat((q.expand(num_heads, -1), k.expand(num_kv_heads, -1))), self.norm_eps)
 
 
@@ -80,12 +90,15 @@ class Gqa:
 
     def mix(self, x: Tensor, attention: Attention) -> Tensor:
         """This rank's heads' part of the output for normed rows x."""
+        return self.output(self.attend(self.project(x), attention))
+
+    def attend(self, projected: Tensor, attention: Attention) -> Tensor:
+        """What this rank's heads give for rows of queries, keys and values, one head after the other."""
         num_turned = self.num_heads + self.num_kv_heads
-        projected = self.project(x).view(x.shape[0], num_turned + self.num_kv_heads, -1)
+        projected = projected.view(len(projected), num_turned + self.num_kv_heads, -1)
         qk, v = projected[:, :num_turned], projected[:, num_turned:]
         if self.norm is not None:
             qk = self.norm(qk)
         qk = self.rope.rotate(qk, attention.positions)
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        mixed = attention.heads(self.index, q, k, v, self.options)
-        return self.output(mixed.flatten(1))
+        return attention.heads(self.index, q, k, v, self.options).flatten(1)

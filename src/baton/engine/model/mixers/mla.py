@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from baton.engine.model.cuts import cut_evenly, scaled
 from baton.engine.model.linear import Inputs, Linear, Outputs, load_fused, load_partial
+from baton.engine.model.mixers.indexer import Indexer, IndexerSpec
 from baton.engine.model.norms import RmsNorm
 from baton.engine.model.rope import Rope, RopeSpec
 from baton.engine.model.seam import Attention
@@ -41,6 +42,8 @@ class MlaSpec:
     scale: float
     has_bias: bool = False
     """On the projections into latents and on the output."""
+    indexer: IndexerSpec | None = None
+    """Picks what rows attend to, by the latent of their queries."""
 
     def load(self, loader: Loader, index: int, prefix: str) -> Mla:
         """This rank's heads; `prefix` names the module."""
@@ -61,6 +64,7 @@ class MlaSpec:
             rope=loader.rope(self.rope),
             expansion=loader.take(expand).view(num_heads, expanded, self.latent_rank),
             output=load_partial(loader, output),
+            indexer=self.indexer.load(loader, f"{prefix}.indexer") if self.indexer else None,
         )
 
     @property
@@ -104,21 +108,25 @@ class Mla:
     expansion: Tensor
     """(heads, plain key channels + value channels, latent rank)."""
     output: Linear
+    indexer: Indexer | None = None
 
     def mix(self, x: Tensor, attention: Attention) -> Tensor:
         """This rank's heads' part of the output for normed rows x."""
         positions, rank = attention.positions, self.spec.latent_rank
         size = rank + self.spec.rope.dim
         q, kv = self.project(x).tensor_split([-size], dim=-1)
+        chosen_by = None
         if self.query is not None:
             norm, expand = self.query
-            q = expand(norm(q))
+            q = norm(q)
+            chosen_by = self.indexer.query(x, q, positions) if self.indexer else None
+            q = expand(q)
         q = q.view(x.shape[0], self.num_heads, self.spec.key_dim)
         turned = self.rope.rotate(kv[:, None, rank:], positions).squeeze(1)
         latent = torch.cat((self.latent_norm(kv[:, :rank]), turned), dim=-1)
         plain, rotary = q[..., : self.spec.plain_dim], q[..., self.spec.plain_dim :]
         query = Query(self, plain, self.rope.rotate(rotary, positions))
-        mixed = attention.latent(self.index, query, latent, self.spec.scale)
+        mixed = attention.latent(self.index, query, latent, self.spec.scale, chosen_by)
         return self.output(mixed.flatten(1))
 
 

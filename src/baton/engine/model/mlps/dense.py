@@ -20,6 +20,9 @@ class DenseSpec:
     width: int
     activation: str
     has_bias: bool = False
+    gate_factor: float = 1.0
+    """What gates are multiplied with before they are activated."""
+    output_factor: float = 1.0
 
     def load(self, loader: Loader, _index: int, prefix: str) -> Dense:
         """This rank's part of the width; `prefix` names the module."""
@@ -29,7 +32,8 @@ class DenseSpec:
             Outputs(f"{prefix}.{name}", self.width, span, self.has_bias) for name in ("gate_proj", "up_proj")
         ]
         down = Inputs(f"{prefix}.down_proj", (self.hidden_size, self.width), span, share, self.has_bias)
-        return Dense(load_fused(loader, self.hidden_size, parts), load_partial(loader, down), self.activation)
+        project, output = load_fused(loader, self.hidden_size, parts), load_partial(loader, down)
+        return Dense(project, output, self.activation, self.gate_factor, self.output_factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,13 @@ class Dense:
     project: Linear
     output: Linear
     activation: str
+    gate_factor: float = 1.0
+    output_factor: float = 1.0
 
     def feed(self, x: Tensor) -> Tensor:
         """This rank's part of the output for normed rows x."""
-        return self.output(gated(self.project(x), self.activation))
+        projected = self.project(x)
+        if self.gate_factor != 1.0:
+            projected[:, : projected.shape[1] // 2] *= self.gate_factor
+        fed = self.output(gated(projected, self.activation))
+        return fed if self.output_factor == 1.0 else fed * self.output_factor

@@ -95,6 +95,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(full),
     "gpt_oss": Family(patterned, {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2}),
     "llama": Family(full),
+    "ministral": Family(windowed, {"sliding_window": 4096}),
     "mistral": Family(windowed, {"sliding_window": 4096}),
     "mixtral": Family(windowed),
     "phi3": Family(windowed),

@@ -1,13 +1,14 @@
-"""Mamba2 beside attention in every layer."""
+"""Mamba2 beside attention in every layer, or instead of it in most."""
 
 from __future__ import annotations
 
 from baton.plan.cache import Units
 from baton.plan.kinds import Conv, Paged, Recurrent
-from baton.plan.models.families.attention import heads_and_dim
-from baton.plan.models.families.delta import STATE_DTYPES
-from baton.plan.models.fields import Family, Fields
+from baton.plan.models.families.attention import FULL, heads_and_dim
+from baton.plan.models.families.delta import LINEAR, STATE_DTYPES
+from baton.plan.models.fields import Family, Fields, placed_by
 from baton.plan.models.parts import Placed
+from baton.plan.models.quoting import shown
 
 
 def mamba2(fields: Fields) -> Recurrent:
@@ -51,4 +52,15 @@ def parallel(fields: Fields) -> tuple[Placed, ...]:
     return ((Paged(*heads_and_dim(fields)), layers), (mamba2(fields), layers))
 
 
-FAMILIES: dict[str, Family] = {"falcon_h1": Family(parallel)}
+def listed(fields: Fields) -> tuple[Placed, ...]:
+    """Attention in the layers of attn_layer_indices, Mamba2 in the others."""
+    indices = fields.values.get("attn_layer_indices") or []
+    if not isinstance(indices, list) or any(i not in range(fields.num_layers) for i in indices):
+        raise fields.refusal(
+            f"attn_layer_indices is {shown(indices)}; it must list layers below {fields.num_layers}"
+        )
+    words = [FULL if i in indices else LINEAR for i in range(fields.num_layers)]
+    return placed_by(words, {FULL: Paged(*heads_and_dim(fields)), LINEAR: mamba2(fields)})
+
+
+FAMILIES: dict[str, Family] = {"bamba": Family(listed, {"mamba_expand": 2}), "falcon_h1": Family(parallel)}

@@ -1,0 +1,142 @@
+"""The recurrent states of one pass: which slot is whose, and on which ranks its units lie.
+
+Theory. A state's page is a slot, one per sequence. A sequence begins with its first token, whatever its slot
+held before, so a slot needs no clearing when it changes hands: what is read of it before token 0 is zero.
+Sequences with equally many rows are computed together, all that decode among them.
+
+Units are cut over tp component by component. A rank may compute with units that another keeps (a value head
+whose key head lies elsewhere, where sizes do not divide); then the kept ones are gathered over tp first. Who
+needs that is known from the cut alone, so that all ranks of a group agree. Over cp, states are mirrored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.engine.attention.pools import CachePools
+from baton.engine.model.seam import Recurrence
+from baton.engine.parallel.collectives import Group
+from baton.engine.steps import Batch, Work
+from baton.errors import EngineError
+from baton.plan.cache import Component
+from baton.plan.ownership import cuts
+from baton.plan.ranges import Range
+
+
+@dataclass(frozen=True, slots=True)
+class Alike:
+    """Sequences with equally many rows in a pass."""
+
+    num_tokens: int
+    rows: Tensor | None
+    """Of all of them, one sequence after the other; None: these are all rows, in their order."""
+    slots: Tensor
+    begun: Tensor | None
+    """Which of the sequences begin here; None: none does."""
+
+
+class PassStates:
+    """The states of a batch's sequences; every rank of a tp group has the same batch."""
+
+    def __init__(self, batch: Batch, pools: CachePools, tp: Group) -> None:
+        self._batch = batch
+        self._pools = pools
+        self._tp = tp
+        self._alike: dict[str, list[Alike]] = {}
+
+    def recur(self, layer: int, rows: Tensor, rule: Recurrence) -> Tensor:
+        """The answers for all rows of the batch; the states after them are stored."""
+        group = self._pools.component(next(iter(rule.parts)), layer).group
+        found: Tensor | None = None
+        for alike in self._of_group(group):
+            taken = rows if alike.rows is None else rows.index_select(0, alike.rows)
+            before = {part: self._read(part, layer, units, alike) for part, units in rule.parts.items()}
+            out, after = rule.advance(torch.unflatten(taken, 0, (-1, alike.num_tokens)), before)
+            for part, state in after.items():
+                self._write(part, layer, state, (rule.parts[part], alike.slots))
+            flat = out.flatten(0, 1)
+            if alike.rows is None:
+                return flat
+            if found is None:
+                found = flat.new_empty((len(rows), *flat.shape[1:]))
+            found.index_copy_(0, alike.rows, flat)
+        assert found is not None, "a pass without rows has nothing to recur over"
+        return found
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of x over tp."""
+        return self._tp.sum(x)
+
+    def _of_group(self, group: str) -> list[Alike]:
+        if group not in self._alike:
+            self._alike[group] = list(_alike(self._batch, group, self._pools.device))
+        return self._alike[group]
+
+    def _read(self, part: str, layer: int, units: Sequence[Range], alike: Alike) -> Tensor:
+        """(sequences, units that this rank computes with, ...)."""
+        kept = self._pools.view(part, layer).index_select(0, alike.slots)
+        if alike.begun is not None:
+            # Not a product: what an earlier owner left need not be finite.
+            kept.index_fill_(0, alike.begun, 0.0)
+        blocks = self._blocks(part, layer)
+        if tuple(units) == blocks:
+            return kept
+        every = self._tp.gather(kept.transpose(0, 1).contiguous(), [last - first for first, last in blocks])
+        places = {unit: i for i, unit in reversed(list(enumerate(_spelt_out(blocks))))}
+        wanted = [places[unit] for unit in range(*units[self._tp.index])]
+        return every[wanted].transpose(0, 1)
+
+    def _write(self, part: str, layer: int, state: Tensor, where: tuple[Sequence[Range], Tensor]) -> None:
+        units, slots = where
+        pool = self._pools.view(part, layer)
+        first, last = self._blocks(part, layer)[self._tp.index]
+        start = units[self._tp.index][0]
+        pool.index_copy_(0, slots, state[:, first - start : last - start].to(pool.dtype))
+
+    def _blocks(self, part: str, layer: int) -> tuple[Range, ...]:
+        """The units that each tp rank keeps."""
+        component: Component = self._pools.component(part, layer)
+        return cuts(self._pools.spec, component, "engine").units
+
+
+def _spelt_out(blocks: Sequence[Range]) -> list[int]:
+    return [unit for block in blocks for unit in range(*block)]
+
+
+def _alike(batch: Batch, group: str, device: torch.device) -> list[Alike]:
+    works: dict[int, list[tuple[Work, int]]] = {}
+    row = 0
+    for work in batch.works:
+        if work.tokens:
+            works.setdefault(len(work.tokens), []).append((work, row))
+        row += len(work.tokens)
+    found = []
+    for num_tokens, members in sorted(works.items()):
+        slots = torch.tensor([_slot(work, group) for work, _ in members])
+        begun = [i for i, (work, _) in enumerate(members) if work.start == 0]
+        rows = None
+        if len(works) > 1:
+            firsts = np.array([first for _, first in members], dtype=np.int64)
+            places = (firsts[:, None] + np.arange(num_tokens)).reshape(-1)
+            rows = torch.from_numpy(places).to(device, non_blocking=True)
+        found.append(
+            Alike(
+                num_tokens,
+                rows,
+                slots.to(device, non_blocking=True),
+                torch.tensor(begun).to(device, non_blocking=True) if begun else None,
+            )
+        )
+    return found
+
+
+def _slot(work: Work, group: str) -> int:
+    table = work.pages.get(group)
+    if not table:
+        raise EngineError(f"sequence {work.sequence} has no slot of {group!r} for its recurrent state")
+    return table[0]

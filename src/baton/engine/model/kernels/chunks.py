@@ -1,0 +1,42 @@
+"""Sequences cut into chunks that are computed at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+"""A longer one needs more products among its own tokens, a shorter one more of them with the state."""
+LOG_LEAST = -60.0
+"""Of a decay: beyond it numbers become so small that processors take many times as long over them."""
+
+
+def chunks(num_tokens: int) -> Iterator[slice]:
+    """Where each chunk lies."""
+    for first in range(0, num_tokens, CHUNK):
+        yield slice(first, first + CHUNK)
+
+
+def by_unit(x: Tensor, chunk: slice) -> Tensor:
+    """A chunk of (n, tokens, units, channels) as (n, units, tokens, channels)."""
+    return x[:, chunk].transpose(1, 2)
+
+
+def reach(log_decay: Tensor) -> Tensor:
+    """Logarithms of decays (..., chunk, 1) summed up to each token.
+
+    In float64: a token may forget everything, and sums beyond it still differ by what a mild decay is.
+    """
+    return log_decay.to(torch.float64).cumsum(-2)
+
+
+def decay(log: Tensor) -> Tensor:
+    """From logarithms of at most 0, in float32; what is as good as nothing stays a normal number."""
+    return log.clamp_min(LOG_LEAST).to(torch.float32).exp_()
+
+
+def fading(reached: Tensor) -> Tensor:
+    """From summed logarithms (..., chunk, 1): what is left at t of what came at s, 0 for s > t."""
+    return decay((reached - reached.mT).clamp_max_(0.0)).tril_()

@@ -1,0 +1,43 @@
+"""A rank process in which something of the index is wrong: `python -m ... DESCRIPTOR NAME`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+
+from baton.engine.attention.choosing import Chooser
+from baton.engine.attention.index import Reads
+from baton.engine.attention.passes import Pass
+from baton.engine.model.seam import IndexQuery
+from baton.engine.rank import process
+
+
+def nothing() -> None:
+    """The control: as it is."""
+
+
+def all_attended() -> None:
+    """Nothing is chosen: every row attends to all before it."""
+    Chooser.choose = lambda self, reads, num_seen: reads  # type: ignore[method-assign]
+
+
+def no_keys() -> None:
+    """Index keys are gone once a layer has chosen by them, so that none are handed over."""
+    choose = Pass._chosen
+
+    def forgetful(self: Pass, layer: int, query: IndexQuery, reads: Reads) -> Reads:
+        found = choose(self, layer, query, reads)
+        self._pools.rows("index_k", layer).zero_()
+        return found
+
+    Pass._chosen = forgetful  # type: ignore[method-assign]
+
+
+BROKEN: Mapping[str, Callable[[], None]] = {each.__name__: each for each in (nothing, all_attended, no_keys)}
+
+
+if __name__ == "__main__":
+    BROKEN[sys.argv[2]]()
+    process.main(int(sys.argv[1]))
+    os._exit(0)

@@ -1,0 +1,93 @@
+"""DeepSeek-V3.2 between layouts: latents and index keys travel, tokens are those of `transformers`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from tests.engine.e2e import broken_index
+from tests.engine.e2e.breaking import broken
+from tests.engine.e2e.house import House, Side, ask_all, ask_one, check_idle, greedy, opened
+from tests.engine.e2e.prompts import check_tokens, prompt
+from tests.engine.tiny import FAMILIES, tiny
+
+from baton.engine.pair import Pair
+
+pytestmark = pytest.mark.engine
+
+FAMILY = "deepseek_v32"
+CONFIG = FAMILIES[FAMILY]
+NUM_CHOSEN = CONFIG["index_topk"]
+PAGE, CHUNK = 8, 26
+LENGTHS = (1, NUM_CHOSEN - 1, NUM_CHOSEN, NUM_CHOSEN + 1, 2 * CHUNK, 150)
+NUM_TOKENS = 40
+
+CROSSINGS = [
+    ("tp1", "tp1"),
+    ("tp2", "tp1"),
+    ("pp2", "tp1"),
+    ("cp2", "tp1"),
+    ("cp2:mirror", "tp1"),
+    ("cp2:split", "tp1"),
+    ("tp1", "cp2:stripe1"),
+    ("tp1", "tp2"),
+    ("dp2.tp1", "tp2"),
+    ("tp2", "pp2"),
+    ("tp1", "cp2:split"),
+]
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[House]:
+    with opened() as found:
+        yield found
+
+
+def sides(prefill: str, decode: str) -> tuple[Side, Side]:
+    plain = Side(str(tiny(FAMILY))).but(chunk_tokens=CHUNK, page_tokens=PAGE, pool_tokens=2048)
+    return replace(plain, layout=prefill, name="prefill"), replace(plain, layout=decode, name="decode")
+
+
+def check_pair(pair: Pair, salt: str) -> None:
+    asked = [prompt(length) for length in LENGTHS]
+    found = ask_all(pair, [greedy(each, NUM_TOKENS, salt=salt) for each in asked])
+    check_tokens(tiny(FAMILY), asked, found, NUM_TOKENS)
+    check_idle(pair.prefill, pair.decode)
+
+
+@pytest.mark.parametrize("crossing", CROSSINGS, ids=" to ".join)
+def test_tokens(house: House, crossing: tuple[str, str]) -> None:
+    pair = house.pair(*sides(*crossing))
+    check_pair(pair, str(crossing))
+    longer = [*prompt(LENGTHS[-1]), *prompt(7, "tail")]
+    again = ask_one(pair, greedy(longer, NUM_TOKENS, salt=str(crossing)))
+    check_tokens(tiny(FAMILY), [longer], [again], NUM_TOKENS)
+    if "dp" not in crossing[0] and "split" not in crossing[0]:
+        assert again.stories["prefill"].num_cached > 0
+
+
+def test_index_keys_travel_with_the_latent(house: House) -> None:
+    pair = house.pair(*sides("tp1", "tp1"))
+    for length in LENGTHS:
+        heard = ask_one(pair, greedy(prompt(length), 2, salt=f"bytes {length}"))
+        copies = [copy for copies in heard.stories["prefill"].copies.values() for copy in copies]
+        num_channels = CONFIG["kv_lora_rank"] + CONFIG["qk_rope_head_dim"] + CONFIG["index_head_dim"]
+        num_numbers = num_channels * length * CONFIG["num_hidden_layers"]
+        assert sum(copy.num_bytes for copy in copies) == 4 * num_numbers
+
+
+@pytest.mark.parametrize("name", broken_index.BROKEN)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_broken_index_is_seen(house: House, monkeypatch: pytest.MonkeyPatch, name: str, role: str) -> None:
+    prefill, decode = sides("tp1", "tp1")
+    sound = house.instance(decode if role == "prefill" else prefill)
+    # A chunk as long as the prompts: the source chooses by what it has just computed.
+    side = replace(prefill, name=f"{name} {role}").but(chunk_tokens=256)
+    with broken(side, name, monkeypatch, "broken_index") as instance:
+        pair = Pair(instance, sound) if role == "prefill" else Pair(sound, instance)
+        if name == "nothing":
+            check_pair(pair, f"{name} {role}")
+        else:
+            with pytest.raises(AssertionError, match="answer 0: token"):
+                check_pair(pair, f"{name} {role}")

@@ -1,0 +1,202 @@
+"""Models with windows, handed over between layouts: tokens of `transformers`, and no page beyond a window.
+
+Chunks are shorter than the window and no multiple of a page, so that prompts cross its edge inside of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from tests.engine.e2e.house import House, Side, ask_all, ask_one, check_idle, greedy, opened
+from tests.engine.e2e.prompts import check_tokens, prompt
+from tests.engine.tiny import WINDOW, WINDOWED, windowed
+
+from baton.engine.books.room import Room
+from baton.engine.books.scheduler import Scheduler
+from baton.engine.books.sequence import Sequence
+from baton.engine.books.shares import Shares
+from baton.engine.pair import Pair
+from baton.engine.requests import Generate
+from baton.engine.sampling.params import SamplingParams
+from baton.errors import EngineError
+
+pytestmark = pytest.mark.engine
+
+PAGE, CHUNK = 8, 20
+LONG = 6 * WINDOW + 6
+LENGTHS = (1, WINDOW - 1, WINDOW, WINDOW + 1, 2 * CHUNK, LONG)
+NUM_TOKENS = WINDOW + 16
+GROUP = f"tokens.w{WINDOW}"
+
+CROSSINGS = [
+    ("tp1", "tp1"),
+    ("tp2", "tp1"),
+    ("pp2", "tp1"),
+    ("cp2", "tp1"),
+    ("cp2:mirror", "tp1"),
+    ("cp2:split", "tp1"),
+    ("tp1", "cp2:stripe1"),
+    ("tp1", "tp2"),
+    ("dp2.tp1", "tp2"),
+    ("tp2", "pp2"),
+    ("tp1", "cp2:split"),
+]
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[House]:
+    with opened() as found:
+        yield found
+
+
+def sides(family: str, prefill: str, decode: str, pages: tuple[int, int] = (PAGE, PAGE)) -> tuple[Side, Side]:
+    plain = Side(str(windowed(family))).but(chunk_tokens=CHUNK, pool_tokens=2048)
+    first = replace(plain, layout=prefill, name="prefill").but(page_tokens=pages[0])
+    return first, replace(plain, layout=decode, name="decode").but(page_tokens=pages[1])
+
+
+def check_pair(pair: Pair, family: str, salt: str) -> None:
+    folder = windowed(family)
+    asked = [prompt(length) for length in LENGTHS]
+    found = ask_all(pair, [greedy(each, NUM_TOKENS, salt=salt) for each in asked])
+    check_tokens(folder, asked, found, NUM_TOKENS)
+    check_idle(pair.prefill, pair.decode)
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("crossing", CROSSINGS, ids=" to ".join)
+def test_tokens(house: House, family: str, crossing: tuple[str, str]) -> None:
+    check_pair(house.pair(*sides(family, *crossing)), family, str(crossing))
+
+
+@pytest.mark.parametrize("pages", [(PAGE, 3), (5, PAGE), (16, 64)], ids=str)
+def test_pages_of_other_sizes(house: House, pages: tuple[int, int]) -> None:
+    check_pair(house.pair(*sides("gemma3_text", "tp1", "tp1", pages)), "gemma3_text", str(pages))
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("layout", ["tp1", "tp2", "cp2:mirror", "cp2:stripe1", "cp2:split"])
+def test_undisaggregated(house: House, family: str, layout: str) -> None:
+    folder = windowed(family)
+    where = house.instance(sides(family, "tp1", layout)[1])
+    asked = [prompt(length) for length in LENGTHS]
+    check_tokens(folder, asked, ask_all(where, [greedy(each, NUM_TOKENS) for each in asked]), NUM_TOKENS)
+    check_idle(where)
+
+
+def test_answers_that_fork_beyond_the_window(house: House) -> None:
+    pair = house.pair(*sides("gemma3_text", "tp1", "tp1"))
+    params = SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=NUM_TOKENS, ignore_eos=True)
+    request = Generate(tuple(prompt(LONG)), params)
+    handed, whole = ask_one(pair, request), ask_one(pair.decode, request)
+    assert handed.answers.keys() == {0, 1, 2}
+    assert handed.tokens == whole.tokens
+    assert len({tuple(each) for each in handed.tokens}) == 3
+    check_idle(pair.prefill, pair.decode)
+
+
+def test_only_the_window_travels(house: House) -> None:
+    pair = house.pair(*sides("gemma3_text", "tp1", "tp1"))
+    config = WINDOWED["gemma3_text"]
+    for length in LENGTHS:
+        heard = ask_one(pair, greedy(prompt(length), 2))
+        num_bytes = sum(
+            copy.num_bytes for copies in heard.stories["prefill"].copies.values() for copy in copies
+        )
+        token_bytes = 2 * config["num_key_value_heads"] * config["head_dim"] * 4
+        num_windowed = config["layer_types"].count("sliding_attention")
+        num_full = config["num_hidden_layers"] - num_windowed
+        assert num_bytes == token_bytes * (num_full * length + num_windowed * min(length, WINDOW))
+
+
+class Watch:
+    """Pages in use of an instance's first dp group, after each of its steps, by the group of their tables."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.seen: dict[Room, list[tuple[int, dict[str, int]]]] = {}
+        complete = Scheduler.complete
+
+        def watched(books: Scheduler, batch: object, samples: object) -> None:
+            complete(books, batch, samples)  # type: ignore[arg-type]
+            used = {group: count.num_used for group, count in books.counts().pages.items()}
+            most = max((each.num_computed for each in books.sequences.values()), default=0)
+            self.seen.setdefault(books.room, []).append((most, used))
+
+        patch.setattr(Scheduler, "complete", watched)
+
+
+def test_pages_before_the_window_are_free(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = house.pair(*sides("gemma3_text", "tp1", "tp1"))
+    watch = Watch(monkeypatch)
+    heard = ask_one(pair, greedy(prompt(LONG), NUM_TOKENS))
+    check_tokens(windowed("gemma3_text"), [prompt(LONG)], [heard], NUM_TOKENS)
+    check_idle(pair.prefill, pair.decode)
+    first, second = (watch.seen[each.desk._books[0].room] for each in (pair.prefill, pair.decode))
+    whole = -(-LONG // PAGE)
+    # A source holds on to what it will write, and lets go of what no later token looks at.
+    assert [num for num, _ in first] == [*range(CHUNK, LONG, CHUNK), LONG]
+    assert [used[GROUP] for _, used in first] == [whole - max(0, num - WINDOW) // PAGE for num, _ in first]
+    assert {used["tokens"] for _, used in first} == {whole}
+    assert [num for num, _ in second] == list(range(LONG + 1, LONG + NUM_TOKENS))
+    for num, used in second:
+        assert used["tokens"] == -(-num // PAGE)
+        assert used[GROUP] == -(-num // PAGE) - (num - WINDOW) // PAGE
+    assert max(used[GROUP] for _, used in second) <= -(-WINDOW // PAGE) + 1
+
+
+def test_undisaggregated_prompts_take_a_chunk_more_than_the_window(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = house.instance(sides("gemma3_text", "tp1", "tp1")[1])
+    watch = Watch(monkeypatch)
+    ask_one(where, greedy(prompt(LONG), 2))
+    check_idle(where)
+    for num, used in watch.seen[where.desk._books[0].room]:
+        assert used[GROUP] <= -(-(WINDOW + CHUNK) // PAGE) + 1, num
+
+
+def _early(self: Shares, group: str, num_tokens: int, prompt_tokens: int) -> int:
+    """As if the window were two pages shorter: what is one too early is written over in the same order."""
+    return _num_passed(self, group, num_tokens + 2 * PAGE, prompt_tokens)
+
+
+_num_passed = Shares.num_passed
+
+
+def test_pages_freed_too_early_are_seen(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Few pages, so that one that was freed is soon another's.
+    tight = [side.but(pool_tokens=LONG + NUM_TOKENS + 2 * PAGE) for side in sides("mistral", "tp1", "tp1")]
+    pair = house.pair(*tight)
+    check_pair(pair, "mistral", "in time")
+
+    def early(self: Room, sequence: Sequence) -> None:
+        holding = sequence.holding
+        passed = _early(self.shares, GROUP, sequence.num_computed, sequence.num_prompt)
+        before = holding.num_passed[GROUP]
+        if passed > before:
+            self.pools[GROUP].free(holding.pages[GROUP][before:passed])
+            holding.num_passed[GROUP] = passed
+
+    monkeypatch.setattr(Room, "trim", early)
+    with pytest.raises(AssertionError, match="answer 0: token"):
+        check_pair(pair, "mistral", "early")
+
+
+def test_a_window_that_is_to_arrive_in_nobodys_pages_is_refused(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = house.pair(*sides("mistral", "tp1", "tp1"))
+    monkeypatch.setattr(Shares, "num_passed", _early)
+    with pytest.raises(EngineError, match=f"page 0 of group '{GROUP}' on rank 0 is in use"):
+        check_pair(pair, "mistral", "early")
+
+
+def test_prefixes_are_not_kept_and_it_is_said(house: House) -> None:
+    pair = house.pair(*sides("mistral", "tp1", "tp1"))
+    found = [ask_one(pair, greedy(prompt(LONG), 4)) for _ in range(2)]
+    check_tokens(windowed("mistral"), [prompt(LONG)] * 2, found, 4)
+    assert [each.stories["prefill"].num_cached for each in found] == [0, 0]
+    assert [each.stories["decode"].num_held for each in found] == [0, 0]
+    assert any("prefixes are not kept: pages before a window" in line for line in pair.decode.sizes.lines())
