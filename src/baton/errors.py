@@ -10,6 +10,7 @@ BatonError
 |-- RegistryError          the registry refused, or could not be reached (baton.session.registry)
 |-- TransportError         bytes could not be moved
 `-- EngineError            a model could not be loaded or run
+    `-- FullError              too many requests wait already
 """
 
 from __future__ import annotations
@@ -57,3 +58,11 @@ class TransportError(BatonError):
 
 class EngineError(BatonError):
     """A model could not be loaded or run."""
+
+
+class FullError(EngineError):
+    """Too many requests wait already; it is worth asking again in about so many seconds."""
+
+    def __init__(self, text: str, retry_after_s: float) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s

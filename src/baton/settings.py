@@ -1,4 +1,4 @@
-"""What comes from outside of the command line: the shared secret, the certificates, the cache folder."""
+"""What comes from outside of the command line: secret, API keys, certificates, the cache folder."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from pathlib import Path
 from baton.errors import ConfigError
 
 SECRET_VARIABLE = "BATON_SECRET"
+API_KEY_VARIABLE = "BATON_API_KEY"
 CACHE_VARIABLE = "BATON_CACHE"
 SECRET_BYTES_MIN = 16
+API_KEY_CHARACTERS_MIN = 8
 _MAKE_ONE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
 
 
@@ -29,6 +31,31 @@ def secret(path: str | None) -> bytes:
     return _long_enough(found, f"variable {SECRET_VARIABLE}")
 
 
+def has_secret() -> bool:
+    """Whether the environment has a secret, for those who can do without one."""
+    return SECRET_VARIABLE.encode() in os.environb
+
+
+def api_keys(path: str | None) -> tuple[str, ...]:
+    """The keys that clients may show: one a line in a file that only its owner can read, else the variable's.
+
+    None at all where neither is there: then no key is asked for.
+    """
+    found, where = os.environb.get(API_KEY_VARIABLE.encode(), b""), f"variable {API_KEY_VARIABLE}"
+    if path is not None:
+        found, where = _read_private(path, "API key"), f"API key file {path}"
+    keys = tuple(line.strip() for line in found.decode("utf-8", "replace").splitlines() if line.strip())
+    if path is not None and not keys:
+        raise ConfigError(f"{where} is empty; {_MAKE_ONE}")
+    for key in keys:
+        if len(key) < API_KEY_CHARACTERS_MIN or not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError(
+                f"{where} has a key of {len(key)} characters that cannot be used: at least "
+                f"{API_KEY_CHARACTERS_MIN}, printable ASCII, no spaces; {_MAKE_ONE}"
+            )
+    return keys
+
+
 def cache_folder() -> Path:
     """Where fetched models are kept: the variable's folder, else the user's own cache."""
     named = os.environ.get(CACHE_VARIABLE)
@@ -37,18 +64,18 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "baton"
 
 
-def _read_private(path: str) -> bytes:
+def _read_private(path: str, what: str = "secret") -> bytes:
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             if mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise ConfigError(
-                    f"secret file {path} has mode {stat.S_IMODE(mode):04o}, so that others can use it; "
+                    f"{what} file {path} has mode {stat.S_IMODE(mode):04o}, so that others can use it; "
                     f"run: chmod 600 {path}"
                 )
             return file.read()
     except OSError as cause:
-        raise ConfigError(f"secret file {path}: {cause.strerror}; {_MAKE_ONE}") from None
+        raise ConfigError(f"{what} file {path}: {cause.strerror}; {_MAKE_ONE}") from None
 
 
 def _long_enough(raw: bytes, where: str) -> bytes:
@@ -73,6 +100,11 @@ def rank_environment(num_threads: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+def part_environment(secret: str, folder: str) -> dict[str, str]:
+    """What a part of a deployment starts with: a secret that no list of processes shows, and a folder."""
+    return {**os.environ, SECRET_VARIABLE: secret, "TMPDIR": folder, "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass(frozen=True, slots=True)

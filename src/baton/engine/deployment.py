@@ -20,8 +20,6 @@ from time import monotonic
 from types import TracebackType
 from typing import Self
 
-import torch
-
 from baton.engine.instance.config import InstanceConfig, Sizes
 from baton.engine.instance.instance import Instance
 from baton.engine.pair import Answer, Ask, Pair
@@ -33,9 +31,7 @@ from baton.errors import ConfigError, EngineError
 from baton.plan import Spec
 from baton.plan.planner import plan
 from baton.plan.storage import Storage
-from baton.transport import parse_transport, transport_names
 
-DEVICES = ("cpu", "cuda")
 LOOK_S = 0.5
 
 
@@ -43,8 +39,6 @@ class Deployment:
     """Instances that answer prompts together; what cannot work is refused before a process is started."""
 
     def __init__(self, prefill: InstanceConfig, decode: InstanceConfig | None = None) -> None:
-        for config in (prefill, decode or prefill):
-            _check(config)
         secret = prefill.secret or secrets.token_bytes(32)
         if decode is None:
             self.prefill = Instance(replace(prefill, role="both", secret=secret))
@@ -135,17 +129,6 @@ def told(answer: Answer) -> Told | None:
     if prefill is None or decode is None:
         return None
     return Told(answer.asked_s, answer.first_s, prefill, decode)
-
-
-def _check(config: InstanceConfig) -> None:
-    """Refuses what only a rank would notice."""
-    name, _ = parse_transport(config.transport)
-    if name not in transport_names():
-        raise ConfigError(f"transport {name!r} is not known; use {', '.join(transport_names())}")
-    if config.device not in DEVICES:
-        raise ConfigError(f"device {config.device!r} is not known; use {' or '.join(DEVICES)}")
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda: torch sees no GPU; use cpu")
 
 
 def _spec(instance: Instance) -> Spec:

@@ -64,14 +64,14 @@ class Pair:
         """The answer's pieces as they come; a failure of either side raises EngineError with its cause."""
         answer = Answer(monotonic())
         request = ask.request
-        if request.params.max_tokens == 1:
-            # It ends with the first token, so there is nothing to hand over.
+        if request.params.max_tokens == len(request.generated) + 1:
+            # It ends with the next token, so there is nothing to hand over.
             alone = self.prefill.submit(
                 replace(request, hand=None), lambda event: answer.put("prefill", event)
             )
             return answer, _watched(self._alone(answer), {self.prefill: alone})
         transfer = secrets.token_hex(16)
-        inbound = Inbound(transfer, self.prefill.address)
+        inbound = Inbound(transfer, self.prefill.address, is_early=ask.first_token == "prefill")
         outbound = Outbound(transfer, ask.is_pipelined, ask.policy)
         numbers: dict[Instance, int] = {}
         try:
@@ -83,12 +83,12 @@ class Pair:
         except BatonError:
             _abort(numbers)
             raise
-        return answer, _watched(self._pieces(answer, ask), numbers)
+        return answer, _watched(self._pieces(answer), numbers)
 
     def tokens(self, ask: Ask) -> list[list[int]]:
         """The whole answers, as token ids by index."""
         _, pieces = self.ask(ask)
-        return collect(pieces, ask.request.params.n)
+        return collect(pieces, ask.request)
 
     def _alone(self, answer: Answer) -> Iterator[Piece]:
         while not answer.stories:
@@ -97,25 +97,11 @@ class Pair:
                 answer.first_s = answer.first_s or monotonic()
                 yield event
 
-    def _pieces(self, answer: Answer, ask: Ask) -> Iterator[Piece]:
-        """Each answer's first token from the side that has it first, everything else from decode."""
-        met: set[tuple[str, int]] = set()
-        given: set[int] = set()
+    def _pieces(self, answer: Answer) -> Iterator[Piece]:
+        """What decode tells, until both sides are through: it hears of the first token from prefill."""
         while len(answer.stories) < 2:
             role, event = _next(answer)
-            if not isinstance(event, Piece):
-                continue
-            if role == "prefill":
-                if ask.first_token == "decode":
-                    continue
-                # The end, if it is one, is told by decode, which hears of it from the source.
-                event = replace(event, finish=None)
-            if (role, event.index) not in met:
-                met.add((role, event.index))
-                if event.index in given:
-                    event = replace(event, tokens=(), text="")
-                given.add(event.index)
-            if event.tokens or event.text or event.finish:
+            if role == "decode" and isinstance(event, Piece):
                 answer.first_s = answer.first_s or monotonic()
                 yield event
 
@@ -133,11 +119,11 @@ def _abort(numbers: Mapping[Instance, int]) -> None:
         instance.abort(number)
 
 
-def collect(pieces: Iterator[Piece], n: int) -> list[list[int]]:
-    """Token ids by index of the answer."""
-    found: list[list[int]] = [[] for _ in range(n)]
+def collect(pieces: Iterator[Piece], request: Generate) -> list[list[int]]:
+    """Token ids by answer."""
+    found: list[list[int]] = [[] for _ in range(request.params.n)]
     for piece in pieces:
-        found[piece.index].extend(sampled.token for sampled in piece.tokens)
+        found[piece.index - request.index].extend(sampled.token for sampled in piece.tokens)
     return found
 
 

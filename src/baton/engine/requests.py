@@ -33,11 +33,14 @@ class Inbound:
     transfer: str
     source: str
     source_dp: int | None = None
+    is_early: bool = True
+    """Whether first tokens are told as soon as the source has them, before the cache is here; if the
+    hand-over fails after that, the request does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generate:
-    """One request."""
+    """One request; it may be the rest of one that was answered in part."""
 
     tokens: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -47,6 +50,20 @@ class Generate:
     """Requests with another salt never share a prefix."""
     embeddings: bytes | None = None
     """Input embeddings (float32, tokens x hidden) in place of the token ids, which then only count."""
+    generated: tuple[int, ...] = ()
+    """Tokens that were answered already, elsewhere: the answer goes on behind them as if it had been one."""
+    index: int = 0
+    """Which of several answers this one is, for its randomness and its pieces; n has to be 1 then."""
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """The prompt and what was answered already: what is prefilled and handed over."""
+        return self.tokens + self.generated
+
+    @property
+    def num_known(self) -> int:
+        """How many these are."""
+        return len(self.tokens) + len(self.generated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +95,7 @@ class Story:
     prompt_s: float = 0.0
     """The last layer of its prompt was computed."""
     token_s: float = 0.0
-    """Its first token was here."""
+    """Its first token was told."""
     settled_s: float = 0.0
     """The hand-over's verdict was here."""
     stepped_s: float = 0.0

@@ -186,7 +186,7 @@ class CoordinatorDriver:
         """A rank or a peer is gone."""
         rank = self.ranks.pop(link, None)
         if rank is None:
-            self._drop(link, cause)
+            self._drop(link, self.sessions.named(link, cause))
             return
         self._heard.pop(link, None)
         if self.members.get(rank) == link:

@@ -57,6 +57,8 @@ class EndpointConfig:
     embed_registry: int | None = None
     """The port of a registry to be hosted here; 0 takes any."""
     fingerprint: str = ""
+    url: str = ""
+    """Where the instance answers HTTP, for the registry; the same on all ranks, empty: nowhere."""
     sockets: SocketConfig = field(default_factory=SocketConfig)
     timings: Timings = field(default_factory=Timings)
     staging_bytes: int = 0

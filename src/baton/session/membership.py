@@ -56,6 +56,7 @@ class Membership:
                 coordinator=config.coordinator or address,
                 fingerprint=config.fingerprint or "none",
                 transport=self.transport,
+                url=config.url,
             )
         )
 

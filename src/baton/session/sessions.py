@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from baton.plan import Spec
 from baton.protocol.messages import AnyMessage, Beat, Path
 from baton.protocol.outcomes import Cause, Stage, Why
@@ -110,6 +112,13 @@ class Sessions:
             dialling.link = dialling.number = None
             self._failed(dialling, cause)
         return session
+
+    def named(self, link: int, cause: Cause) -> Cause:
+        """Why a link is gone, in words that say whose it was; sockets do not know."""
+        session, dialling = self.by_link(link), self._dialling_of(link)
+        name = session.instance if session is not None else dialling.name if dialling is not None else ""
+        text = cause.text if name in cause.text else f"{name}: {cause.text}"
+        return structs.replace(cause, stage=Stage.COPY if session is not None else cause.stage, text=text)
 
     def send(self, number: int, message: AnyMessage) -> None:
         """Sends by a session; if it is gone, the word is too."""

@@ -61,7 +61,8 @@ def heard_within(listener: Listener, start_s: float) -> Trouble:
 def test_a_killed_decode_rank(house: House, folder: Path, layout: str, rank: int) -> None:
     pair = house.pair(Side(str(folder), name="first"), Side(str(folder), layout, name="second"))
     handed = Handed(pair, greedy(prompt(40), NUM_TOKENS))
-    assert isinstance(handed.decode.until(Piece), Piece)
+    # The first token comes early; with the second one the hand-over is through.
+    assert all(isinstance(handed.decode.until(Piece), Piece) for _ in range(2))
     pids = pair.decode.pids
     victim = sorted(pids)[rank]
     start_s = monotonic()
@@ -84,7 +85,7 @@ def test_a_killed_prefill_rank(house: House, folder: Path, layout: str, rank: in
     pair = house.pair(first, Side(str(folder), name="third"))
     handed = Handed(pair, greedy(prompt(1000), 8))
     until(lambda: any(not books.is_idle for books in pair.prefill.desk._books), "the prompt is begun")
-    pids = pair.prefill.pids
+    pids, address = pair.prefill.pids, pair.prefill.address
     victim = sorted(pids)[rank]
     start_s = monotonic()
     os.kill(pids[victim], signal.SIGKILL)
@@ -93,6 +94,8 @@ def test_a_killed_prefill_rank(house: House, folder: Path, layout: str, rank: in
     trouble = heard_within(handed.decode, start_s)
     assert trouble.cause is not None
     assert trouble.cause.why is Why.PEER_LOST
+    # Before their handshake is through the target knows its source by the address alone.
+    assert pair.prefill.config.name in trouble.text or address in trouble.text
     until(lambda: bool(pair.prefill.failure), "the instance says why it ended")
     assert f"rank {victim} of" in pair.prefill.failure or "lost its coordinator" in pair.prefill.failure
     pair.prefill.close()
@@ -144,7 +147,7 @@ def check_other_lives(instance: Instance, folder: Path) -> None:
 def test_a_pair_says_why_it_fails(house: House, folder: Path) -> None:
     pair = house.pair(Side(str(folder), name="first"), Side(str(folder), name="second"))
     _, pieces = pair.ask(Ask(greedy(prompt(40), NUM_TOKENS)))
-    # The first token comes from prefill; with the second one the hand-over is through.
+    # The first token comes early; with the second one the hand-over is through.
     next(pieces), next(pieces)
     os.kill(pair.decode.pids[0], signal.SIGKILL)
     start_s = monotonic()

@@ -67,13 +67,13 @@ class Child:
         try:
             answer: Answer = self._decoder.decode(self.connection.recv_bytes())
         except (EOFError, OSError):
-            raise self._lost() from None
+            raise self.lost() from None
         return answer
 
     def check_alive(self) -> None:
         """Raises EngineError with its last words if it has ended and said nothing more."""
         if self.process.poll() is not None and not self.connection.poll():
-            raise self._lost()
+            raise self.lost()
 
     def close(self) -> None:
         """Lets it end, and makes it if it does not."""
@@ -90,7 +90,8 @@ class Child:
         self.process.kill()
         self.process.wait(END_S_MAX)
 
-    def _lost(self) -> EngineError:
+    def lost(self) -> EngineError:
+        """That it ended, with its last words."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S_MAX)
         self._errors.seek(0)

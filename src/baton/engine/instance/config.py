@@ -7,7 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from baton.engine.attention.pools import DTYPES
+from baton.engine.books.shares import Shares
 from baton.engine.checkpoint import Checkpoint, open_checkpoint
 from baton.engine.model.build import Architecture, describe, missing
 from baton.errors import ConfigError
@@ -16,10 +19,16 @@ from baton.plan.dtypes import item_bytes
 from baton.plan.models.config import read_config
 from baton.plan.models.parts import stack
 from baton.plan.overlap import LayerTimes, choose
+from baton.session import SocketConfig
+from baton.session.endpoint import ROLES
+from baton.session.registry import RegistryError, check_instance, check_registry, check_url
+from baton.transport import parse_transport, transport_names
 
 POOL_BYTES_DEFAULT = 512 << 20
 """Of cache on all ranks of a dp group together, where no pool size is given."""
-STATE_SLOTS_DEFAULT = 64
+STATE_SLOTS_LEAST, STATE_SLOTS_MOST = 4, 64
+"""Of recurrent state, where their number is not given."""
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +45,25 @@ class InstanceConfig:
     page_tokens: int = 16
     pool_tokens: int = 0
     """Tokens that the cache of a dp group holds; 0: as many as POOL_BYTES_DEFAULT takes."""
+    state_slots: int = 0
+    """Sequences whose recurrent state is kept at once; 0: as many as POOL_BYTES_DEFAULT takes, up to 64."""
     context_max: int = 0
     """Prompt and answer together; 0: what the model and the pool allow."""
     chunk_tokens: int = 512
     """Prompts are prefilled in pieces of at most so many tokens."""
     sequences_max: int = 64
+    queue_max: int = 0
+    """Requests that may wait, more are refused; 0: any number."""
     num_threads: int = 0
     """Of each rank; 0: the machine's cores over the ranks."""
     transport: str = "shm"
     link_bytes_per_s: float = 0.0
     policy: str = "cost"
     host: str = "127.0.0.1"
+    port: int = 0
+    """The coordinator's; 0 takes any free one."""
+    url: str = ""
+    """Where the instance answers HTTP, for those who find it in the registry; empty: nowhere."""
     registry: str | None = None
     embed_registry: int | None = None
     has_prefix_cache: bool = True
@@ -70,10 +87,13 @@ class Sizes:
     def lines(self) -> list[str]:
         """What a user is told at the start."""
         pages = ", ".join(f"{count} {group}" for group, count in sorted(self.num_pages.items()))
-        return [
+        found = [
             f"{self.layout.num_ranks} ranks ({self.layout}), {self.num_threads} threads each",
             f"pages per dp group: {pages}; context up to {self.context_max} tokens",
         ]
+        # The reason does not depend on the size of a page.
+        reason = Shares(self.layout, self.cache, 1).why_no_prefix
+        return [*found, f"prefixes are not kept: {reason}"] if reason else found
 
 
 def derive(config: InstanceConfig) -> Sizes:
@@ -86,6 +106,11 @@ def derive(config: InstanceConfig) -> Sizes:
     for name in ("page_tokens", "chunk_tokens", "sequences_max"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} is {getattr(config, name)}; it has to be at least 1")
+    if config.state_slots < 0:
+        raise ConfigError(f"state_slots is {config.state_slots}; give a count from 0 (0: derived)")
+    if config.queue_max < 0:
+        raise ConfigError(f"queue_max is {config.queue_max}; give a count from 0 (0: any number)")
+    _check_place(config)
     choose(config.policy, LayerTimes((0.0,), (0.0,), 0.0), 1)
     checkpoint = open_checkpoint(config.model)
     missing(checkpoint)
@@ -97,10 +122,33 @@ def derive(config: InstanceConfig) -> Sizes:
     # With dealt tokens a page id stands for a page on every cp rank.
     num_dealt = layout.size("cp") if layout.scheme.num_shares(layout.size("cp")) > 1 else 1
     pages = -(-pool_tokens // (config.page_tokens * num_dealt))
-    num_pages = {group: STATE_SLOTS_DEFAULT if _is_state(cache, group) else pages for group in cache.groups}
+    slots = config.state_slots or _state_slots(cache, config.dtype)
+    num_pages = {group: slots if _is_state(cache, group) else pages for group in cache.groups}
     num_threads = config.num_threads or max(1, (os.cpu_count() or 1) // layout.num_ranks)
     model = str(checkpoint.path) if checkpoint.path is not None else config.model
     return Sizes(layout, cache, architecture, checkpoint, num_pages, context_max, num_threads, model)
+
+
+def _check_place(config: InstanceConfig) -> None:
+    """Refuses what only a rank would notice, of where it computes and how it is reached."""
+    name, _ = parse_transport(config.transport)
+    if name not in transport_names():
+        raise ConfigError(f"transport {name!r} is not known; use {', '.join(transport_names())}")
+    if config.device not in DEVICES:
+        raise ConfigError(f"device {config.device!r} is not known; use {' or '.join(DEVICES)}")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda: torch sees no GPU; use cpu")
+    if config.role not in ROLES:
+        raise ConfigError(f"role {config.role!r} is not known; use {', '.join(ROLES)}")
+    SocketConfig(config.host, config.port)
+    if config.registry is not None:
+        check_registry(config.registry)
+    try:
+        check_url(config.url)
+        if config.registry is not None or config.embed_registry is not None:
+            check_instance(config.name)
+    except RegistryError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _is_state(cache: Cache, group: str) -> bool:
@@ -108,12 +156,21 @@ def _is_state(cache: Cache, group: str) -> bool:
 
 
 def _pool_tokens(cache: Cache, dtype: str) -> int:
-    token_bytes = sum(
+    return max(1024, POOL_BYTES_DEFAULT // max(1, _entry_bytes(cache, dtype, has_tokens=True)))
+
+
+def _state_slots(cache: Cache, dtype: str) -> int:
+    slot_bytes = _entry_bytes(cache, dtype, has_tokens=False)
+    return max(STATE_SLOTS_LEAST, min(STATE_SLOTS_MOST, POOL_BYTES_DEFAULT // max(1, slot_bytes)))
+
+
+def _entry_bytes(cache: Cache, dtype: str, *, has_tokens: bool) -> int:
+    """What a token, or a sequence's state, takes on all layers."""
+    return sum(
         _num_layers(each) * each.num_units * each.num_elements * item_bytes(each.dtype or dtype)
         for each in cache.components
-        if each.extent.has_tokens
+        if each.extent.has_tokens == has_tokens
     )
-    return max(1024, POOL_BYTES_DEFAULT // max(1, token_bytes))
 
 
 def _num_layers(component: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from time import monotonic
+from time import monotonic, sleep
 
 from baton.engine.instance.children import Child, Meeting
 from baton.engine.rank.config import RankConfig
@@ -13,6 +13,10 @@ from baton.errors import EngineError
 
 START_S_MAX = 600.0
 LOOK_S = 0.5
+LOST_S = 0.2
+"""How long a rank that was killed may take to be found gone."""
+OWN_ERROR = 1
+"""The exit code of a rank that said why it ends, or that lost the others."""
 
 
 class Crew:
@@ -48,6 +52,17 @@ class Crew:
         raw = Child.encode(order)
         for child in self._children:
             child.tell_raw(raw)
+
+    def why(self, told: EngineError) -> str:
+        """Why the ranks ended: who was lost first says nothing, and others complain of it sooner."""
+        limit_s = monotonic() + LOST_S
+        while True:
+            lost = [each for each in self._children if each.process.poll() not in (None, OWN_ERROR)]
+            if lost or monotonic() > limit_s:
+                break
+            sleep(LOST_S / 20)
+        words = [str(each.lost()) for each in lost if each.name not in str(told)]
+        return "; ".join([*words, str(told)])
 
     def close(self) -> None:
         """Ends every rank."""

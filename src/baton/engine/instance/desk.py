@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 
 from baton.engine.books.scheduler import Scheduler
 from baton.engine.books.sequence import Sequence
+from baton.engine.instance.checking import check_request
+from baton.engine.instance.load import Gauge, Queue, num_slots
 from baton.engine.instance.lobby import Lobby
 from baton.engine.instance.record import Facts, Record, sampled_of
-from baton.engine.requests import Generate, Outbound, Sink, Story
-from baton.engine.sampling.checking import check_params
+from baton.engine.requests import Generate, Inbound, Outbound, Sink, Story
 from baton.engine.steps import (
     Abort,
     Answer,
@@ -76,30 +77,22 @@ class Desk:
         self._lobby = Lobby(self._books, premises.tell, self._refuse)
         self._flying: deque[Flying] = deque()
         self._is_checked = True
+        self._num_taken = 0
+        self.gauge = Gauge(self._books)
         self.counters: dict[str, int] = {"preempted": 0, "unpipelined": 0, "pipelined": 0}
 
     def check(self, request: Generate) -> None:
         """Raises ConfigError on what could never be served; any thread may ask."""
-        facts, vocab_size = self._premises.facts, self._premises.vocab_size
-        check_params(request.params, vocab_size, facts.eos_ids)
-        limit, num_prompt = facts.context_max, len(request.tokens)
-        if not 1 <= num_prompt < limit:
-            raise ConfigError(
-                f"a prompt of {num_prompt} tokens; give 1 to {limit - 1}: the context has {limit}, "
-                "one of them for the answer"
-            )
-        num_most, num_wanted = self._books[0].num_tokens_max(num_prompt), request.params.max_tokens
-        if not isinstance(request.hand, Outbound) and num_prompt + num_wanted > num_most:
-            raise ConfigError(
-                f"a prompt of {num_prompt} tokens and max_tokens {num_wanted}: together at most {num_most}; "
-                "ask for fewer, or give the pool more tokens"
-            )
-        if request.embeddings is None and not all(0 <= token < vocab_size for token in request.tokens):
-            wrong = next(token for token in request.tokens if not 0 <= token < vocab_size)
-            raise ConfigError(f"token {wrong} of the prompt is not one of the {vocab_size} in the vocabulary")
+        found = self._premises
+        check_request(request, found.facts, self._books[0], found.vocab_size)
+
+    def num_tokens_max(self, num_prompt: int) -> int:
+        """Prompt and answer together, at most, for a prompt of this length; any thread may ask."""
+        return self._books[0].num_tokens_max(num_prompt)
 
     def take(self, number: int, request: Generate, sink: Sink, arrived_s: float) -> None:
         """A request comes in."""
+        self._num_taken += 1
         record = Record(number, request, sink, Story(arrived_s), self._premises.facts)
         record.dp = min(range(len(self._books)), key=self._load)
         record.begin(number, 0)
@@ -130,8 +123,15 @@ class Desk:
         """Reserves what can be, and keeps as many steps under way as there are pipeline stages."""
         self._lobby.reserve(now_s)
         num_stages = self._premises.layout.size("pp")
+        has_choice = len(self._flying) < num_stages
         while len(self._flying) < num_stages and self._launch(num_stages, now_s):
             pass
+        lobby = self._lobby.sizes()
+        if has_choice:
+            num_waiting = len(lobby) + sum(len(books.waiting) for books in self._books)
+            self.gauge.queue = Queue(self._num_taken, num_waiting, sum(map(num_slots, self._books)))
+        num_requests = sum(1 for number, record in self._records.items() if record.number == number)
+        self.gauge.look(self._books, lobby, num_requests, now_s)
         if not self._records and not self._is_checked:
             self._is_checked = True
             for books in self._books:
@@ -186,7 +186,7 @@ class Desk:
                 dp=record.dp,
                 transfer=hand.transfer,
                 digest=record.digest,
-                num_tokens=len(record.request.tokens),
+                num_tokens=record.request.num_known,
                 num_cached=num_cached,
                 pages=pages,
                 is_pipelined=hand.is_pipelined,
@@ -195,9 +195,10 @@ class Desk:
         )
 
     def _begin(self, sequence: Sequence) -> None:
-        asked = sequence.asked
-        tokens = sequence.tokens(0, sequence.num_tokens)
-        self._tell(Begin(asked.number, asked.dp, tokens, len(asked.prompt), asked.params, asked.index))
+        asked, request = sequence.asked, self._records[sequence.number].request
+        tokens, index = sequence.tokens(0, sequence.num_tokens), request.index + asked.index
+        # By the request: the books take what was answered elsewhere for prompt, the sampler does not.
+        self._tell(Begin(asked.number, asked.dp, tokens, len(request.tokens), request.params, index))
 
     def _stepped(self, done: StepDone, now_s: float) -> None:
         flying = next(each for each in self._flying if each.step.number == done.number)
@@ -216,6 +217,10 @@ class Desk:
             for done in dones:
                 samples |= done.samples
             self._note(batch, dones)
+            num_rows = sum(len(work.tokens) for work in batch.works if work.start < work.prompt_tokens)
+            self.gauge.stepped(
+                num_rows, min(each.start_s for each in dones), max(each.stop_s for each in dones)
+            )
             tokens = {number: [each.token for each in found] for number, found in samples.items()}
             self._books[dp].complete(batch, tokens)
             for work in batch.works:
@@ -243,30 +248,37 @@ class Desk:
         if record.is_over:
             return
         if record.is_source:
-            for index, sampled in enumerate(found):
-                if index:
-                    record.begin(-index, index)
-                record.grow(-index if index else number, sampled, now_s, is_last=True)
+            for each, sampled in zip(record.begin_all(len(found)), found, strict=True):
+                record.grow(each, sampled, now_s, is_last=True)
             # The hand-over may have been through before this step's last rank was.
             self._close_if_over(record, now_s)
             return
         if record.is_target and not record.story.stepped_s:
             record.story.stepped_s = now_s
+        if record.has_begun(number):
+            self.gauge.decoded(now_s - record.answers[number].told_s)
         self._spread(record, number, found, now_s)
 
     def _spread(self, record: Record, number: int, found: list[Sampled], now_s: float) -> None:
         """Gives the first of several tokens to the sequence itself, the others to forks of it."""
+        for each, sampled in zip(self._forked(record, number, found), found, strict=True):
+            if record.grow(each, sampled, now_s):
+                self._finish(record, each, now_s)
+
+    def _forked(self, record: Record, number: int, found: list[Sampled]) -> list[int]:
+        """The sequences that so many first tokens are for."""
         numbers = [next(self._numbers) for _ in found[1:]]
-        books = self._books[record.dp]
         if numbers:
-            for child in books.fork(number, [each.token for each in found[1:]], numbers):
+            tokens = [each.token for each in found[1:]]
+            for child in self._books[record.dp].fork(number, tokens, numbers):
                 self._records[child.number] = record
                 record.begin(child.number, child.asked.index)
                 self._begin(child)
-        for each, sampled in zip([number, *numbers], found, strict=True):
-            if record.grow(each, sampled, now_s):
-                books.finish(each)
-                self._forget(record, each, now_s)
+        return [number, *numbers]
+
+    def _finish(self, record: Record, number: int, now_s: float) -> None:
+        self._books[record.dp].finish(number)
+        self._forget(record, number, now_s)
 
     # Hand-overs.
 
@@ -277,6 +289,10 @@ class Desk:
         books = self._books[record.dp]
         if answer.is_granted:
             books.granted(record.number)
+        if answer.early is not None and not record.early_s:
+            record.early_s = now_s
+            if record.is_early and not record.is_over:
+                self._tell_firsts(record, answer.early, now_s)
         if answer.outcome is not None and not record.story.settled_s:
             record.story.settled_s = now_s
             self._settled(record, answer.outcome, now_s)
@@ -291,23 +307,47 @@ class Desk:
     def _settled(self, record: Record, outcome: Ready | Finished | Failed, now_s: float) -> None:
         match outcome:
             case Failed(cause):
-                record.give_up(str(cause), cause)
+                if record.is_source or record.is_open:
+                    record.give_up(str(cause), cause)
                 self._drop(record, str(cause), now_s)
             case Ready(aux) if record.is_target and not record.is_over:
                 self._admit(record, aux, now_s)
             case Finished(aux) if record.is_target and not record.is_over:
-                for index, sampled in enumerate(sampled_of(aux)):
-                    if index:
-                        record.begin(-index, index)
-                    record.grow(-index if index else record.number, sampled, now_s)
+                self._tell_firsts(record, aux, now_s)
+                record.cut_off()
                 self._drop(record, "the answer ended at its source", now_s)
 
+    def _tell_firsts(self, record: Record, aux: Aux, now_s: float) -> None:
+        """First tokens of answers that have no sequences, or not yet; what was told is not told again."""
+        found = self._firsts(record, aux, now_s)
+        if found:
+            for each, sampled in zip(record.begin_all(len(found)), found, strict=True):
+                if not record.has_begun(each):
+                    record.grow(each, sampled, now_s)
+
     def _admit(self, record: Record, aux: Aux, now_s: float) -> None:
-        found = list(sampled_of(aux))
-        record.story.num_cached = aux.cached_tokens
+        found = self._firsts(record, aux, now_s)
+        if not found:
+            return
         sequence = self._books[record.dp].admit(record.number, [found[0].token])
         self._begin(sequence)
-        self._spread(record, record.number, found, now_s)
+        for each, sampled in zip(self._forked(record, record.number, found), found, strict=True):
+            is_told = record.has_begun(each)
+            if record.has_ended(each) if is_told else record.grow(each, sampled, now_s):
+                self._finish(record, each, now_s)
+
+    def _firsts(self, record: Record, aux: Aux, now_s: float) -> list[Sampled]:
+        """What a source sampled; nothing, and the request fails, where that cannot be."""
+        num_wanted, vocab_size = record.request.params.n, self._premises.vocab_size
+        record.story.num_cached = aux.cached_tokens
+        if len(aux.tokens) == num_wanted and all(0 <= token < vocab_size for token in aux.tokens):
+            return sampled_of(aux)
+        hand = record.request.hand
+        assert isinstance(hand, Inbound)
+        text = f"source {hand.source} sampled {list(aux.tokens)}; {num_wanted} tokens were asked for"
+        record.give_up(text, Cause(Why.REFUSED_PROMPT, Stage.COMMIT, self._premises.name, text=text))
+        self._drop(record, text, now_s)
+        return []
 
     # Endings.
 
@@ -340,6 +380,8 @@ class Desk:
         self._tell(End(record.number))
         del self._records[record.number]
         self._is_checked = False
+        if (handoff_s := record.handoff_s) is not None:
+            self.gauge.handed(handoff_s)
         record.tell_story(now_s)
 
     def _refuse(self, record: Record, text: str) -> None:

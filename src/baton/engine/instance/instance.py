@@ -11,6 +11,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import wait
 from time import monotonic
 from types import TracebackType
@@ -24,6 +25,8 @@ from baton.engine.instance.children import Child
 from baton.engine.instance.config import InstanceConfig, Sizes, derive
 from baton.engine.instance.crew import Crew, answers
 from baton.engine.instance.desk import Desk, Premises
+from baton.engine.instance.door import Door
+from baton.engine.instance.load import LOOK_S, Load
 from baton.engine.instance.mailbox import Mailbox
 from baton.engine.instance.record import Facts
 from baton.engine.instance.warming import warm
@@ -53,12 +56,18 @@ class Instance:
         self._mailbox = Mailbox()
         self._numbers = itertools.count(1)
         self._thread: threading.Thread | None = None
+        self._door = Door(config.name, config.queue_max)
         self.desk = Desk(self._premises(), self._numbers)
 
     @property
     def address(self) -> str:
         """The coordinator's host:port, by which others ask for hand-overs."""
         return self._crew.up.coordinator
+
+    @property
+    def epoch(self) -> int:
+        """Which start of the instance this is, larger with each; 0 before it is up."""
+        return self._crew.up.epoch
 
     @property
     def registry(self) -> str:
@@ -93,17 +102,32 @@ class Instance:
         return self
 
     def submit(self, request: Generate, sink: Sink) -> int:
-        """Takes a request in and answers its number; raises ConfigError on one that could never be served."""
+        """Takes a request in and answers its number.
+
+        Raises ConfigError on one that could never be served, FullError where too many wait already.
+        """
         self.desk.check(request)
         if not self.is_running:
             raise EngineError(f"{self.config.name} is not running: {self.failure or 'it was not started'}")
         number, arrived_s = next(self._numbers), monotonic()
-        self._mailbox.post(lambda: self.desk.take(number, request, sink, arrived_s))
+        take = partial(self.desk.take, number, request, sink, arrived_s)
+        self._door.enter(self.desk.gauge, lambda: self._mailbox.post(take))
         return number
 
     def abort(self, number: int, text: str = "aborted by the caller") -> None:
         """Gives a request up, on both sides of its hand-over; its pages return when they can."""
         self._mailbox.post(lambda: self.desk.abort(number, text, monotonic()))
+
+    def load(self) -> Load:
+        """How busy it is, as of a few milliseconds ago; any thread may ask, and none waits."""
+        return self.desk.gauge.load
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Calls back once when it has failed or was closed, and every request has heard of it.
+
+        On the instance's thread, which `close` waits for: close it on another one. At once if it has ended.
+        """
+        self._door.on_end(callback)
 
     def counts(self) -> dict[str, int]:
         """How much there was and is, for metrics."""
@@ -134,10 +158,12 @@ class Instance:
             self._serve()
         finally:
             self.failure = self.failure or f"its scheduler failed: {sys.exception()!r}"
+            self._door.shut(self.failure)
             self.desk.fail_all(self.failure)
             # Requests that were on their way when it ended hear of it too.
             self._mailbox.run()
             self.desk.fail_all(self.failure)
+            self._door.end()
 
     def _serve(self) -> None:
         """Answers, calls, decisions, until the instance ends."""
@@ -145,10 +171,10 @@ class Instance:
         sources = [self._mailbox.fileno(), *children]
         while not self.failure:
             try:
-                for source in wait(sources, IDLE_S):
+                for source in wait(sources, IDLE_S if self.desk.gauge.is_fresh else LOOK_S):
                     self._attend(children.get(source))
             except EngineError as error:
-                self.failure = str(error)
+                self.failure = self._crew.why(error)
                 return
             self._mailbox.run()
             self.desk.pump(monotonic())
@@ -194,6 +220,8 @@ class Instance:
             link_bytes_per_s=config.link_bytes_per_s,
             policy=config.policy,
             host=config.host,
+            port=config.port,
+            url=config.url,
             registry=config.registry,
             embed_registry=config.embed_registry,
             eos_ids=tuple(sorted(self.eos_ids)),

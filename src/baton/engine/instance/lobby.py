@@ -42,7 +42,11 @@ class Lobby:
 
     def num_tokens(self, dp: int) -> int:
         """Prompt tokens that wait."""
-        return sum(len(record.request.tokens) for record in self._waiting[dp])
+        return sum(record.request.num_known for record in self._waiting[dp])
+
+    def sizes(self) -> list[int]:
+        """Prompt tokens of each that waits."""
+        return [record.request.num_known for waiting in self._waiting for record in waiting]
 
     def reserve(self, now_s: float) -> None:
         """Gives pages to those at the front, and refuses who waited for too long or can never have any."""
@@ -62,7 +66,7 @@ class Lobby:
             return True
         if now_s - record.story.arrived_s < RESERVE_S_MAX:
             return False
-        num_tokens = len(record.request.tokens)
+        num_tokens = record.request.num_known
         self._turn_away(record, f"no room for {num_tokens} tokens in {RESERVE_S_MAX:.0f} s")
         return True
 
@@ -79,7 +83,7 @@ class Lobby:
                 transfer=hand.transfer,
                 source=hand.source,
                 digest=record.digest,
-                num_tokens=len(record.request.tokens),
+                num_tokens=record.request.num_known,
                 held=reservation.held,
                 pages=reservation.pages,
                 source_dp=hand.source_dp,

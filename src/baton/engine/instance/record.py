@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from baton.engine.books.sequence import Asked, Role, Sequence
 from baton.engine.requests import Generate, Inbound, Outbound, Piece, Sink, Story, Told, Trouble
 from baton.engine.sampling.ending import Progress, ending
@@ -34,7 +36,10 @@ class Answering:
     index: int
     text: AnswerText | None
     num_generated: int = 0
+    """Those that were answered elsewhere included."""
     finish: str | None = None
+    told_s: float = 0.0
+    """When its latest token was told; 0: none was, here."""
 
 
 @dataclass(slots=True)
@@ -54,7 +59,8 @@ class Record:
     num_releases: int = 0
     is_over: bool = False
     """Nothing more will be said of its answers."""
-    cause: Cause | None = None
+    early_s: float = 0.0
+    """When a source's first tokens were here, ahead of the cache; 0 before that."""
 
     @property
     def is_source(self) -> bool:
@@ -67,6 +73,18 @@ class Record:
         return isinstance(self.request.hand, Inbound)
 
     @property
+    def is_early(self) -> bool:
+        """Whether its first tokens are told before its cache is here."""
+        return isinstance(self.request.hand, Inbound) and self.request.hand.is_early
+
+    @property
+    def handoff_s(self) -> float | None:
+        """What its hand-over took beyond compute, as far as this side knows; None: it was none, or failed."""
+        begun_s = self.story.prompt_s if self.is_source else self.early_s
+        is_through = self.request.hand is not None and self.story.settled_s and begun_s and not self.is_over
+        return self.story.settled_s - begun_s if is_through else None
+
+    @property
     def is_open(self) -> bool:
         """Whether an answer goes on."""
         return not self.is_over and any(each.finish is None for each in self.answers.values())
@@ -75,17 +93,18 @@ class Record:
     def digest(self) -> bytes:
         """What both sides of a hand-over have to agree on."""
         found = self.request
-        return prompt_digest(found.tokens, salt=found.salt, embeddings=found.embeddings or b"").value
+        return prompt_digest(found.known, salt=found.salt, embeddings=found.embeddings or b"").value
 
     def sequence(self) -> Sequence:
-        """The request's first answer, for the books."""
+        """The request's first answer, for the books, to whom tokens answered elsewhere are prompt."""
         request = self.request
+        num_left = request.params.max_tokens - len(request.generated)
         role = Role.SOURCE if self.is_source else Role.TARGET if self.is_target else Role.LOCAL
         return Sequence(
             Asked(
                 number=self.number,
-                prompt=request.tokens,
-                params=request.params,
+                prompt=request.known,
+                params=msgspec.structs.replace(request.params, max_tokens=num_left),
                 role=role,
                 arrival_s=self.story.arrived_s,
                 dp=self.dp,
@@ -96,12 +115,32 @@ class Record:
         )
 
     def begin(self, sequence: int, index: int) -> None:
-        """An answer that a sequence will grow."""
-        found = self.facts
-        text = None
+        """An answer that a sequence will grow; one whose first token was told goes on from there."""
+        if index and (known := self.answers.pop(-index, None)) is not None:
+            self.answers[sequence] = known
+            return
+        found, request, text = self.facts, self.request, None
         if found.tokenizer is not None:
-            text = AnswerText(found.tokenizer, self.request.params, found.eos_ids, self.request.tokens)
-        self.answers[sequence] = Answering(index, text)
+            text = AnswerText(found.tokenizer, request.params, found.eos_ids, request.tokens)
+            for token in request.generated:
+                text.push(token)  # its text was told where it was answered
+        self.answers[sequence] = Answering(request.index + index, text, len(request.generated))
+
+    def begin_all(self, num_answers: int) -> list[int]:
+        """All answers, also those that have no sequence of their own: under which numbers."""
+        numbers = [self.number, *(-index for index in range(1, num_answers))]
+        for index, number in enumerate(numbers):
+            if number not in self.answers:
+                self.begin(number, index)
+        return numbers
+
+    def has_begun(self, sequence: int) -> bool:
+        """Whether an answer's first token was told."""
+        return self.answers[sequence].told_s > 0.0
+
+    def has_ended(self, sequence: int) -> bool:
+        """Whether an answer is complete."""
+        return self.answers[sequence].finish is not None
 
     def grow(self, sequence: int, sampled: Sampled, now_s: float, *, is_last: bool = False) -> bool:
         """Tells the caller of a token; True: the answer ends with it."""
@@ -109,6 +148,7 @@ class Record:
         if self.is_over or answer.finish is not None:
             return True
         answer.num_generated += 1
+        answer.told_s = now_s
         piece = answer.text.push(sampled.token) if answer.text else ""
         progress = Progress(
             last_token=sampled.token,
@@ -130,8 +170,15 @@ class Record:
         """The request fails; said once."""
         if not self.is_over:
             self.is_over = True
-            self.cause = cause
             self.sink(Trouble(cause, text))
+
+    def cut_off(self) -> None:
+        """What is open ends here, for want of room: a source that ended it had less than this instance."""
+        for answer in self.answers.values():
+            if answer.finish is None and not self.is_over:
+                answer.finish = "length"
+                text = answer.text.finish() if answer.text else ""
+                self.sink(Piece(answer.index, (), text, answer.finish))
 
     def abort(self) -> None:
         """The caller wants no more of it."""
@@ -151,8 +198,9 @@ class Record:
 
 def sampled_of(aux: Aux) -> list[Sampled]:
     """The first tokens that a source sampled, with what it told of them."""
-    logprobs = aux.logprobs or ({},) * len(aux.tokens)
+    if len(aux.logprobs) != len(aux.tokens):
+        return [Sampled(token) for token in aux.tokens]
     return [
         Sampled(token, told.get(token, 0.0), dict(told))
-        for token, told in zip(aux.tokens, logprobs, strict=True)
+        for token, told in zip(aux.tokens, aux.logprobs, strict=True)
     ]

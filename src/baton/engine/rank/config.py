@@ -29,6 +29,9 @@ class RankConfig(msgspec.Struct, frozen=True):
     """The speed of a simulated link to each rank; 0: as fast as the transport is."""
     policy: str = "cost"
     host: str = "127.0.0.1"
+    port: int = 0
+    """Of the coordinator, which the first rank hosts."""
+    url: str = ""
     registry: str | None = None
     embed_registry: int | None = None
     staging_bytes: int = 0

@@ -17,13 +17,13 @@ from baton.engine.parallel.mesh import Mesh, connect
 from baton.engine.rank.clock import Clock, clock_of
 from baton.engine.rank.config import RankConfig
 from baton.engine.rank.handing import Handing
+from baton.engine.rank.layer_bytes import LayerBytes
 from baton.engine.runner import Runner
 from baton.engine.steps import Answer, Attach
 from baton.plan import Spec, parse_layout
-from baton.plan.dtypes import item_bytes
 from baton.plan.models.config import read_config
 from baton.plan.models.parts import stack
-from baton.plan.ownership import box, buffers
+from baton.plan.ownership import buffers
 from baton.session import Endpoint, EndpointConfig, SocketConfig
 from baton.transport import Transport, open_transport, parse_transport
 from baton.transport.wrappers import wrap
@@ -51,7 +51,7 @@ class Parts:
     clock: Clock
     is_sampler: bool
     vocab_size: int
-    token_bytes: int
+    layer_bytes: LayerBytes
 
 
 def load(config: RankConfig) -> Loaded:
@@ -95,7 +95,8 @@ def attach(
             embed_registry=config.embed_registry if coordinator is None else None,
             fingerprint=loaded.fingerprint,
             staging_bytes=config.staging_bytes,
-            sockets=SocketConfig(host=config.host),
+            url=config.url,
+            sockets=SocketConfig(host=config.host, port=0 if coordinator else config.port),
         ),
         pools,
         transport,
@@ -112,22 +113,8 @@ def attach(
         clock_of(loaded.device),
         is_sampler,
         loaded.vocab_size,
-        token_bytes(spec, config.rank),
+        LayerBytes.of_rank(spec, config.rank, layers),
     )
-
-
-def token_bytes(spec: Spec, rank: int) -> int:
-    """What one token of one layer takes on a rank, on average over its layers."""
-    total, num_layers = 0, 1
-    for component in spec.cache.components:
-        held = box(spec, component, rank, "this")
-        layers = sum(stop - start for start, stop in held.layers)
-        num_layers = max(num_layers, layers)
-        if component.extent.has_tokens:
-            num_units = held.units[1] - held.units[0]
-            item = item_bytes(spec.storage.dtype_of(component))
-            total += layers * num_units * component.num_elements * item
-    return total // num_layers
 
 
 def _device(config: RankConfig) -> torch.device:

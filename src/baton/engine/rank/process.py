@@ -88,9 +88,10 @@ class Rank:
         self.config = config
         self.parts = parts
         self.pipe = pipe
-        self.pipeline = Pipeline(parts.handing, parts.clock, config.policy, parts.token_bytes)
+        self.pipeline = Pipeline(parts.handing, parts.clock, config.policy, parts.layer_bytes)
         self.sampler = Sampler(parts.vocab_size, config.eos_ids) if parts.is_sampler else None
-        self._params: dict[int, SamplingParams] = {}
+        self._begun: dict[int, tuple[int, SamplingParams]] = {}
+        """By sequence: the tokens of its prompt, without what was answered already, and its wishes."""
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
 
     def listen(self) -> None:
@@ -121,11 +122,11 @@ class Rank:
                 case Begin() as begun:
                     if self.sampler and begun.dp == self.parts.mesh.at["dp"]:
                         self.sampler.begin(begun)
-                        self._params[begun.sequence] = begun.params
+                        self._begun[begun.sequence] = (begun.num_prompt, begun.params)
                 case End(sequence):
                     if self.sampler:
                         self.sampler.end(sequence)
-                        self._params.pop(sequence, None)
+                        self._begun.pop(sequence, None)
                 case Stop():
                     return
 
@@ -177,10 +178,11 @@ class Rank:
         return aux, all(self._is_ending(work, each.token) for each in found)
 
     def _is_ending(self, work: Work, token: int) -> bool:
-        """Whether an answer is over with its first token, as far as tokens tell."""
-        position = work.start + len(work.tokens)
-        progress = Progress(token, 1, position + 1, self.config.context_max)
-        return ending(progress, self._params[work.sequence], self.config.eos_ids) is not None
+        """Whether an answer is over with the first token sampled here, as far as tokens tell."""
+        num_prompt, params = self._begun[work.sequence]
+        num_tokens = work.start + len(work.tokens) + 1
+        progress = Progress(token, num_tokens - num_prompt, num_tokens, self.config.context_max)
+        return ending(progress, params, self.config.eos_ids) is not None
 
 
 def main(descriptor: int) -> None:
@@ -205,7 +207,8 @@ def _live(config: RankConfig, pipe: Pipe) -> None:
         pipe.tell(up)
         if not endpoint.wait_ready(FORMING_S_MAX):
             raise EngineError(f"{config.instance} has not all of its ranks after {FORMING_S_MAX:.0f} s")
-        pipe.tell(up)
+        # A registry that is hosted here has its address by now.
+        pipe.tell(msgspec.structs.replace(up, registry=endpoint.registry or ""))
     else:
         order = pipe.heard()
         if not isinstance(order, Attach):

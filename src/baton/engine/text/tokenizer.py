@@ -55,6 +55,10 @@ class Tokenizer:
         """Whether messages can be made a prompt."""
         return bool(self._backend.chat_template)
 
+    def has_template_word(self, word: str) -> bool:
+        """Whether the chat template mentions a word, as the name of something that it takes."""
+        return word in str(self._backend.chat_template)
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of a text, with what the tokenizer puts around a text unless told not to."""
         return list(self._backend.encode(text, add_special_tokens=add_special))
@@ -96,6 +100,10 @@ class Tokenizer:
             known = token not in self._special and bool(self._backend.convert_ids_to_tokens(token))
             self._has_text[token] = known
         return known
+
+    def spelling(self, token: int) -> str:
+        """A token as its vocabulary has it; empty for ids that have none."""
+        return str(self._backend.convert_ids_to_tokens(token) or "")
 
     def byte_of(self, token: int) -> int | None:
         """The byte that a token stands for, where the tokenizer spells what it has no token for in bytes."""

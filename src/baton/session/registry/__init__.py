@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from baton.session.registry.client import Registration, RegistryClient
+from baton.session.registry.connection import check_registry
 from baton.session.registry.messages import (
     Assigned,
     Change,
@@ -14,6 +15,8 @@ from baton.session.registry.messages import (
     Roster,
     Topology,
     What,
+    check_instance,
+    check_url,
 )
 from baton.session.registry.server import RegistryConfig, RegistryServer
 
@@ -32,4 +35,7 @@ __all__ = [
     "Roster",
     "Topology",
     "What",
+    "check_instance",
+    "check_registry",
+    "check_url",
 ]

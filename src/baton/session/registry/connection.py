@@ -33,6 +33,16 @@ class Call:
     call_s_max: float = CALL_S_MAX
 
 
+def check_registry(url: str) -> None:
+    """Raises ConfigError on what is not the address of a registry."""
+    try:
+        parsed = URL(url)
+    except ValueError:
+        parsed = URL()
+    if parsed.scheme not in ("http", "https") or not parsed.host or parsed.raw_path not in ("", "/"):
+        raise ConfigError(f"registry {url!r} is not an address; write http://host:port or https://host:port")
+
+
 class Connection:
     """Calls to a registry; `on_restart` is called when another run of it answers than before."""
 
@@ -43,11 +53,7 @@ class Connection:
         ssl_context: ssl.SSLContext | None,
         on_restart: Callable[[], None],
     ) -> None:
-        parsed = URL(url)
-        if parsed.scheme not in ("http", "https") or not parsed.host or parsed.raw_path not in ("", "/"):
-            raise ConfigError(
-                f"registry {url!r} is not an address; write http://host:port or https://host:port"
-            )
+        check_registry(url)
         self.url = url.rstrip("/")
         self._secret = secret
         self._ssl = ssl_context

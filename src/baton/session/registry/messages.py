@@ -23,7 +23,9 @@ BOOT_HEADER = "Baton-Registry"
 """In every answer to someone who proved the secret: which run of the registry it came from."""
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}")
-_ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]{2,64}\]|[A-Za-z0-9._-]{1,253}):(?P<port>[1-9][0-9]{0,4})")
+_HOST = r"\[[0-9A-Fa-f:.%]{2,64}\]|[A-Za-z0-9._-]{1,253}"
+_ADDRESS = re.compile(rf"(?P<host>{_HOST}):(?P<port>[1-9][0-9]{{0,4}})")
+_URL = re.compile(rf"https?://(?P<host>{_HOST})(?::(?P<port>[1-9][0-9]{{0,4}}))?(?:/[A-Za-z0-9._~/-]*)?")
 _FIELD = re.compile(r"(?:at `\$\.|missing required field `)(?P<field>\w+)")
 
 _NAME = r"^[A-Za-z0-9_][A-Za-z0-9._:@-]{0,127}\Z"
@@ -41,6 +43,7 @@ WANTED = {
     "coordinator": 'the address of the instance\'s coordinator, as "host:port"',
     "fingerprint": "1 to 256 printable ASCII characters",
     "transport": "1 to 256 printable ASCII characters",
+    "url": "empty, or http(s)://host, perhaps with a port and a path, of at most 256 characters",
     "ttl_s": "a number of seconds above 0 and at most 3600 for members, 86400 for transfers",
     "transfer": "1 to 256 printable characters other than . and .., percent-encoded in the path",
     "dp": "null, or the number of a dp group of the instance's layout, from 0",
@@ -91,12 +94,14 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     coordinator: str
     fingerprint: Label
     transport: Label
+    url: str = ""
+    """Where the instance answers HTTP; empty: nowhere."""
     ttl_s: Annotated[float, Meta(gt=0, le=TTL_S_MAX)] = TTL_S
 
     @property
     def shared(self) -> dict[str, object]:
         """What all members of one epoch agree on."""
-        names = ("role", "layout", "coordinator", "fingerprint", "transport")
+        names = ("role", "layout", "coordinator", "fingerprint", "transport", "url")
         return {name: getattr(self, name) for name in names}
 
 
@@ -110,6 +115,8 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     coordinator: str
     fingerprint: str
     transport: str
+    url: str = ""
+    """Where it answers HTTP; empty: nowhere."""
     ranks: tuple[int, ...]
     loads: tuple[int, ...]
     """Transfers in flight, by dp group; changes of these are not watched."""
@@ -261,7 +268,15 @@ def check_member(member: Member) -> int:
     address = _ADDRESS.fullmatch(member.coordinator)
     if address is None or int(address["port"]) > 65_535:
         raise invalid("coordinator", member.coordinator)
+    check_url(member.url)
     return num_ranks
+
+
+def check_url(url: str) -> None:
+    """Refuses what is neither empty nor where an instance could answer HTTP."""
+    found = _URL.fullmatch(url)
+    if url and (found is None or len(url) > 256 or int(found["port"] or 0) > 65_535):
+        raise invalid("url", url)
 
 
 def check_instance(instance: str) -> None:

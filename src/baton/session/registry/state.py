@@ -273,6 +273,7 @@ class State:
             coordinator=first.coordinator,
             fingerprint=first.fingerprint,
             transport=first.transport,
+            url=first.url,
             ranks=tuple(sorted(held.members)),
             loads=tuple(held.loads),
             is_complete=held.is_complete,
