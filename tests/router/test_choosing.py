@@ -1,0 +1,296 @@
+"""Policies, the prefix index and conditional disaggregation, as functions of what is known."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import ConfigError
+from baton.router import local
+from baton.router.asked import Prompt, read_asked
+from baton.router.choosing import Absent, Choosing, Full, Wish
+from baton.router.config import Limits, LocalMode, RouterConfig
+from baton.router.fleet import Fleet
+from baton.router.instances import Card, Instance, Load, Rates, Told
+from baton.router.policies import Candidate, make_policy, policy_names
+from baton.router.prefixes import Prefixes
+from baton.router.wire.leg import Lost
+from baton.session.registry import Role
+from baton.web import Problem
+
+
+def candidate(name: str, load: int = 0, new: int = 100) -> Candidate:
+    return Candidate(name, load, 0, new)
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_every_policy_uses_equals_alike(name: str):
+    policy = make_policy(name)
+    chosen = Counter(policy.choose([candidate("a"), candidate("b"), candidate("c")]).name for _ in range(30))
+    assert chosen == {"a": 10, "b": 10, "c": 10}
+
+
+def test_unknown_policy_names_those_there_are():
+    with pytest.raises(ConfigError, match="least_loaded, prefix_aware, round_robin"):
+        make_policy("fastest")
+
+
+def test_round_robin_goes_on_when_instances_come_and_go():
+    policy = make_policy("round_robin")
+    a, b, c = candidate("a"), candidate("b"), candidate("c")
+    assert [policy.choose([a, b]).name for _ in range(3)] == ["a", "b", "a"]
+    assert [policy.choose([a, b, c]).name for _ in range(4)] == ["c", "b", "a", "c"]
+    assert policy.choose([a, c]).name == "a"
+
+
+def test_least_loaded_looks_at_tokens():
+    policy = make_policy("least_loaded")
+    assert policy.choose([candidate("a", 500), candidate("b", 20), candidate("c", 21)]).name == "b"
+
+
+def test_prefix_aware_prefers_the_cache_until_the_load_outweighs_it():
+    policy = make_policy("prefix_aware")
+    assert policy.choose([candidate("a", 900, new=10), candidate("b", 0, new=1000)]).name == "a"
+    assert policy.choose([candidate("a", 1100, new=10), candidate("b", 0, new=1000)]).name == "b"
+
+
+def names(index: Prefixes, text: str) -> tuple[int, ...]:
+    return index.names(Prompt(text.encode()))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text("ab", max_size=60), st.text("ab", max_size=60))
+def test_match_is_the_common_beginning_in_whole_blocks(first: str, second: str):
+    index = Prefixes(block_bytes=4)
+    index.add("i", names(index, first))
+    common = 0
+    while common < min(len(first), len(second)) and first[common] == second[common]:
+        common += 1
+    assert index.matched_bytes("i", names(index, second)) == common // 4 * 4
+
+
+def test_index_is_bounded_and_forgets_ends_before_beginnings():
+    index = Prefixes(num_names_max=8, block_bytes=4)
+    index.add("i", names(index, "a" * 40))
+    assert index.num_names("i") == 8
+    assert index.matched_bytes("i", names(index, "a" * 40)) == 32
+    index.add("i", names(index, "b" * 16))
+    assert index.num_names("i") == 8
+    assert index.matched_bytes("i", names(index, "b" * 16)) == 16
+    assert index.matched_bytes("i", names(index, "a" * 40)) == 16
+    index.drop("i")
+    assert index.matched_bytes("i", names(index, "b" * 16)) == 0
+
+
+def test_what_goes_before_a_dialogue_counts():
+    index = Prefixes(block_bytes=4)
+    index.add("i", index.names(Prompt(b"x" * 40, seed=b"tools")))
+    assert index.matched_bytes("i", index.names(Prompt(b"x" * 40))) == 0
+    assert index.matched_bytes("i", index.names(Prompt(b"x" * 40, seed=b"tools"))) == 40
+
+
+def instance(name: str, role: Role, fingerprint: str = "f", **told: Any) -> Instance:
+    found = Instance(Card(name, 1, role, "http://127.0.0.1:9", "127.0.0.1:7000", fingerprint, "tp1", "tcp"))
+    found.vitals.is_healthy = True
+    found.vitals.told = Told(**{"name": name, "model": "m", "epoch": 1, "is_ready": True, **told})
+    return found
+
+
+def fleet_of(*instances: Instance) -> Fleet:
+    fleet = Fleet()
+    fleet.is_registry_known = True
+    fleet.instances = {each.name: each for each in instances}
+    return fleet
+
+
+def choosing(*instances: Instance, mode: LocalMode = LocalMode.NEVER, **limits: Any) -> Choosing:
+    config = RouterConfig("http://127.0.0.1:1", local=mode, limits=Limits(**limits))
+    return Choosing(fleet_of(*instances), config)
+
+
+def asked(num_bytes: int = 400, **more: Any) -> Any:
+    return read_asked("/v1/completions", json.dumps({"prompt": "x" * num_bytes, **more}).encode())
+
+
+RATES = Rates(prefill_tokens_per_s=1000.0, handoff_s=0.1)
+P = Role.PREFILL
+D = Role.DECODE
+
+
+def test_only_instances_of_one_model_are_paired():
+    found = choosing(instance("p", P, "f1"), instance("d", D, "f2"), instance("e", D, "f1"))
+    for _ in range(4):
+        route = found.choose(asked(), Wish())
+        assert route.names == ("e", "p")
+
+
+def test_models_are_routed_by_name():
+    found = choosing(
+        instance("p", P, "f1"), instance("d", D, "f1"), instance("b", Role.BOTH, "f2", model="/models/other")
+    )
+    assert found.choose(asked(model="m"), Wish()).names == ("d", "p")
+    assert found.choose(asked(model="other"), Wish()).names == ("b",)
+    with pytest.raises(Problem) as refused:
+        found.choose(asked(model="third"), Wish())
+    assert (refused.value.status, refused.value.param) == (404, "model")
+    with pytest.raises(Problem) as refused:
+        found.choose(asked(), Wish())
+    assert refused.value.status == 400
+
+
+def test_one_token_is_for_prefill_alone():
+    found = choosing(instance("p", P), instance("d", D))
+    route = found.choose(asked(max_tokens=1), Wish())
+    assert (route.names, route.why_local) == (("p",), "one_token")
+
+
+def test_draining_and_unready_instances_get_nothing():
+    found = choosing(instance("p", P), instance("d", D, is_draining=True), instance("e", D, is_ready=False))
+    with pytest.raises(Absent, match=r"no decode instance is able: .*d is draining.*e is loading"):
+        found.choose(asked(), Wish())
+
+
+def test_what_failed_is_avoided_while_there_is_another():
+    found = choosing(instance("p", P), instance("q", P), instance("d", D))
+    for _ in range(3):
+        assert found.choose(asked(), Wish(frozenset({"p"}))).names == ("d", "q")
+    assert found.choose(asked(), Wish(frozenset({"p", "q", "d"}))).server.name == "d"
+    with pytest.raises(Full):
+        found.choose(asked(), Wish(frozenset({"d"}), is_strict=True))
+
+
+def test_in_flight_is_bounded():
+    found = choosing(instance("p", P), instance("d", D), num_in_flight_max=2)
+    routes = [found.choose(asked(), Wish()) for _ in range(1)]
+    routes[0].take()
+    found.choose(asked(), Wish()).take()
+    with pytest.raises(Full):
+        found.choose(asked(), Wish())
+    routes[0].release_server()
+    routes[0].release_prefill()
+    assert found.choose(asked(), Wish()).names == ("d", "p")
+
+
+class Ended:
+    """A leg as an instance ends it."""
+
+    def __init__(self) -> None:
+        self.cause: Lost | None = None
+
+    def fail(self, cause: Lost) -> None:
+        self.cause = cause
+
+
+def told(epoch: int, *, is_ready: bool = True) -> Told:
+    return Told(epoch=epoch, is_ready=is_ready, model="m")
+
+
+def test_new_incarnation_ends_the_legs_of_the_former_and_no_others():
+    one, old, new = instance("d", D), Ended(), Ended()
+    one.heard(told(1))
+    one.legs = {old}  # type: ignore[arg-type]
+    one.heard(told(0, is_ready=False))
+    assert old.cause is None  # its server says so itself
+    assert one.heard(told(2))
+    assert old.cause is not None
+    one.legs = {new}  # type: ignore[arg-type]
+    assert not one.renew(replace(one.card, epoch=2))  # the registry comes later with the same news
+    assert new.cause is None
+    assert one.renew(replace(one.card, epoch=3))
+    assert new.cause is not None
+    assert not one.is_able
+    assert not one.renew(replace(one.card, epoch=2))
+    assert one.card.epoch == 3
+
+
+def test_load_is_what_was_given_and_what_others_gave():
+    one = instance("d", D)
+    one.num_tokens = 50
+    one.heard(Told(epoch=1, is_ready=True, load=Load(num_tokens=120)))
+    assert one.load_tokens == 120  # 70 of somebody else
+    one.num_tokens = 80
+    assert one.load_tokens == 150
+    one.heard(Told(epoch=1, is_ready=True, load=Load(num_tokens=10)))
+    assert one.load_tokens == 80  # what was given a moment ago is not in its count yet
+
+
+@pytest.mark.parametrize(
+    ("decode_rate", "load", "tokens"),
+    [
+        (500.0, 0, 100),  # t/500 = t/1000 + 0.1
+        (500.0, 50, 150),  # and 50 tokens wait at prefill
+        (100.0, 0, 11),
+        (1000.0, 0, 512),  # as fast itself: a chunk
+        (None, 0, 512),
+        (990.0, 0, 512),  # 9900, if it were not for running streams
+    ],
+)
+def test_threshold_follows_the_rates(decode_rate: float | None, load: int, tokens: int):
+    prefill = instance("p", P, rates=RATES, load=Load(num_tokens=load))
+    decode = instance("d", D, rates=Rates(prefill_tokens_per_s=decode_rate), chunk_tokens=512)
+    assert local.threshold(prefill, decode) == tokens
+
+
+def test_nothing_is_local_before_anything_was_measured():
+    assert local.threshold(instance("p", P), instance("d", D)) == 0
+
+
+def test_short_and_cached_prompts_stay_on_decode():
+    slow = Rates(prefill_tokens_per_s=500.0)
+    found = choosing(
+        instance("p", P, rates=RATES), instance("d", D, rates=slow, chunk_tokens=512), mode=LocalMode.AUTO
+    )
+    assert found.choose(asked(200), Wish()).why_local == "short"
+    assert found.choose(asked(40_000), Wish()).why_local == ""
+    again = found.choose(asked(40_100), Wish())
+    assert (again.why_local, again.names) == ("cached", ("d",))
+
+
+def test_prompt_that_prefill_has_cached_is_handed_over():
+    slow = Rates(prefill_tokens_per_s=500.0)
+    prefill = instance("p", P, rates=RATES)
+    decode = instance("d", D, rates=slow, chunk_tokens=512)
+    assert local.reason(local.Need(90, 90, 90), prefill, decode) == "short"
+    assert local.reason(local.Need(90, 1, 90), prefill, decode) == ""
+    assert local.reason(local.Need(900, 1, 50), prefill, decode) == "cached"
+
+
+def test_local_prefills_under_way_are_one_chunk_at_most():
+    slow = Rates(prefill_tokens_per_s=500.0)
+    found = choosing(
+        instance("p", P, rates=RATES), instance("d", D, rates=slow, chunk_tokens=110), mode=LocalMode.AUTO
+    )
+    first = found.choose(asked(240), Wish())
+    first.take()
+    assert first.why_local == "short"
+    assert found.choose(asked(244), Wish()).why_local == ""
+    first.prefilled()
+    assert found.choose(asked(236), Wish()).why_local == "short"
+
+
+@pytest.mark.parametrize(("mode", "why"), [(LocalMode.NEVER, ""), (LocalMode.ALWAYS, "always")])
+def test_local_can_be_switched(mode: LocalMode, why: str):
+    found = choosing(instance("p", P, rates=RATES), instance("d", D), mode=mode)
+    assert found.choose(asked(100), Wish()).why_local == why
+
+
+def test_one_side_alone_serves_where_it_may():
+    assert choosing(instance("d", D), mode=LocalMode.AUTO).choose(asked(), Wish()).why_local == "no_prefill"
+    assert choosing(instance("p", P), mode=LocalMode.AUTO).choose(asked(), Wish()).why_local == "no_decode"
+    with pytest.raises(Absent):
+        choosing(instance("d", D)).choose(asked(), Wish())
+
+
+def test_bytes_per_token_are_learned():
+    sizes = local.TokenSize()
+    for _ in range(100):
+        sizes.saw(600, 300)
+    assert 1.9 < sizes.bytes_per_token < 2.1
+    sizes.saw(0, 0)
+    assert Prompt(b"x" * 600).num_tokens(sizes.bytes_per_token) == pytest.approx(300, abs=15)
