@@ -70,8 +70,8 @@ def test_two_layouts_one_answer(baton, model, tmp_path) -> None:
 def test_a_wrong_token_fails(baton, model, tmp_path, monkeypatch) -> None:
     honest = carried_out.answered
 
-    def lying(pair, name, ask, *show):
-        found = honest(pair, name, ask, *show)
+    def lying(voice, name, question, *show):
+        found = honest(voice, name, question, *show)
         wrong = (found.tokens[0], found.tokens[1] ^ 1, *found.tokens[2:])
         return replace(found, tokens=wrong) if name == carried_out.ON else found
 

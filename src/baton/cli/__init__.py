@@ -7,12 +7,17 @@ import sys
 import typer
 
 from baton.cli import bench
+from baton.cli.chat import chat
 from baton.cli.demo import demo
 from baton.cli.doctor import doctor
+from baton.cli.drain import drain
 from baton.cli.generate import generate
 from baton.cli.plan import plan
 from baton.cli.registry import registry
+from baton.cli.route import route
+from baton.cli.serve import serve
 from baton.cli.sim import sim
+from baton.cli.up import up
 from baton.errors import BatonError, ConfigError, LayoutError
 
 app = typer.Typer(
@@ -29,6 +34,11 @@ app.command()(demo)
 app.command()(generate)
 app.command()(doctor)
 app.command()(registry)
+app.command()(serve)
+app.command()(route)
+app.command()(drain)
+app.command()(up)
+app.command()(chat)
 app.command()(sim)
 app.add_typer(bench.app, name="bench")
 

@@ -1,0 +1,1 @@
+"""Load on an OpenAI endpoint, measured from the client's side."""

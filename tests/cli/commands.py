@@ -1,0 +1,70 @@
+"""Command lines in documents, held against the commands that there are."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+
+import typer
+
+from baton.cli import app
+
+
+def options(verb: str) -> dict[str, bool]:
+    """The options of a command, and whether each takes a value; raises KeyError for one that is none."""
+    command = typer.main.get_command(app).commands[verb]
+    return {
+        name: not getattr(parameter, "is_flag", False)
+        for parameter in command.params
+        for name in parameter.opts
+        if name.startswith("--")
+    } | {"--help": False}
+
+
+def arguments(verb: str) -> int:
+    """How many words a command takes beside its options."""
+    command = typer.main.get_command(app).commands[verb]
+    return sum(1 for parameter in command.params if parameter.param_type_name == "argument")
+
+
+def problems(words: list[str]) -> Iterator[str]:
+    """What is wrong with the words after `baton`."""
+    verb, *rest = words
+    try:
+        known, num_arguments = options(verb), arguments(verb)
+    except KeyError:
+        yield f"there is no baton {verb}"
+        return
+    given, num_words = [], 0
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            num_words += 1
+            continue
+        name, equals, _ = word.partition("=")
+        given.append(name)
+        if name not in known:
+            yield f"baton {verb} has no {name}"
+        elif known[name] and not equals:
+            if not rest or rest[0].startswith("--"):
+                yield f"baton {verb} {name} has no value"
+            else:
+                rest.pop(0)
+    if num_words > num_arguments:
+        yield f"baton {verb} takes {num_arguments} words beside its options, not {num_words}"
+    yield from (f"baton {verb} has {name} twice" for name in set(given) if given.count(name) > 1)
+
+
+def in_shell(script: str) -> Iterator[list[str]]:
+    """The words after `baton` of every such command in a script."""
+    for line in script.replace("\\\n", " ").splitlines():
+        lexer = shlex.shlex(re.sub(r"\$\([^)]*\)", "VALUE", line), posix=True, punctuation_chars=";&|()")
+        lexer.whitespace_split = True
+        command: list[str] = []
+        for word in (*lexer, ";"):
+            if set(word) <= set(";&|()"):
+                yield from [command[1:]] if command and command[0].rpartition("/")[2] == "baton" else []
+                command = []
+            else:
+                command.append(word)

@@ -1,0 +1,145 @@
+"""docs/deploy.md, the units and the manifest name what there is."""
+
+from __future__ import annotations
+
+import configparser
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cli.commands import in_shell, options, problems
+
+yaml = pytest.importorskip("yaml", reason="no PyYAML here to read the manifest with")
+
+ROOT = Path(__file__).parents[2]
+UNITS = sorted((ROOT / "deploy/systemd").glob("*.service"))
+MANIFEST = ROOT / "deploy/kubernetes/baton.yaml"
+PAGE = (ROOT / "docs/deploy.md").read_text()
+
+
+def documents() -> list[dict[str, Any]]:
+    return [each for each in yaml.safe_load_all(MANIFEST.read_text()) if each]
+
+
+def containers() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """By the name of what they belong to: pod and container."""
+    pods = {
+        each["metadata"]["name"]: each["spec"]["template"]["spec"]
+        for each in documents()
+        if each["kind"] in ("Deployment", "StatefulSet")
+    }
+    return {name: (pod, pod["containers"][0]) for name, pod in pods.items()}
+
+
+def words_of(container: dict[str, Any]) -> list[str]:
+    command = [*container["command"], *container["args"]]
+    assert command[0] == "baton"
+    return command[1:]
+
+
+def value(words: list[str], option: str) -> str:
+    (found,) = [word.partition("=")[2] for word in words if word.startswith(f"{option}=")]
+    return found
+
+
+def test_the_checker_sees_what_is_wrong() -> None:
+    assert list(problems(["serve", "--role", "prefill", "--port=1"])) == []
+    for words, said in (
+        (["sirve"], "no baton sirve"),
+        (["serve", "--rolle", "prefill"], "no --rolle"),
+        (["serve", "--role", "--port", "1"], "--role has no value"),
+        (["serve", "--port", "1", "--port", "2"], "twice"),
+        (["route", "now"], "takes 0 words"),
+    ):
+        assert any(said in problem for problem in problems(words)), words
+    assert list(in_shell("a; baton drain http://x; sleep 2\na && /opt/baton serve \\\n  --port 1 &")) == [
+        ["drain", "http://x"],
+        ["serve", "--port", "1"],
+    ]
+    assert "--model" in options("up")
+
+
+def test_the_commands_of_the_page() -> None:
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    found = [words for kind, block in blocks if kind in ("", "bash") for words in in_shell(block)]
+    found += [words for code in re.findall(r"`(baton [^`]+)`", PAGE) for words in in_shell(code)]
+    assert [words[0] for words in found if len(words) > 3].count("serve") == 2
+    wrong = [problem for words in found for problem in problems(words)]
+    assert wrong == []
+
+
+def test_options_that_the_page_speaks_of_exist() -> None:
+    verbs = ("up", "chat", "serve", "route", "registry", "drain")
+    known = {option for verb in verbs for option in options(verb)}
+    spoken = set(re.findall(r"`(--[a-z][a-z-]*)", PAGE))
+    assert spoken
+    assert spoken <= known
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.stem)
+def test_units(unit: Path) -> None:
+    parser = configparser.ConfigParser(interpolation=None, strict=False)
+    parser.optionxform = str
+    parser.read_string(unit.read_text().replace("\\\n", " "))
+    service = parser["Service"]
+    (words,) = in_shell(service["ExecStart"])
+    assert list(problems(words)) == []
+    assert words[0] == {"registry": "registry", "router": "route"}.get(
+        unit.stem.removeprefix("baton-"), "serve"
+    )
+    variables = set(re.findall(r"\$\{(\w+)\}", service["ExecStart"]))
+    named = (ROOT / "deploy/systemd/baton.env").read_text()
+    assert all(re.search(rf"^{variable}=", named, re.MULTILINE) for variable in variables)
+    if words[0] == "serve":
+        assert int(service["TimeoutStopSec"]) > 30, "longer than --drain-s"
+
+
+def test_the_manifest_starts_what_there_is() -> None:
+    found = containers()
+    assert set(found) == {"baton-registry", "baton-prefill", "baton-decode", "baton-router"}
+    for name, (_, container) in found.items():
+        assert list(problems(words_of(container))) == [], name
+        defined = {each["name"] for each in container["env"]}
+        used = set(re.findall(r"\$\((\w+)\)", " ".join(words_of(container))))
+        assert used <= defined, name
+        assert "BATON_SECRET" in defined
+    for role in ("prefill", "decode"):
+        words = words_of(found[f"baton-{role}"][1])
+        assert value(words, "--role") == role
+        assert value(words, "--registry") == value(words_of(found["baton-router"][1]), "--registry")
+
+
+def test_the_manifest_belongs_together() -> None:
+    services = {each["metadata"]["name"]: each["spec"] for each in documents() if each["kind"] == "Service"}
+    pods = containers()
+    for name, (pod, container) in pods.items():
+        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+        assert ports["http"] == int(value(words_of(container), "--port")), name
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            check = container.get(probe, {})
+            assert check.get("httpGet", {"path": "/health"})["path"] == "/health"
+            assert (check.get("httpGet") or check.get("tcpSocket") or {"port": "http"})["port"] in ports
+        assert container["readinessProbe"]["httpGet"]["path"] == "/health"
+        assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+        mounts = {each["name"] for each in container.get("volumeMounts", ())}
+        assert mounts == {each["name"] for each in pod.get("volumes", ())}, name
+    registry = value(words_of(pods["baton-router"][1]), "--registry")
+    host, port = registry.removeprefix("http://").split(":")
+    assert int(port) in {each["port"] for each in services[host]["ports"]}
+    for each in documents():
+        if each["kind"] == "StatefulSet":
+            assert each["spec"]["serviceName"] in services
+            assert each["spec"]["selector"]["matchLabels"] == each["spec"]["template"]["metadata"]["labels"]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_pod_has_the_time_to_drain(role: str) -> None:
+    pod, container = containers()[f"baton-{role}"]
+    command = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert command[:2] == ["sh", "-c"]
+    (words,) = in_shell(command[2])
+    assert words[0] == "drain"
+    assert list(problems(words)) == []
+    drain_s = float(value(words_of(container), "--drain-s"))
+    assert pod["terminationGracePeriodSeconds"] > drain_s + 10

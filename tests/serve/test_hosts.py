@@ -1,0 +1,227 @@
+"""Two hosts, joined by a slow cable: registry and prefill on one, decode, router and client on the other."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.serve.deployment import free_port, model, oracle_text, secret_file, until
+from tests.serve.hosts import Host, NoHosts, Placed, two_hosts
+
+from baton.engine.requests import Story
+from baton.observe import covered_s
+
+pytestmark = pytest.mark.serve
+
+LIMIT_S = 240.0
+MBIT = 4.0
+"""Half a megabyte a second."""
+WORDS = "the quick brown fox jumps over the lazy dog and runs on to the next one who waits for it "
+NUM_TOKENS = 24
+CHUNK_TOKENS = 64
+"""Prompts longer than this are handed over whatever the router measures."""
+
+
+@dataclass(frozen=True)
+class World:
+    """Both hosts and what runs on them."""
+
+    one: Host
+    other: Host
+    parts: dict[str, Placed]
+    key: str
+
+    def ask(self, path: str, body: Any = None, key: str | None = None) -> Any:
+        """A client beside the router."""
+        return self.other.ask(self.parts["router"].url, path, body, self.key if key is None else key)
+
+    def states(self) -> dict[str, str]:
+        """How the router sees its instances."""
+        return {each["name"]: each["state"] for each in self.ask("/server_info").json["instances"]}
+
+    def until_able(self) -> None:
+        wanted = {"prefill-0": "able", "decode-0": "able"}
+        until(lambda: self.states() == wanted, "the router sees both instances", LIMIT_S)
+
+    def source(self, identity: str) -> Story:
+        """The prefill side of a request, once its story is complete."""
+
+        def told() -> Any:
+            answer = self.ask(f"/v1/timelines/{identity}")
+            instances = answer.json["instances"] if answer.status == 200 else []
+            jobs = [job for each in instances for job in each["jobs"] if job["side"] == "source"]
+            return jobs[0]["story"] if jobs else None
+
+        found = until(told, f"the story of {identity}", LIMIT_S)
+        return msgspec.convert(found, Story, str_keys=True)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("hosts")
+    try:
+        hosts = two_hosts()
+        one, other = hosts.__enter__()
+    except NoHosts as reason:
+        pytest.skip(f"two hosts need network namespaces, which are not allowed here: {reason}")
+    found = World(one, other, {}, secrets.token_hex(16))
+    try:
+        _start(found, folder)
+        yield found
+    finally:
+        for part in reversed(found.parts.values()):
+            part.end()
+            print(part.told(20))
+        hosts.__exit__(None, None, None)
+
+
+def _start(world: World, folder: Path) -> None:
+    secret, keys = secret_file(folder), secret_file(folder, "api-keys", world.key)
+    ports = {name: free_port() for name in ("registry", "prefill-0", "decode-0", "router")}
+    private = ["--secret-file", str(secret)]
+    registry = f"http://{world.one.address}:{ports['registry']}"
+    guarded = [*private, "--api-key-file", str(keys), "--registry", registry]
+    words = {"registry": ["registry", *private]}
+    for name, role, layout, host in (
+        ("prefill-0", "prefill", "pp2", world.one),
+        ("decode-0", "decode", "tp2", world.other),
+    ):
+        words[name] = ["serve", "--role", role, "--layout", layout, "--name", name, "--model", str(model())]
+        words[name] += ["--transport", f"tcp:host={host.address}", "--pool-tokens", "8192", *guarded]
+        words[name] += ["--chunk-tokens", str(CHUNK_TOKENS)]
+    words["router"] = ["route", *guarded]
+    places = {"registry": world.one, "prefill-0": world.one, "decode-0": world.other, "router": world.other}
+    for name, host in places.items():
+        world.parts[name] = Placed(host, name, words[name], ports[name], folder).start()
+    for part in world.parts.values():
+        part.wait(LIMIT_S)
+    world.until_able()
+
+
+def long(name: str) -> str:
+    """A long prompt that shares no beginning with another."""
+    return f"{name}, {WORDS * 24}"
+
+
+def body(prompt: str, **more: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, **more}
+
+
+def expected(prompt: str) -> str:
+    found = oracle_text(prompt, NUM_TOKENS, ignore_eos=True)
+    assert found.is_certain, "another prompt is needed"
+    return found.text
+
+
+def test_a_key_is_needed_away_from_loopback(world) -> None:
+    answer = world.ask("/v1/completions", body("hello"), key="the wrong one")
+    assert answer.status == 401
+    for name in ("prefill-0", "decode-0"):
+        assert world.parts[name].ask("/v1/models").status == 401
+        room = body("hello", bootstrap_host="10.9.9.9", bootstrap_port=1, bootstrap_room=7)
+        refused = world.parts[name].ask("/v1/completions", room, world.key)
+        assert refused.status == 403, "an API key is not the router's credential"
+
+
+def test_the_answer_is_that_of_one_machine_and_the_cable_can_be_seen(world) -> None:
+    speeds = {}
+    for mbit in (0.0, MBIT):
+        if mbit:
+            world.one.limit(mbit)
+        try:
+            prompt = long(f"at {mbit}")
+            answer = world.ask("/v1/completions", body(prompt))
+            assert answer.status == 200, answer.text
+            assert answer.json["choices"][0]["text"] == expected(prompt)
+            story = world.source(answer.json["id"])
+        finally:
+            if mbit:
+                world.one.limit(0)
+        copies = [copy for of_rank in story.copies.values() for copy in of_rank]
+        num_bytes = sum(copy.num_bytes for copy in copies)
+        # While the next piece is computed the cable may be idle, which is not its fault.
+        speeds[mbit] = num_bytes / covered_s((copy.submitted_s, copy.ended_s) for copy in copies)
+        assert num_bytes > 500_000, "too little to see a cable by"
+    cable = MBIT * 1e6 / 8
+    print(f"speeds in bytes/s by the limit in Mbit/s: {speeds}")
+    assert 0.3 * cable < speeds[MBIT] < 1.1 * cable
+    assert speeds[0.0] > 2 * cable
+
+
+def test_a_stream_goes_on_when_the_cable_is_cut_after_the_hand_over(world) -> None:
+    prompt = long("a stream that goes on")
+    asked = body(prompt, stream=True, max_tokens=400)
+    text, is_cut = "", False
+    try:
+        with world.other.stream(world.parts["router"].url, "/v1/completions", asked, world.key) as lines:
+            assert lines.line() == "200\n"
+            for event in lines.events():
+                if event == "[DONE]":
+                    break
+                assert "error" not in event, event
+                text += "".join(choice["text"] for choice in event["choices"])
+                if not is_cut and len(text) > 20:
+                    world.one.cut()
+                    is_cut = True
+            else:
+                raise AssertionError("the stream broke off")
+    finally:
+        world.one.mend()
+    assert is_cut
+    wanted = oracle_text(prompt, 400, ignore_eos=True)
+    if wanted.is_certain:
+        assert text == wanted.text
+    world.until_able()
+
+
+def test_a_cable_cut_in_a_hand_over_is_an_answer_all_the_same_or_a_clean_error(world) -> None:
+    world.one.limit(MBIT / 4)  # the cache takes some seconds now
+    text, end = "", None
+    prompt, healed = long("during"), long("healed")
+    asked = body(prompt, stream=True)
+    try:
+        with world.other.stream(world.parts["router"].url, "/v1/completions", asked, world.key) as lines:
+            until(
+                lambda: (
+                    world.parts["prefill-0"].ask("/server_info", key=world.key).json["load"]["num_running"]
+                ),
+                "the prompt is being prefilled",
+                LIMIT_S,
+            )
+            world.one.cut()
+            status = int(lines.line())
+            if status == 200:
+                for event in lines.events():
+                    end = event
+                    if event == "[DONE]":
+                        break
+                    text += "".join(choice["text"] for choice in event.get("choices", ()))
+            else:
+                end = lines.rest().decode()
+    finally:
+        world.one.mend()
+        world.one.limit(0)
+    print(f"after the cut: status {status}, {len(text)} characters, end {str(end)[:300]}")
+    if end == "[DONE]":
+        assert text == expected(prompt)
+    else:
+        assert status in (200, 502, 503, 504)
+        assert "error" in str(end)
+        assert expected(prompt).startswith(text)
+    world.until_able()
+    answer = world.ask("/v1/completions", body(healed))
+    assert answer.json["choices"][0]["text"] == expected(healed)
+    assert world.source(answer.json["id"]).copies, "it is handed over again"
+    until(lambda: _are_settled(world), "all pages are back", LIMIT_S)
+
+
+def _are_settled(world: World) -> bool:
+    """Whether no page of either instance is leased or in quarantine."""
+    names = ("prefill-0", "decode-0")
+    found = [world.parts[name].ask("/server_info", key=world.key).json["pages"] for name in names]
+    return not any(each["leased"] or each["quarantined"] for each in found)

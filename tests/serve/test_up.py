@@ -1,0 +1,217 @@
+"""`baton up` with real processes: it serves, mends itself, and leaves nothing behind, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import pytest
+from tests.faults.stages import is_alive
+from tests.serve.parts import ask, children, until
+from tests.serve.speaking import chat_ids, model, oracle_text
+
+pytestmark = pytest.mark.serve
+
+LIMIT_S = 240.0
+PROMPT, NUM_TOKENS = "the quick fox", 12
+
+
+class Up:
+    """`baton up` as somebody at a shell runs it."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.folder = folder
+        self.files = [folder / name for name in ("stdout", "stderr")]
+        (folder / "temporary").mkdir()
+        environment = {**os.environ, "TMPDIR": str(folder / "temporary"), "OMP_NUM_THREADS": "1"}
+        for name in ("BATON_SECRET", "BATON_API_KEY"):
+            environment.pop(name, None)
+        command = [
+            sys.executable,
+            "-m",
+            "baton",
+            "up",
+            "--model",
+            str(model()),
+            "--pool-tokens",
+            "4096",
+            *words,
+        ]
+        with self.files[0].open("wb") as out, self.files[1].open("wb") as err:
+            self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(LIMIT_S)
+
+    @property
+    def out(self) -> str:
+        return self.files[0].read_text()
+
+    @property
+    def err(self) -> str:
+        return self.files[1].read_text()
+
+    def url(self) -> str:
+        """Where it serves, once it does."""
+        until(lambda: "curl" in self.out or self.process.poll() is not None, "it serves", LIMIT_S)
+        assert self.process.poll() is None, self.err
+        return re.match(r"serving \S+ at (http://127\.0\.0\.1:\d+)\n", self.out)[1]
+
+    def parts(self) -> dict[str, int]:
+        """Pids by name: of the registry, the instances and the router."""
+        found = {}
+        for pid in children(self.process.pid):
+            words = _read(pid, "cmdline")
+            if "-m" in words and "baton" in words:
+                verb = words[words.index("baton") + 1]
+                found[words[words.index("--name") + 1] if "--name" in words else verb] = pid
+        return found
+
+    def everyone(self) -> set[int]:
+        """Pids of all that it started, ranks too."""
+        first = set(children(self.process.pid))
+        return first | {rank for pid in first for rank in children(pid)}
+
+    def ended(self) -> int:
+        return self.process.wait(LIMIT_S)
+
+    def leftovers(self) -> list[str]:
+        return [str(path) for path in (self.folder / "temporary").rglob("*")]
+
+
+def _read(pid: int, what: str) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/{what}").read_bytes().decode().split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[list[Up]]:
+    """For tests to put what they start into, so that it ends with them."""
+    found: list[Up] = []
+    yield found
+    for each in found:
+        each.__exit__()
+        print(each.err, file=sys.stderr)
+
+
+def answer(url: str) -> str:
+    body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0}
+    reply = ask(url, "/v1/completions", body)
+    assert reply.status == 200, reply.text
+    return reply.json["choices"][0]["text"]
+
+
+def again(up: Up, name: str) -> int:
+    """Kills a part and waits until another process has taken its place."""
+    former = up.parts()[name]
+    os.kill(former, signal.SIGKILL)
+    until(lambda: up.parts().get(name, former) != former, f"{name} is started again", LIMIT_S)
+    return up.parts()[name]
+
+
+def test_it_serves_mends_itself_and_ends_in_order(tmp_path, started) -> None:
+    up = Up(tmp_path, "--prefill", "pp2", "--decode", "tp2", "--port", "0")
+    started.append(up)
+    url, expected = up.url(), oracle_text(PROMPT, NUM_TOKENS)
+    assert expected.is_certain
+    assert answer(url) == expected.text
+    parts = up.parts()
+    assert set(parts) == {"registry", "prefill-0", "decode-0", "route"}
+    assert "prefill-0 (pp2) to decode-0 (tp2): " in up.out
+    assert "loading weights" in up.err
+
+    (secret,) = {
+        word.removeprefix("BATON_SECRET=")
+        for pid in parts.values()
+        for word in _read(pid, "environ")
+        if word.startswith("BATON_SECRET=")
+    }
+    shown = [word for pid in up.everyone() for word in _read(pid, "cmdline")]
+    assert not [word for word in shown if secret in word], "whoever lists processes reads the secret"
+    assert secret not in up.out + up.err
+
+    curl = re.search(r"curl -N (\S+) .* -d '(.*)'$", up.out, re.MULTILINE)
+    reply = ask(curl[1].removesuffix("/v1/chat/completions"), "/v1/chat/completions", json.loads(curl[2]))
+    assert reply.status == 200
+    assert reply.body.endswith(b"data: [DONE]\n\n")
+
+    spoken = oracle_text(chat_ids([{"role": "user", "content": PROMPT}]), NUM_TOKENS)
+    words = [sys.executable, "-m", "baton", "chat", "--url", url, "--temperature", "0"]
+    words += ["--max-tokens", str(NUM_TOKENS)]
+    chat = subprocess.run(words, input=PROMPT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert (chat.returncode, chat.stderr) == (0, "")
+    assert chat.stdout == f"{spoken.text}\n"
+
+    for name in ("registry", "route", "prefill-0"):
+        again(up, name)
+        until(lambda: _is_answered(url, expected.text), f"it answers again after {name}", LIMIT_S)
+        assert f"{name.replace('route', 'router')}: was ended by signal 9" in up.err
+    until(lambda: len(up.everyone()) >= 4 + 4 + 1, "four parts, four ranks and a guard", LIMIT_S)
+    everyone = up.everyone()
+    up.process.send_signal(signal.SIGINT)
+    assert up.ended() == 0, up.err
+    assert not {pid for pid in everyone if is_alive(pid)}
+    assert up.leftovers() == []
+
+
+def _is_answered(url: str, text: str) -> bool:
+    try:
+        return answer(url) == text
+    except (OSError, AssertionError):
+        return False
+
+
+def test_a_part_that_dies_for_good_ends_all_with_the_cause(tmp_path, started) -> None:
+    up = Up(tmp_path, "--prefill", "tp1", "--port", "0")
+    started.append(up)
+    assert answer(up.url()) == oracle_text(PROMPT, NUM_TOKENS).text
+    assert "both-0 (tp1) prefills and decodes by itself" in up.out
+    for _ in range(3):
+        again(up, "registry")
+    everyone = up.everyone()
+    os.kill(up.parts()["registry"], signal.SIGKILL)
+    assert up.ended() == 1
+    last = up.err.splitlines()[-1]
+    assert last.startswith(
+        "baton: registry ended 4 times within 60 s; the last time it was ended by signal 9"
+    )
+    assert not {pid for pid in everyone if is_alive(pid)}
+    assert up.leftovers() == []
+
+
+@pytest.mark.parametrize("is_ready", [True, False], ids=["serving", "starting"])
+def test_nothing_outlives_it_when_it_is_killed(tmp_path, started, is_ready: bool) -> None:
+    up = Up(tmp_path, "--prefill", "tp1", "--decode", "tp1", "--port", "0")
+    started.append(up)
+    if is_ready:
+        up.url()
+    else:
+        until(lambda: len(up.everyone()) >= 5, "the parts are started", LIMIT_S)
+    everyone = up.everyone()
+    up.process.kill()
+    assert up.ended() == -signal.SIGKILL
+    until(lambda: not {pid for pid in everyone if is_alive(pid)}, "all have ended", LIMIT_S)
+    until(lambda: not up.leftovers(), "its folder is gone", LIMIT_S)
+
+
+def test_an_instance_that_cannot_start_is_told_at_once(tmp_path, started) -> None:
+    up = Up(tmp_path, "--prefill", "tp1", "--decode", "tp1", "--port", "0", "--transport", "shm:colour=red")
+    started.append(up)
+    assert up.ended() in (1, 2)
+    assert "transport 'shm' has no option 'colour'" in up.err.splitlines()[-1]
+    assert up.out == ""
+    assert up.leftovers() == []
