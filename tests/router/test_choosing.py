@@ -209,6 +209,32 @@ def test_new_incarnation_ends_the_legs_of_the_former_and_no_others():
     assert one.card.epoch == 3
 
 
+@pytest.mark.parametrize(
+    ("is_healthy", "absent_s", "unheard_s", "is_kept"),
+    [
+        (False, 4.0, 4.0, True),  # the registry has just been started again, and a poll was slow
+        (False, 20.0, 4.0, True),
+        (False, 4.0, 20.0, True),
+        (False, 20.0, 20.0, False),
+        (True, 30.0, 1.0, True),
+        (True, 61.0, 1.0, False),
+    ],
+)
+def test_instance_that_the_registry_forgot_stays_while_it_may_be_there(
+    is_healthy: bool, absent_s: float, unheard_s: float, is_kept: bool
+):
+    one, leg = instance("d", D), Ended()
+    one.legs = {leg}  # type: ignore[arg-type]
+    fleet = fleet_of(one)
+    fleet.apply([])
+    assert one.absent_s is not None
+    one.absent_s -= absent_s
+    one.vitals.heard_s -= unheard_s
+    one.vitals.is_healthy = is_healthy
+    fleet.sweep()
+    assert ("d" in fleet.instances, leg.cause is None) == (is_kept, is_kept)
+
+
 def test_load_is_what_was_given_and_what_others_gave():
     one = instance("d", D)
     one.num_tokens = 50

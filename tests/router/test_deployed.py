@@ -211,7 +211,6 @@ def test_registry_may_be_away(world: Deployment):
     world.registry.start().wait()
     check(Reading(world, body(prompt())).streamed(), {0: right(prompt())})
     told = world.ask("/server_info").json["instances"]
-    print([(each["name"], each["state"], each["trouble"]) for each in told])
     assert {each["name"] for each in told} == {each.name for each in world.instances}  # none was dropped
     until(lambda: set(states(world).values()) == {"able"}, f"all able: {told}")
 

@@ -22,7 +22,7 @@ from time import monotonic
 
 import pytest
 from tests.serve.clients import Load, Outcome
-from tests.serve.deployment import Deployment, Part, deployment
+from tests.serve.deployment import Deployment, Part, deployment, until
 from tests.serve.judging import Fate
 from tests.serve.questions import Catalogue
 from tests.serve.resources import Bounds, Snapshot, growth
@@ -84,6 +84,7 @@ FAILURES = (Fate.FAILED, Fate.BROKEN, Fate.BUSY)
 async def strike_rank(part: Part) -> tuple[float, float]:
     """Kills the last rank of an instance; its server starts the instance again by itself."""
     ranks, server = part.rank_pids, part.pid
+    await asyncio.to_thread(_busy, part)
     struck_s = monotonic()
     os.kill(ranks[-1], signal.SIGKILL)
     limit_s = struck_s + RECOVER_S_MAX
@@ -94,6 +95,11 @@ async def strike_rank(part: Part) -> tuple[float, float]:
     return struck_s, monotonic()
 
 
+def _busy(part: Part) -> None:
+    """Until it has something to lose."""
+    until(lambda: part.ask("/server_info").json["load"]["num_running"] > 1, f"{part.name} is busy", 60, 0.01)
+
+
 def _is_anew(part: Part, before: list[int]) -> bool:
     assert part.is_alive, f"{part.name} ended with {part.code}\n{part.told()}"
     ranks = part.rank_pids
@@ -102,6 +108,8 @@ def _is_anew(part: Part, before: list[int]) -> bool:
 
 async def strike_part(part: Part) -> tuple[float, float]:
     """Kills a process, and starts it again on its port after a while."""
+    if "serve" in part.words:
+        await asyncio.to_thread(_busy, part)
     struck_s = monotonic()
     await asyncio.to_thread(part.kill)
     await asyncio.sleep(AWAY_S)
@@ -133,12 +141,20 @@ async def struck(world: Deployment, load: Load) -> list[Blow]:
     try:
         for name, strike in blows(world):
             await asyncio.sleep(CALM_S)
+            if name == "router":
+                _check_mended(await asyncio.to_thread(counters, world))
             found.append(Blow(name, *await strike()))
         await asyncio.sleep(CALM_S)
     finally:
         load.is_stopped = True
         await running
     return found
+
+
+def _check_mended(done: dict[str, int]) -> None:
+    """What the router did before it is killed itself: it noticed the blows, and mended what they broke."""
+    print("\nuntil the router was killed:", done)
+    assert done["retries"] + done["resumes"] > 0, "nothing was retried or went on elsewhere"
 
 
 async def calm(load: Load, duration_s: float) -> list[Outcome]:

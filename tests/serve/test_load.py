@@ -23,6 +23,8 @@ LOAD_S = float(os.environ.get("BATON_LOAD_S", "120"))
 NUM_LOOKS = 6
 IDLE_S_MAX = 120.0
 BUSY_SHARE_MAX = 0.05
+ROUTE = {"local": "never"}
+"""A tiny model prefills faster than it hands over: left to itself the router would hardly hand over."""
 SERVE = {"pool-tokens": "8192", "context": str(CONTEXT_MAX), "chunk-tokens": "256", "queue": "64"}
 
 pytestmark = pytest.mark.load
@@ -69,7 +71,7 @@ def report(load: Load, duration_s: float) -> None:
 
 def test_mixed_load() -> None:
     catalogue = Catalogue(seed=int(os.environ.get("BATON_LOAD_SEED", "0")))
-    with deployment(["tp2", "pp2"], ["tp1", "cp2:stripe32"], serve=SERVE) as world:
+    with deployment(["tp2", "pp2"], ["tp1", "cp2:stripe32"], serve=SERVE, route=ROUTE) as world:
         catalogue.model = world.model
         load = Load(world.url, catalogue.question, num_clients=8, pause_s=0.1)
         asyncio.run(loaded(world, load, LOAD_S / 4))
@@ -84,7 +86,7 @@ def test_mixed_load() -> None:
         assert not load.of(Fate.WRONG, Fate.BROKEN, Fate.FAILED)
         assert len(load.of(Fate.BUSY)) <= BUSY_SHARE_MAX * len(load.outcomes)
         assert len(load.of(Fate.RIGHT)) > len(load.outcomes) / 2
-        assert done["hand_overs"] > len(load.of(Fate.RIGHT)) / 10, "hardly anything was handed over"
+        assert done["hand_overs"] >= len(load.of(Fate.RIGHT)) * 0.9, "not everything was handed over"
         assert growth(seen) == []
         assert seen[-1].segments <= seen[0].segments, "named segments of shared memory were left"
 

@@ -19,7 +19,7 @@ from tests.serve.speaking import chat_ids, model, oracle_text
 
 pytestmark = pytest.mark.serve
 
-LIMIT_S = 240.0
+LIMIT_S = 300.0
 PROMPT, NUM_TOKENS = "the quick fox", 12
 
 
@@ -88,7 +88,8 @@ class Up:
         return self.process.wait(LIMIT_S)
 
     def leftovers(self) -> list[str]:
-        return [str(path) for path in (self.folder / "temporary").rglob("*")]
+        """Of ours: torch keeps a cache of its own beside them."""
+        return [str(path) for path in (self.folder / "temporary").glob("baton*")]
 
 
 def _read(pid: int, what: str) -> list[str]:
@@ -211,7 +212,8 @@ def test_nothing_outlives_it_when_it_is_killed(tmp_path, started, is_ready: bool
 def test_an_instance_that_cannot_start_is_told_at_once(tmp_path, started) -> None:
     up = Up(tmp_path, "--prefill", "tp1", "--decode", "tp1", "--port", "0", "--transport", "shm:colour=red")
     started.append(up)
-    assert up.ended() in (1, 2)
-    assert "transport 'shm' has no option 'colour'" in up.err.splitlines()[-1]
+    assert up.ended() == 1
+    last = up.err.splitlines()[-1]
+    assert re.match(r"baton: (prefill|decode)-0 cannot start: rank 0 .* transport 'shm' has no option", last)
     assert up.out == ""
     assert up.leftovers() == []

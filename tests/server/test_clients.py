@@ -54,8 +54,9 @@ def test_a_client_that_does_not_read_is_dropped(served: Live, monkeypatch: pytes
     assert received < 12 * 400 * 3000, "it was not read to its end"
 
 
-def test_nonsense_never_becomes_a_failure_of_the_server(served: Live):
-    chance = random.Random(66)
+@pytest.mark.parametrize("seed", [66, 67, 68])
+def test_nonsense_never_becomes_a_failure_of_the_server(served: Live, seed: int):
+    chance = random.Random(seed)
     good = {
         "/v1/completions": {"prompt": FOX, "max_tokens": 2},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
@@ -108,7 +109,7 @@ def test_nonsense_never_becomes_a_failure_of_the_server(served: Live):
         *("stop_token_ids", "bootstrap_room", "baton", "chat_template_kwargs", "model", "sampling_params"),
     ]
     statuses = []
-    for _ in range(300):
+    for _ in range(250):
         path = chance.choice(PATHS)
         body = {
             **good[path],

@@ -2,7 +2,7 @@
 
 They come from the registry and stay while it is away. One that the registry no longer knows, without having
 said goodbye, stays for as long as it answers and at most for a minute: a registry that has just been started
-again knows nobody until they have told it.
+again knows nobody until they have told it, and one late answer to a poll is no end either.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from baton.router.instances import Card, Instance
 from baton.session.registry import Role
 
 ABSENT_S_MAX = 60.0
+SILENT_S_MAX = 15.0
+"""Longer than a member takes to tell a new registry of itself, and than a busy instance takes to answer."""
 
 log = logging.getLogger(__name__)
 
@@ -114,8 +116,9 @@ def _has_gone(instance: Instance, now_s: float) -> bool:
         return False
     if instance.is_leaving:
         return not instance.legs and not instance.vitals.is_healthy
-    is_long = now_s - instance.absent_s > ABSENT_S_MAX
-    return is_long or (not instance.vitals.is_healthy and not instance.is_fresh)
+    absent_s = now_s - instance.absent_s
+    silent_s = 0.0 if instance.vitals.is_healthy else now_s - instance.vitals.heard_s
+    return absent_s > ABSENT_S_MAX or min(absent_s, silent_s) > SILENT_S_MAX
 
 
 def _nothing(instance: Instance) -> None:

@@ -20,12 +20,12 @@ class Private(msgspec.Struct, frozen=True, omit_defaults=True):
 
     id: Annotated[str, Meta(pattern=r"^[\w.:-]{0,128}$")] = ""
     """Of the response, the same on every attempt."""
-    created: int = 0
+    created: Annotated[int, Meta(ge=0, le=2**53)] = 0
     tokens: bool = False
     """Whether a note (baton.web.events) goes before each data event."""
     resume: tuple[Resumed, ...] = ()
     """One job each, at their choice's index; all other choices are done."""
-    done: dict[int, int] = {}
+    done: dict[Annotated[int, Meta(ge=0, le=2**31)], Annotated[int, Meta(ge=0, le=2**31)]] = {}
     """By choice that was finished before: how many tokens it had, for the usage."""
     first_token: Literal["", "prefill", "decode"] = ""
     """Whose first token is streamed; empty: as the instance was started."""

@@ -166,9 +166,7 @@ _num_passed = Shares.num_passed
 
 
 def test_pages_freed_too_early_are_seen(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Few pages, so that one that was freed is soon another's.
-    tight = [side.but(pool_tokens=LONG + NUM_TOKENS + 2 * PAGE) for side in sides("mistral", "tp1", "tp1")]
-    pair = house.pair(*tight)
+    pair = house.pair(*sides("mistral", "tp1", "tp1"))
     check_pair(pair, "mistral", "in time")
 
     def early(self: Room, sequence: Sequence) -> None:

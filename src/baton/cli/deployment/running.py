@@ -47,6 +47,8 @@ HURRY_S_MAX = 10.0
 LOOK_S = 0.25
 ASK_S_MAX = 5.0
 GUARD_S_MAX = 60.0
+FAILED = "restarting: "
+"""How an instance's stage begins after it has failed."""
 
 T = TypeVar("T")
 Say = Callable[[str, str], None]
@@ -241,6 +243,9 @@ class Running:
         """Asks /health until it is 200, and tells each stage once."""
         while not kept.is_ready:
             stage = await _stage(session, kept) if kept.is_greeted else "starting"
+            if stage.startswith(FAILED) and not kept.was_ready:
+                # It would try again, which is for what once worked.
+                raise EngineError(f"{kept.part.name} cannot start: {stage.removeprefix(FAILED)}")
             kept.is_ready = kept.is_greeted and not stage
             kept.was_ready = kept.was_ready or kept.is_ready
             if kept.is_ready or stage != kept.stage:
