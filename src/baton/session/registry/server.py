@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import secrets
 import socket
 import ssl
@@ -56,6 +57,16 @@ _LINGER_S = 2.0
 _KEEPALIVE_S = 75.0
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def _terse(record: logging.LogRecord) -> bool:
+    """Input that is no HTTP is quoted by the parser's errors: only that it came is logged."""
+    record.exc_info = None
+    return True
+
+
+_log = logging.getLogger("baton.session.registry.http")
+_log.addFilter(_terse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +135,7 @@ class RegistryServer:
             handler_cancellation=True,  # a watcher that leaves is noticed at once
             keepalive_timeout=_KEEPALIVE_S,
             lingering_time=_LINGER_S,
+            logger=_log,
             shutdown_timeout=_SHUTDOWN_S,
         )
         await self._runner.setup()
