@@ -13,6 +13,7 @@ NUM_LOGPROBS_MAX = 100
 NUM_STOPS_MAX = 16
 PENALTY_MAX = 2.0
 BIAS_MAX = 100.0
+COUNT_MAX = 2**31
 
 
 def check_params(params: SamplingParams, vocab_size: int, eos_ids: Collection[int] = ()) -> None:
@@ -38,9 +39,9 @@ def _numbers(params: SamplingParams) -> Iterator[tuple[str, bool, str]]:
 
 def _counts(params: SamplingParams, vocab_size: int) -> Iterator[tuple[str, bool, str]]:
     num_logprobs_max = min(NUM_LOGPROBS_MAX, vocab_size)
-    yield "top_k", params.top_k >= 0, "give a count of at least 0 (0: all tokens)"
+    yield "top_k", 0 <= params.top_k <= COUNT_MAX, f"give a count from 0 to {COUNT_MAX} (0: all tokens)"
     yield "n", 1 <= params.n <= NUM_ANSWERS_MAX, f"ask for 1 to {NUM_ANSWERS_MAX} answers"
-    yield "max_tokens", params.max_tokens >= 1, "ask for at least 1 token"
+    yield "max_tokens", 1 <= params.max_tokens <= COUNT_MAX, f"ask for 1 to {COUNT_MAX} tokens"
     is_reachable = 0 <= params.min_tokens <= params.max_tokens
     yield "min_tokens", is_reachable, f"give a count from 0 to max_tokens, which is {params.max_tokens}"
     is_told = params.logprobs is None or 0 <= params.logprobs <= num_logprobs_max
