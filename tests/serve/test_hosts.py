@@ -87,12 +87,9 @@ def _start(world: World, folder: Path) -> None:
     registry = f"http://{world.one.address}:{ports['registry']}"
     guarded = [*private, "--api-key-file", str(keys), "--registry", registry]
     words = {"registry": ["registry", *private]}
-    for name, role, layout, host in (
-        ("prefill-0", "prefill", "pp2", world.one),
-        ("decode-0", "decode", "tp2", world.other),
-    ):
+    for name, role, layout in (("prefill-0", "prefill", "pp2"), ("decode-0", "decode", "tp2")):
         words[name] = ["serve", "--role", role, "--layout", layout, "--name", name, "--model", str(model())]
-        words[name] += ["--transport", f"tcp:host={host.address}", "--pool-tokens", "8192", *guarded]
+        words[name] += ["--transport", "tcp", "--pool-tokens", "8192", *guarded]
         words[name] += ["--chunk-tokens", str(CHUNK_TOKENS)]
     words["router"] = ["route", *guarded]
     places = {"registry": world.one, "prefill-0": world.one, "decode-0": world.other, "router": world.other}

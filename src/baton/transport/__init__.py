@@ -70,6 +70,7 @@ __all__ = [
     "Transport",
     "Unknown",
     "open_transport",
+    "option_names",
     "parse_transport",
     "transport_names",
     "wait_for_events",
@@ -81,16 +82,22 @@ SHARED = frozenset({"base", "fences", "packing", "parts", "wrappers"})
 
 def open_transport(name: str, **options: Any) -> Transport:
     """The transport of this name, with options of its config."""
-    if name not in transport_names():
-        raise ConfigError(f"transport '{name}' is not known; write one of {', '.join(transport_names())}")
+    known = option_names(name)
     module = importlib.import_module(f"{__name__}.{name}")
-    known = [field.name for field in fields(module.CONFIG)]
     for option in options:
         if option not in known:
             names = ", ".join(known) or "none"
             raise ConfigError(f"transport '{name}' has no option '{option}'; it has {names}")
     transport: Transport = module.TRANSPORT(module.CONFIG(**options))
     return transport
+
+
+def option_names(name: str) -> list[str]:
+    """What a transport of this name can be told."""
+    if name not in transport_names():
+        raise ConfigError(f"transport '{name}' is not known; write one of {', '.join(transport_names())}")
+    module = importlib.import_module(f"{__name__}.{name}")
+    return [field.name for field in fields(module.CONFIG)]
 
 
 def parse_transport(text: str) -> tuple[str, dict[str, str]]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.engine.e2e.handing import Handed
+from tests.engine.e2e.handing import Handed, end_of
 from tests.engine.e2e.house import Heard, House, Listener, Side, ask_all, ask_one, check_idle, opened
 from tests.engine.text.vocabularies import byte_level
 from tests.engine.tiny import tiny
@@ -184,8 +184,9 @@ def test_the_last_token_waits_for_no_copy(house: House, pair: Pair) -> None:
     request = Generate(
         tuple(range(5, 105)) * 10, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     )
-    told = Handed(slow, replace(request, generated=(7, 8))).decode
-    assert told.heard().finishes == {0: "length"}
+    handed = Handed(slow, replace(request, generated=(7, 8)))
+    assert handed.decode.heard().finishes == {0: "length"}
+    assert isinstance(end_of(handed.prefill)[1], Told), "the copies were waited for until the deadline"
     check_idle(slow.prefill)
 
 

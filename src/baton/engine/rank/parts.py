@@ -25,7 +25,7 @@ from baton.plan.models.config import read_config
 from baton.plan.models.parts import stack
 from baton.plan.ownership import buffers
 from baton.session import Endpoint, EndpointConfig, SocketConfig
-from baton.transport import Transport, open_transport, parse_transport
+from baton.transport import Transport, open_transport, option_names, parse_transport
 from baton.transport.wrappers import wrap
 
 
@@ -127,6 +127,9 @@ def _device(config: RankConfig) -> torch.device:
 
 def _transport(config: RankConfig) -> Transport:
     name, options = parse_transport(config.transport)
+    if "host" in option_names(name):
+        # Peers reach its memory by the address that they reach its coordinator by, unless told otherwise.
+        options.setdefault("host", config.host)
     plain = open_transport(name, **options)
     if not config.link_bytes_per_s:
         return plain
