@@ -87,6 +87,9 @@ class Edge:
         if (request.content_length or 0) > self._config.body_bytes_max:
             raise self._too_large()
         try:
+            if request.content.is_eof():
+                await request.read()  # all of it came with the head: there is nothing to wait for
+                return
             async with asyncio.timeout(self._config.body_s_max):
                 await request.read()
         except TimeoutError:

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass
 from time import monotonic
+from typing import cast
 from urllib.parse import urlsplit
 
 from baton.errors import ConfigError
@@ -61,8 +62,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # other loops have classes of their own
 
     def data_received(self, data: bytes) -> None:
         if self.leg is not None:
