@@ -75,6 +75,25 @@ def test_draining_instance_finishes_what_it_has_and_gets_nothing_new():
     run(body)
 
 
+def test_draining_router_finishes_what_it_has_and_takes_nothing_new():
+    async def story() -> None:
+        async with world() as w:
+            w.d0.gate.clear()
+            under_way = asyncio.create_task(w.stream({"prompt": "a stream under way", "max_tokens": 6}))
+            await until(lambda: len(w.d0.seen) == 1)
+            draining = asyncio.create_task(w.router.drain(60))
+            await asyncio.sleep(0)
+            status, raw, _ = await w.post({"prompt": "a new one"})
+            assert (status, json.loads(raw)["error"]["code"]) == (503, "DRAINING")
+            assert (await w.get("/health"))[0] == 503
+            assert not draining.done()
+            w.d0.gate.set()
+            assert (await under_way).num_done == 1
+            await draining
+
+    run(story)
+
+
 def test_registry_that_is_away_or_has_forgotten_everybody_changes_nothing():
     async def body() -> None:
         async with world() as w:

@@ -6,8 +6,10 @@ import asyncio
 import gc
 import logging
 import signal
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -19,6 +21,7 @@ from baton.web import Credentials, check_binding
 
 PORT = 8000
 HOST = "127.0.0.1"
+DRAIN_S = 30.0
 _POLICIES = "|".join(policy_names())
 _LIMITS = Limits()
 
@@ -55,6 +58,9 @@ def route(
     stall_s: Annotated[
         float, typer.Option(min=0.5, metavar="S", help="a stream that stands for so long goes on elsewhere")
     ] = _LIMITS.stall_s_max,
+    drain_s: Annotated[
+        float, typer.Option(min=0, metavar="S", help="after SIGTERM, for requests under way")
+    ] = DRAIN_S,
     api_key_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="keys of clients, one a line; default: BATON_API_KEY")
     ] = None,
@@ -62,7 +68,7 @@ def route(
         Path | None, typer.Option(metavar="FILE", help="shared by all instances; default: BATON_SECRET")
     ] = None,
 ) -> None:
-    """Routes requests until it is interrupted; instances come and go through the registry."""
+    """Routes requests until it is interrupted, or drained by SIGTERM; instances come and go."""
     config = RouterConfig(
         registry=registry,
         prefill_policy=prefill_policy or policy,
@@ -80,25 +86,34 @@ def route(
     credentials = Credentials(settings.api_keys(None if api_key_file is None else str(api_key_file)), secret)
     check_binding(host, has_api_key=credentials.has_api_key, has_secret=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    asyncio.run(_route(config, secret, credentials, (host, port)))
+    asyncio.run(_route(partial(Router, config, secret, credentials), (host, port), drain_s))
 
 
-async def _route(
-    config: RouterConfig, secret: bytes, credentials: Credentials, where: tuple[str, int]
-) -> None:
-    ended, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)
-    router = Router(config, secret, credentials)
+async def _route(make: Callable[[], Router], where: tuple[str, int], drain_s: float) -> None:
+    interrupted, terminated, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+
+    def terminate() -> None:
+        (interrupted if terminated.is_set() else terminated).set()
+
+    loop.add_signal_handler(signal.SIGINT, interrupted.set)
+    loop.add_signal_handler(signal.SIGTERM, terminate)
+    router = make()
     await router.start(*where)
     print(f"routing at {router.url}", flush=True)
     gc.freeze()  # what is there now stays: looking through it again and again would delay requests
-    waits = [asyncio.create_task(ended.wait()), asyncio.create_task(router.wait())]
+    ends = [asyncio.create_task(each) for each in (interrupted.wait(), router.wait())]
     try:
-        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        await _first(*ends, asyncio.create_task(terminated.wait()))
+        if terminated.is_set():
+            await _first(*ends, asyncio.create_task(router.drain(drain_s)))
     finally:
-        for task in waits:
+        for task in ends:
             task.cancel()
         await router.close()
+
+
+async def _first(*tasks: asyncio.Task[Any]) -> None:
+    """Until one of these is done; raises what it raised."""
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()

@@ -17,6 +17,8 @@ from baton.router.routes import Route
 from baton.session.registry import Role
 from baton.web import Problem
 
+ROLES = tuple(Role)
+
 ANSWER_TOKENS = 128
 """What an answer is taken to need where the request does not bound it lower."""
 
@@ -80,7 +82,7 @@ class Choosing:
         return self._mode is not LocalMode.NEVER
 
     def _of_model(self, asked: Asked) -> list[Instance]:
-        able, wanted = self._fleet.able(*Role), asked.model
+        able, wanted = self._fleet.able(*ROLES), asked.model
         if wanted is not None:
             found = [each for each in able if each.is_called(wanted)]
             if found:
@@ -146,6 +148,8 @@ class _Pick:
 
     def new_tokens(self, instance: Instance) -> int:
         """Of the prompt, what this instance would have to compute."""
+        if not self.names:
+            return self.num_tokens
         matched = self._choosing.prefixes.matched_bytes(instance.name, self.names)
         return max(1, round(self.num_tokens * (1 - min(matched, self._num_bytes) / self._num_bytes)))
 

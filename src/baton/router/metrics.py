@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -52,6 +53,11 @@ class Metrics:
             "baton_router_wait_seconds", "time until an instance had room", registry=registry
         )
         registry.register(_FleetGauges(fleet))
+
+    @cache  # noqa: B019 - there is one of these in a process, and few pairs
+    def answered(self, path: str, status: int) -> Counter:
+        """The counter of a path's answers with a status."""
+        return self.requests.labels(path, str(status))
 
     def text(self) -> bytes:
         """All of it, in Prometheus's form."""

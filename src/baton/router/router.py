@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import quote
@@ -37,6 +38,7 @@ from baton.web import (
 )
 
 ASK_S_MAX = 5.0
+_log = logging.getLogger("baton.router")
 BODY_BYTES_MAX = 15 << 20
 """A mebibyte below what instances take: rooms, and the tokens of a stream that goes on, are added to it."""
 _PATHS = ("/v1/completions", CHAT_PATH)
@@ -56,6 +58,10 @@ class Router:
         self._site = Site(self._application(credentials))
         self._watching.on_failure = self._failed
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._is_draining = False
+        self._num_open = 0
+        self._emptied = asyncio.Event()
+        self._emptied.set()
         fleet.on_join = self._watching.join
         fleet.on_leave = self._left
         fleet.on_anew = lambda instance: choosing.prefixes.drop(instance.name)
@@ -74,6 +80,15 @@ class Router:
         """Listens, and looks for instances from now on."""
         await self._site.start(host, port)
         self._watching.start(self._client)
+
+    async def drain(self, wait_s: float) -> None:
+        """Takes no new requests, and returns once those under way are answered or the time is over."""
+        self._is_draining = True
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._emptied.wait()
+        except TimeoutError:
+            _log.warning("%d requests were left after %g s", self._num_open, wait_s)
 
     async def close(self) -> None:
         """Ends every request and every connection."""
@@ -112,13 +127,24 @@ class Router:
     def _count(self, request: web.Request, status: int) -> None:
         resource = request.match_info.route.resource
         path = resource.canonical if resource is not None else "unknown"
-        self.parts.metrics.requests.labels(path, str(status)).inc()
+        self.parts.metrics.answered(path, status).inc()
 
     async def _converse(self, request: web.Request) -> web.StreamResponse:
+        if self._is_draining:
+            raise failure("DRAINING", "this router drains; ask another one, or try again")
         asked = read_asked(request.path, await request.read())
-        return await Conversation(self.parts, request, asked).answer()
+        self._num_open += 1
+        self._emptied.clear()
+        try:
+            return await Conversation(self.parts, request, asked).answer()
+        finally:
+            self._num_open -= 1
+            if not self._num_open:
+                self._emptied.set()
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
+        if self._is_draining:
+            raise failure("DRAINING", "this router drains")
         missing = self.parts.fleet.missing()
         if missing:
             raise failure("NO_INSTANCE", missing)

@@ -47,7 +47,11 @@ class Credentials:
 
     def caller(self, headers: Mapping[str, str], address: str | None) -> Caller:
         """Who this is; a Problem with status 401 where a key is needed and none, or a wrong one, came."""
-        scheme, _, key = headers.get("Authorization", "").partition(" ")
+        authorization = headers.get("Authorization", "")
+        is_near = is_loopback(address) and not any(name in headers for name in _ELSEWHERE)
+        if not authorization and not self._keys:
+            return Caller(False, is_near)
+        scheme, _, key = authorization.partition(" ")
         shown = _digest(key.strip() if scheme.lower() == "bearer" else "")
         is_router = self._router is not None and hmac.compare_digest(shown, self._router)
         # Every key is compared, so that the time says nothing of which one was nearly right.
@@ -60,7 +64,6 @@ class Credentials:
                 param="Authorization",
                 code="invalid_api_key",
             )
-        is_near = is_loopback(address) and not any(name in headers for name in _ELSEWHERE)
         return Caller(is_router, is_near)
 
 

@@ -11,7 +11,7 @@ from tests.engine.tiny import tiny
 
 from baton.engine.deployment import Deployment
 from baton.engine.instance.config import InstanceConfig, derive
-from baton.errors import ConfigError
+from baton.errors import ConfigError, LayoutError
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"transport": "pigeon"}, "transport 'pigeon' is not known"),
@@ -36,6 +36,11 @@ def test_refused_before_the_start(options: dict[str, Any], words: str) -> None:
     config = InstanceConfig(str(tiny("llama")), **options)
     with pytest.raises(ConfigError, match=words):
         derive(config)
+
+
+def test_a_tp_that_cannot_cut_the_heads() -> None:
+    with pytest.raises(LayoutError, match="tp"):
+        derive(InstanceConfig(str(tiny("llama")), "tp5"))
 
 
 def test_a_deployment_refuses_the_same() -> None:

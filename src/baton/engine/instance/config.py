@@ -14,11 +14,13 @@ from baton.engine.books.shares import Shares
 from baton.engine.checkpoint import Checkpoint, open_checkpoint
 from baton.engine.model.build import Architecture, describe, missing
 from baton.errors import ConfigError
-from baton.plan import Cache, Layout, parse_layout
+from baton.plan import Cache, Layout, Spec, parse_layout
 from baton.plan.dtypes import item_bytes
 from baton.plan.models.config import read_config
 from baton.plan.models.parts import stack
 from baton.plan.overlap import LayerTimes, choose
+from baton.plan.ownership import box
+from baton.plan.storage import Storage
 from baton.session import SocketConfig
 from baton.session.endpoint import ROLES
 from baton.session.registry import RegistryError, check_instance, check_registry, check_url
@@ -116,6 +118,9 @@ def derive(config: InstanceConfig) -> Sizes:
     missing(checkpoint)
     cache = stack((read_config(checkpoint.config, f"model {config.model}"),))
     layout.stages(cache.num_layers, "this")
+    spec = Spec(layout, cache, Storage(page_tokens=config.page_tokens, dtype=config.dtype))
+    for component in cache.components:
+        box(spec, component, 0, "this")  # refuses a tp that cannot cut it
     pool_tokens = config.pool_tokens or _pool_tokens(cache, config.dtype)
     architecture = describe(checkpoint.config, config.context_max or None)
     context_max = min(config.context_max or architecture.max_positions, pool_tokens)
