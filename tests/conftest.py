@@ -6,10 +6,15 @@ reproduces it.
 """
 
 import os
+import signal
 
 from hypothesis import HealthCheck, settings
 
 NUM_EXAMPLES_DEFAULT = 2000
+
+# A run that was started in the background ignores interrupts, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "baton",

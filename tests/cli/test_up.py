@@ -51,7 +51,7 @@ MISUSES = {
     "no layout": (["--prefill", "xp2"], "xp2"),
     "an empty layout": (["--prefill", "tp1,,tp2"], "empty layout"),
     "one of several layouts": (["--prefill", "tp1", "--decode", "tp2,pp9"], "pp9"),
-    "a pair without a plan": (["--prefill", "tp1,tp2", "--decode", "tp1,tp5"], "component k, target tp5"),
+    "a pair without a plan": (["--prefill", "tp1,tp2", "--decode", "tp1,tp5"], "component k, this tp5"),
     "no policy": (["--prefill", "tp1", "--overlap", "wild"], "wild"),
     "no way to route": (["--prefill", "tp1", "--policy", "by_colour"], "round_robin"),
     "no speed": (["--prefill", "tp1", "--decode", "tp1", "--link", "fast"], "12.5GB/s"),

@@ -52,6 +52,8 @@ def _is_healthy(url: str) -> bool:
 
 def end_with(parent: int) -> None:
     """For a child right after its fork: the end of its parent, however it comes, interrupts it."""
+    # Started in the background, the parent ignores interrupts, and so would what it starts.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     _libc.prctl(_PARENT_DEATH, signal.SIGINT)
     if os.getppid() != parent:
         os._exit(1)
