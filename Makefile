@@ -47,7 +47,7 @@ engine: .venv/.extras  ## every layout pair, family and transport through a real
 	$(BIN)/pytest -q -rs -n $(JOBS) --dist loadfile -m engine
 
 serving: .venv/.extras  ## servers and routers as real processes, with stock clients and a stock router
-	$(BIN)/pytest -q -rs -m serve
+	$(BIN)/pytest -q -rs -n $(JOBS) --dist loadfile -m serve
 
 load: .venv/.extras  ## two minutes of mixed load and kill -9 of every part (LOAD_S=600 for ten)
 	BATON_LOAD_S=$(LOAD_S) $(BIN)/pytest -q -rs -s -m load

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.plan.world import World, make_cache, worlds
 
@@ -30,6 +30,7 @@ def small(**changes: Any) -> Spec:
     return replace(Spec(parse_layout("pp2.tp2"), cache, parse_storage("nhd.fused", 16, "bf16")), **changes)
 
 
+@settings(max_examples=max(1, settings().max_examples // 4))
 @given(worlds())
 def test_every_spec_comes_back(world: World) -> None:
     for spec in (world.source, world.target):
