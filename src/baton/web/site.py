@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import ssl
 
 from aiohttp import web
 
@@ -28,8 +29,9 @@ _log.addFilter(_Terse())
 class Site:
     """An application on a port, in the running loop."""
 
-    def __init__(self, app: web.Application) -> None:
+    def __init__(self, app: web.Application, ssl_context: ssl.SSLContext | None = None) -> None:
         self._app = app
+        self._ssl = ssl_context
         self._runner: web.AppRunner | None = None
         self._address = ("", 0)
 
@@ -39,17 +41,22 @@ class Site:
         return self._address[1]
 
     @property
+    def address(self) -> str:
+        """Where it listens, as "host:port"."""
+        host, port = self._address
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    @property
     def url(self) -> str:
         """What a client is given."""
-        host, port = self._address
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return f"{'http' if self._ssl is None else 'https'}://{self.address}"
 
     async def start(self, host: str, port: int) -> None:
         """Listens; port 0 takes a free one. Whether it may is for `check_binding` to say, before."""
         self._runner = web.AppRunner(
             self._app,
             access_log=None,
-            auto_decompress=False,
+            auto_decompress=False,  # what was signed is what was sent, and no small body becomes a large one
             handler_cancellation=True,  # a client that leaves is noticed at once
             keepalive_timeout=_KEEPALIVE_S,
             lingering_time=_LINGER_S,
@@ -57,7 +64,7 @@ class Site:
             shutdown_timeout=_SHUTDOWN_S,
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, backlog=1024)
+        site = web.TCPSite(self._runner, host, port, backlog=1024, ssl_context=self._ssl)
         try:
             await site.start()
         except (OSError, OverflowError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
 import signal
@@ -20,14 +19,13 @@ from time import monotonic, sleep
 from types import TracebackType
 from typing import Self
 
+from baton.engine.instance.children import interrupt_with
 from baton.errors import EngineError
 
 START_S_MAX = 300.0
 END_S_MAX = 45.0
 LOOK_S = 0.1
 TAIL_LINES = 12
-_PARENT_DEATH = 1  # PR_SET_PDEATHSIG
-_libc = ctypes.CDLL(None)
 
 
 def free_port() -> int:
@@ -50,15 +48,6 @@ def _is_healthy(url: str) -> bool:
         return False
 
 
-def end_with(parent: int) -> None:
-    """For a child right after its fork: the end of its parent, however it comes, interrupts it."""
-    # Started in the background, the parent ignores interrupts, and so would what it starts.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _libc.prctl(_PARENT_DEATH, signal.SIGINT)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 class Child:
     """One process; its output goes to a file."""
 
@@ -72,7 +61,7 @@ class Child:
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
-                preexec_fn=partial(end_with, os.getpid()),  # noqa: PLW1509  (two system calls, no locks)
+                preexec_fn=partial(interrupt_with, os.getpid()),  # noqa: PLW1509  (two system calls, no locks)
             )
         if niceness:
             # Before the process has started any of its own: they inherit it.

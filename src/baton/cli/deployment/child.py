@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
-import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-_PARENT_DEATH = 1  # PR_SET_PDEATHSIG
-_libc = ctypes.CDLL(None)
+from baton.engine.instance.children import interrupt_with
+
 NUM_LINES_KEPT = 20
 LINE_BYTES_MAX = 1 << 16
 
@@ -37,7 +35,7 @@ class Child:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             limit=LINE_BYTES_MAX,
-            preexec_fn=lambda: end_with(parent),
+            preexec_fn=lambda: interrupt_with(parent),
             start_new_session=True,  # Ctrl-C is for the parent, which ends its children in order
         )
         return Child(process, say)
@@ -78,12 +76,3 @@ class Child:
             if line:
                 self._lines.append(line)
                 self._say(line)
-
-
-def end_with(parent: int) -> None:
-    """For a child right after its fork: the end of its parent interrupts it."""
-    # Started in the background, the parent ignores interrupts, and so would what it starts.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _libc.prctl(_PARENT_DEATH, signal.SIGINT)
-    if os.getppid() != parent:
-        os._exit(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import signal
 import socket
@@ -114,6 +115,15 @@ class Meeting:
     def close(self) -> None:
         """Removes it."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def interrupt_with(parent: int) -> None:
+    """For a child right after its fork: its parent's end, however it comes, interrupts it."""
+    # Started in the background, the parent ignores interrupts, and so would what it starts.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _libc.prctl(_PARENT_DEATH, signal.SIGINT)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def die_with_parent() -> None:

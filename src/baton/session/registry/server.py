@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import logging
 import secrets
 import socket
 import ssl
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 from aiohttp import web
 
-from baton.errors import BatonError, ConfigError
+from baton.errors import ConfigError
 from baton.session.registry.authentication import WINDOW_S, Verifier
 from baton.session.registry.events import encode
 from baton.session.registry.messages import (
@@ -36,6 +35,7 @@ from baton.session.registry.messages import (
 )
 from baton.session.registry.state import State
 from baton.session.registry.watchers import Watchers
+from baton.web.site import Site
 
 HOST = "127.0.0.1"
 PORT = 8400
@@ -52,21 +52,8 @@ STATUSES = {
     Refusal.FULL: 429,
     Refusal.INCOMPLETE: 503,
 }
-_SHUTDOWN_S = 2.0
-_LINGER_S = 2.0
-_KEEPALIVE_S = 75.0
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def _terse(record: logging.LogRecord) -> bool:
-    """Input that is no HTTP is quoted by the parser's errors: only that it came is logged."""
-    record.exc_info = None
-    return True
-
-
-_log = logging.getLogger("baton.session.registry.http")
-_log.addFilter(_terse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,21 +86,20 @@ class RegistryServer:
         self._state = State(self._boot)
         self._watchers = Watchers(self._config.num_waiting_max, self._config.beat_s)
         self._verifier: Verifier | None = None
-        self._runner: web.AppRunner | None = None
+        self._site: Site | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._address: tuple[str, int] | None = None
 
     @property
     def address(self) -> str:
         """Where it listens, as "host:port"."""
-        assert self._address is not None, "the registry has not been started"
-        host, port = self._address
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        assert self._site is not None, "the registry has not been started"
+        return self._site.address
 
     @property
     def url(self) -> str:
         """What a client is given."""
-        return f"{'http' if self._ssl is None else 'https'}://{self.address}"
+        assert self._site is not None, "the registry has not been started"
+        return self._site.url
 
     @property
     def num_watchers(self) -> int:
@@ -122,39 +108,20 @@ class RegistryServer:
 
     async def start(self, host: str = HOST, port: int = PORT) -> None:
         """Listens; port 0 takes a free one. Anywhere but on loopback a secret is needed."""
-        assert self._runner is None, "the registry was started before"
+        assert self._site is None, "the registry was started before"
         await self._check_host(host)
         if self._secret is not None:
             self._verifier = Verifier(self._secret, time.time(), self._config.window_s)
         app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[self._edge])
         app.add_routes(self._routes())
-        self._runner = web.AppRunner(
-            app,
-            access_log=None,
-            auto_decompress=False,  # what is signed is what was sent, and no small body becomes a large one
-            handler_cancellation=True,  # a watcher that leaves is noticed at once
-            keepalive_timeout=_KEEPALIVE_S,
-            lingering_time=_LINGER_S,
-            logger=_log,
-            shutdown_timeout=_SHUTDOWN_S,
-        )
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, ssl_context=self._ssl)
-        try:
-            await site.start()
-        except (OSError, OverflowError) as error:
-            await self.close()
-            reason = getattr(error, "strerror", None) or str(error)
-            raise BatonError(
-                f"cannot listen on {host}:{port}: {reason}; name another port, or 0 for a free one"
-            ) from None
-        self._address = self._runner.addresses[0][:2]
+        self._site = Site(app, self._ssl)
+        await self._site.start(host, port)
 
     async def close(self) -> None:
         """Ends all watches, stops listening and forgets everything."""
         self._watchers.end()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._site is not None:
+            await self._site.close()
         if self._timer is not None:
             self._timer.cancel()
 
