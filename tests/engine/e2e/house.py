@@ -29,6 +29,22 @@ NUM_RANKS_MAX = 16
 WAIT_S_MAX = 60.0
 
 
+CROSSINGS = [
+    ("tp1", "tp1"),
+    ("tp2", "tp1"),
+    ("pp2", "tp1"),
+    ("cp2", "tp1"),
+    ("cp2:mirror", "tp1"),
+    ("cp2:split", "tp1"),
+    ("tp1", "cp2:stripe1"),
+    ("tp1", "tp2"),
+    ("dp2.tp1", "tp2"),
+    ("tp2", "pp2"),
+    ("tp1", "cp2:split"),
+]
+"""Pairs of layouts, each axis on either side, for families that keep tokens in their own way."""
+
+
 @dataclass(frozen=True)
 class Side:
     """What an instance is, as far as tests differ in it."""

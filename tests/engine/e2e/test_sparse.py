@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from tests.engine.e2e import broken_index
 from tests.engine.e2e.breaking import broken
-from tests.engine.e2e.house import House, Side, ask_all, ask_one, check_idle, greedy, opened
+from tests.engine.e2e.house import CROSSINGS, House, Side, ask_all, ask_one, check_idle, greedy, opened
 from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.tiny import FAMILIES, tiny
 
@@ -22,20 +22,6 @@ NUM_CHOSEN = CONFIG["index_topk"]
 PAGE, CHUNK = 8, 26
 LENGTHS = (1, NUM_CHOSEN - 1, NUM_CHOSEN, NUM_CHOSEN + 1, 2 * CHUNK, 150)
 NUM_TOKENS = 40
-
-CROSSINGS = [
-    ("tp1", "tp1"),
-    ("tp2", "tp1"),
-    ("pp2", "tp1"),
-    ("cp2", "tp1"),
-    ("cp2:mirror", "tp1"),
-    ("cp2:split", "tp1"),
-    ("tp1", "cp2:stripe1"),
-    ("tp1", "tp2"),
-    ("dp2.tp1", "tp2"),
-    ("tp2", "pp2"),
-    ("tp1", "cp2:split"),
-]
 
 
 @pytest.fixture(scope="module")

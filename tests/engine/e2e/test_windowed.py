@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from tests.engine.e2e.house import House, Side, ask_all, ask_one, check_idle, greedy, opened
+from tests.engine.e2e.house import CROSSINGS, House, Side, ask_all, ask_one, check_idle, greedy, opened
 from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.tiny import WINDOW, WINDOWED, windowed
 
@@ -29,20 +29,6 @@ LONG = 6 * WINDOW + 6
 LENGTHS = (1, WINDOW - 1, WINDOW, WINDOW + 1, 2 * CHUNK, LONG)
 NUM_TOKENS = WINDOW + 16
 GROUP = f"tokens.w{WINDOW}"
-
-CROSSINGS = [
-    ("tp1", "tp1"),
-    ("tp2", "tp1"),
-    ("pp2", "tp1"),
-    ("cp2", "tp1"),
-    ("cp2:mirror", "tp1"),
-    ("cp2:split", "tp1"),
-    ("tp1", "cp2:stripe1"),
-    ("tp1", "tp2"),
-    ("dp2.tp1", "tp2"),
-    ("tp2", "pp2"),
-    ("tp1", "cp2:split"),
-]
 
 
 @pytest.fixture(scope="module")
