@@ -6,19 +6,25 @@ import pytest
 
 from baton.bench.overlap.figures import Case, Round, rows_of, targets
 from baton.engine.requests import Story
-from baton.engine.steps import CopyRecord, Group
+from baton.engine.steps import CopyRecord, Due, Group
 from baton.engine.stories import Told
 
 CASE = Case(4096, 1e9)
 
 
-def told(groups: list[tuple[int, int]], copies: list[tuple[float, float]], slowed: float = 1.0) -> Told:
+def told(
+    groups: list[tuple[int, int]],
+    copies: list[tuple[float, float]],
+    slowed: float = 1.0,
+    state_bytes: int = 0,
+) -> Told:
     """Asked at 10, computed from 11 on; copies are (begun, ended), relative to that."""
+    dues = [Due(11.0 + slowed, 500), Due(11.0 + 2 * slowed, 500, state_bytes)]
     source, target = Story(10.0), Story(10.0)
     source.begun_s, source.prompt_s = 11.0, 11.0 + 2 * slowed
     source.groups[0] = [Group(each, 11.0 + each[0] * slowed, 11.0 + each[1] * slowed) for each in groups]
     source.copies[0] = [
-        CopyRecord(0, chunk, 500, 11.0 + begun_s, 11.0 + ended_s)
+        CopyRecord(0, chunk, 500, 11.0 + begun_s, 11.0 + ended_s, dues[chunk :: len(copies)])
         for chunk, (begun_s, ended_s) in enumerate(copies)
     ]
     target.settled_s = 11.5 + max(ended_s for _, ended_s in copies)
@@ -58,3 +64,21 @@ def test_targets_of_a_gpu_are_harder_and_more() -> None:
     assert on_cpu == {"of_bound": pytest.approx(0.94), "of_bound_is_met": True}
     assert on_gpu["of_bound_is_met"] is False
     assert (on_gpu["slowed_is_met"], on_gpu["complete_is_met"]) == (True, False)
+
+
+def with_states(ended_s: float) -> Told:
+    """The last of two layers keeps a state alone, which takes 1 s of the link."""
+    return told([(0, 1), (1, 2)], [(1.0, 2.0), (2.0, ended_s)], state_bytes=500)
+
+
+@pytest.mark.parametrize(
+    ("ended_s", "is_hidden", "is_met"), [(2.9, True, True), (3.08, True, False), (3.12, False, False)]
+)
+def test_a_state_may_expose_its_own_bytes_and_no_more(ended_s: float, is_hidden: bool, is_met: bool) -> None:
+    off = told([(0, 2)], [(2.0, 3.0), (2.0, 4.0)], state_bytes=500)
+    rounds = {"off": [Round(off, 2.0)], "cost": [Round(with_states(ended_s), 2.0)]}
+    found = targets(rows_of(CASE, rounds, "off"), "cost", "cpu")["4096 tokens, 1 GB/s"]
+    # Without the state all would be across when compute ends, at 2.
+    assert found["state_s"] == pytest.approx(1.0)
+    assert found["beyond_s"] == pytest.approx(ended_s - 2.0)
+    assert (found["of_bound_is_met"], found["beyond_is_met"]) == (is_hidden, is_met)

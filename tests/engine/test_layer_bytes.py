@@ -34,6 +34,15 @@ def test_a_state_counts_once_and_a_window_in_part() -> None:
     assert whole.of_tokens(20, (15, 20)).tolist() == [5 * KEY, STATE, STATE, 5 * KEY]
 
 
+def test_states_are_told_apart_and_so_are_layers() -> None:
+    whole = of_rank("tp1", 0, (0, 4))
+    assert whole.of_states(20, (0, 19)).tolist() == [0, 0, 0, 0]
+    assert whole.of_states(20, (19, 20)).tolist() == [0, STATE, STATE, 0]
+    assert whole.kinds == (0, 1, 1, 2)
+    assert not whole.is_alike
+    assert of_rank("pp4", 1, (1, 2)).is_alike
+
+
 def test_a_rank_counts_its_own_layers_and_units() -> None:
     assert of_rank("pp2", 1, (2, 4)).of_tokens(5, (0, 5)).tolist() == [STATE, 5 * KEY]
     assert of_rank("tp3", 1, (0, 4)).of_tokens(5, (0, 5)).tolist() == [

@@ -31,6 +31,12 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     """Tokens to sample from the last position: 0 inside a prompt, more than 1 where an answer forks."""
     embeddings: bytes | None = None
     """Input embeddings (float32, tokens x hidden) in place of the token ids."""
+    num_drafted: int = 0
+    """How many of the last tokens are guesses: what is sampled before each decides whether it stands."""
+    next_token: int | None = None
+    """The token after these where it is known, inside a prompt; only drafts need it."""
+    hidden: bytes | None = None
+    """The model's normed row (float32) before these, where the draft saw another answer's token."""
 
 
 class PageCopy(msgspec.Struct, frozen=True, array_like=True):
@@ -162,6 +168,11 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     rank: int
     groups: list[Group]
     samples: dict[int, list[Sampled]] = {}
+    """As many as were asked for or, behind guesses, as stand: one more than guesses that did."""
+    proposals: dict[int, int] = {}
+    """By sequence: what the draft guesses to follow its last sampled token."""
+    hidden: dict[int, bytes] = {}
+    """By sequence whose answers fork: the normed row that their first tokens were sampled from."""
     unpipelined: str = ""
     """Why the step's hand-overs were not cut into groups, where they were not."""
     start_s: float = 0.0
@@ -179,6 +190,16 @@ class Changed(msgspec.Struct, frozen=True, tag=True):
     is_released: bool = False
 
 
+class Due(msgspec.Struct, frozen=True, array_like=True):
+    """What one layer had to send of the tokens of one step, or of those that were cached."""
+
+    ready_s: float
+    """When the layer was computed, in seconds of the machine's monotonic clock; 0: before the prompt was."""
+    num_bytes: int
+    state_bytes: int = 0
+    """How much of it is recurrent state."""
+
+
 class CopyRecord(msgspec.Struct, frozen=True, array_like=True):
     """One copy that was done, in seconds of the machine's monotonic clock."""
 
@@ -188,6 +209,8 @@ class CopyRecord(msgspec.Struct, frozen=True, array_like=True):
     submitted_s: float
     """Or, where that was later, when its layers were computed."""
     ended_s: float
+    dues: list[Due] = []
+    """On the first copy of a chunk: what the chunk consisted of, in the order in which that was computed."""
 
 
 class Copied(msgspec.Struct, frozen=True, tag=True):

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from enum import Enum
 
 from baton.engine.requests import Generate, Inbound, Outbound, Story
-from baton.observe import Interval, Timeline, Track, covered_s
+from baton.engine.stories import last_byte_s, rank_intervals, serial_s
+from baton.observe import Interval, Timeline, Track
 
 
 class Side(Enum):
@@ -36,13 +37,9 @@ class Side(Enum):
         """
         marks = dict(self._marks(story))
         found = {name: stop_s - start_s for name, (start_s, stop_s) in marks.items()}
-        if self is Side.SOURCE and story.copies and "exposed_s" in found:
-            serial_s = max(
-                covered_s((copy.submitted_s, copy.ended_s) for copy in copies)
-                for copies in story.copies.values()
-            )
-            if serial_s > 0:
-                found["efficiency"] = max(0.0, 1 - found["exposed_s"] / serial_s)
+        busiest_s = max(serial_s(story).values(), default=0.0)
+        if self is Side.SOURCE and busiest_s > 0 and "exposed_s" in found:
+            found["efficiency"] = max(0.0, 1 - found["exposed_s"] / busiest_s)
         return found
 
     def _marks(self, story: Story) -> Iterator[tuple[str, tuple[float, float]]]:
@@ -52,7 +49,7 @@ class Side(Enum):
         if story.prompt_s and story.begun_s:
             yield "compute_s", (story.begun_s, max(story.begun_s, story.prompt_s))
         if self is Side.SOURCE and story.prompt_s:
-            last_s = _last_byte_s(story)
+            last_s = last_byte_s(story)
             yield "exposed_s", (story.prompt_s, last_s)
             if story.settled_s:
                 yield "admission_s", (last_s, max(last_s, story.settled_s))
@@ -94,26 +91,4 @@ class Side(Enum):
         first_s = story.stepped_s or story.token_s
         if story.ended_s > first_s > 0:
             yield Interval(Track("request", "decode"), "decode", first_s - zero_s, story.ended_s - zero_s)
-        yield from _work(story, zero_s)
-
-
-def _work(story: Story, zero_s: float) -> Iterator[Interval]:
-    """What the ranks did."""
-    for rank, groups in sorted(story.groups.items()):
-        for group in groups:
-            label = f"layers {group.layers[0]}-{group.layers[1]}"
-            start_s = max(0.0, group.start_s - zero_s)
-            yield Interval(
-                Track(f"rank {rank}", "compute"), label, start_s, max(start_s, group.stop_s - zero_s)
-            )
-    for rank, copies in sorted(story.copies.items()):
-        for copy in copies:
-            track = Track(f"rank {rank}", f"copy to {copy.target_rank}")
-            start_s = max(0.0, copy.submitted_s - zero_s)
-            stop_s = max(start_s, copy.ended_s - zero_s)
-            yield Interval(track, f"{rank} to {copy.target_rank}", start_s, stop_s, {"bytes": copy.num_bytes})
-
-
-def _last_byte_s(story: Story) -> float:
-    ends = [copy.ended_s for copies in story.copies.values() for copy in copies]
-    return max([story.prompt_s, *ends])
+        yield from rank_intervals(story, zero_s, "rank")

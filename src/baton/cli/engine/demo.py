@@ -237,7 +237,7 @@ def _link(free: Told) -> tuple[float, float]:
 
 def _table(off: Answered, on: Answered) -> Table:
     table = Table("", off.name, on.name)
-    serial = serial_s(off.told)
+    serial = serial_s(off.told.prefill)
     columns = []
     for answer in (off, on):
         found = answer.told.figures()

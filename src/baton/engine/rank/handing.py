@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from baton.engine.rank.pace import Pace
+from baton.engine.rank.readiness import with_dues
 from baton.engine.steps import (
     Abort,
     Answer,
@@ -19,6 +20,7 @@ from baton.engine.steps import (
     Copied,
     CopyRecord,
     Decline,
+    Due,
     Receive,
     Send,
     Work,
@@ -41,6 +43,8 @@ class Outgoing:
     num_offered: int = 0
     ready_s: dict[int, float] = field(default_factory=dict)
     """By chunk: when it was computed, which on a GPU is long after it was offered."""
+    dues: dict[int, list[Due]] = field(default_factory=dict)
+    """By chunk: what its layers had to send, in proportion to each other."""
     told: Changed | None = None
 
 
@@ -67,9 +71,18 @@ class Part:
 class Handing:
     """Every hand-over that this rank takes part in."""
 
-    def __init__(self, endpoint: Endpoint, layers: tuple[int, int], tell: Callable[[Answer], None]) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        layers: tuple[int, int],
+        tell: Callable[[Answer], None],
+        *,
+        num_drafts: int = 0,
+    ) -> None:
         self.endpoint = endpoint
         self.layers = layers
+        """Of the model; draft layers, on the last stage, follow them."""
+        self._every_layer = (layers[0], layers[1] + num_drafts)
         self.pace = Pace()
         self._rank = endpoint.config.rank
         layout = endpoint.config.spec.layout
@@ -90,7 +103,7 @@ class Handing:
         try:
             found.sending = self.endpoint.send(order.transfer, Digest(order.num_tokens, order.digest))
             if order.num_cached:
-                found.sending.ready(self.layers, (0, order.num_cached), order.pages)
+                found.sending.ready(self._every_layer, (0, order.num_cached), order.pages)
                 found.num_offered = 1
         except BatonError as error:
             self._refuse(order.sequence, order.transfer, str(error))
@@ -185,7 +198,7 @@ class Handing:
         self._in.pop(number, None)
         if isinstance(handle, Sending):
             found = self._out.pop(number, None)
-            ready_s = found.ready_s if found else {}
+            ready_s, dues = (found.ready_s, found.dues) if found else ({}, {})
             copies = [
                 CopyRecord(
                     copy.target_rank,
@@ -198,7 +211,7 @@ class Handing:
                 if copy.is_done
             ]
             self.pace.sent(handle.session, copies, ready_s)
-            self._tell(Copied(self._rank, number, copies))
+            self._tell(Copied(self._rank, number, with_dues(copies, dues, ready_s)))
 
     def _refuse(self, number: int, transfer: str, text: str) -> None:
         """A hand-over that could not begin here: nothing of it is held."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from baton.engine.rank.clock import Clock, Mark
 from baton.engine.rank.cutting import cut
 from baton.engine.rank.handing import Handing, Part
 from baton.engine.rank.layer_bytes import LayerBytes
 from baton.engine.rank.pace import Took
-from baton.engine.steps import Batch, Group
+from baton.engine.rank.readiness import ends_of, shares_of
+from baton.engine.steps import Batch, Due, Group
 from baton.plan.overlap import Groups
+from baton.plan.ranges import Range
 from baton.plan.tokens import Ints
 
 OFF = "off"
@@ -25,28 +28,35 @@ class Pipeline:
         self._policy = policy
         self._layer_bytes = layer_bytes
         self._layers = handing.layers
-        self._groups: Groups = ()
         self._marks: list[Mark] = []
+        self._stored: list[Mark] = []
+        """After each layer, where they are unlike."""
         self._ends: dict[int, int] = {}
         """First layers of groups by their last."""
         self.unpipelined = ""
         self._leaving: list[Part] = []
-        self._offered: list[tuple[Part, int, int]] = []
-        """Chunks of this step, with the mark after which they can be read."""
+        self._offered: list[tuple[Part, int, Range, int]] = []
+        """Chunks of this step, with their layers and the mark after which they can be read."""
         self._num_rows = 0
 
     def before_forward(self, batch: Batch) -> None:
         """Cuts the layers for the prompts that leave in this step."""
         self._leaving = self._handing.leaving(batch.works)
         self._num_rows = batch.num_rows
-        self._groups = self._cut()
         first = self._layers[0]
-        self._ends = {first + stop - 1: first + start for start, stop in self._groups}
-        self._offered = []
+        self._ends = {first + stop - 1: first + start for start, stop in self._cut()}
+        self._offered, self._stored = [], []
         self._marks = [self._clock.mark()]
 
     def layer_done(self, layer: int) -> None:
-        """Offers the group that ends with this layer."""
+        """Offers the group that ends with this layer; a draft's, after sampling, is a group of its own."""
+        if layer >= self._layers[1]:
+            self._marks.append(self._clock.mark())
+            for part in self._leaving:
+                self._offer(part, (layer, layer + 1), self._marks[-1])
+            return
+        if self._leaving and not self._layer_bytes.is_alike:
+            self._stored.append(self._clock.mark())
         start = self._ends.get(layer)
         if start is None:
             return
@@ -69,22 +79,43 @@ class Pipeline:
 
     def groups(self) -> list[Group]:
         """What was computed when, once it is."""
-        times = self._clock.times_s(self._marks)
-        for part, chunk, index in self._offered:
+        every = self._clock.times_s([*self._stored, *self._marks])
+        stored, times = every[: len(self._stored)], every[len(self._stored) :]
+        for part, chunk, _, index in self._offered:
             part.outgoing.ready_s[chunk] = times[index]
-        if len(times) != len(self._groups) + 2:
+        num_marks = len(self._ends) + 2
+        if len(times) < num_marks:
             return []  # a rank without layers
-        *times, stored_s, end_s = times
-        spans = zip(self._groups, times, [*times[1:], end_s], strict=True)
-        first, last = self._layers
-        took = Took((end_s - times[0]) / (last - first), end_s - stored_s)
+        drafts_s, first_draft = times[num_marks - 1 :], self._layers[1]
+        drafts = [
+            Group((first_draft + index, first_draft + index + 1), start, stop)
+            for index, (start, stop) in enumerate(pairwise(drafts_s))
+        ]
+        *times, stored_s, end_s = times[:num_marks]
+        spans = zip(self._ends.items(), times, [*times[1:], end_s], strict=True)
+        groups = [Group((first, last + 1), start, stop) for (last, first), start, stop in spans]
+        shares = shares_of(stored, self._layer_bytes.kinds) if stored else None
+        took = Took((end_s - times[0]) / (self._layers[1] - self._layers[0]), end_s - stored_s)
         self._handing.pace.computed(self._num_rows, took)
-        return [Group((first + a, first + b), start, stop) for (a, b), start, stop in spans]
+        self._note_dues(ends_of(groups, shares))
+        return [*groups, *drafts]
+
+    def _note_dues(self, ends_s: Sequence[float]) -> None:
+        """What each layer of this step's chunks had to send, and from when on it could."""
+        first, last = self._layers
+        for part, chunk, layers, _ in self._offered:
+            if layers[0] >= last:
+                continue  # a draft's, which is ready as a whole
+            step = (part.outgoing.order.num_tokens, part.tokens)
+            sent, states = self._layer_bytes.of_tokens(*step), self._layer_bytes.of_states(*step)
+            each = zip(ends_s, sent.tolist(), states.tolist(), strict=True)
+            dues = [Due(*due) for due in each][layers[0] - first : layers[1] - first]
+            part.outgoing.dues[chunk] = [due for due in dues if due.num_bytes]
 
     def _offer(self, part: Part, layers: tuple[int, int], mark: Mark) -> None:
         chunk = self._handing.offer(part, layers, mark.fence)
         if chunk is not None:
-            self._offered.append((part, chunk, len(self._marks) - 1))
+            self._offered.append((part, chunk, layers, len(self._marks) - 1))
 
     def _cut(self) -> Groups:
         num_layers, self.unpipelined = self._layers[1] - self._layers[0], ""

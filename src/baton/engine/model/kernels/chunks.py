@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 CHUNK = 64
 """A longer one needs more products among its own tokens, a shorter one more of them with the state."""
@@ -32,6 +33,12 @@ def reach(log_decay: Tensor) -> Tensor:
     return log_decay.to(torch.float64).cumsum(-2)
 
 
+def reaches(log_decay: Tensor) -> Tensor:
+    """The same for (..., tokens, 1), chunk by chunk: (..., chunks, CHUNK, 1); the last chunk is filled up."""
+    filled = functional.pad(log_decay, (0, 0, 0, -log_decay.shape[-2] % CHUNK))
+    return reach(torch.unflatten(filled, -2, (-1, CHUNK)))
+
+
 def decay(log: Tensor) -> Tensor:
     """From logarithms of at most 0, in float32; what is as good as nothing stays a normal number."""
     return log.clamp_min(LOG_LEAST).to(torch.float32).exp_()
@@ -39,4 +46,8 @@ def decay(log: Tensor) -> Tensor:
 
 def fading(reached: Tensor) -> Tensor:
     """From summed logarithms (..., chunk, 1): what is left at t of what came at s, 0 for s > t."""
-    return decay((reached - reached.mT).clamp_max_(0.0)).tril_()
+    shape = (*reached.shape[:-1], reached.shape[-2])
+    between = torch.empty(shape, dtype=torch.float32, device=reached.device)
+    # Subtracted as they are, and rounded afterwards.
+    torch.sub(reached, reached.mT, out=between)
+    return between.clamp_(LOG_LEAST, 0.0).exp_().tril_()

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.model.kernels.chunks import by_unit, chunks, decay, fading, reach
+from baton.engine.model.kernels.chunks import chunks, decay, fading, reaches
 
 
 class Tokens(NamedTuple):
@@ -33,17 +33,35 @@ class Tokens(NamedTuple):
     strength: Tensor
 
 
+class Fades(NamedTuple):
+    """How a chunk's decays add up, each (sequences x heads, tokens, 1)."""
+
+    reached: Tensor
+    """Logarithms of g, in float64."""
+    carried: Tensor
+    """g, what is left at a token of the state before the chunk."""
+    until: Tensor
+    """What is left at the chunk's end of what a token wrote."""
+
+
 def advance(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
     """Answers (n, tokens, heads, value channels) from a state (n, heads, key channels, value channels) on."""
     num_tokens = tokens.v.shape[1]
     if num_tokens == 1:
         out, state = step(Tokens(*(each[:, 0] for each in tokens)), state)
         return out.unsqueeze(1), state
-    outs = []
-    for chunk in chunks(num_tokens):
-        out, state = scan(Tokens(*(by_unit(each, chunk) for each in tokens)), state)
-        outs.append(out)
-    return torch.cat(outs, dim=2).transpose(1, 2), state
+    # Sequences and heads are one dim, so that products can be added to what is there.
+    every = Tokens(*(each.transpose(1, 2).flatten(0, 1) for each in tokens))
+    num_sequences, after = len(state), state.flatten(0, 1)
+    out = torch.empty_like(every.v, memory_format=torch.contiguous_format)
+    reached = reaches(every.log_decay)
+    faded = (reached, decay(reached), decay(reached[:, :, -1:] - reached))
+    for index, chunk in enumerate(chunks(num_tokens)):
+        part = Tokens(*(each[:, chunk] for each in every))
+        fades = Fades(*(each[:, index, : part.v.shape[1]] for each in faded))
+        after = scan(part, fades, after, out[:, chunk])
+    out, after = (torch.unflatten(each, 0, (num_sequences, -1)) for each in (out, after))
+    return out.transpose(1, 2), after
 
 
 def step(token: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,18 +72,16 @@ def step(token: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
     return (token.q.unsqueeze(-2) @ after).squeeze(-2), after
 
 
-def scan(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One chunk of each sequence, with the dim of tokens after that of heads."""
-    q, k, v, log_decay, strength = tokens
-    reached = reach(log_decay)
-    left, carried = fading(reached), decay(reached)
-    # Once for the three products that it is part of.
-    k = k.contiguous()
-    strong, keys = k * strength, k.mT
-    free = (v * strength).sub_((strong * carried) @ state)
+def scan(tokens: Tokens, fades: Fades, state: Tensor, out: Tensor) -> Tensor:
+    """One chunk, each (sequences x heads, tokens, channels): the state after it; the answers go to `out`."""
+    left, carried = fading(fades.reached), fades.carried
+    # Once for the products that they are part of.
+    q, k = tokens.q.contiguous(), tokens.k.contiguous()
+    free = torch.addcmul(tokens.v, torch.bmm(k, state), carried, value=-1).mul_(tokens.strength)
     # The diagonal counts as ones, whatever is there.
-    system = (strong @ keys).mul_(left)
-    written = torch.linalg.solve_triangular(system, free, upper=False, unitriangular=True)
-    out = ((q @ keys).mul_(left) @ written).add_((q * carried) @ state)
-    end = reached[..., -1:, :]
-    return out, state * decay(end) + (k * decay(end - reached)).mT @ written
+    system = torch.bmm(k, k.mT).mul_(left).mul_(tokens.strength)
+    # Turned round, rows are columns, which is how the solver wants them: a third of the time.
+    written = torch.linalg.solve_triangular(system.mT, free.mT, upper=True, left=False, unitriangular=True).mT
+    torch.mul(torch.bmm(q, state), carried, out=out)
+    out.baddbmm_(torch.bmm(q, k.mT).mul_(left), written)
+    return (state * carried[:, -1:]).baddbmm_((k * fades.until).mT, written)

@@ -1,0 +1,53 @@
+"""What each layer of a hybrid had to send, as its ranks tell it: what the bound is computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from tests.engine.e2e.house import House, Side, greedy, opened
+from tests.engine.e2e.prompts import prompt
+from tests.engine.hybrids import hybrid
+
+from baton.engine.pair import Ask
+from baton.engine.stories import Told, serial_s
+
+pytestmark = pytest.mark.engine
+
+CHUNK, NUM_TOKENS = 64, 150
+KEY_BYTES = 2 * 8 * 2 * 4
+"""Of a token in a layer that attends: 2 heads of 8 channels, keys and values."""
+STATE_BYTES = 6 * 16 * 10 * 4 + 3 * (6 * 16 + 2 * 2 * 10) * 4
+"""Of a layer that recurs: 6 heads of 16 x 10, and 3 inputs of each of a convolution's channels."""
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[House]:
+    with opened() as found:
+        yield found
+
+
+@pytest.mark.parametrize("policy", ["fixed:1", "off"])
+def test_states_are_due_in_the_last_chunk_by_layers(house: House, policy: str) -> None:
+    plain = Side(str(hybrid("bamba"))).but(chunk_tokens=CHUNK)
+    pair = house.pair(plain, Side(plain.model, name="two", options=plain.options))
+    answer, pieces = pair.ask(Ask(greedy(prompt(NUM_TOKENS), 2), policy=policy))
+    list(pieces)
+    story = answer.stories["prefill"]
+    dues = [due for copy in story.copies[0] for due in copy.dues]
+    assert sum(copy.num_bytes for copy in story.copies[0]) == sum(due.num_bytes for due in dues)
+    # Layers 1 and 4 of 5 attend. They send every chunk, the others in the last one.
+    keys, rest = KEY_BYTES * CHUNK, KEY_BYTES * (NUM_TOKENS - 2 * CHUNK)
+    sent = [(due.num_bytes, due.state_bytes) for due in dues]
+    state = (STATE_BYTES, STATE_BYTES)
+    assert sent == [*[(keys, 0)] * 4, state, (rest, 0), state, state, (rest, 0)]
+    assert all(before.ready_s < after.ready_s for before, after in pairwise(dues))
+    *_, last = (group.start_s for group in story.groups[0] if group.layers[0] == 0)
+    assert all(due.ready_s > last for due in dues if due.state_bytes)
+    assert dues[-1].ready_s == pytest.approx(story.prompt_s)
+    told = Told(answer.asked_s, answer.first_s, story, answer.stories["decode"])
+    assert 0 <= told.bound(serial_s(story)) <= 1
+    assert told.state_share() == pytest.approx(
+        3 * STATE_BYTES / (3 * STATE_BYTES + 2 * NUM_TOKENS * KEY_BYTES)
+    )
