@@ -24,6 +24,7 @@ class Setting:
     policy: str = "cost"
     dtype: str = "fp32"
     device: str = "cpu"
+    has_draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,9 @@ def generate(
     ] = False,
     dtype: Annotated[str, typer.Option(metavar="D", help="fp32, bf16 or fp16")] = "fp32",
     device: Annotated[str, typer.Option(metavar="D", help="cpu or cuda")] = "cpu",
+    draft: Annotated[
+        bool, typer.Option("--draft", help="guess a token ahead by the model's own draft layer")
+    ] = False,
     raw: Annotated[bool, typer.Option("--raw", help="the prompt as it is, no chat template")] = False,
     timeline: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="write it: FILE.png or FILE.json (Perfetto)")
@@ -79,6 +83,6 @@ def generate(
     )
     speed = heavy.parse_speed(link) if link else 0.0
     heavy.run(
-        Setting(model, prefill, decode, transport, speed, overlap, dtype, device),
+        Setting(model, prefill, decode, transport, speed, overlap, dtype, device, draft),
         Question(prompt, params, raw, not no_pipeline, first_token, tuple(timeline or ())),
     )

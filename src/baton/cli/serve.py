@@ -40,6 +40,7 @@ class What:
     first_token: str
     dtype: str
     device: str
+    has_draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,9 @@ def serve(
     queue: Annotated[int, typer.Option(min=1, metavar="N", help="requests that may wait")] = QUEUE,
     dtype: Annotated[str, typer.Option(metavar="D", help="fp32, bf16 or fp16")] = "fp32",
     device: Annotated[str, typer.Option(metavar="D", help="cpu or cuda")] = "cpu",
+    draft: Annotated[
+        bool, typer.Option("--draft", help="guess a token ahead by the model's own draft layer")
+    ] = False,
     drain_s: Annotated[float, typer.Option(min=0, metavar="S", help="for open requests, at the end")] = 30.0,
     api_key_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="keys of clients; default: BATON_API_KEY")
@@ -101,6 +105,6 @@ def serve(
     heavy = importlib.import_module("baton.cli.engine.serve")
     heavy.run(
         Where(host, port, registry, bootstrap_port, api_key_file, secret_file, drain_s),
-        What(model, role, layout, name, transport, link, overlap, first_token, dtype, device),
+        What(model, role, layout, name, transport, link, overlap, first_token, dtype, device, draft),
         Sizing(pool_tokens, page_tokens, context, chunk_tokens, queue),
     )

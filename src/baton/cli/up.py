@@ -51,10 +51,13 @@ def up(
     context: Tokens = None,
     chunk_tokens: Tokens = None,
     queue: Annotated[int | None, typer.Option(min=1, metavar="N", help="as for serve")] = None,
+    draft: Annotated[
+        bool, typer.Option("--draft", help="guess a token ahead by the model's own draft layer")
+    ] = False,
 ) -> None:
     """Starts a registry, prefill and decode instances and a router, and serves until it is interrupted."""
     sizes = (page_tokens, pool_tokens, context, chunk_tokens, queue)
-    engine = Engine(transport, overlap, first_token, dtype, device, *sizes)
+    engine = Engine(transport, overlap, first_token, dtype, device, *sizes, draft)
     front = Front(host, port, policy, api_key_file)
     sides = layouts("--prefill", prefill), layouts("--decode", decode)
     # The checks bring torch along, which other verbs and --help need not wait for.

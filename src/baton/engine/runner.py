@@ -8,16 +8,19 @@ groups and the ranks of dp x tp.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.engine.attention.dealing import Rows, deal_rows
 from baton.engine.attention.passes import Pass
 from baton.engine.attention.pools import CachePools
-from baton.engine.model.seam import Layer, Stage
+from baton.engine.drafting import Following, Proposed, sampled_rows, with_forks, with_given
+from baton.engine.model.seam import Head, Layer, Stage
 from baton.engine.parallel.mesh import Mesh
 from baton.engine.steps import Batch
 from baton.errors import EngineError
@@ -63,6 +66,8 @@ class Runner:
         self._expected: tuple[int, torch.dtype] | None = None
         self._has_said = False
         self._vocabulary: list[int] | None = None
+        self._ended: _Ended | None = None
+        """The step that its draft is still to follow."""
 
     @torch.inference_mode()
     def run(self, batches: Sequence[Batch], hooks: Hooks) -> Tensor | None:
@@ -82,18 +87,73 @@ class Runner:
         attention = Pass(batch, self._mesh, self._pools)
         *_, last = self._stage.layers
         for layer in self._stage.layers:
-            if step.num_own:
-                x = layer.join_mix(x, self._mesh.tp.sum(layer.mix(x, attention)))
-            # What the layer stores is stored: it can leave while the rest of the layer is computed.
-            hooks.layer_done(layer.index)
-            if layer is last and self._mesh.is_last:
+            x = self._mixed(layer, x, attention, hooks)
+            if layer is last and self._mesh.is_last and self._stage.draft is None:
                 x = step.narrowed(x)
             x = self._fed(layer, x, step)
         hooks.after_forward()
         if not self._mesh.is_last:
             self._hand_on(x)
             return None
-        return self._logits(x, step)
+        self._ended = _Ended(batches, attention, x) if self._stage.draft else None
+        return self._logits(x, step, self._stage.head)
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether `propose` is to follow every step."""
+        return self._stage.draft is not None
+
+    @torch.inference_mode()
+    def propose(self, said: Sequence[Sequence[int]] | None, hooks: Hooks) -> Proposed:
+        """The draft's part of the step that was run last: stores its cache entries and guesses on.
+
+        `said` has, by work that was sampled from, the tokens that stand behind its known ones; the rank that
+        sampled knows them and the others of its last stage take part with None.
+        """
+        ended, draft, head = self._ended, self._stage.draft, self._stage.head
+        if ended is None or draft is None or head is None:
+            raise EngineError("a draft follows a step on the last stage; there was none")
+        self._ended = None
+        at = self._mesh.at["dp"]
+        batches = [with_forks(each) for each in ended.batches]
+        follow = Following(batches[at], self._agree(batches[at], said))
+        step = _Step(batches, self._mesh, follow.lasts)
+        attention, hidden = ended.attention, head.normed(ended.rows)
+        if batches[at] is not ended.batches[at]:
+            attention = Pass(batches[at], self._mesh, self._pools)
+            hidden = self._between(hidden, ended.batches[at], step)
+        own = follow.tokens[step.own[0] : step.own[1]]
+        ids = torch.from_numpy(own).to(self._pools.device, non_blocking=True)
+        embedded = draft.embedding.scale(self._mesh.tp.sum(draft.embedding.embed(ids)))
+        guessed_from = self._rows(hidden, step)
+        x = self._mixed(draft.layer, draft.join(embedded, hidden), attention, hooks)
+        x = self._fed(draft.layer, step.narrowed(x), step)
+        logits = self._logits(x, step, draft.head)
+        return Proposed([] if logits is None else logits.argmax(dim=-1).tolist(), guessed_from)
+
+    def _between(self, hidden: Tensor, batch: Batch, step: _Step) -> Tensor:
+        """This rank's rows for the draft, the given ones among them, of its rows of a batch."""
+        rows = deal_rows(batch.num_rows, self._mesh.cp.size)
+        every = self._mesh.cp.gather(hidden, rows.sizes) if rows.is_dealt else hidden
+        return with_given(every, batch)[step.own[0] : step.own[1]]
+
+    def _agree(self, batch: Batch, said: Sequence[Sequence[int]] | None) -> list[list[int]]:
+        """What was sampled, on all ranks of the last stage."""
+        num_works = sum(1 for work in batch.works if work.num_samples)
+        if self._mesh.tp.size * self._mesh.cp.size == 1 or not num_works:
+            return [list(tokens) for tokens in said or ()]
+        width = 1 + max(work.num_drafted for work in batch.works)
+        room = torch.zeros((num_works, 1 + width), dtype=torch.int64, device=self._pools.device)
+        for row, tokens in enumerate(said or ()):
+            room[row, : len(tokens) + 1] = torch.tensor([len(tokens), *tokens])
+        return [each[1 : 1 + each[0]] for each in self._mesh.cp.sum(self._mesh.tp.sum(room)).tolist()]
+
+    def _mixed(self, layer: Layer, x: Tensor, attention: Pass, hooks: Hooks) -> Tensor:
+        if len(x):
+            x = layer.join_mix(x, self._mesh.tp.sum(layer.mix(x, attention)))
+        # What the layer stores is stored: it can leave while the rest of the layer is computed.
+        hooks.layer_done(layer.index)
+        return x
 
     def _fed(self, layer: Layer, x: Tensor, step: _Step) -> Tensor:
         if self._mesh.dp.size == 1:
@@ -133,15 +193,21 @@ class Runner:
             self._mesh.pipe.send(torch.tensor(said, device=x.device))
         self._mesh.pipe.send(x)
 
-    def _logits(self, x: Tensor, step: _Step) -> Tensor | None:
-        """Of the last rows of the works to sample from."""
-        wanted, head = step.wanted, self._stage.head
-        if len(wanted) == 0 or head is None:
-            return None
-        counts = [int(((wanted >= a) & (wanted < b)).sum()) for a, b in step.rows.cuts]
+    def _rows(self, x: Tensor, step: _Step) -> Tensor:
+        """The wanted ones of this rank's rows, on every cp rank."""
+        wanted = step.wanted
         rows = x if step.is_narrowed else x.index_select(0, step.wanted_here(x.device))
-        if step.rows.is_dealt:
-            rows = self._mesh.cp.gather(rows, counts)
+        if not step.rows.is_dealt:
+            return rows
+        return self._mesh.cp.gather(
+            rows, [int(((wanted >= a) & (wanted < b)).sum()) for a, b in step.rows.cuts]
+        )
+
+    def _logits(self, x: Tensor, step: _Step, head: Head | None) -> Tensor | None:
+        """Of the rows to sample from."""
+        if len(step.wanted) == 0 or head is None:
+            return None
+        rows = self._rows(x, step)
         if self._mesh.cp.index:
             return None
         part = head.logits(rows)
@@ -154,10 +220,19 @@ class Runner:
 _SENT = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A step as the last layer left it."""
+
+    batches: Sequence[Batch]
+    attention: Pass
+    rows: Tensor
+
+
 class _Step:
     """Which rows of a step lie where."""
 
-    def __init__(self, batches: Sequence[Batch], mesh: Mesh) -> None:
+    def __init__(self, batches: Sequence[Batch], mesh: Mesh, wanted: NDArray[np.int64] | None = None) -> None:
         every = [deal_rows(batch.num_rows, mesh.cp.size) for batch in batches]
         self.rows: Rows = every[mesh.at["dp"]]
         self.own = self.rows.cuts[mesh.cp.index]
@@ -165,9 +240,7 @@ class _Step:
         self.sizes = [rows.sizes[mesh.cp.index] for rows in every]
         """Rows of each dp group at this rank's cp coordinate."""
         self.first = sum(self.sizes[: mesh.at["dp"]])
-        works = batches[mesh.at["dp"]].works
-        ends = np.cumsum([len(work.tokens) for work in works], dtype=np.int64)
-        self.wanted = ends[[work.num_samples > 0 for work in works]] - 1
+        self.wanted = sampled_rows(batches[mesh.at["dp"]]) if wanted is None else wanted
         """Rows of the batch that are sampled from."""
         self.is_narrowed = False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -115,6 +115,9 @@ class Gauges:
             "baton_instance_starts", "How often the instance was started.", registry=registry
         )
         self._rates = Gauge("baton_tokens_per_second", "Measured lately.", ["phase"], registry=registry)
+        self._drafts = Gauge(
+            "baton_draft_tokens", "Guesses of the draft, and those that stood.", ["kind"], registry=registry
+        )
 
     def look(self, load: Load, is_ready: bool, num_starts: int) -> None:
         """Takes a look, before they are told."""
@@ -127,6 +130,11 @@ class Gauges:
         self._starts.set(num_starts)
         self._rates.labels("prefill").set(load.prefill_tokens_per_s)
         self._rates.labels("decode").set(load.decode_tokens_per_s)
+
+    def count(self, counts: Mapping[str, int]) -> None:
+        """What an instance has counted since its start."""
+        for kind in ("drafted", "accepted"):
+            self._drafts.labels(kind).set(counts.get(kind, 0))
 
 
 class Metrics:

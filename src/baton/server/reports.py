@@ -139,6 +139,8 @@ class Reports:
 
         def look(gauges: Gauges) -> None:
             gauges.look(self._load(), self._keeper.is_ready, self._keeper.num_starts)
+            latest = self._keeper.latest
+            gauges.count({} if latest is None else latest.counts())
 
         headers = {"Content-Type": CONTENT_TYPE_LATEST, **NO_STORE}
         return web.Response(body=self._observer.metrics.text(look), headers=headers)

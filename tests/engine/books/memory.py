@@ -14,7 +14,7 @@ from itertools import product
 from baton.engine.books import Shares
 from baton.engine.steps import Batch, Tables, Work
 from baton.plan.cache import Cache, Window
-from baton.plan.kinds import Paged, Recurrent
+from baton.plan.kinds import Draft, Paged, Recurrent
 from baton.plan.layout import Layout, parse_layout
 from baton.plan.schemes import Mirror, Split, Stripe
 
@@ -25,12 +25,20 @@ CACHES = {
     "full": (Paged(2, 4),),
     "window": (Paged(2, 4), Paged(2, 4, window=WINDOW)),
     "hybrid": (Paged(2, 4), Recurrent(2, 8)),
+    "draft": (Paged(2, 4),),
 }
 
 
 def make_cache(name: str) -> Cache:
     parts = [part for kind in CACHES[name] for part in kind.components(LAYERS)]
+    if name == "draft":
+        parts += Draft(Paged(2, 4)).components(((2, 3),))
     return Cache(2, tuple(sorted(parts, key=lambda part: part.name)))
+
+
+def with_next(found: Iterable[int], following: Iterable[int]) -> list[int]:
+    """Entries of a model and its draft, which sees the token that follows each."""
+    return [hash((entry, token)) for entry, token in zip(found, following, strict=True)]
 
 
 def entries(salt: str, tokens: Iterable[int]) -> list[int]:
@@ -95,7 +103,9 @@ class Memory:
                 entry = self.cells.get((copy.group, rank, copy.source, offset), JUNK)
                 self.cells[copy.group, rank, copy.target, offset] = entry
         for work in batch.works:
-            self.check(work.pages, known[work.sequence][: work.start], work.prompt_tokens, str(work.sequence))
+            # Where an answer forked, the draft's entry before is written again.
+            start = work.start - (work.hidden is not None)
+            self.check(work.pages, known[work.sequence][:start], work.prompt_tokens, str(work.sequence))
         for work in batch.works:
             self._write_work(work, known[work.sequence])
 
@@ -132,7 +142,7 @@ class Memory:
             if not extent.has_tokens:
                 self.cells[group, 0, work.pages[group][0], 0] = wanted[stop - 1]
                 continue
-            for token in range(work.start, stop):
+            for token in range(work.start - (work.hidden is not None), stop):
                 self.cells[self._cell(group, work.pages, token, work.prompt_tokens)] = wanted[token]
 
     def _cell(self, group: str, pages: Tables, token: int, prompt_tokens: int) -> tuple[str, int, int, int]:

@@ -26,7 +26,7 @@ def one_of(found: list[T], pick: Pick) -> T | None:
 
 
 def make_setting(layout: str, pick: Pick) -> Setting:
-    cache = ("full", "full", "full", "window", "hybrid")[pick(5)]
+    cache = ("full", "full", "full", "window", "hybrid", "draft", "draft")[pick(7)]
     config = SchedulerConfig(
         chunk_tokens=1 + pick(6),
         batch_tokens_max=2 + pick(9),

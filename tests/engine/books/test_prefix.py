@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.engine.books.pages import PagePool
-from baton.engine.books.prefix import NUM_STALE, Node, Prefix
+from baton.engine.books.prefix import NUM_STALE, Node, Prefix, Unit
 
 UNIT = 2
 
@@ -16,7 +16,7 @@ class Cached:
     def __init__(self, num_pages: int = 16, digest: Callable[[bytes], bytes] | None = None) -> None:
         self.pool = PagePool(num_pages)
         pools = {"tokens": self.pool}
-        self.prefix = Prefix(UNIT, 1, pools, digest) if digest else Prefix(UNIT, 1, pools)
+        self.prefix = Prefix(Unit(UNIT, 1), pools, digest) if digest else Prefix(Unit(UNIT, 1), pools)
 
     def put(self, tokens: list[int], salt: str = "") -> Node | None:
         """As a sequence that computes these tokens, and ends."""

@@ -154,8 +154,8 @@ def preempts_what_is_in_flight(patch: pytest.MonkeyPatch) -> None:
 def schedules_what_is_in_flight(patch: pytest.MonkeyPatch) -> None:
     real = Scheduler._work
 
-    def broken(self: Scheduler, sequence: Sequence, size: int) -> Work:
-        work = real(self, sequence, size)
+    def broken(self: Scheduler, sequence: Sequence, size: int, guesses: tuple[int, ...] = ()) -> Work:
+        work = real(self, sequence, size, guesses)
         sequence.num_flights = 0
         return work
 
@@ -222,8 +222,53 @@ def counts_the_last_rank(patch: pytest.MonkeyPatch) -> None:
 
 
 @variant
+def takes_a_draft_for_a_layer(patch: pytest.MonkeyPatch) -> None:
+    """What a draft stored was computed with the token after a prefix, which others have not."""
+    real = Shares.__init__
+
+    def broken(self: Shares, *arguments: object) -> None:
+        real(self, *arguments)
+        self.num_ahead = 0
+
+    patch.setattr(Shares, "__init__", broken)
+
+
+@variant
+def keeps_a_guess_that_was_wrong(patch: pytest.MonkeyPatch) -> None:
+    real = Scheduler._sampled
+
+    def broken(self: Scheduler, sequence: Sequence, work: Work, tokens: list[int]) -> None:
+        real(self, sequence, work, tokens)
+        sequence.num_computed = sequence.num_scheduled = work.start + len(work.tokens)
+
+    patch.setattr(Scheduler, "_sampled", broken)
+    patch.setattr(scheduler, "check_books", lambda books: None)
+
+
+@variant
+def guesses_past_the_end(patch: pytest.MonkeyPatch) -> None:
+    def broken(self: Scheduler, sequence: Sequence, num_most: int) -> tuple[int, ...]:
+        del self, num_most
+        return () if sequence.ahead.proposal is None else (sequence.ahead.proposal,)
+
+    patch.setattr(Scheduler, "_guesses", broken)
+
+
+@variant
+def caches_what_a_fork_has_not_computed(patch: pytest.MonkeyPatch) -> None:
+    real = Room.remember
+
+    def broken(self: Room, sequence: Sequence) -> None:
+        hidden, sequence.ahead.hidden = sequence.ahead.hidden, None
+        real(self, sequence)
+        sequence.ahead.hidden = hidden
+
+    patch.setattr(Room, "remember", broken)
+
+
+@variant
 def lets_sources_take_all(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Scheduler, "_has_half", lambda self, sequence: True)
+    patch.setattr(scheduler, "has_half", lambda books, sequence: True)
 
 
 @variant

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
-from tests.engine.books.memory import JUNK, Memory, entries
+from tests.engine.books.memory import JUNK, Memory, entries, with_next
 
 from baton.engine.books import Asked, Role, Scheduler, SchedulerConfig, Sequence, State
 from baton.engine.sampling.params import SamplingParams
@@ -61,6 +62,8 @@ class World:
         """In flight, and the ranks have not come to them."""
         self.flying: list[Batch] = []
         self.told: set[int] = set()
+        self.forked: set[int] = set()
+        """Forks that nothing was computed of yet."""
         self.lent: dict[int, Lent] = {}
         """Until they are released, whatever the scheduler thinks."""
         self.seen = Counter[str]()
@@ -105,13 +108,13 @@ class World:
 
     def admit(self, sequence: Sequence) -> None:
         """The hand-over wrote what was not held; the first tokens come with it."""
-        wanted, held = self.entries_of(sequence), sequence.num_cached
+        first = self._samples(self.plain_by_number(sequence.number)[-1], sequence.params.n)
+        wanted, held = self.entries_by_number(sequence.number, first[:1]), sequence.num_cached
         self.lent[sequence.number].is_admitted = True
         self.memory.write(sequence.pages, held, wanted[held:], sequence.num_prompt)
         if held == len(wanted):
             self.memory.write(sequence.pages, held - 1, wanted[held - 1 :], sequence.num_prompt)
-        first = self._samples(wanted[-1], sequence.params.n)
-        self.scheduler.admit(sequence.number, first)
+        self.scheduler.admit(sequence.number, first, self._guess(sequence.number, first[:1]))
         self._sampled(sequence, first)
 
     def disturb(self, lent: Lent) -> None:
@@ -140,24 +143,31 @@ class World:
     def run(self) -> None:
         """The ranks compute the next batch."""
         batch = self.pending.pop(0)
-        self.memory.run(batch, {work.sequence: self.entries_by_number(work.sequence) for work in batch.works})
+        self.memory.run(batch, {work.sequence: self._written(work) for work in batch.works})
 
     def complete(self) -> None:
         batch = self.flying.pop(0)
         if self.pending and self.pending[0] is batch:
             self.run()
-        samples = {
-            work.sequence: self._samples(self.entries_by_number(work.sequence)[-1], work.num_samples)
+        samples = {work.sequence: self._drawn(work) for work in batch.works if work.num_samples}
+        proposals = {
+            work.sequence: guess
             for work in batch.works
             if work.num_samples
+            and (guess := self._guess(work.sequence, samples[work.sequence][: 1 + work.num_drafted]))
+            is not None
         }
         live = {
             number: one for number, one in self.scheduler.sequences.items() if one.state is not State.ENDED
         }
-        self.scheduler.complete(batch, samples)
+        self.scheduler.complete(batch, samples, proposals)
         for work in batch.works:
             if work.num_samples and work.sequence in live:
-                self._sampled(live[work.sequence], samples[work.sequence])
+                self._sampled(live[work.sequence], samples[work.sequence], is_guessed=work.num_drafted > 0)
+                if work.num_drafted:
+                    self.seen["right" if len(samples[work.sequence]) > 1 else "wrong"] += 1
+                    # Only what stands was computed for good.
+                    self.scheduled[work.sequence] = live[work.sequence].num_computed
 
     def finish(self, sequence: Sequence) -> None:
         self.scheduler.finish(sequence.number)
@@ -180,8 +190,16 @@ class World:
             lent for lent in self.lent.values() if lent.sequence.role is Role.TARGET and not lent.is_admitted
         ]
 
-    def entries_by_number(self, number: int) -> list[int]:
-        return entries(self.salts[number], self.tokens[number])
+    def plain_by_number(self, number: int, more: Many[int] = ()) -> list[int]:
+        """What the model stores for a sequence and further tokens."""
+        return entries(self.salts[number], [*self.tokens[number], *more])
+
+    def entries_by_number(self, number: int, more: Many[int] = ()) -> list[int]:
+        """What is in the pages for each known token, and `more` to follow them."""
+        plain = self.plain_by_number(number)
+        if self.setting.cache != "draft":
+            return plain
+        return with_next(plain, [*self.tokens[number], *more, JUNK][1 : len(plain) + 1])
 
     def entries_of(self, sequence: Sequence) -> list[int]:
         return self.entries_by_number(sequence.number)
@@ -244,6 +262,7 @@ class World:
             assert sequence.number in self.told
             assert not any(work.sequence == sequence.number for batch in self.flying for work in batch.works)
             self.scheduled[sequence.number] = 0
+            self.forked.discard(sequence.number)
             self.seen["preempted"] += 1
         for sequence in started:
             assert sequence.number not in self.told, "told twice that it began"
@@ -261,7 +280,14 @@ class World:
         assert work.sequence in self.told
         stop = work.start + len(work.tokens)
         assert work.tokens, "a work without tokens"
-        assert work.tokens == tokens[work.start : stop], "tokens that are unknown, or others"
+        known = work.tokens[: len(work.tokens) - work.num_drafted]
+        stop -= work.num_drafted
+        assert known == tokens[work.start : stop], "tokens that are unknown, or others"
+        assert work.next_token == (tokens[stop] if stop < len(tokens) else None), "another one follows"
+        is_late = work.sequence in self.forked and self.scheduled[work.sequence] == sequence.num_prompt
+        assert (work.hidden is not None) == (is_late and self.memory.shares.num_ahead > 0)
+        self.forked.discard(work.sequence)
+        self.seen["guesses"] += work.num_drafted
         assert work.prompt_tokens == sequence.num_prompt
         before = self.scheduled[work.sequence]
         if before == 0:
@@ -276,14 +302,49 @@ class World:
         forks = is_first and sequence.asked.index == 0 and sequence.role is not Role.TARGET
         assert work.num_samples == (0 if stop < len(tokens) else sequence.params.n if forks else 1)
         is_decoding = sequence.state is State.RUNNING
-        assert len(work.tokens) <= (1 if is_decoding else self.scheduler.config.chunk_tokens)
+        assert len(known) <= (1 if is_decoding else self.scheduler.config.chunk_tokens)
+        assert work.num_drafted <= is_decoding, "only what is decoded is guessed"
+        assert stop + work.num_drafted <= sequence.num_tokens_max, "a guess that could never stand"
         return is_decoding
 
     def _samples(self, last: int, count: int) -> list[int]:
         """Answers are a function of what was seen, so that equal prompts go on equally."""
         return [(last + index) % VOCABULARY for index in range(count)]
 
-    def _sampled(self, sequence: Sequence, found: list[int]) -> None:
+    def _drawn(self, work: Work) -> list[int]:
+        """What is sampled: behind a guess that is right, one more."""
+        found = self._samples(self.plain_by_number(work.sequence)[-1], work.num_samples)
+        for guess in work.tokens[len(work.tokens) - work.num_drafted :]:
+            if guess != found[-1]:
+                break
+            found += self._samples(self.plain_by_number(work.sequence, found)[-1], 1)
+        return found
+
+    def _guess(self, number: int, found: Many[int]) -> int | None:
+        """What a draft guesses to follow: mostly right, sometimes nothing."""
+        if self.setting.cache != "draft":
+            return None
+        last = self.plain_by_number(number, found)[-1]
+        right = self._samples(last, 1)[0]
+        return (right, right, (right + 1) % VOCABULARY, None)[last % 4]
+
+    def _written(self, work: Work) -> list[int]:
+        """The entries of a sequence as they are once a work is computed."""
+        if self.setting.cache != "draft":
+            return self.entries_by_number(work.sequence)
+        guesses = work.tokens[len(work.tokens) - work.num_drafted :] if work.num_drafted else []
+        found = self._drawn(work)[: 1 + work.num_drafted] if work.num_samples else []
+        plain = self.plain_by_number(work.sequence, guesses)
+        following = [*self.tokens[work.sequence], *found, *[JUNK] * len(plain)][1 : len(plain) + 1]
+        return with_next(plain, following)
+
+    def _sampled(self, sequence: Sequence, found: list[int], *, is_guessed: bool = False) -> None:
+        if is_guessed:
+            self.tokens[sequence.number] += found
+            assert sequence.generated == self.tokens[sequence.number][sequence.num_prompt :]
+            if len(sequence.generated) >= sequence.params.max_tokens:
+                self.finish(sequence)
+            return
         self.tokens[sequence.number].append(found[0])
         assert sequence.generated == self.tokens[sequence.number][sequence.num_prompt :]
         if sequence.role is Role.SOURCE:
@@ -294,12 +355,14 @@ class World:
         if len(found) > 1:
             numbers = range(self.num_made, self.num_made + len(found) - 1)
             self.num_made += len(found) - 1
-            answers += self.scheduler.fork(sequence.number, found[1:], numbers)
+            answers += self.scheduler.fork(sequence.number, found[1:], numbers, b"row")
             for child, token in zip(answers[1:], found[1:], strict=True):
                 self._know(child, [*sequence.asked.prompt, token])
                 self.told.add(child.number)
                 self.scheduled[child.number] = child.num_computed
                 self.seen["forks"] += child.state is State.RUNNING
+                if child.state is State.RUNNING:
+                    self.forked.add(child.number)
         for one in answers:
             if len(one.generated) >= one.params.max_tokens:
                 self.finish(one)

@@ -28,16 +28,18 @@ class Engine:
     context: int | None = None
     chunk_tokens: int | None = None
     queue: int | None = None
+    draft: bool = False
 
     def words(self) -> list[str]:
         """As options of `baton serve`."""
-        named = ((each.name, getattr(self, each.name)) for each in fields(self))
-        return [
+        named = ((each.name, getattr(self, each.name)) for each in fields(self) if each.name != "draft")
+        valued = [
             word
             for name, value in named
             if value is not None
             for word in (f"--{name.replace('_', '-')}", str(value))
         ]
+        return [*valued, "--draft"] if self.draft else valued
 
 
 @dataclass(frozen=True, slots=True)

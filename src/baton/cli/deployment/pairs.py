@@ -94,6 +94,7 @@ def _config(options: Options, name: str, layout: str) -> InstanceConfig:
         "pool_tokens": engine.pool_tokens,
         "context_max": engine.context,
         "chunk_tokens": engine.chunk_tokens,
+        "has_draft": engine.draft,
     }
     config = InstanceConfig(options.model, layout, name)
     return replace(config, **{key: value for key, value in given.items() if value is not None})

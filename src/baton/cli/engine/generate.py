@@ -58,6 +58,7 @@ def configs(setting: Setting) -> list[InstanceConfig]:
         transport=setting.transport,
         link_bytes_per_s=setting.link_bytes_per_s,
         policy=setting.policy,
+        has_draft=setting.has_draft,
     )
     if setting.decode is None:
         return [prefill]

@@ -4,6 +4,9 @@ Theory. A unit is the smallest number of tokens that is whole pages on every ran
 after one particular prefix, its parent's. Its key is a hash of the parent's key, the tokens and the salt; the
 tokens, the parent and the salt are compared too, so a collision costs a miss and nothing else.
 
+The entries of a unit may have been computed with tokens beyond it: those of a draft see one further. These
+tokens count as part of it, so that what is found is what would be computed.
+
 A sequence whose pages a chain consists of pins its last node. A node is in use if it is pinned or has a child
 that is; the others can be given up, leaves first, the least recently used of them before the rest.
 """
@@ -46,6 +49,17 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
+class Unit:
+    """What is cached or not as a whole."""
+
+    num_tokens: int
+    num_pages: int
+    """Of each group."""
+    num_ahead: int = 0
+    """Tokens after it that its entries were computed with."""
+
+
+@dataclass(frozen=True, slots=True)
 class Match:
     """A cached prefix: its length, its pages and the node to pin."""
 
@@ -59,13 +73,11 @@ class Prefix:
 
     def __init__(
         self,
-        unit_tokens: int,
-        unit_pages: int,
+        unit: Unit,
         pools: Mapping[str, PagePool],
         digest: Callable[[bytes], bytes] = xxhash.xxh3_128_digest,
     ) -> None:
-        self.unit_tokens = unit_tokens
-        self.unit_pages = unit_pages
+        self.unit = unit
         self._pools = pools
         self._digest = digest
         self._nodes: dict[bytes, Node] = {}
@@ -91,7 +103,7 @@ class Prefix:
             last = node
             for group, ids in node.pages.items():
                 pages[group].extend(ids)
-        return Match(last.depth * self.unit_tokens if last else 0, pages, last)
+        return Match(last.depth * self.unit.num_tokens if last else 0, pages, last)
 
     def insert(
         self, tokens: Sequence[int], pages: Mapping[str, Sequence[int]], salt: str = ""
@@ -104,8 +116,8 @@ class Prefix:
         last: Node | None = None
         own: Node | None = None
         for index, (key, unit) in enumerate(self._units(tokens, salt)):
-            first = index * self.unit_pages
-            table = {group: list(ids[first : first + self.unit_pages]) for group, ids in pages.items()}
+            first, last_page = index * self.unit.num_pages, (index + 1) * self.unit.num_pages
+            table = {group: list(ids[first:last_page]) for group, ids in pages.items()}
             node = self._found(key, last, unit, salt)
             if node is None:
                 # Answers that forked inside of a unit share its first pages; only one of them can cache it.
@@ -161,7 +173,8 @@ class Prefix:
         seen: set[tuple[str, int]] = set()
         for node in sorted(self.nodes(), key=lambda node: -node.depth):
             assert self._nodes[node.key] is node, f"unit {node.depth} is filed under another key"
-            assert len(node.tokens) == self.unit_tokens * TOKEN_BYTES, f"unit {node.depth} is not whole"
+            num_tokens = self.unit.num_tokens + self.unit.num_ahead
+            assert len(node.tokens) == num_tokens * TOKEN_BYTES, f"unit {node.depth} is not whole"
             parent = node.parent
             assert node.depth == (parent.depth if parent else 0) + 1, f"unit {node.depth} hangs wrong"
             assert users[node.key] == node.num_users, (
@@ -172,7 +185,7 @@ class Prefix:
                 children[parent.key] = children.get(parent.key, 0) + 1
                 users[parent.key] += bool(node.num_users)
             for group, ids in node.pages.items():
-                assert len(ids) == self.unit_pages, f"unit {node.depth} has {len(ids)} pages of {group}"
+                assert len(ids) == self.unit.num_pages, f"unit {node.depth} has {len(ids)} pages of {group}"
                 for page in ids:
                     assert (group, page) not in seen, f"page {page} of {group} is in two units"
                     assert self._pools[group].is_cached(page), f"page {page} of {group} is not marked cached"
@@ -185,10 +198,11 @@ class Prefix:
 
     def _units(self, tokens: Sequence[int], salt: str) -> Iterator[tuple[bytes, bytes]]:
         """Key and content of each whole unit of tokens."""
-        raw, step, tail = array("q", tokens).tobytes(), self.unit_tokens * TOKEN_BYTES, salt.encode()
+        raw, tail = array("q", tokens).tobytes(), salt.encode()
+        step, ahead = self.unit.num_tokens * TOKEN_BYTES, self.unit.num_ahead * TOKEN_BYTES
         key = b""
-        for start, stop in pairwise(range(0, len(raw) + 1, step)):
-            unit = raw[start:stop]
+        for start, stop in pairwise(range(0, len(raw) + 1 - ahead, step)):
+            unit = raw[start : stop + ahead]
             key = self._digest(key + unit + tail)
             yield key, unit
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from baton.engine.books.pages import PageCounts, PagePool
-from baton.engine.books.prefix import Match, Prefix
+from baton.engine.books.prefix import Match, Node, Prefix, Unit
 from baton.engine.books.sequence import Holding, Sequence
 from baton.engine.books.shares import Shares
 from baton.engine.steps import PageCopy
@@ -29,7 +29,9 @@ class Room:
         self.shares = shares
         self.pools = {group: PagePool(num_pages[group]) for group in shares.groups}
         unit = shares.prefix_unit_tokens
-        self.prefix = None if unit is None else Prefix(unit, shares.unit_pages, self.pools)
+        self.prefix = None
+        if unit is not None:
+            self.prefix = Prefix(Unit(unit, shares.unit_pages, shares.num_ahead), self.pools)
 
     def start(self, sequence: Sequence, *, num_reused_max: int, is_windowed_whole: bool) -> bool:
         """Gives a sequence the pages of all its known tokens, cached ones first; False: there is no room.
@@ -105,8 +107,9 @@ class Room:
         """Caches the whole units of a sequence that are computed; the sequence keeps them pinned."""
         if self.prefix is None or sequence.asked.embeddings is not None or not sequence.pages:
             return
-        num_tokens = sequence.num_computed - sequence.num_computed % self.prefix.unit_tokens
-        tokens = sequence.tokens(0, num_tokens)
+        # The last entry of a fork that was not computed yet is its parent's.
+        num_computed = sequence.num_computed - (sequence.ahead.hidden is not None)
+        tokens = sequence.tokens(0, num_computed + self.shares.num_ahead)
         node = self.prefix.pin(self.prefix.insert(tokens, sequence.pages, sequence.asked.salt))
         self.prefix.unpin(sequence.holding.pin)
         sequence.holding.pin = node
@@ -130,7 +133,8 @@ class Room:
         held = parent.holding
         cuts: dict[str, tuple[int, int]] = {}
         for group in self.pools:
-            settled = self.shares.num_settled(group, num_computed, prompt)
+            # A draft saw the parent's first token at the last place: there the child has an entry of its own.
+            settled = self.shares.num_settled(group, num_computed - self.shares.num_ahead, prompt)
             cuts[group] = (settled, self.shares.num_pages(group, num_computed, prompt))
         found = self._take({group: last - first for group, (first, last) in cuts.items()})
         if found is None:
@@ -144,8 +148,8 @@ class Room:
             copies += [PageCopy(group, source, target) for source, target in pairs]
         for copy in copies:
             self.pools[copy.group].hold((copy.source, copy.target))
-        pin = self.prefix.pin(held.pin) if self.prefix else None
-        child.holding = Holding(pages, dict(held.num_passed), pin)
+        num_shared = min(settled for settled, _ in cuts.values())
+        child.holding = Holding(pages, dict(held.num_passed), self._pinned(held.pin, num_shared))
         child.num_computed = child.num_scheduled = num_computed
         child.num_cached = num_computed
         return copies
@@ -157,17 +161,26 @@ class Room:
 
     def num_available(self, group: str) -> int:
         """Pages that are free or could be, at most."""
-        num_idle = self.prefix.num_idle * self.prefix.unit_pages if self.prefix else 0
+        num_idle = self.prefix.num_idle * self.prefix.unit.num_pages if self.prefix else 0
         return self.pools[group].num_free + num_idle
 
     def counts(self) -> dict[str, PageCounts]:
         """How the pages of each group are used."""
         return {group: pool.counts() for group, pool in self.pools.items()}
 
+    def _pinned(self, node: Node | None, num_pages: int) -> Node | None:
+        """Pins what lies in the first pages of a table; the rest of a chain is not its holder's."""
+        if self.prefix is None:
+            return None
+        while node is not None and node.depth * self.prefix.unit.num_pages > num_pages:
+            node = node.parent
+        return self.prefix.pin(node)
+
     def _match(self, sequence: Sequence, num_reused_max: int) -> Match:
         if self.prefix is None or sequence.asked.embeddings is not None:
             return Match(0, {group: [] for group in self.pools}, None)
-        return self.prefix.lookup(sequence.tokens(0, num_reused_max), sequence.asked.salt)
+        tokens = sequence.tokens(0, num_reused_max + self.shares.num_ahead)
+        return self.prefix.lookup(tokens, sequence.asked.salt)
 
     def _join(self, match: Match) -> None:
         if self.prefix is not None:

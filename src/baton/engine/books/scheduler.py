@@ -22,8 +22,9 @@ from baton.engine.books.integrity import check_books
 from baton.engine.books.limits import SchedulerConfig, check_fit, num_tokens_max
 from baton.engine.books.reports import Changes, Counts, Reservation
 from baton.engine.books.room import Room
-from baton.engine.books.sequence import Role, Sequence, State
+from baton.engine.books.sequence import Ahead, Role, Sequence, State
 from baton.engine.books.shares import Shares
+from baton.engine.books.turns import has_half, is_older_waiting, is_ungranted
 from baton.engine.steps import Batch, PageCopy, Work
 from baton.errors import EngineError
 
@@ -63,7 +64,7 @@ class Scheduler:
         """
         assert sequence.role is Role.TARGET, "only a target's sequence is reserved"
         self._check_new(sequence)
-        if self._num_active() >= self.config.sequences_max or self._is_older_waiting(sequence):
+        if self._num_active() >= self.config.sequences_max or is_older_waiting(self, sequence):
             return None
         if not self.room.receive(sequence):
             return None
@@ -75,22 +76,29 @@ class Scheduler:
             dict.fromkeys(groups, sequence.num_cached),
         )
 
-    def admit(self, number: int, first_tokens: Iterable[int]) -> Sequence:
-        """A reserved prompt has arrived: it runs on from its first token; fork for the others."""
+    def admit(self, number: int, first_tokens: Iterable[int], proposal: int | None = None) -> Sequence:
+        """A reserved prompt has arrived: it runs on from its first token; fork for the others.
+
+        `proposal` is what the source's draft guesses to follow, for a target that has one too.
+        """
         sequence = self._known(number)
         assert sequence.state is State.RECEIVING, (
             f"sequence {number} is {sequence.state.value}, not receiving"
         )
         sequence.num_computed = sequence.num_scheduled = sequence.num_prompt
         sequence.generated.append(next(iter(first_tokens)))
+        sequence.ahead.proposal = proposal if self.shares.num_ahead else None
         sequence.state = State.RUNNING
         self.room.remember(sequence)
         return sequence
 
-    def fork(self, number: int, tokens: Iterable[int], numbers: Iterable[int]) -> list[Sequence]:
+    def fork(
+        self, number: int, tokens: Iterable[int], numbers: Iterable[int], hidden: bytes | None = None
+    ) -> list[Sequence]:
         """The other answers of a request whose first tokens were sampled together, under these numbers.
 
-        To be called before the first answer is finished or scheduled again.
+        To be called before the first answer is finished or scheduled again. `hidden` is the row that they
+        were sampled from, where drafts run.
         """
         parent = self._known(number)
         is_ready = parent.state is State.RUNNING and len(parent.generated) == 1 and not parent.num_flights
@@ -106,6 +114,7 @@ class Scheduler:
                 self._wait(child)
             else:
                 child.state = State.RUNNING
+                child.ahead.hidden = hidden if self.shares.num_ahead else None
                 self.copies += [(child_number, copy) for copy in copies]
             children.append(child)
         return children
@@ -130,8 +139,13 @@ class Scheduler:
         num_running = sum(1 for one in self.sequences.values() if one.state is State.RUNNING)
         return max(1, -(-num_running // num_batches))
 
-    def complete(self, batch: Batch, samples: Mapping[int, list[int]]) -> None:
-        """The oldest batch in flight is through; tokens by sequence, as many as each work asked for."""
+    def complete(
+        self, batch: Batch, samples: Mapping[int, list[int]], proposals: Mapping[int, int] | None = None
+    ) -> None:
+        """The oldest batch in flight is through; tokens by sequence, as many as each work asked for.
+
+        Behind guesses there is a token for each one that stands and one more; `proposals` are further ones.
+        """
         is_next = bool(self.flying) and self.flying[0] is batch
         assert is_next, "batches complete in the order they were made"
         self.flying.popleft()
@@ -139,12 +153,16 @@ class Scheduler:
         for work in batch.works:
             sequence = self.sequences[work.sequence]
             sequence.num_flights -= 1
-            sequence.num_computed = work.start + len(work.tokens)
+            found = samples.get(work.sequence, []) if sequence.state is not State.ENDED else []
+            num_right = max(0, len(found) - 1) if work.num_drafted else 0
+            sequence.num_computed = work.start + len(work.tokens) - work.num_drafted + num_right
+            sequence.num_scheduled = max(sequence.num_scheduled, sequence.num_computed)
             self.room.trim(sequence)
             if sequence.state is State.ENDED:
                 self._settle(sequence)
             elif work.num_samples:
-                self._sampled(sequence, work, samples.get(work.sequence, []))
+                self._sampled(sequence, work, found)
+                sequence.ahead.proposal = (proposals or {}).get(work.sequence)
 
     # Endings.
 
@@ -212,14 +230,24 @@ class Scheduler:
     # Choosing.
 
     def _take_decodes(self, works: list[Work], limit: int) -> None:
+        spare = self.config.batch_tokens_max
         for sequence in self._oldest_first(State.RUNNING):
-            if len(works) >= min(limit, self.config.sequences_max, self.config.batch_tokens_max):
+            if len(works) >= min(limit, self.config.sequences_max) or not spare:
                 return
             # One that was chosen for preemption by an older one is not running any more.
             if sequence.state is not State.RUNNING or sequence.num_flights or not sequence.has_room_to_grow:
                 continue
             if self._has_made_room(sequence, sequence.num_tokens):
-                works.append(self._work(sequence, 1))
+                works.append(self._work(sequence, 1, self._guesses(sequence, spare - 1)))
+                spare -= len(works[-1].tokens)
+
+    def _guesses(self, sequence: Sequence, num_most: int) -> tuple[int, ...]:
+        """What may be computed beside a sequence's token; nobody gives pages back for it."""
+        proposal, num_tokens = sequence.ahead.proposal, sequence.num_tokens + 1
+        can_stand = num_tokens <= sequence.num_tokens_max and num_most > 0
+        if proposal is None or not can_stand or not self.room.grow(sequence, num_tokens):
+            return ()
+        return (proposal,)
 
     def _take_chunks(self, works: list[Work]) -> None:
         for sequence in self._oldest_first(State.PREFILLING):
@@ -244,7 +272,7 @@ class Scheduler:
         for sequence in list(self.waiting):
             if num_rows >= self.config.batch_tokens_max or self._num_active() >= self.config.sequences_max:
                 return
-            if self._is_ungranted(sequence) and (is_source_barred or not self._has_half(sequence)):
+            if is_ungranted(sequence) and (is_source_barred or not has_half(self, sequence)):
                 # Others go past it, but none that would take its turn.
                 is_source_barred = True
                 continue
@@ -267,21 +295,26 @@ class Scheduler:
             self._changes.started.append(sequence)
         return True
 
-    def _work(self, sequence: Sequence, size: int) -> Work:
+    def _work(self, sequence: Sequence, size: int, guesses: tuple[int, ...] = ()) -> Work:
         start, stop = sequence.num_scheduled, sequence.num_scheduled + size
         sequence.num_scheduled = stop
         sequence.num_flights += 1
+        is_last = stop == sequence.num_tokens
+        hidden, sequence.ahead.hidden = sequence.ahead.hidden, None
         return Work(
             sequence=sequence.number,
             start=start,
-            tokens=sequence.tokens(start, stop),
+            tokens=[*sequence.tokens(start, stop), *guesses],
             pages={
-                group: ids[: self.shares.num_pages(group, stop, sequence.num_prompt)]
+                group: ids[: self.shares.num_pages(group, stop + len(guesses), sequence.num_prompt)]
                 for group, ids in sequence.pages.items()
             },
             prompt_tokens=sequence.num_prompt,
-            num_samples=sequence.num_samples_last if stop == sequence.num_tokens else 0,
+            num_samples=sequence.num_samples_last if is_last else 0,
             embeddings=sequence.embeddings(start, stop),
+            num_drafted=len(guesses),
+            next_token=None if is_last else sequence.tokens(stop, stop + 1)[0],
+            hidden=hidden,
         )
 
     def _has_made_room(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -299,46 +332,19 @@ class Scheduler:
         self._wait(sequence)
         self._changes.preempted.append(sequence)
 
-    def _has_half(self, sequence: Sequence) -> bool:
-        """Whether a source without a grant may begin: such hold half of the pool, or are a single one."""
-        holders = [
-            one
-            for one in self.sequences.values()
-            if self._is_ungranted(one) and one.state is not State.WAITING
-        ]
-        if not holders:
-            return True
-        for group, pool in self.room.pools.items():
-            need = self.shares.num_pages(group, sequence.num_prompt, sequence.num_prompt)
-            if need + sum(len(one.holding.held(group)) for one in holders) > pool.num_pages // 2:
-                return False
-        return True
-
-    def _is_ungranted(self, sequence: Sequence) -> bool:
-        return sequence.role is Role.SOURCE and not sequence.is_granted
-
-    def _is_older_waiting(self, sequence: Sequence) -> bool:
-        """Whether an older sequence waits for pages that a reservation would take."""
-        for one in self.waiting:
-            if one.age > sequence.age:
-                return False
-            if self._is_ungranted(one) and not self._has_half(one):
-                continue
-            return any(
-                self.shares.num_pages(group, one.num_tokens, one.num_prompt)
-                + self.shares.num_pages(group, sequence.num_prompt, sequence.num_prompt)
-                > self.room.num_available(group)
-                for group in self.room.pools
-            )
-        return False
-
     # Keeping the records.
 
     def _sampled(self, sequence: Sequence, work: Work, tokens: list[int]) -> None:
-        assert len(tokens) == work.num_samples, (
-            f"sequence {work.sequence}: {len(tokens)} tokens sampled, {work.num_samples} asked for"
+        num_most = work.num_samples + work.num_drafted
+        num_least = 1 if work.num_drafted else num_most
+        assert num_least <= len(tokens) <= num_most, (
+            f"sequence {work.sequence}: {len(tokens)} tokens sampled, {num_least} to {num_most} asked for"
         )
-        sequence.generated.append(tokens[0])
+        guesses = work.tokens[len(work.tokens) - work.num_drafted :]
+        assert not work.num_drafted or tokens[:-1] == guesses[: len(tokens) - 1], (
+            f"sequence {work.sequence}: {tokens} sampled where {guesses} was guessed"
+        )
+        sequence.generated += tokens if work.num_drafted else tokens[:1]
         if sequence.state is State.PREFILLING:
             self.room.remember(sequence)
         sequence.state = State.SENT if sequence.role is Role.SOURCE else State.RUNNING
@@ -363,6 +369,7 @@ class Scheduler:
         self.copies = [one for one in self.copies if one[0] != sequence.number]
         self.room.end_copies(mine)
         self.room.give_back(sequence)
+        sequence.ahead = Ahead()
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.state = State.WAITING

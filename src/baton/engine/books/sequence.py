@@ -71,6 +71,16 @@ class Holding:
         return self.pages.get(group, [])[self.num_passed.get(group, 0) :]
 
 
+@dataclass(slots=True)
+class Ahead:
+    """What a draft needs of a sequence, or says of it."""
+
+    proposal: int | None = None
+    """What it guesses to follow the known tokens."""
+    hidden: bytes | None = None
+    """The model's row that a fork's first token was sampled from, until the draft has seen that token."""
+
+
 @dataclass(eq=False, slots=True)
 class Sequence:
     """The mutable record of one answer; the scheduler alone writes it."""
@@ -87,6 +97,7 @@ class Sequence:
     """Tokens that were found in the prefix cache when it last began."""
     num_flights: int = 0
     """Batches in flight that it is part of."""
+    ahead: Ahead = field(default_factory=Ahead)
     is_leased: bool = False
     """A hand-over may read or write its pages."""
     is_granted: bool = False

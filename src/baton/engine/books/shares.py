@@ -20,6 +20,7 @@ from math import lcm
 
 from baton.plan.cache import Cache, Extent, Full, State, Window
 from baton.plan.layout import Layout
+from baton.plan.ranges import Ranges
 from baton.plan.schemes import Mirror, Split, Stripe
 
 
@@ -42,6 +43,8 @@ class Shares:
         num_dealt = self._num_ranks if isinstance(self._scheme, Stripe) else 1
         self.prefix_unit_tokens = None if self.why_no_prefix else unit * num_dealt
         """Prefixes of whole multiples of it are whole pages on every rank; None: prefixes are not cached."""
+        self.num_ahead = int(any(layers[-1][1] > cache.num_layers for layers in _layers(cache)))
+        """Tokens that the entries of a prefix were computed with beyond its own: a draft sees one further."""
         self.unit_pages = 0 if self.why_no_prefix else unit // page_tokens
         """Pages of each group that hold a unit."""
 
@@ -142,6 +145,10 @@ def _split(rank: int, num_ranks: int, prompt_tokens: int, page_tokens: int) -> t
     """The run of a prompt's tokens that a rank keeps."""
     share = Split().share(rank, num_ranks, prompt_tokens, page_tokens)
     return share.start, share.stop
+
+
+def _layers(cache: Cache) -> list[Ranges]:
+    return [component.layers for component in cache.components if component.layers]
 
 
 def _wider(left: Extent, right: Extent) -> Extent:

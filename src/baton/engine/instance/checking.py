@@ -17,6 +17,8 @@ def check_request(request: Generate, facts: Facts, books: Scheduler, vocab_size:
     check_params(request.params, vocab_size, facts.eos_ids)
     _check_rest(request, facts)
     _check_length(request, facts, books)
+    if request.embeddings is not None and books.shares.num_ahead:
+        raise ConfigError("input embeddings where drafts run; give token ids, or start without drafts")
     wrong = next(_unknown(request, vocab_size), None)
     if wrong is not None:
         token, where = wrong

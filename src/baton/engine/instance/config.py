@@ -17,7 +17,7 @@ from baton.errors import ConfigError
 from baton.plan import Cache, Layout, Spec, parse_layout
 from baton.plan.dtypes import item_bytes
 from baton.plan.models.config import read_config
-from baton.plan.models.parts import stack
+from baton.plan.models.parts import draft_of, stack
 from baton.plan.overlap import LayerTimes, choose
 from baton.plan.ownership import box
 from baton.plan.storage import Storage
@@ -70,6 +70,8 @@ class InstanceConfig:
     embed_registry: int | None = None
     has_prefix_cache: bool = True
     is_warmed: bool = True
+    has_draft: bool = False
+    """Whether the model's own draft layer guesses a token ahead; both sides of a hand-over agree on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,9 @@ def derive(config: InstanceConfig) -> Sizes:
     _check_place(config)
     choose(config.policy, LayerTimes((0.0,), (0.0,), 0.0), 1)
     checkpoint = open_checkpoint(config.model)
-    missing(checkpoint)
-    cache = stack((read_config(checkpoint.config, f"model {config.model}"),))
+    missing(checkpoint, has_draft=config.has_draft)
+    part = read_config(checkpoint.config, f"model {config.model}")
+    cache = stack((part, draft_of(part)) if config.has_draft else (part,))
     layout.stages(cache.num_layers, "this")
     spec = Spec(layout, cache, Storage(page_tokens=config.page_tokens, dtype=config.dtype))
     for component in cache.components:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
-from baton.engine.books.scheduler import Scheduler
 from baton.engine.books.sequence import Sequence
+from baton.engine.drafting import hidden_of, proposal_of
 from baton.engine.instance.checking import check_request
 from baton.engine.instance.load import Gauge, Queue, num_slots
 from baton.engine.instance.lobby import Lobby
-from baton.engine.instance.record import Facts, Record, sampled_of
+from baton.engine.instance.premises import Flying, Premises, Yield
+from baton.engine.instance.record import Record, sampled_of
 from baton.engine.requests import Generate, Inbound, Outbound, Sink, Story
 from baton.engine.steps import (
     Abort,
@@ -26,41 +26,19 @@ from baton.engine.steps import (
     Changed,
     Copied,
     End,
-    Order,
     Sampled,
     Send,
     Step,
     StepDone,
     Tables,
+    Work,
 )
 from baton.errors import ConfigError
-from baton.plan import Layout
 from baton.protocol.outcomes import Aux, Cause, Failed, Finished, Ready, Stage, Why
 
+COUNTED = ("preempted", "unpipelined", "pipelined", "drafted", "accepted")
 CHECK_PAGES_MAX = 10_000
 """Larger books are not checked when idle: that takes a good part of a second, and a request would wait."""
-
-
-@dataclass(slots=True)
-class Flying:
-    """A step that ranks compute."""
-
-    step: Step
-    batches: list[Batch | None]
-    missing: set[int]
-    done: dict[int, StepDone] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Premises:
-    """What the desk of an instance rests on."""
-
-    name: str
-    layout: Layout
-    schedulers: list[Scheduler]
-    facts: Facts
-    vocab_size: int
-    tell: Callable[[Order], None]
 
 
 class Desk:
@@ -79,7 +57,7 @@ class Desk:
         self._is_checked = True
         self._num_taken = 0
         self.gauge = Gauge(self._books)
-        self.counters: dict[str, int] = {"preempted": 0, "unpipelined": 0, "pipelined": 0}
+        self.counters: dict[str, int] = dict.fromkeys(COUNTED, 0)
 
     def check(self, request: Generate) -> None:
         """Raises ConfigError on what could never be served; any thread may ask."""
@@ -213,19 +191,16 @@ class Desk:
                 continue
             ranks = self._premises.layout.group(dp)
             dones = [flying.done[rank] for rank in ranks]
-            samples: dict[int, list[Sampled]] = {}
-            for done in dones:
-                samples |= done.samples
+            found = Yield.of(dones)
             self._note(batch, dones)
             num_rows = sum(len(work.tokens) for work in batch.works if work.start < work.prompt_tokens)
             self.gauge.stepped(
                 num_rows, min(each.start_s for each in dones), max(each.stop_s for each in dones)
             )
-            tokens = {number: [each.token for each in found] for number, found in samples.items()}
-            self._books[dp].complete(batch, tokens)
+            self._books[dp].complete(batch, found.tokens, found.proposals)
             for work in batch.works:
                 if work.num_samples and work.sequence in self._records:
-                    self._sampled(self._records[work.sequence], work.sequence, samples[work.sequence], now_s)
+                    self._sampled(self._records[work.sequence], work, found, now_s)
 
     def _note(self, batch: Batch, dones: list[StepDone]) -> None:
         """What a step adds to the stories of the prompts in it."""
@@ -243,8 +218,13 @@ class Desk:
                 is_whole = any(done.unpipelined for done in dones)
                 self.counters["unpipelined" if is_whole else "pipelined"] += 1
 
-    def _sampled(self, record: Record, number: int, found: list[Sampled], now_s: float) -> None:
+    def _sampled(self, record: Record, work: Work, yielded: Yield, now_s: float) -> None:
         """Tokens for one answer, or the first tokens of all of them."""
+        number = work.sequence
+        found = yielded.samples[number]
+        if work.num_drafted:
+            self.counters["drafted"] += work.num_drafted
+            self.counters["accepted"] += len(found) - 1
         if record.is_over:
             return
         if record.is_source:
@@ -256,21 +236,22 @@ class Desk:
         if record.is_target and not record.story.stepped_s:
             record.story.stepped_s = now_s
         if record.has_begun(number):
-            self.gauge.decoded(now_s - record.answers[number].told_s)
-        self._spread(record, number, found, now_s)
-
-    def _spread(self, record: Record, number: int, found: list[Sampled], now_s: float) -> None:
-        """Gives the first of several tokens to the sequence itself, the others to forks of it."""
-        for each, sampled in zip(self._forked(record, number, found), found, strict=True):
-            if record.grow(each, sampled, now_s):
+            num_tokens = len(found) if work.num_drafted else 1
+            self.gauge.decoded(now_s - record.answers[number].told_s, num_tokens)
+        # Behind guesses tokens follow one another; else the others are first ones of its forks.
+        numbers = [number] * len(found)
+        if not work.num_drafted:
+            numbers = self._forked(record, number, found, yielded.hidden.get(number))
+        for each, sampled in zip(numbers, found, strict=True):
+            if not record.has_ended(each) and record.grow(each, sampled, now_s):
                 self._finish(record, each, now_s)
 
-    def _forked(self, record: Record, number: int, found: list[Sampled]) -> list[int]:
+    def _forked(self, record: Record, number: int, found: list[Sampled], hidden: bytes | None) -> list[int]:
         """The sequences that so many first tokens are for."""
         numbers = [next(self._numbers) for _ in found[1:]]
         if numbers:
             tokens = [each.token for each in found[1:]]
-            for child in self._books[record.dp].fork(number, tokens, numbers):
+            for child in self._books[record.dp].fork(number, tokens, numbers, hidden):
                 self._records[child.number] = record
                 record.begin(child.number, child.asked.index)
                 self._begin(child)
@@ -329,9 +310,11 @@ class Desk:
         found = self._firsts(record, aux, now_s)
         if not found:
             return
-        sequence = self._books[record.dp].admit(record.number, [found[0].token])
+        guess = proposal_of(aux, self._premises.vocab_size)
+        sequence = self._books[record.dp].admit(record.number, [found[0].token], guess)
         self._begin(sequence)
-        for each, sampled in zip(self._forked(record, record.number, found), found, strict=True):
+        numbers = self._forked(record, record.number, found, hidden_of(aux, self._premises.hidden_size))
+        for each, sampled in zip(numbers, found, strict=True):
             is_told = record.has_begun(each)
             if record.has_ended(each) if is_told else record.grow(each, sampled, now_s):
                 self._finish(record, each, now_s)

@@ -24,10 +24,11 @@ from baton.engine.checkpoint.tokenizer import eos_ids, load_tokenizer
 from baton.engine.instance.children import Child
 from baton.engine.instance.config import InstanceConfig, Sizes, derive
 from baton.engine.instance.crew import Crew, answers
-from baton.engine.instance.desk import Desk, Premises
+from baton.engine.instance.desk import Desk
 from baton.engine.instance.door import Door
 from baton.engine.instance.load import LOOK_S, Load
 from baton.engine.instance.mailbox import Mailbox
+from baton.engine.instance.premises import Premises
 from baton.engine.instance.record import Facts
 from baton.engine.instance.warming import warm
 from baton.engine.rank.config import RankConfig
@@ -198,8 +199,15 @@ class Instance:
         )
         schedulers = [Scheduler(limits, shares, sizes.num_pages) for _ in range(sizes.layout.size("dp"))]
         facts = Facts(self.tokenizer, self.eos_ids, sizes.context_max, config.has_prefix_cache)
-        vocab_size = sizes.architecture.vocab_size
-        return Premises(config.name, sizes.layout, schedulers, facts, vocab_size, self._crew.tell)
+        return Premises(
+            name=config.name,
+            layout=sizes.layout,
+            schedulers=schedulers,
+            facts=facts,
+            vocab_size=sizes.architecture.vocab_size,
+            hidden_size=sizes.architecture.hidden_size,
+            tell=self._crew.tell,
+        )
 
     def _rank_config(self, rank: int) -> RankConfig:
         config, sizes = self.config, self.sizes
@@ -224,6 +232,7 @@ class Instance:
             url=config.url,
             registry=config.registry,
             embed_registry=config.embed_registry,
+            has_draft=config.has_draft,
             eos_ids=tuple(sorted(self.eos_ids)),
             context_max=sizes.context_max,
         )

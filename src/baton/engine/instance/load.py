@@ -117,9 +117,9 @@ class Gauge:
         if num_prompt_tokens:
             self._prefill.add(num_prompt_tokens, busy_s)
 
-    def decoded(self, gap_s: float) -> None:
-        """An answer's next token came so long after the one before."""
-        self._decode.add(1, gap_s)
+    def decoded(self, gap_s: float, num_tokens: int = 1) -> None:
+        """An answer's next tokens came so long after the one before."""
+        self._decode.add(num_tokens, gap_s)
 
     def handed(self, handoff_s: float) -> None:
         """A hand-over was through."""

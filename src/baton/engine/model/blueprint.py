@@ -44,6 +44,8 @@ class Blueprint:
     """What the family calls the last norm."""
     head_factor: float = 1.0
     """What logits are multiplied with."""
+    draft: LayerSpec | None = None
+    """The layer after the last one that guesses a token further, where the checkpoint has one."""
 
 
 @dataclass(frozen=True, slots=True)

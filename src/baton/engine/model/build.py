@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from baton.engine.model import families
 from baton.engine.model.blueprint import Blueprint, Family
 from baton.engine.model.cuts import cut_evenly
+from baton.engine.model.drafts import load_draft
 from baton.engine.model.ends import VocabularyEmbedding, VocabularyHead
 from baton.engine.model.fields import ModelFields
 from baton.engine.model.linear import Linear, laid_out
@@ -45,6 +46,8 @@ class Architecture:
     eos_ids: tuple[int, ...]
     num_experts: int
     """Routed experts of a mixture layer, 0 where there is none."""
+    has_draft: bool
+    """Whether there is a layer that guesses tokens ahead."""
 
 
 def describe(config: Mapping[str, Any], max_context: int | None = None) -> Architecture:
@@ -68,6 +71,7 @@ def describe(config: Mapping[str, Any], max_context: int | None = None) -> Archi
         dtype=str(dtype),
         eos_ids=fields.numbers("eos_token_id"),
         num_experts=blueprint.num_experts,
+        has_draft=blueprint.draft is not None,
     )
 
 
@@ -77,18 +81,20 @@ def build(
     *,
     max_context: int | None = None,
     on_experts: ExpertsHook | None = None,
+    has_draft: bool = False,
 ) -> Stage:
     """What one rank runs, with its slices of the weights and nothing else read.
 
-    No position may reach `max_context`, where given; `on_experts` hears which experts each row chose.
+    No position may reach `max_context`, where given; `on_experts` hears which experts each row chose; with
+    `has_draft` the last stage has the model's draft layer.
     """
-    _, blueprint = _read(checkpoint.config)
+    blueprint = _blueprint(checkpoint.config, has_draft)
     return _load(blueprint, Loader(checkpoint, cut, max_context, on_experts))
 
 
-def missing(checkpoint: Checkpoint, cut: Cut | None = None) -> None:
+def missing(checkpoint: Checkpoint, cut: Cut | None = None, *, has_draft: bool = False) -> None:
     """Raises ConfigError where tensors of a rank, or of the model, are missing or of a wrong shape."""
-    _, blueprint = _read(checkpoint.config)
+    blueprint = _blueprint(checkpoint.config, has_draft)
     loader = DryLoader(checkpoint, cut or _whole(blueprint))
     _load(blueprint, loader)
     if loader.problems:
@@ -115,8 +121,8 @@ def _load(blueprint: Blueprint, loader: Loader) -> Stage:
     layers = tuple(blueprint.layers[i].load(loader, i) for i in range(first, last))
     vocabulary = (blueprint.vocab_size, blueprint.hidden_size)
     span = cut_evenly(blueprint.vocab_size, loader.cut.heads)
-    embedding, head = None, None
-    if first == 0:
+    embedding, head, draft = None, None, None
+    if first == 0 or (blueprint.draft is not None and last == num_layers):
         weight = loader.take(rows(EMBEDDING, vocabulary, span))
         # A head that shares it is multiplied with at every step, which weighs more than looking rows up.
         weight = laid_out(weight) if blueprint.is_tied and last == num_layers else weight
@@ -132,7 +138,20 @@ def _load(blueprint: Blueprint, loader: Loader) -> Stage:
         else:
             output = laid_out(loader.take(rows(name, vocabulary, span)))
         head = VocabularyHead(norm, Linear(output), blueprint.head_factor)
-    return Stage(layers, embedding, head)
+        if blueprint.draft is not None and embedding is not None:
+            draft = load_draft(loader, blueprint.draft.load(loader, num_layers), spec, (embedding, head))
+    return Stage(layers, embedding if first == 0 else None, head, draft)
+
+
+def _blueprint(config: Mapping[str, Any], has_draft: bool) -> Blueprint:
+    """A model with its draft layer or without."""
+    fields, found = _read(config)
+    if has_draft and found.draft is None:
+        raise fields.refusal(
+            "there is no draft layer that can be run (num_nextn_predict_layers of a DeepSeek-V3); "
+            "decode without drafts"
+        )
+    return found if has_draft else replace(found, draft=None)
 
 
 def _read(config: Mapping[str, Any]) -> tuple[ModelFields, Blueprint]:

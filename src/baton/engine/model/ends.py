@@ -46,6 +46,10 @@ class VocabularyHead:
     factor: float = 1.0
     """What the family multiplies logits with."""
 
+    def normed(self, x: Tensor) -> Tensor:
+        """(rows, hidden) after the last norm."""
+        return self.norm(x)
+
     def logits(self, x: Tensor) -> Tensor:
         """(rows, hidden) -> (rows, vocabulary of this rank), float32."""
         logits = self.output(self.norm(x)).to(torch.float32)

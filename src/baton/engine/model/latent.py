@@ -67,7 +67,8 @@ def assemble_latent(fields: ModelFields, mixer: MlaSpec, rule: Rule, has_mlp_bia
         types = [SPARSE if i >= first and i % step == 0 else DENSE for i in range(fields.num_layers)]
     mlps = [sparse if each == SPARSE else dense for each in types]
     made = assemble(fields, [mixer] * fields.num_layers, mlps)
-    return replace(made, num_experts=sparse.num_experts)
+    has_draft = bool(fields.number_or_none("num_nextn_predict_layers", least=0))
+    return replace(made, num_experts=sparse.num_experts, draft=made.layers[-1] if has_draft else None)
 
 
 def _read_moe(fields: ModelFields, rule: Rule, has_mlp_bias: bool) -> MoeSpec:

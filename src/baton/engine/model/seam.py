@@ -179,8 +179,30 @@ class Embedding(Protocol):
 class Head(Protocol):
     """The last norm and this rank's slice of the vocabulary."""
 
+    def normed(self, x: Tensor) -> Tensor:
+        """(rows, hidden) after the last norm: what a draft goes on from."""
+
     def logits(self, x: Tensor) -> Tensor:
         """(rows, hidden) -> (rows, vocabulary of this rank), float32; ranks in order make up the whole."""
+
+
+class Draft(Protocol):
+    """A layer that guesses the token after the next, on the last stage."""
+
+    @property
+    def layer(self) -> Layer:
+        """What stores its cache entries."""
+
+    @property
+    def embedding(self) -> Embedding:
+        """The model's own."""
+
+    @property
+    def head(self) -> Head:
+        """A norm of its own before the model's vocabulary."""
+
+    def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """Rows before its layer, of the next tokens' embeddings and the model's normed last rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,3 +212,4 @@ class Stage:
     layers: tuple[Layer, ...]
     embedding: Embedding | None
     head: Head | None
+    draft: Draft | None = None

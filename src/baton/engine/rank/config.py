@@ -35,6 +35,8 @@ class RankConfig(msgspec.Struct, frozen=True):
     registry: str | None = None
     embed_registry: int | None = None
     staging_bytes: int = 0
+    has_draft: bool = False
+    """Whether the model's draft layer runs and is handed over."""
     eos_ids: tuple[int, ...] = ()
     context_max: int = 0
 

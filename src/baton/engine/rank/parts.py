@@ -22,7 +22,7 @@ from baton.engine.runner import Runner
 from baton.engine.steps import Answer, Attach
 from baton.plan import Spec, parse_layout
 from baton.plan.models.config import read_config
-from baton.plan.models.parts import stack
+from baton.plan.models.parts import draft_of, stack
 from baton.plan.ownership import buffers
 from baton.session import Endpoint, EndpointConfig, SocketConfig
 from baton.transport import Transport, open_transport, option_names, parse_transport
@@ -58,12 +58,13 @@ def load(config: RankConfig) -> Loaded:
     """Weights of this rank, and the other ranks of the instance."""
     checkpoint = open_checkpoint(config.model)
     architecture = describe(checkpoint.config, config.context_max)
-    cache = stack((read_config(checkpoint.config, f"model {config.model}"),))
+    part = read_config(checkpoint.config, f"model {config.model}")
+    cache = stack((part, draft_of(part)) if config.has_draft else (part,))
     layout = parse_layout(config.layout)
     device = _device(config)
     mesh = connect(layout, config.rank, Path(config.rendezvous), device)
     cut = mesh.cut(cache.num_layers, DTYPES[config.dtype], device)
-    stage = build(checkpoint, cut, max_context=config.context_max)
+    stage = build(checkpoint, cut, max_context=config.context_max, has_draft=config.has_draft)
     spec = config.spec(cache)
     return Loaded(
         stage,
@@ -103,7 +104,7 @@ def attach(
     )
     stages = spec.layout.stages(spec.cache.num_layers, "this")
     layers = stages[mesh.at["pp"]]
-    handing = Handing(endpoint, layers, tell)
+    handing = Handing(endpoint, layers, tell, num_drafts=int(loaded.stage.draft is not None))
     caches = CachePools(spec, config.rank, pools, loaded.device)
     is_sampler = mesh.at["pp"] == len(stages) - 1 and mesh.at["cp"] == 0 and mesh.at["tp"] == 0
     return Parts(

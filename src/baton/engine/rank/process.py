@@ -17,12 +17,15 @@ from time import monotonic
 import msgspec
 import torch
 
+from baton.engine.drafting import HIDDEN, PROPOSAL, Guess
 from baton.engine.rank.config import RankConfig
+from baton.engine.rank.drawing import draw
+from baton.engine.rank.handing import Part
 from baton.engine.rank.parts import Parts, attach, load
 from baton.engine.rank.pipeline import Pipeline
 from baton.engine.sampling.ending import Progress, ending
 from baton.engine.sampling.params import SamplingParams
-from baton.engine.sampling.sampler import Sampler, Want
+from baton.engine.sampling.sampler import Sampler
 from baton.engine.steps import (
     Abort,
     Answer,
@@ -135,35 +138,46 @@ class Rank:
         batch = step.batches[self.parts.mesh.at["dp"]]
         logits = self.parts.runner.run(step.batches, self.pipeline)
         wanted = [work for work in batch.works if work.num_samples]
-        samples = {}
+        samples: dict[int, list[Sampled]] = {}
         if self.sampler and wanted:
             assert logits is not None
-            samples = self._sample(logits, wanted)
+            samples = draw(self.sampler, logits, wanted)
+        guesses = self._guess(wanted, samples) if self.parts.runner.has_draft else {}
         # Before the commits: once all is known to be copied, so is when it was computed.
         groups = self.pipeline.groups()
         for part in self.pipeline.leaving:
-            aux, is_ended = self._aux(part.work, samples, part.outgoing.order.num_cached)
+            aux, is_ended = self._aux(part, samples, guesses.get(part.work.sequence))
             self.parts.handing.commit(part, aux, is_ended=is_ended)
         return StepDone(
             number=step.number,
             rank=self.config.rank,
             groups=groups,
             samples=samples,
+            proposals={sequence: guess.token for sequence, guess in guesses.items()},
+            hidden={work.sequence: guesses[work.sequence].hidden for work in wanted if _forks(work, guesses)},
             unpipelined=self.pipeline.unpipelined,
             start_s=start_s,
             stop_s=monotonic(),
         )
 
-    def _sample(self, logits: torch.Tensor, wanted: list[Work]) -> dict[int, list[Sampled]]:
-        assert self.sampler is not None
-        wants = [Want(work.sequence, work.num_samples, work.start + len(work.tokens)) for work in wanted]
-        for work in wanted:
-            self.sampler.extend(work.sequence, work.tokens, work.start)
-        found = self.sampler.sample(logits, wants)
-        return {work.sequence: tokens for work, tokens in zip(wanted, found, strict=True)}
+    def _guess(self, wanted: list[Work], samples: dict[int, list[Sampled]]) -> dict[int, Guess]:
+        """The draft's part of a step; guesses by sequence, on the rank that samples."""
+        said = None
+        if self.sampler:
+            # Where an answer forks, the first one's token stands for all.
+            found = [samples[work.sequence][: 1 + work.num_drafted] for work in wanted]
+            said = [[each.token for each in tokens] for tokens in found]
+        proposed = self.parts.runner.propose(said, self.pipeline)
+        if not self.sampler:
+            return {}
+        triples = zip(wanted, proposed.tokens, proposed.rows, strict=True)
+        return {work.sequence: Guess(token, row) for work, token, row in triples}
 
-    def _aux(self, work: Work, samples: dict[int, list[Sampled]], num_cached: int) -> tuple[Aux | None, bool]:
+    def _aux(
+        self, part: Part, samples: dict[int, list[Sampled]], guess: Guess | None
+    ) -> tuple[Aux | None, bool]:
         """What the target needs beside the cache, and whether the answer ended with its first token."""
+        work = part.work
         found = samples.get(work.sequence)
         if not found or self.sampler is None:
             return None, False
@@ -173,7 +187,10 @@ class Rank:
             tokens=tuple(each.token for each in found),
             logprobs=logprobs,
             sampler_position=work.start + len(work.tokens),
-            cached_tokens=num_cached,
+            cached_tokens=part.outgoing.order.num_cached,
+            # A row is long; one answer goes on from the guess alone.
+            tensors={HIDDEN: guess.hidden} if guess is not None and work.num_samples > 1 else {},
+            fields={} if guess is None else {PROPOSAL: guess.token},
         )
         return aux, all(self._is_ending(work, each.token) for each in found)
 
@@ -183,6 +200,10 @@ class Rank:
         num_tokens = work.start + len(work.tokens) + 1
         progress = Progress(token, num_tokens - num_prompt, num_tokens, self.config.context_max)
         return ending(progress, params, self.config.eos_ids) is not None
+
+
+def _forks(work: Work, guesses: dict[int, Guess]) -> bool:
+    return work.num_samples > 1 and work.sequence in guesses
 
 
 def main(descriptor: int) -> None:

@@ -51,6 +51,13 @@ class Mixed:
         )
 
 
+def draft_of(part: Part) -> Part:
+    """A draft of one layer that keeps what a model's last layer does, as those trained with a model do."""
+    last = ((part.num_layers - 1, part.num_layers),)
+    kinds = tuple((kind, ((0, 1),)) for kind, on in part.kinds if intersection(last, on))
+    return Part(1, kinds, is_draft=True)
+
+
 def stack(parts: Sequence[Part]) -> Cache:
     """The cache of a model that consists of `parts`."""
     num_layers = sum(part.num_layers for part in parts if not part.is_draft)

@@ -1,0 +1,203 @@
+"""A draft on one rank: what it guesses is what its layer of `transformers` does, however rows come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.engine.drafts import NUM_LAYERS, drafted, guesses
+from tests.engine.e2e.prompts import prompt
+from tests.engine.tiny import tiny
+
+from baton.engine.attention.pools import CachePools
+from baton.engine.checkpoint import open_checkpoint
+from baton.engine.drafting import FORK, HIDDEN, PROPOSAL, Following, hidden_of, proposal_of, with_forks
+from baton.engine.model.build import build, describe, missing
+from baton.engine.parallel.mesh import Mesh
+from baton.engine.rank.drawing import draw
+from baton.engine.runner import Quiet, Runner
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling.sampler import Sampler
+from baton.engine.steps import Batch, Begin, PageCopy, Work
+from baton.errors import ConfigError, EngineError
+from baton.plan import Spec, Storage, parse_layout
+from baton.plan.models.config import read_config
+from baton.plan.models.parts import draft_of, stack
+from baton.plan.ownership import buffers
+from baton.protocol.outcomes import Aux
+
+PAGE = 4
+CPU = torch.device("cpu")
+TOKENS = prompt(23)
+PAGES = {"tokens": [5, 2, 9, 1, 7, 3]}
+
+
+class Rig:
+    """One rank with a tiny model and its draft."""
+
+    def __init__(self, folder: Path) -> None:
+        checkpoint = open_checkpoint(str(folder))
+        part = read_config(checkpoint.config, "tiny")
+        cache = stack((part, draft_of(part)))
+        mesh = Mesh(parse_layout("tp1"), 0)
+        spec = Spec(mesh.layout, cache, Storage(page_tokens=PAGE, dtype="fp32", num_pages_default=16))
+        content = {name: np.zeros(size, dtype=np.uint8) for name, size in buffers(spec, 0, "t").items()}
+        self.pools = CachePools(spec, 0, content, CPU)
+        stage = build(checkpoint, mesh.cut(cache.num_layers, torch.float32, CPU), has_draft=True)
+        self.runner = Runner(stage, mesh, self.pools)
+        self.rows: torch.Tensor = torch.empty(0)
+
+    def guess(self, *pairs: tuple[Work, list[int]], copies: tuple[PageCopy, ...] = ()) -> list[int]:
+        """Runs works, and their draft with what was sampled for each."""
+        self.runner.run([Batch([work for work, _ in pairs], list(copies))], Quiet())
+        proposed = self.runner.propose([said for work, said in pairs if work.num_samples], Quiet())
+        self.rows = proposed.rows
+        return proposed.tokens
+
+
+def chunk(start: int, stop: int, **changes: object) -> Work:
+    """Part of the prompt; the last token is sampled from."""
+    is_last = stop == len(TOKENS)
+    fields = {"num_samples": int(is_last), "next_token": None if is_last else TOKENS[stop], **changes}
+    return Work(0, start, TOKENS[start:stop], PAGES, len(TOKENS), **fields)
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return drafted("deepseek_v3")
+
+
+@pytest.fixture
+def rig(folder: Path) -> Rig:
+    return Rig(folder)
+
+
+@pytest.mark.parametrize("size", [1, 5, 23])
+def test_guesses_in_chunks(rig: Rig, folder: Path, size: int) -> None:
+    following = 17
+    wanted = guesses(folder, [*TOKENS, following])
+    found: list[int] = []
+    for start in range(0, len(TOKENS), size):
+        found = rig.guess((chunk(start, min(start + size, len(TOKENS))), [following]))
+    assert found == [wanted[-1]]
+
+
+def test_guesses_at_every_token(rig: Rig, folder: Path) -> None:
+    tokens = [*TOKENS, 17]
+    wanted = guesses(folder, tokens)
+    for at in range(len(TOKENS)):
+        work = Work(0, at, TOKENS[at : at + 1], PAGES, len(TOKENS), 1)
+        assert rig.guess((work, [tokens[at + 1]])) == [wanted[at]], f"after token {at}"
+    assert len(set(wanted)) > len(wanted) // 3, "a draft that always guesses alike shows nothing"
+
+
+def test_a_guess_that_stands_and_one_that_does_not(rig: Rig, folder: Path) -> None:
+    """Row by row after either; wrong rows are written over."""
+    tokens = [*TOKENS, 40, 41, 42, 43]
+    wanted = guesses(folder, tokens)
+    rig.guess((chunk(0, 20), []))
+    # After 20 known tokens: the 21st, and a wrong guess of the 22nd.
+    two = Work(0, 20, [TOKENS[20], 60], PAGES, len(TOKENS), 1, num_drafted=1)
+    assert rig.guess((two, [TOKENS[21]])) == [wanted[20]]
+    two = Work(0, 21, [TOKENS[21], TOKENS[22]], PAGES, len(TOKENS), 1, num_drafted=1)
+    assert rig.guess((two, [TOKENS[22], 40])) == [wanted[22]]
+
+
+def test_works_beside_one_another(rig: Rig, folder: Path) -> None:
+    other = Work(1, 0, TOKENS[:9], {"tokens": [0, 4, 6]}, 9, 1)
+    found = rig.guess((chunk(0, 11), []), (other, [TOKENS[9]]))
+    assert found == [guesses(folder, TOKENS[:10])[8]]
+    found = rig.guess((chunk(11, 23), [17]), (Work(1, 9, [TOKENS[9]], {"tokens": [0, 4, 6]}, 9, 1), [3]))
+    assert found == [
+        guesses(folder, [*TOKENS, 17])[-1],
+        guesses(folder, [*TOKENS[:10], 3])[-1],
+    ]
+
+
+def test_a_fork_goes_on_from_the_row_that_it_was_sampled_from(rig: Rig, folder: Path) -> None:
+    """The draft saw the first answer's token: the other's draft entry is computed anew from that row."""
+    pages = {"tokens": PAGES["tokens"][:2]}
+    parent = Work(0, 0, TOKENS[:8], pages, 8, 2)
+    rig.guess((parent, [60]))
+    row = rig.rows[0].numpy().tobytes()
+    copies = (PageCopy("tokens", 2, 9),)
+    child = Work(1, 8, [61], {"tokens": [5, 9, 1]}, 8, 1, hidden=row)
+    assert rig.guess((child, [62]), copies=copies) == [guesses(folder, [*TOKENS[:8], 61, 62])[-1]]
+    entry = rig.pools.view("latent", NUM_LAYERS)
+    assert not torch.equal(entry[2], entry[9])
+    # Without the row, the entry is the first answer's.
+    rig.guess((parent, [60]))
+    late = Work(2, 8, [61], {"tokens": [5, 10, 1]}, 8, 1)
+    rig.guess((late, [62]), copies=(PageCopy("tokens", 2, 10),))
+    entry = rig.pools.view("latent", NUM_LAYERS)
+    torch.testing.assert_close(entry[2], entry[10])
+    with pytest.raises(EngineError, match="a row of 47 channels, the model has 48"):
+        rig.guess((Work(1, 8, [61], {"tokens": [5, 9, 1]}, 8, 1, hidden=row[4:]), [62]))
+
+
+def test_what_follows_rows() -> None:
+    works = [
+        Work(0, 3, [4, 5, 6], {}, 9, 0, next_token=7),
+        Work(1, 0, [1, 2], {}, 2, 1),
+        Work(2, 8, [1, 30, 31], {}, 2, 1, num_drafted=2),
+        Work(3, 8, [1, 30], {}, 2, 1, num_drafted=1),
+    ]
+    found = Following(Batch(works), [[9], [30, 50], [30, 33]])
+    assert found.tokens.tolist() == [5, 6, 7, 2, 9, 30, 50, 50, 30, 33]
+    assert found.lasts.tolist() == [4, 6, 9]
+    with pytest.raises(EngineError, match=r"sequence 0: .*the next one is not told"):
+        Following(Batch([Work(0, 3, [4], {}, 9)]), [])
+    forked = with_forks(Batch([Work(0, 3, [4], {}, 3, 1, hidden=b"row"), works[1]]))
+    assert [(work.start, work.tokens) for work in forked.works] == [(2, [FORK, 4]), (0, [1, 2])]
+    assert with_forks(found_batch := Batch(works)) is found_batch
+
+
+def test_tokens_are_drawn_as_far_as_guesses_stand() -> None:
+    sampler = Sampler(vocab_size=8, eos_ids=())
+    for sequence in range(3):
+        sampler.begin(Begin(sequence, 0, [1, 2], 2, SamplingParams(temperature=0.0)))
+    works = [
+        Work(0, 1, [2, 5, 6], {}, 2, 1, num_drafted=2),
+        Work(1, 1, [2], {}, 2, 1),
+        Work(2, 1, [2, 4], {}, 2, 1, num_drafted=1),
+    ]
+    best = [5, 6, 7, 3, 1, 2]
+    logits = torch.nn.functional.one_hot(torch.tensor(best), 8).float()
+    found = {key: [each.token for each in tokens] for key, tokens in draw(sampler, logits, works).items()}
+    assert found == {0: [5, 6, 7], 1: [3], 2: [1]}
+    # Only what stands is known to the sampler: the next work goes on right behind it.
+    sampler.extend(2, [1], 2)
+    with pytest.raises(EngineError, match="only 3 are known"):
+        sampler.extend(2, [1], 4)
+
+
+def test_what_an_aux_record_says_is_checked() -> None:
+    assert proposal_of(Aux(fields={PROPOSAL: 7}), 8) == 7
+    for wrong in ({}, {PROPOSAL: 8}, {PROPOSAL: -1}, {PROPOSAL: "7"}, {PROPOSAL: 1.5}):
+        assert proposal_of(Aux(fields=wrong), 8) is None
+    assert hidden_of(Aux(tensors={HIDDEN: bytes(12)}), 3) == bytes(12)
+    assert hidden_of(Aux(tensors={HIDDEN: bytes(11)}), 3) is None
+    assert hidden_of(Aux(), 3) is None
+
+
+def test_models_without_a_draft_are_refused(folder: Path) -> None:
+    plain = open_checkpoint(str(tiny("llama")))
+    with pytest.raises(ConfigError, match=r"no draft layer .* decode without drafts"):
+        missing(plain, has_draft=True)
+    assert not describe(plain.config).has_draft
+    assert describe(open_checkpoint(str(folder)).config).has_draft
+
+
+def test_a_draft_whose_tensors_are_missing_is_refused() -> None:
+    """A config that announces one, with weights that have none."""
+    checkpoint = open_checkpoint(str(tiny("deepseek_v3", num_nextn_predict_layers=1)))
+    missing(checkpoint)
+    with pytest.raises(ConfigError, match=r"does not match its config: model\.layers\.4"):
+        missing(checkpoint, has_draft=True)
+
+
+def test_a_draft_follows_a_step(rig: Rig) -> None:
+    with pytest.raises(EngineError, match="a draft follows a step"):
+        rig.runner.propose([], Quiet())
