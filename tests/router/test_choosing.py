@@ -290,14 +290,41 @@ def test_prompt_that_prefill_has_cached_is_handed_over():
 def test_local_prefills_under_way_are_one_chunk_at_most():
     slow = Rates(prefill_tokens_per_s=500.0)
     found = choosing(
-        instance("p", P, rates=RATES), instance("d", D, rates=slow, chunk_tokens=110), mode=LocalMode.AUTO
+        instance("p", P, rates=RATES), instance("d", D, rates=slow, chunk_tokens=45), mode=LocalMode.AUTO
     )
-    first = found.choose(asked(240), Wish())
+    first = found.choose(asked(96), Wish())
     first.take()
     assert first.why_local == "short"
-    assert found.choose(asked(244), Wish()).why_local == ""
+    assert found.choose(asked(100), Wish()).why_local == ""
     first.prefilled()
-    assert found.choose(asked(236), Wish()).why_local == "short"
+    assert found.choose(asked(96), Wish()).why_local == "short"
+
+
+def test_answers_under_way_wait_for_short_prompts_alone():
+    """500 tokens/s are 50 in a tenth of a second, though decode would have up to 100 of them sooner."""
+    slow = Rates(prefill_tokens_per_s=500.0)
+    prefill, decode = instance("p", P, rates=RATES), instance("d", D, rates=slow, chunk_tokens=512)
+    found = choosing(prefill, decode, mode=LocalMode.AUTO)
+    first = found.choose(asked(340), Wish())
+    first.take()
+    first.prefilled()
+    assert (first.why_local, local.threshold(prefill, decode)) == ("short", 50)
+    assert found.choose(asked(240), Wish()).why_local == ""
+    second = found.choose(asked(120), Wish())
+    second.take()
+    assert second.why_local == "short"
+    assert found.choose(asked(120), Wish()).why_local == ""  # both together are too many
+    for route in (first, second):
+        route.release_server()
+    second.prefilled()
+    assert local.threshold(prefill, decode) == 100
+
+
+def test_answers_of_other_routers_wait_too():
+    told = {"rates": RATES, "chunk_tokens": 512}
+    busy = instance("d", D, load=Load(num_running=1, num_tokens=300), **told)
+    assert local.threshold(instance("p", P, rates=RATES), busy) == 100
+    assert local.threshold(instance("p", P, rates=RATES), instance("d", D, **told)) == 512
 
 
 @pytest.mark.parametrize(("mode", "why"), [(LocalMode.NEVER, ""), (LocalMode.ALWAYS, "always")])

@@ -8,8 +8,8 @@ sooner:
 
 where t is what an instance does not have cached, which may differ between the two.
 
-Running streams wait while decode prefills, so it is never more than one of decode's chunks, all such prompts
-under way there together.
+Answers under way wait while decode prefills. So it is never more than one of decode's chunks, and beside
+answers no more than what decode computes in STALL_S, all such prompts under way there together.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from baton.router.instances import Instance
 
 CHUNK_TOKENS = 256
 """Where an instance does not say how much it prefills at a time."""
+STALL_S = 0.1
+"""How long answers may wait for a prompt that is not theirs. Not by the time of a decode step as measured:
+that has these waits in it, and the bound would grow with them."""
 BYTES_PER_TOKEN = 4.0
 _WEIGHT = 0.1
 
@@ -73,20 +76,23 @@ def threshold(prefill: Instance, decode: Instance) -> int:
     found = pace(prefill, decode)
     if found is None:
         return 0
+    most = _most(decode, found)
     if found.decode_s <= found.prefill_s:
-        return _chunk(decode)
-    return min(_chunk(decode), int(found.given_s / (found.decode_s - found.prefill_s)))
+        return most
+    return min(most, int(found.given_s / (found.decode_s - found.prefill_s)))
 
 
 def reason(need: Need, prefill: Instance, decode: Instance) -> str:
     """Why a prompt is not handed over; empty where it is."""
     found = pace(prefill, decode)
-    if found is None or need.decode_new + decode.num_local_tokens > _chunk(decode):
+    if found is None or need.decode_new + decode.num_local_tokens > _most(decode, found):
         return ""
     if need.decode_new * found.decode_s > need.prefill_new * found.prefill_s + found.given_s:
         return ""
     return "short" if need.num_tokens <= threshold(prefill, decode) else "cached"
 
 
-def _chunk(decode: Instance) -> int:
-    return decode.vitals.told.chunk_tokens or CHUNK_TOKENS
+def _most(decode: Instance, found: Pace) -> int:
+    """How many tokens decode may be computing of prompts at a time."""
+    chunk = decode.vitals.told.chunk_tokens or CHUNK_TOKENS
+    return min(chunk, int(STALL_S / found.decode_s)) if decode.load_tokens else chunk

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -35,9 +34,8 @@ def wait_gone(pid: int) -> bool:
 
 def test_child_is_known_by_its_words_and_ended():
     with Nursery() as nursery:
-        child = nursery.start("one", [sys.executable, "-c", SAYING], 3)
+        child = nursery.start("one", [sys.executable, "-c", SAYING])
         assert child.wait_word("talking at ") == "http://127.0.0.1:1"
-        assert os.getpriority(os.PRIO_PROCESS, child.pid) == 3
         assert nursery.secret_file.stat().st_mode & 0o077 == 0
         folder = nursery.folder
     assert not is_alive(child.pid)

@@ -12,10 +12,11 @@ from time import sleep
 import pytest
 from tests.bench.serve.scripted import Script, scripted
 
-from baton.bench.serve.endpoint import Endpoint, latest_handover
+from baton.bench.serve.endpoint import Endpoint, ask, latest_handover, make_session
 from baton.bench.serve.load import drive
 from baton.bench.serve.options import Lengths, Load
 from baton.bench.serve.overhead import Watch
+from baton.bench.serve.prompts import Wanted
 from baton.bench.serve.summary import summarise
 from baton.cli import main
 
@@ -235,3 +236,27 @@ def test_unreachable_endpoint_is_one_line(monkeypatch, capsys):
     error = capsys.readouterr().err
     assert "cannot be reached" in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_an_answer_can_be_left():
+    """What came of it counts as whole, and the server hears that nobody reads on."""
+    script = Script(gap_s=0.05)
+
+    async def leave(url: str):
+        over = asyncio.Event()
+        async with make_session(Endpoint(url)) as session:
+            asking = asyncio.create_task(ask(session, Endpoint(url, "m"), Wanted((1, 2), 5000), None, over))
+            while not script.num_at_once:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.5)
+            over.set()
+            trace = await asking
+            async with asyncio.timeout(60):
+                while script.num_at_once:
+                    await asyncio.sleep(0.01)
+        return trace
+
+    with scripted(script) as url:
+        trace = asyncio.run(leave(url))
+    assert trace.is_ok
+    assert 1 <= len(trace.stamps_s) < 1000

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -13,6 +16,7 @@ from rich.console import Console
 from baton.bench.serve import dummy
 from baton.bench.serve.overhead import Overhead
 from baton.bench.serve.pounding import Pounded, is_whole, pound, take_turns
+from baton.bench.serve.prompts import make_wanted
 from baton.bench.serve.suites import SUITES, find_suite, interference, router, seed004
 from baton.bench.serve.traces import Trace
 from baton.errors import ConfigError, EngineError
@@ -215,7 +219,14 @@ def test_seed004_gives_both_policies_the_same():
     assert firsts.count("off") == pytest.approx(len(firsts) / 2, abs=1)  # who begins changes
 
 
-def test_seed004_tables():
+def test_seed004_prompts_share_no_beginning():
+    parts = [turn for turn in seed004.turns(2) if turn.load is not None]
+    loads = [replace(turn.load, seed=turn.seed(0)) for turn in parts]
+    wanted = [each for load in loads for group in make_wanted(load, 20_000) for each in group]
+    assert len({each.prompt[:16] for each in wanted}) == len(wanted) > 2 * 8 * len(seed004.LENGTHS)
+
+
+def test_seed004_tables(tmp_path: Path):
     traces = {}
     for part in ("128", "dialogue", "stress"):
         for policy, first_s in (("off", 0.4), ("cost", 0.1)):
@@ -226,6 +237,10 @@ def test_seed004_tables():
     assert all(word in text for word in ("128", "400", "100", "-75 %"))
     assert "+100 %" in printed(tables[2])  # tokens/s: the same tokens in half of the time
     assert seed004.is_right(found)
+    seed004.show(found, tmp_path / "found.json", tmp_path / "found.png")
+    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+    means = seed004.panels_of(found)[0]
+    assert means.lines["off"] == [(128.0, pytest.approx(400.0))]
 
 
 def test_rounds_are_laid_end_to_end():
@@ -262,23 +277,46 @@ def test_gaps_count_while_long_prompts_are_there():
     assert len(each.gaps_s) < 20
 
 
+NAMES = (
+    interference.COMBINED,
+    interference.CHUNKED,
+    interference.PAIR,
+    interference.SHIPPED,
+)
+
+
 def found_with(stalls: dict[str, float], firsts: dict[str, float]) -> interference.Found:
-    alone = {name: [trace(first_s), trace(first_s), trace(9.0)] for name, first_s in firsts.items()}
+    """Prompts of two lengths; the longer ones take ten times as long, and half as long again but combined."""
+    alone = {}
+    for name, first_s in firsts.items():
+        longer_s = 10.0 if name == interference.COMBINED else 15.0
+        alone[name, 64] = [trace(first_s), trace(first_s), trace(9.0)]
+        alone[name, 512] = [trace(longer_s)]
     rounds = {name: [beside(stall_s)] * 2 for name, stall_s in stalls.items()}
     return interference.Found(alone, rounds, {}, ([], []))
 
 
-def test_interference_ratios():
-    names = (interference.COMBINED, interference.PAIR, interference.SHIPPED, interference.NICED)
-    stalls = dict(zip(names, (1.0, 0.2, 0.2, 0.1), strict=True))
-    found = found_with(stalls, dict(zip(names, (1.0, 1.2, 1.2, 1.3), strict=True)))
-    assert found.ttft_ratio(interference.PAIR) == pytest.approx(1.2)
-    assert found.itl_ratio(interference.PAIR) == pytest.approx(0.2, rel=0.1)
+def test_interference_ratios(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    stalls = dict(zip(NAMES, (1.0, 0.3, 0.2, 0.2), strict=True))
+    found = found_with(stalls, dict(zip(NAMES, (1.0, 1.1, 1.2, 1.2), strict=True)))
+    pair = interference.PAIR
+    assert found.ttft_ratio(pair, 64) == pytest.approx(1.2)
+    assert found.ttft_ratio_worst(pair) == pytest.approx(1.5)  # a length that misses is a target that misses
+    assert found.itl_ratio(pair) == pytest.approx(0.2, rel=0.1)
     assert found.itl_ratio(interference.COMBINED) == 1.0
-    text = printed(interference.tables_of(found)[1])
-    assert "1000.0" in text
+    first, gaps = (printed(table) for table in interference.tables_of(found))
+    assert "1200.0 (1.20)" in first
+    assert "15000.0 (1.50)" in first
+    assert "1000.0" in gaps
     assert interference.is_right(found)
-    assert interference.figures_of(found)[interference.PAIR]["itl_s"]["num"] == 2 * len(beside(0.2).gaps_s)
+    interference.show(found, tmp_path / "found.json", tmp_path / "found.png")
+    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+    told = capsys.readouterr().out
+    assert f"{pair}: ttft 1.50 of combined (at most 1.25: MISSED)" in told
+    assert f"{pair}: itl p99 0.20 of combined (at most 0.5: met)" in told
+    figures = json.loads((tmp_path / "found.json").read_text())["results"]["figures"]
+    assert figures[pair]["itl_s"]["num"] == 2 * len(beside(0.2).gaps_s)
+    assert figures[pair]["ttft_ratio"]["512"] == pytest.approx(1.5)
 
 
 def test_answers_that_are_too_short_are_no_measurement():
@@ -288,7 +326,11 @@ def test_answers_that_are_too_short_are_no_measurement():
         found.gaps(interference.PAIR)
 
 
-def test_every_deployment_is_as_it_ships():
+def test_what_is_compared_is_as_it_ships():
     shapes = interference.shapes("demo", "")
-    assert [shape.instance_words + shape.source_words for shape in shapes.values()] == [()] * 3
-    assert [shape.prefill_niceness for shape in shapes.values()] == [0, 0, interference.NICENESS]
+    compared = [shapes[name] for name in (interference.COMBINED, interference.PAIR)]
+    assert [shape.instance_words + shape.source_words for shape in compared] == [(), ()]
+    told = interference.described(shapes)
+    assert set(told) == set(NAMES)
+    assert "as it ships" in told[interference.COMBINED]
+    assert "--chunk-tokens 64" in told[interference.CHUNKED]

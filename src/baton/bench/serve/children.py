@@ -51,7 +51,7 @@ def _is_healthy(url: str) -> bool:
 class Child:
     """One process; its output goes to a file."""
 
-    def __init__(self, name: str, words: Sequence[str], folder: Path, niceness: int = 0) -> None:
+    def __init__(self, name: str, words: Sequence[str], folder: Path) -> None:
         self.name = name
         self._output = folder / f"{name}.log"
         with self._output.open("wb") as file:
@@ -63,9 +63,6 @@ class Child:
                 start_new_session=True,
                 preexec_fn=partial(interrupt_with, os.getpid()),  # noqa: PLW1509  (two system calls, no locks)
             )
-        if niceness:
-            # Before the process has started any of its own: they inherit it.
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
 
     @property
     def pid(self) -> int:
@@ -136,9 +133,9 @@ class Nursery:
         self.secret_file.touch(mode=0o600)
         self.secret_file.write_text(self.secret)
 
-    def start(self, name: str, words: Sequence[str], niceness: int = 0) -> Child:
+    def start(self, name: str, words: Sequence[str]) -> Child:
         """Starts one more."""
-        child = Child(f"{name}-{len(self.children)}", words, self.folder, niceness)
+        child = Child(f"{name}-{len(self.children)}", words, self.folder)
         self.children.append(child)
         return child
 

@@ -22,7 +22,6 @@ class Shape:
     source_words: tuple[str, ...] = ()
     """Of prefill instances alone."""
     route_words: tuple[str, ...] = ()
-    prefill_niceness: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +75,7 @@ def _serve(nursery: Nursery, shape: Shape, layout: str, words: Sequence[str]) ->
     own += ["--secret-file", str(nursery.secret_file)]
     if role == "prefill":
         own += ["--bootstrap-port", str(free_port())]
-    niceness = shape.prefill_niceness if role == "prefill" else 0
-    return nursery.start(role, baton("serve", *own, *words), niceness)
+    return nursery.start(role, baton("serve", *own, *words))
 
 
 def _ready(child: Child) -> str:

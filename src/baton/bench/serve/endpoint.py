@@ -190,16 +190,23 @@ class _Reading:
 
 
 async def ask(
-    session: aiohttp.ClientSession, endpoint: Endpoint, wanted: Wanted, intended_s: float | None = None
+    session: aiohttp.ClientSession,
+    endpoint: Endpoint,
+    wanted: Wanted,
+    intended_s: float | None = None,
+    leave: asyncio.Event | None = None,
 ) -> Trace:
-    """Sends one request and reads its answer; whatever goes wrong is the trace's status."""
+    """Sends one request and reads its answer; whatever goes wrong is the trace's status.
+
+    Once `leave` is set, the answer is left with its next event, and what there is of it is whole.
+    """
     body = msgspec.json.encode(endpoint.body(wanted))
     reading = _Reading()
     sent_s = monotonic()
     try:
         async with session.post(endpoint.target, data=body, headers=_JSON) as response:
             if response.status == 200:
-                await _read(response, reading)
+                await _read(response, reading, leave)
             else:
                 await response.read()
                 reading.status = f"http {response.status}"
@@ -225,9 +232,15 @@ async def ask(
 _JSON = {"Content-Type": "application/json"}
 
 
-async def _read(response: aiohttp.ClientResponse, reading: _Reading) -> None:
+async def _read(
+    response: aiohttp.ClientResponse, reading: _Reading, leave: asyncio.Event | None = None
+) -> None:
     async for now_s, data in _events(response):
         reading.take(data, now_s)
+        if leave is not None and leave.is_set():
+            reading.status = reading.status or OK
+            response.close()
+            return
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float, bytes]]:

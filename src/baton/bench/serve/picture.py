@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,37 @@ import numpy as np
 
 from baton.bench.serve.traces import Trace
 from baton.observe.plotting import load_pyplot
+
+WITHOUT = "no picture: matplotlib is not installed (pip install 'baton[plot]')"
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One diagram: lines, or shares of values, each by its name."""
+
+    x: str
+    y: str
+    lines: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    shares: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+
+def draw_panels(panels: Sequence[Panel], path: Path, title: str) -> str:
+    """Diagrams side by side; answers with what to tell the user."""
+    pyplot = load_pyplot()
+    if pyplot is None:
+        return WITHOUT
+    size = (4.2 * len(panels), 3.6)
+    figure, places = pyplot.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
+    for panel, axes in zip(panels, places[0], strict=True):
+        for label, values in panel.shares.items():
+            _shares(axes, values, label)
+        for label, points in panel.lines.items():
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
+        _dress(axes, panel.x, panel.y)
+        axes.set_ylim(bottom=0)
+        axes.legend(frameon=False, fontsize=8)
+    _save(pyplot, figure, path, title)
+    return f"drawn in {path}"
 
 
 def draw(traces: Sequence[Trace], path: Path, title: str) -> bool:
@@ -27,16 +59,24 @@ def draw(traces: Sequence[Trace], path: Path, title: str) -> bool:
     begun_s = min((trace.intended_s for trace in traces), default=0.0)
     right.scatter([trace.intended_s - begun_s for trace in good if trace.ttft_s is not None], first, s=8)
     for axes, words in ((left, "share of requests"), (middle, "share of tokens"), (right, "ttft (s)")):
-        axes.set_ylabel(words)
-        axes.set_xlabel("seconds" if axes is not right else "intended at (s)")
-        axes.grid(linewidth=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        _dress(axes, "seconds" if axes is not right else "intended at (s)", words)
     left.legend(frameon=False, fontsize=8)
+    _save(pyplot, figure, path, title)
+    return True
+
+
+def _dress(axes: Any, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(linewidth=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _save(pyplot: Any, figure: Any, path: Path, title: str) -> None:
     figure.suptitle(title, fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
-    return True
 
 
 def _shares(axes: Any, values: Sequence[float], label: str) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from baton.bench.record import write
 from baton.bench.serve.load import Run
 from baton.bench.serve.options import Load, Slo
-from baton.bench.serve.picture import draw
+from baton.bench.serve.picture import WITHOUT, draw
 from baton.bench.serve.summary import FIGURES, Spread, Summary
 
 MEANINGS = {
@@ -100,8 +100,7 @@ def show(
     print(f"written to {path}")
     if picture is not None:
         is_drawn = draw(run.traces, picture, str(load))
-        without = "no picture: matplotlib is not installed (pip install 'baton[plot]')"
-        print(f"drawn in {picture}" if is_drawn else without)
+        print(f"drawn in {picture}" if is_drawn else WITHOUT)
     print(run.overhead)
     for line in lines_of(summary, slo):
         print(line)

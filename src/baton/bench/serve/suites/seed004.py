@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from baton.bench.serve.endpoint import Endpoint, ask, find_model, find_vocabular
 from baton.bench.serve.load import Run, drive
 from baton.bench.serve.options import Lengths, Load
 from baton.bench.serve.overhead import Watch
+from baton.bench.serve.picture import Panel, draw_panels
 from baton.bench.serve.prompts import Prompt, Wanted, join, make_prompt
 from baton.bench.serve.shown import loads
 from baton.bench.serve.suites import Progress, SuiteOptions
@@ -66,6 +68,10 @@ class Turn:
     """None: the dialogues."""
     round: int
 
+    def seed(self, first: int) -> int:
+        """Another one for each part and round: with the same, longer prompts begin as shorter ones did."""
+        return zlib.crc32(f"{first} {self.part} {self.round}".encode())
+
 
 def turns(rounds: int) -> list[Turn]:
     """Everything for one policy, in order."""
@@ -106,7 +112,7 @@ async def _measure(
     plan = list(_plan(turns(options.repeats or SWEEP_ROUNDS)))
     for number, (turn, policy) in enumerate(plan):
         progress(len(plan), number, f"{turn.part}, {policy}")
-        seed = options.seed + 1000 * turn.round
+        seed = turn.seed(options.seed)
         if turn.load is None:
             run = await dialogues(endpoints[policy], vocabulary, seed)
         else:
@@ -205,6 +211,19 @@ ENDS: dict[str, Callable[[Summary], float]] = {
 }
 
 
+def panels_of(found: Found) -> list[Panel]:
+    """The sweep as diagrams."""
+    lengths = [part for part, policy in found.traces if policy == POLICIES[0] and part.isdecimal()]
+    panels = []
+    for title, figure in SWEEPS.items():
+        lines = {
+            policy: [(float(length), figure(found.summary(length, policy))) for length in lengths]
+            for policy in POLICIES
+        }
+        panels.append(Panel("tokens of the prompt", title, lines=lines))
+    return panels
+
+
 def show(found: Found, path: Path, picture: Path | None) -> None:
     """Tables, record, failures."""
     console = Console(width=max(Console().width, 100))
@@ -216,6 +235,8 @@ def show(found: Found, path: Path, picture: Path | None) -> None:
     load = {"before": found.loads[0], "after": found.loads[1]}
     write(path, {**found.options, "loadavg": load, "clients": found.clients, "summaries": summaries})
     print(f"written to {path}")
+    if picture is not None:
+        print(draw_panels(panels_of(found), picture, "layer pipelining off and on, by length of the prompt"))
     for key, summary in summaries.items():
         if summary["failures"]:
             print(f"failed in {key}: {summary['failures']}")
