@@ -12,11 +12,10 @@ from tests.router.peers import Fault, expected
 from tests.router.world import run, until, world
 from tests.session.registry_world import SECRET, registry
 
-from baton.router import outlet
 from baton.router.config import Limits, LocalMode, RouterConfig
 from baton.router.router import Router
 from baton.session.registry import Role
-from baton.web import Credentials, router_key
+from baton.web import Credentials, router_key, writing
 
 PROMPT = {"prompt": "the fox"}
 RIGHT = {0: expected("the fox")}
@@ -191,7 +190,7 @@ def test_slow_client_is_felt_by_the_instance():
 
 
 def test_client_that_does_not_read_at_all_is_dropped(monkeypatch):
-    monkeypatch.setattr(outlet, "WRITE_S_MAX", 0.5)
+    monkeypatch.setattr(writing, "WRITE_S_MAX", 0.5)
 
     async def body() -> None:
         async with world() as w:

@@ -6,8 +6,6 @@ with two of a name it would be for the reader to choose.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -47,8 +45,7 @@ class _Body(_Reserved):
 _decoder = msgspec.json.Decoder(_Body)
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """The text or the ids that are prefilled, as they stand in the body: equal beginnings stay equal."""
 
     raw: bytes
@@ -56,7 +53,7 @@ class Prompt:
     seed: bytes = b""
     """What goes before it in the model's eyes."""
 
-    @cached_property
+    @property
     def num_ids(self) -> int:
         """How many token ids it is, if it is ids."""
         return self.raw.count(b",") + 1 if self.is_ids else 0
@@ -66,8 +63,7 @@ class Prompt:
         return self.num_ids if self.is_ids else max(1, round(len(self.raw) / bytes_per_token))
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """One request of a client."""
 
     path: str

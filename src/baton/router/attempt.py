@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from dataclasses import dataclass
+from functools import lru_cache
 from time import monotonic
 
 import msgspec
@@ -25,6 +25,7 @@ from baton.router.wire.reading import Head
 from baton.web import Private
 
 ROOM_BITS = 63
+_encoder = msgspec.json.Encoder()
 KEPT_BYTES_MAX = 64 << 10
 LINGER_S = 10.0
 """How long a prefill leg may still take once decode has answered."""
@@ -33,8 +34,7 @@ PROMPT_TOKENS_HEADER = "x-prompt-tokens"
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d{1,9})')
 
 
-@dataclass(frozen=True, slots=True)
-class Jobs:
+class Jobs(msgspec.Struct, frozen=True):
     """What both legs are sent: the request, what only the two of us know, and how many rooms it takes."""
 
     asked: Asked
@@ -44,21 +44,31 @@ class Jobs:
 
     def body(self, route: Route) -> bytes:
         """The client's body with rooms that were never used before."""
-        private = b'"baton":' + msgspec.json.encode(self.private)
+        private = b'"baton":' + _encoder.encode(self.private)
         if route.prefill is None or not self.num_rooms:
             return self.asked.spliced(private)
-        host, _, port = route.prefill.coordinator.rpartition(":")
-        if not port.isdigit():
-            raise BatonError(
-                f"instance {route.prefill.name} has coordinator {route.prefill.coordinator!a}; "
-                "it has to be host:port"
-            )
+        host, port = _place(route.prefill.coordinator)
         rooms = [secrets.randbits(ROOM_BITS) for _ in range(self.num_rooms)]
-        one = (host.strip("[]"), int(port), rooms[0])
-        many = ([one[0]] * len(rooms), [one[1]] * len(rooms), rooms)
-        names = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
-        fields = dict(zip(names, many if self.is_list else one, strict=True))
-        return self.asked.spliced(msgspec.json.encode(fields)[1:-1] + b"," + private)
+        if self.is_list:
+            many = {"bootstrap_host": [host] * len(rooms), "bootstrap_port": [port] * len(rooms)}
+            fields = _encoder.encode({**many, "bootstrap_room": rooms})
+        else:
+            fields = _encoder.encode(_Rooms(host, port, rooms[0]))
+        return self.asked.spliced(fields[1:-1] + b"," + private)
+
+
+class _Rooms(msgspec.Struct, frozen=True):
+    bootstrap_host: str
+    bootstrap_port: int
+    bootstrap_room: int
+
+
+@lru_cache(maxsize=1024)
+def _place(coordinator: str) -> tuple[str, int]:
+    host, _, port = coordinator.rpartition(":")
+    if not (port.isascii() and port.isdigit()):
+        raise BatonError(f"an instance has coordinator {coordinator!a}; it has to be host:port")
+    return host.strip("[]"), int(port)
 
 
 class Attempt:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from time import monotonic
+
+import msgspec
 
 from baton.router import local
 from baton.router.asked import Asked
@@ -31,8 +32,7 @@ class Full(Exception):  # noqa: N818  (a state of the fleet)
     """Those that could answer have as much as they may be given."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
+class Wish(msgspec.Struct, frozen=True):
     """What an attempt asks for beyond the request itself."""
 
     avoid: frozenset[str] = frozenset()
@@ -59,8 +59,10 @@ class Choosing:
         """A route; raises Absent or Full where there is none now, a Problem where there cannot be one."""
         able = self._of_model(asked)
         pick = _Pick(self, asked, wish)
-        prefills = [each for each in able if each.card.role is Role.PREFILL]
-        servers = [each for each in able if each.card.role is not Role.PREFILL]
+        prefills: list[Instance] = []
+        servers: list[Instance] = []
+        for each in able:
+            (prefills if each.card.role is Role.PREFILL else servers).append(each)
         if asked.num_tokens_max == 1 and prefills and self._mode is not LocalMode.ALWAYS:
             return pick.alone(prefills, "one_token", self._prefill_policy)
         paired = self._paired(servers, pick.wanted(prefills))
@@ -124,9 +126,11 @@ class Choosing:
         why_local = local.reason(pick.need(prefill, server), prefill, server) if is_asked else ""
         return pick.route(server, None if why_local else prefill, why_local)
 
-    def has_room(self, instance: Instance) -> bool:
-        """Whether one more request may be given to it."""
-        return instance.has_room(self._num_in_flight_max, monotonic())
+    def roomy(self, instances: Sequence[Instance]) -> list[Instance]:
+        """Those that one more request may be given to; the silent ones only where there are no others."""
+        now_s, num_max = monotonic(), self._num_in_flight_max
+        fresh = [each for each in instances if each.is_fresh(now_s)] or instances
+        return [each for each in fresh if each.has_room(num_max, now_s)]
 
 
 class _Pick:
@@ -142,9 +146,10 @@ class _Pick:
         self._num_answer_tokens = answer * asked.num_choices
         self.names = choosing.prefixes.names(prompt) if asked.num_prompts == 1 else ()
 
-    def wanted(self, instances: Sequence[Instance]) -> list[Instance]:
+    def wanted(self, instances: Sequence[Instance]) -> Sequence[Instance]:
         """Those that have not failed this request."""
-        return [each for each in instances if each.name not in self._wish.avoid]
+        avoid = self._wish.avoid
+        return [each for each in instances if each.name not in avoid] if avoid else instances
 
     def new_tokens(self, instance: Instance) -> int:
         """Of the prompt, what this instance would have to compute."""
@@ -159,9 +164,7 @@ class _Pick:
 
     def one(self, instances: Sequence[Instance], policy: Policy) -> Instance:
         """The policy's choice among the preferred ones that have room."""
-        preferred = self.wanted(instances) or ([] if self._wish.is_strict else list(instances))
-        preferred = [each for each in preferred if each.is_fresh] or preferred
-        roomy = [each for each in preferred if self._choosing.has_room(each)]
+        roomy = self._choosing.roomy(self.wanted(instances) or (() if self._wish.is_strict else instances))
         if not roomy:
             raise Full
         if len(roomy) == 1:

@@ -104,6 +104,8 @@ class Instance:
 
     def __init__(self, card: Card) -> None:
         self.card = card
+        self.name = card.name
+        """Unique among instances."""
         self.origin: Origin = read_origin(card.url)
         self.vitals = Vitals()
         self.legs: set[Leg] = set()
@@ -118,11 +120,6 @@ class Instance:
         self.absent_s: float | None = None
         """Since when the registry does not know it."""
         self._woken = asyncio.Event()
-
-    @property
-    def name(self) -> str:
-        """Unique among instances."""
-        return self.card.name
 
     @property
     def coordinator(self) -> str:
@@ -154,10 +151,9 @@ class Instance:
             and vitals.told.epoch >= self.card.epoch
         )
 
-    @property
-    def is_fresh(self) -> bool:
+    def is_fresh(self, now_s: float) -> bool:
         """Whether it has answered lately."""
-        return monotonic() - self.vitals.heard_s < FRESH_S
+        return now_s - self.vitals.heard_s < FRESH_S
 
     @property
     def state(self) -> str:

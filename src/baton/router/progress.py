@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from baton.web import EventReader, Note, Resumed
 
@@ -54,8 +54,7 @@ class Progress:
         return sum(len(tokens) for index, tokens in self._tokens.items() if index not in self._done)
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(msgspec.Struct, frozen=True):
     """What came of a piece of a stream: bytes for the client, and the error event that ended it."""
 
     out: bytes

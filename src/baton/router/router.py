@@ -28,10 +28,13 @@ from baton.router.wire.pool import Call, Pool
 from baton.session.registry import RegistryClient, Role
 from baton.web import (
     Credentials,
+    Edge,
     EdgeConfig,
+    Lane,
+    Outlet,
     Problem,
     Site,
-    application,
+    WebOutlet,
     caller_of,
     failure,
     router_key,
@@ -55,7 +58,9 @@ class Router:
         self.parts = Parts(config, pool, fleet, choosing, waiting, Metrics(fleet), Served())
         self._watching = Watching(fleet, pool, config)
         self._client = RegistryClient(config.registry, secret)
-        self._site = Site(self._application(credentials))
+        edge = Edge(credentials, EdgeConfig(BODY_BYTES_MAX, on_answer=self._count))
+        lane = Lane(edge, dict.fromkeys(_PATHS, self._converse))
+        self._site = Site(self._application(edge), lane=lane)
         self._watching.on_failure = self._failed
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_draining = False
@@ -106,10 +111,10 @@ class Router:
         self.parts.choosing.prefixes.drop(instance.name)
         self._watching.leave(instance)
 
-    def _application(self, credentials: Credentials) -> web.Application:
-        app = application(credentials, EdgeConfig(BODY_BYTES_MAX, on_answer=self._count))
+    def _application(self, edge: Edge) -> web.Application:
+        app = edge.application()
         for path in _PATHS:
-            app.router.add_post(path, self._converse)
+            app.router.add_post(path, self._post)
         gets: dict[str, Callable[[web.Request], Awaitable[web.StreamResponse]]] = {
             "/health": self._health,
             "/v1/models": self._models,
@@ -124,19 +129,24 @@ class Router:
         app.router.add_post("/drain", self._drain)
         return app
 
-    def _count(self, request: web.Request, status: int) -> None:
-        resource = request.match_info.route.resource
-        path = resource.canonical if resource is not None else "unknown"
-        self.parts.metrics.answered(path, status).inc()
+    def _count(self, path: str, status: int) -> None:
+        self.parts.metrics.answered(path, status)
 
-    async def _converse(self, request: web.Request) -> web.StreamResponse:
+    async def _post(self, request: web.Request) -> web.StreamResponse:
+        outlet = WebOutlet(request)
+        await self._converse(request.path, await request.read(), outlet)
+        assert outlet.response is not None
+        return outlet.response
+
+    async def _converse(self, path: str, body: bytes, outlet: Outlet) -> int:
         if self._is_draining:
             raise failure("DRAINING", "this router drains; ask another one, or try again")
-        asked = read_asked(request.path, await request.read())
+        asked = read_asked(path, body)
+        if not self._num_open:
+            self._emptied.clear()
         self._num_open += 1
-        self._emptied.clear()
         try:
-            return await Conversation(self.parts, request, asked).answer()
+            return await Conversation(self.parts, outlet, asked).answer()
         finally:
             self._num_open -= 1
             if not self._num_open:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from aiohttp import web
-
 from baton.engine.requests import Story
 from baton.server.bodies.answered import Usage
 from baton.server.inquiries import Inquiry
@@ -19,10 +17,8 @@ class Observer:
         self.metrics = Metrics()
         self.timelines = Timelines(instance, role)
 
-    def answered(self, request: web.Request, status: int) -> None:
+    def answered(self, endpoint: str, status: int) -> None:
         """An answer went out."""
-        resource = request.match_info.route.resource
-        endpoint = resource.canonical if resource is not None else "unknown"
         self.metrics.requests.labels(endpoint, str(status)).inc()
 
     def asked(self, inquiry: Inquiry) -> None:

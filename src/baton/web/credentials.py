@@ -47,10 +47,13 @@ class Credentials:
 
     def caller(self, headers: Mapping[str, str], address: str | None) -> Caller:
         """Who this is; a Problem with status 401 where a key is needed and none, or a wrong one, came."""
-        authorization = headers.get("Authorization", "")
         is_near = is_loopback(address) and not any(name in headers for name in _ELSEWHERE)
+        return Caller(self.check(headers.get("Authorization", "")), is_near)
+
+    def check(self, authorization: str) -> bool:
+        """Whether a router calls; a Problem where a key is needed and this header has no good one."""
         if not authorization and not self._keys:
-            return Caller(False, is_near)
+            return False
         scheme, _, key = authorization.partition(" ")
         shown = _digest(key.strip() if scheme.lower() == "bearer" else "")
         is_router = self._router is not None and hmac.compare_digest(shown, self._router)
@@ -64,7 +67,7 @@ class Credentials:
                 param="Authorization",
                 code="invalid_api_key",
             )
-        return Caller(is_router, is_near)
+        return is_router
 
 
 def _digest(key: str) -> bytes:

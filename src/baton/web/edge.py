@@ -32,15 +32,18 @@ class EdgeConfig:
     body_s_max: float = 30.0
     open_paths: frozenset[str] = frozenset({"/health"})
     """Answered without a key."""
-    on_answer: Callable[[web.Request, int], None] = lambda request, status: None
-    """Told of every answer's status, for metrics."""
+    on_answer: Callable[[str, int], None] = lambda route, status: None
+    """Told the route's pattern and the status of every answer, for metrics."""
+
+    def too_slow(self) -> Problem:
+        """What a client is told whose body does not come."""
+        text = f"the body did not come within {self.body_s_max:g} s; send it at once"
+        return Problem(408, text, code="too_slow")
 
 
 def application(credentials: Credentials, config: EdgeConfig | None = None) -> web.Application:
     """An application without routes behind an edge."""
-    config = config or EdgeConfig()
-    edge = Edge(credentials, config)
-    return web.Application(client_max_size=config.body_bytes_max, middlewares=[edge.guard])
+    return Edge(credentials, config or EdgeConfig()).application()
 
 
 def caller_of(request: web.Request) -> Caller:
@@ -52,8 +55,12 @@ class Edge:
     """What every request passes."""
 
     def __init__(self, credentials: Credentials, config: EdgeConfig) -> None:
-        self._credentials = credentials
-        self._config = config
+        self.credentials = credentials
+        self.config = config
+
+    def application(self) -> web.Application:
+        """An application without routes behind this edge."""
+        return web.Application(client_max_size=self.config.body_bytes_max, middlewares=[self.guard])
 
     @web.middleware
     async def guard(self, request: web.Request, handler: Answer) -> web.StreamResponse:
@@ -61,58 +68,65 @@ class Edge:
         try:
             await self._admit(request)
             response = await handler(request)
-        except Problem as problem:
-            response = self._refusal(request, problem)
+        except (ConnectionError, asyncio.CancelledError):
+            self.config.on_answer(_route(request), 499)
+            raise
         except web.HTTPException as error:
             response = self._refusal(request, _unknown(request, error))
-        except (ConnectionError, asyncio.CancelledError):
-            self._config.on_answer(request, 499)
-            raise
-        except BatonError as error:
-            response = self._refusal(request, of_error(error))
-        except Exception:
-            _log.exception("%s %s failed", request.method, _route(request))
-            response = Problem(500, "an internal error; its trace is in the log").response()
-        self._config.on_answer(request, response.status)
+        except Exception as error:
+            response = self._refusal(request, error)
+        self.config.on_answer(_route(request), response.status)
         return response
+
+    def problem_of(self, error: Exception, where: str, *, is_quiet: bool = False) -> Problem:
+        """What a client is told of a failure; one line of it is logged, or the trace of a bug."""
+        if isinstance(error, Problem):
+            problem = error
+        elif isinstance(error, BatonError):
+            problem = of_error(error)
+        else:
+            _log.error("%s failed", where, exc_info=error)
+            return Problem(500, "an internal error; its trace is in the log")
+        if not is_quiet:
+            level = logging.WARNING if problem.status >= 500 else logging.INFO
+            why = problem.message if problem.status >= 500 else problem.param
+            _log.log(level, "%s: %d %s %s", where, problem.status, problem.code, why)
+        return problem
 
     async def _admit(self, request: web.Request) -> None:
         request[CALLER] = Caller()
-        if request.path not in self._config.open_paths:
-            request[CALLER] = self._credentials.caller(request.headers, request.remote)
+        if request.path not in self.config.open_paths:
+            request[CALLER] = self.credentials.caller(request.headers, request.remote)
         elif not request.can_read_body:
             return
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise Problem(415, "a compressed body; send it as it is", param="Content-Encoding")
-        if (request.content_length or 0) > self._config.body_bytes_max:
+        if (request.content_length or 0) > self.config.body_bytes_max:
             raise self._too_large()
         try:
             if request.content.is_eof():
                 await request.read()  # all of it came with the head: there is nothing to wait for
                 return
-            async with asyncio.timeout(self._config.body_s_max):
+            async with asyncio.timeout(self.config.body_s_max):
                 await request.read()
         except TimeoutError:
-            text = f"the body did not come within {self._config.body_s_max:g} s; send it at once"
-            raise Problem(408, text, code="too_slow") from None
+            raise self.config.too_slow() from None
         except web.HTTPRequestEntityTooLarge:
             raise self._too_large() from None
         except ClientPayloadError as error:
             raise Problem(400, f"the body cannot be read ({error}); send what the headers say") from None
 
     def _too_large(self) -> Problem:
-        text = f"the body is longer than {self._config.body_bytes_max} bytes; send less"
+        text = f"the body is longer than {self.config.body_bytes_max} bytes; send less"
         return Problem(413, text, code="too_large")
 
-    def _refusal(self, request: web.Request, problem: Problem) -> web.Response:
+    def _refusal(self, request: web.Request, error: Exception) -> web.Response:
+        # What is asked every second is not logged: the answer is no failure of the request.
+        is_quiet = request.path in self.config.open_paths
+        problem = self.problem_of(error, f"{request.method} {_route(request)}", is_quiet=is_quiet)
         response = problem.response()
         if problem.status in (408, 413, 415):
             response.force_close()
-        if request.path in self._config.open_paths:
-            return response  # asked every second, and the answer is no failure of the request
-        level = logging.WARNING if problem.status >= 500 else logging.INFO
-        why = problem.message if problem.status >= 500 else problem.param
-        _log.log(level, "%s %s: %d %s %s", request.method, _route(request), problem.status, problem.code, why)
         return response
 
 
@@ -131,4 +145,4 @@ def _unknown(request: web.Request, error: web.HTTPException) -> Problem:
 def _route(request: web.Request) -> str:
     """The route's pattern: what a client put into the path stays out of logs."""
     resource = request.match_info.route.resource
-    return resource.canonical if resource is not None else "an unknown path"
+    return resource.canonical if resource is not None else "unknown"

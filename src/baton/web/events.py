@@ -8,7 +8,6 @@ the rest can be forwarded without a look.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import msgspec
 
@@ -28,8 +27,7 @@ class Note(msgspec.Struct, frozen=True):
     finish: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SentEvent:
+class SentEvent(msgspec.Struct, frozen=True):
     """One block of a stream: its bytes without notes, what its data lines say, and its note."""
 
     raw: bytes
@@ -69,15 +67,27 @@ class EventReader:
 
 
 def _read(block: bytes) -> SentEvent:
+    stop = block.find(b"\n")
+    if block.startswith(_NOTE) and block.startswith(_DATA, stop + 1) and block.find(b"\n", stop + 1) < 0:
+        # A note and one line of data, as nearly all are.
+        line = block[stop + 1 :]
+        return SentEvent(line + b"\n\n", line[len(_DATA) :].lstrip(b" "), _read_note(block[:stop]))
     lines = block.split(b"\n")
     kept = [line for line in lines if not line.startswith(_NOTE)]
     note = None
     for line in lines:
         if line.startswith(_NOTE):
-            try:
-                note = msgspec.json.decode(line[len(_NOTE) :], type=Note)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise Problem(502, f"a note cannot be read ({error}); is this Baton?") from None
+            note = _read_note(line)
     data = [line[len(_DATA) :].lstrip(b" ") for line in kept if line.startswith(_DATA)]
     raw = b"\n".join(kept) + b"\n\n" if kept else b""
     return SentEvent(raw, b"\n".join(data) if data else None, note)
+
+
+def _read_note(line: bytes) -> Note:
+    try:
+        return _notes.decode(line[len(_NOTE) :])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Problem(502, f"a note cannot be read ({error}); is this Baton?") from None
+
+
+_notes = msgspec.json.Decoder(Note)

@@ -6,6 +6,7 @@ import msgspec
 from aiohttp import web
 
 from baton.errors import BatonError
+from baton.web.plain import Reply
 
 VALUE_CHARACTERS_MAX = 80
 RETRY_S = 1.0
@@ -93,16 +94,22 @@ class Problem(Exception):  # noqa: N818  (it is what a client is told, whoever i
         """The JSON of an answer, or of a stream's last event."""
         return msgspec.json.encode(ErrorBody(Detail(self.message, self.type, self.param, self.code)))
 
-    def response(self) -> web.Response:
+    def reply(self) -> Reply:
         """The whole answer."""
-        headers = {"Content-Type": "application/json", **NO_STORE}
+        headers = []
         if self.retry_after_s is not None:
-            headers["Retry-After"] = str(max(1, round(self.retry_after_s)))
+            headers.append(("Retry-After", str(max(1, round(self.retry_after_s)))))
         if self.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
+            headers.append(("WWW-Authenticate", "Bearer"))
         if self.allow:
-            headers["Allow"] = self.allow
-        return web.Response(body=self.body(), status=self.status, headers=headers)
+            headers.append(("Allow", self.allow))
+        return Reply(self.status, self.body(), headers=tuple(headers))
+
+    def response(self) -> web.Response:
+        """The whole answer, for aiohttp."""
+        reply = self.reply()
+        headers = {"Content-Type": reply.content_type, **NO_STORE, **dict(reply.headers)}
+        return web.Response(body=reply.body, status=reply.status, headers=headers)
 
 
 def failure(code: str, message: str) -> Problem:

@@ -9,6 +9,8 @@ from time import monotonic
 from typing import cast
 from urllib.parse import urlsplit
 
+import msgspec
+
 from baton.errors import ConfigError
 from baton.router.wire.leg import Leg, Lost
 
@@ -30,8 +32,7 @@ class Origin:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """A request to an instance: the path with its query, and a JSON body unless it is a GET."""
 
     path: str

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+import msgspec
 
 HEAD_BYTES_MAX = 64 << 10
 _LINE_BYTES_MAX = 4 << 10
@@ -17,8 +18,7 @@ class BadResponse(Exception):  # noqa: N818  (its text becomes the cause that a 
     """What came is no HTTP response, or not all of one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(msgspec.Struct, frozen=True):
     """Status and headers; names are in lower case."""
 
     status: int
@@ -81,27 +81,25 @@ class ResponseReader:
                 raise BadResponse(f"the head of the answer is longer than {HEAD_BYTES_MAX} bytes")
             self._rest = data
             return b""
-        first, *lines = data[:stop].split(b"\r\n")
-        version, _, status = first.partition(b" ")
+        first, *lines = data[:stop].decode("latin-1").split("\r\n")
+        version, _, status = first.partition(" ")
         code = status[:3]
-        if not version.startswith(b"HTTP/1.") or len(code) != 3 or not code.isdigit():
-            raise BadResponse(f"the answer begins with {first[:40]!r}, which is no HTTP/1.1")
+        if not version.startswith("HTTP/1.") or len(code) != 3 or not _is_number(code):
+            raise BadResponse(f"the answer begins with {first[:40]!a}, which is no HTTP/1.1")
         headers = {}
         for line in lines:
-            name, _, value = line.partition(b":")
-            headers[name.decode("latin-1").lower()] = value.strip().decode("latin-1")
+            name, _, value = line.partition(":")
+            headers[name.lower()] = value.strip()
         rest = data[stop + 4 :]
-        if code[:1] == b"1":  # not the answer yet
+        if code[0] == "1":  # not the answer yet
             return self._read_head(rest)
         self.head = Head(int(code), headers)
         self._frame(version, headers)
         return rest
 
-    def _frame(self, version: bytes, headers: Mapping[str, str]) -> None:
+    def _frame(self, version: str, headers: Mapping[str, str]) -> None:
         connection = headers.get("connection", "").lower()
-        self.can_be_kept = "close" not in connection and (
-            version != b"HTTP/1.0" or "keep-alive" in connection
-        )
+        self.can_be_kept = "close" not in connection and (version != "HTTP/1.0" or "keep-alive" in connection)
         assert self.head is not None
         if self.head.status in (204, 304):
             self._left = 0
@@ -110,7 +108,7 @@ class ResponseReader:
             self._is_chunked = True
         elif "content-length" in headers:
             length = headers["content-length"]
-            if not (length.isascii() and length.isdigit()):
+            if not _is_number(length):
                 raise BadResponse(f"Content-Length is {length[:40]!r}")
             self._left = int(length)
             self.is_complete = self._left == 0
@@ -136,6 +134,10 @@ class ResponseReader:
                 break
             self._read_line(data[start:line_stop])
             start = line_stop + 2
+            after = start + self._left
+            if self._left > 0 and data[after : after + 2] == b"\r\n":  # all of it is here
+                pieces.append(data[start:after])
+                start, self._left = after + 2, _NEEDS_LINE
         if self.is_complete and start < stop:
             self.can_be_kept = False
         return b"".join(pieces) if len(pieces) != 1 else pieces[0]
@@ -156,3 +158,7 @@ class ResponseReader:
             if self._left < 0:
                 raise BadResponse(f"a chunk of the answer has the size {size[:20]!r}")
             self._left = self._left or _NEEDS_TRAILER
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
