@@ -58,6 +58,7 @@ MISUSES = {
     "no side": (["--prefill", "tp1", "--decode", "tp1", "--first-token", "router"], "prefill or decode"),
     "no transport": (["--prefill", "tp1", "--transport", "pigeon"], "shm"),
     "no dtype": (["--prefill", "tp1", "--dtype", "fp4"], "bf16"),
+    "no draft": (["--prefill", "tp1", "--draft"], "there is no draft layer"),
     "no model": (["--prefill", "tp1", "--model", "no/such/model"], "no/such/model"),
     "the world may ask": (["--prefill", "tp1", "--host", "0.0.0.0"], "--api-key-file"),
     "no keys": (["--prefill", "tp1", "--api-key-file", "no/such/file"], "no/such/file"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
@@ -221,6 +223,18 @@ def test_a_target_takes_a_draft_or_leaves_it(house: House) -> None:
     with pytest.raises(EngineError, match=r"draft\.0\.latent"):
         ask_one(pair, greedy(prompt(20), 4))
     check_idle(pair.prefill, pair.decode)
+
+
+def test_from_the_command_line() -> None:
+    asked, num_tokens = prompt(30, "typed"), 12
+    options = ["--draft", "--prefill", "tp1", "--decode", "tp2", "--max-tokens", str(num_tokens)]
+    command = ["generate", "--model", str(drafted(FAMILY)), *options, " ".join(map(str, asked))]
+    done = subprocess.run(
+        [sys.executable, "-m", "baton", *command], capture_output=True, text=True, timeout=120, check=True
+    )
+    answer = oracle(drafted(FAMILY), [asked], num_tokens)[0]
+    stop = next((at + 1 for at, token in enumerate(answer) if token == CONFIG["eos_token_id"]), num_tokens)
+    assert list(map(int, done.stdout.split())) == answer[:stop]
 
 
 def test_refusals(house: House) -> None:
