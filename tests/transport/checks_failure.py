@@ -36,9 +36,12 @@ def killed_target_is_noticed(world: World) -> None:
     time.sleep(0.02)
     target.kill()
     killed_s = time.monotonic()
-    ended = completions(world.source, tickets, 1.0)
+    ended = list(completions(world.source, tickets, 1.0).values())
+    # Copies into shared memory can be through before anybody could hear that its owner is gone.
+    while all(isinstance(each, Done) for each in ended) and time.monotonic() - killed_s < 0.9:
+        ended += completions(world.source, [link.send(source, one_span(MIB))], 1.0).values()
     assert time.monotonic() - killed_s < 1.0
-    assert any(not isinstance(completion, Done) for completion in ended.values())
+    assert any(not isinstance(completion, Done) for completion in ended)
     expect_failed(world.source, [link.send(source, one_span(1))], 1.0)
 
 
