@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.engine.e2e.house import CROSSINGS, House, Side, ask_all, ask_one, check_idle, greedy, opened
@@ -37,6 +38,12 @@ def house() -> Iterator[House]:
         yield found
 
 
+@pytest.fixture(scope="module", params=WINDOWED)
+def family(request: pytest.FixtureRequest) -> str:
+    """One after the other, so that tests of a family share its instances."""
+    return str(request.param)
+
+
 def sides(family: str, prefill: str, decode: str, pages: tuple[int, int] = (PAGE, PAGE)) -> tuple[Side, Side]:
     plain = Side(str(windowed(family))).but(chunk_tokens=CHUNK, pool_tokens=2048)
     first = replace(plain, layout=prefill, name="prefill").but(page_tokens=pages[0])
@@ -51,7 +58,6 @@ def check_pair(pair: Pair, family: str, salt: str) -> None:
     check_idle(pair.prefill, pair.decode)
 
 
-@pytest.mark.parametrize("family", WINDOWED)
 @pytest.mark.parametrize("crossing", CROSSINGS, ids=" to ".join)
 def test_tokens(house: House, family: str, crossing: tuple[str, str]) -> None:
     check_pair(house.pair(*sides(family, *crossing)), family, str(crossing))
@@ -62,7 +68,6 @@ def test_pages_of_other_sizes(house: House, pages: tuple[int, int]) -> None:
     check_pair(house.pair(*sides("gemma3_text", "tp1", "tp1", pages)), "gemma3_text", str(pages))
 
 
-@pytest.mark.parametrize("family", WINDOWED)
 @pytest.mark.parametrize("layout", ["tp1", "tp2", "cp2:mirror", "cp2:stripe1", "cp2:split"])
 def test_undisaggregated(house: House, family: str, layout: str) -> None:
     folder = windowed(family)
@@ -104,8 +109,8 @@ class Watch:
         self.seen: dict[Room, list[tuple[int, dict[str, int]]]] = {}
         complete = Scheduler.complete
 
-        def watched(books: Scheduler, batch: object, samples: object) -> None:
-            complete(books, batch, samples)  # type: ignore[arg-type]
+        def watched(books: Scheduler, *what: Any) -> None:
+            complete(books, *what)
             used = {group: count.num_used for group, count in books.counts().pages.items()}
             most = max((each.num_computed for each in books.sequences.values()), default=0)
             self.seen.setdefault(books.room, []).append((most, used))
