@@ -13,8 +13,17 @@ from tests.engine.tiny import tiny
 
 from baton.engine.attention.pools import CachePools
 from baton.engine.checkpoint import open_checkpoint
-from baton.engine.drafting import FORK, HIDDEN, PROPOSAL, Following, hidden_of, proposal_of, with_forks
-from baton.engine.model.build import build, describe, missing
+from baton.engine.drafting import (
+    FORK,
+    HIDDEN,
+    PROPOSAL,
+    Following,
+    hidden_of,
+    problem_of,
+    proposal_of,
+    with_forks,
+)
+from baton.engine.model.build import build, missing
 from baton.engine.parallel.mesh import Mesh
 from baton.engine.rank.drawing import draw
 from baton.engine.runner import Quiet, Runner
@@ -23,8 +32,7 @@ from baton.engine.sampling.sampler import Sampler
 from baton.engine.steps import Batch, Begin, PageCopy, Work
 from baton.errors import ConfigError, EngineError
 from baton.plan import Spec, Storage, parse_layout
-from baton.plan.models.config import read_config
-from baton.plan.models.parts import draft_of, stack
+from baton.plan.models.config import read_cache
 from baton.plan.ownership import buffers
 from baton.protocol.outcomes import Aux
 
@@ -39,8 +47,7 @@ class Rig:
 
     def __init__(self, folder: Path) -> None:
         checkpoint = open_checkpoint(str(folder))
-        part = read_config(checkpoint.config, "tiny")
-        cache = stack((part, draft_of(part)))
+        cache = read_cache(checkpoint.config, "tiny", has_draft=True)
         mesh = Mesh(parse_layout("tp1"), 0)
         spec = Spec(mesh.layout, cache, Storage(page_tokens=PAGE, dtype="fp32", num_pages_default=16))
         content = {name: np.zeros(size, dtype=np.uint8) for name, size in buffers(spec, 0, "t").items()}
@@ -174,20 +181,20 @@ def test_tokens_are_drawn_as_far_as_guesses_stand() -> None:
 
 
 def test_what_an_aux_record_says_is_checked() -> None:
-    assert proposal_of(Aux(fields={PROPOSAL: 7}), 8) == 7
-    for wrong in ({}, {PROPOSAL: 8}, {PROPOSAL: -1}, {PROPOSAL: "7"}, {PROPOSAL: 1.5}):
-        assert proposal_of(Aux(fields=wrong), 8) is None
-    assert hidden_of(Aux(tensors={HIDDEN: bytes(12)}), 3) == bytes(12)
-    assert hidden_of(Aux(tensors={HIDDEN: bytes(11)}), 3) is None
-    assert hidden_of(Aux(), 3) is None
+    sound = Aux(fields={PROPOSAL: 7}, tensors={HIDDEN: bytes(12)})
+    assert (proposal_of(sound), hidden_of(sound)) == (7, bytes(12))
+    assert (proposal_of(Aux()), hidden_of(Aux())) == (None, None)
+    assert problem_of(sound, 8, 3) == problem_of(Aux(), 8, 3) == ""
+    for wrong in (8, -1, "7", 1.5, True):
+        assert "none of 8 tokens" in problem_of(Aux(fields={PROPOSAL: wrong}), 8, 3)
+    assert "a row of 12 bytes, and the model's have 16" in problem_of(sound, 8, 4)
 
 
 def test_models_without_a_draft_are_refused(folder: Path) -> None:
     plain = open_checkpoint(str(tiny("llama")))
     with pytest.raises(ConfigError, match=r"no draft layer .* decode without drafts"):
         missing(plain, has_draft=True)
-    assert not describe(plain.config).has_draft
-    assert describe(open_checkpoint(str(folder)).config).has_draft
+    missing(open_checkpoint(str(folder)), has_draft=True)
 
 
 def test_a_draft_whose_tensors_are_missing_is_refused() -> None:

@@ -43,16 +43,25 @@ class Proposed:
     rows: Tensor
 
 
-def proposal_of(aux: Aux, vocab_size: int) -> int | None:
-    """A source's guess; what is none is passed over, since no answer depends on it."""
+def proposal_of(aux: Aux) -> int | None:
+    """A source's guess, where it says one."""
     guess = aux.fields.get(PROPOSAL)
-    return guess if isinstance(guess, int) and 0 <= guess < vocab_size else None
+    return guess if isinstance(guess, int) else None
 
 
-def hidden_of(aux: Aux, hidden_size: int) -> bytes | None:
-    """The row that a source's first tokens were sampled from; what is none is passed over likewise."""
-    found = aux.tensors.get(HIDDEN)
-    return found if found is not None and len(found) == hidden_size * 4 else None
+def hidden_of(aux: Aux) -> bytes | None:
+    """The row that a source's first tokens were sampled from, where it says one."""
+    return aux.tensors.get(HIDDEN)
+
+
+def problem_of(aux: Aux, vocab_size: int, hidden_size: int) -> str:
+    """What cannot be in a source's words about its draft; empty: nothing, and it may have said none."""
+    guess, row = aux.fields.get(PROPOSAL, 0), hidden_of(aux)
+    if type(guess) is not int or not 0 <= guess < vocab_size:
+        return f"guessed {guess!r}, which is none of {vocab_size} tokens"
+    if row is not None and len(row) != 4 * hidden_size:
+        return f"sent a row of {len(row)} bytes, and the model's have {4 * hidden_size}"
+    return ""
 
 
 def sampled_rows(batch: Batch) -> NDArray[np.int64]:

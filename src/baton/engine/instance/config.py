@@ -16,8 +16,7 @@ from baton.engine.model.build import Architecture, describe, missing
 from baton.errors import ConfigError
 from baton.plan import Cache, Layout, Spec, parse_layout
 from baton.plan.dtypes import item_bytes
-from baton.plan.models.config import read_config
-from baton.plan.models.parts import draft_of, stack
+from baton.plan.models.config import read_cache
 from baton.plan.overlap import LayerTimes, choose
 from baton.plan.ownership import box
 from baton.plan.storage import Storage
@@ -118,8 +117,7 @@ def derive(config: InstanceConfig) -> Sizes:
     choose(config.policy, LayerTimes((0.0,), (0.0,), 0.0), 1)
     checkpoint = open_checkpoint(config.model)
     missing(checkpoint, has_draft=config.has_draft)
-    part = read_config(checkpoint.config, f"model {config.model}")
-    cache = stack((part, draft_of(part)) if config.has_draft else (part,))
+    cache = read_cache(checkpoint.config, f"model {config.model}", has_draft=config.has_draft)
     layout.stages(cache.num_layers, "this")
     spec = Spec(layout, cache, Storage(page_tokens=config.page_tokens, dtype=config.dtype))
     for component in cache.components:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from baton.engine.books.sequence import Sequence
-from baton.engine.drafting import hidden_of, proposal_of
+from baton.engine.drafting import hidden_of, problem_of, proposal_of
 from baton.engine.instance.checking import check_request
 from baton.engine.instance.load import Gauge, Queue, num_slots
 from baton.engine.instance.lobby import Lobby
@@ -310,10 +310,9 @@ class Desk:
         found = self._firsts(record, aux, now_s)
         if not found:
             return
-        guess = proposal_of(aux, self._premises.vocab_size)
-        sequence = self._books[record.dp].admit(record.number, [found[0].token], guess)
+        sequence = self._books[record.dp].admit(record.number, [found[0].token], proposal_of(aux))
         self._begin(sequence)
-        numbers = self._forked(record, record.number, found, hidden_of(aux, self._premises.hidden_size))
+        numbers = self._forked(record, record.number, found, hidden_of(aux))
         for each, sampled in zip(numbers, found, strict=True):
             is_told = record.has_begun(each)
             if record.has_ended(each) if is_told else record.grow(each, sampled, now_s):
@@ -323,11 +322,14 @@ class Desk:
         """What a source sampled; nothing, and the request fails, where that cannot be."""
         num_wanted, vocab_size = record.request.params.n, self._premises.vocab_size
         record.story.num_cached = aux.cached_tokens
-        if len(aux.tokens) == num_wanted and all(0 <= token < vocab_size for token in aux.tokens):
+        problem = problem_of(aux, vocab_size, self._premises.hidden_size)
+        if len(aux.tokens) != num_wanted or not all(0 <= token < vocab_size for token in aux.tokens):
+            problem = f"sampled {list(aux.tokens)}; {num_wanted} tokens were asked for"
+        if not problem:
             return sampled_of(aux)
         hand = record.request.hand
         assert isinstance(hand, Inbound)
-        text = f"source {hand.source} sampled {list(aux.tokens)}; {num_wanted} tokens were asked for"
+        text = f"source {hand.source} {problem}"
         record.give_up(text, Cause(Why.REFUSED_PROMPT, Stage.COMMIT, self._premises.name, text=text))
         self._drop(record, text, now_s)
         return []

@@ -46,8 +46,6 @@ class Architecture:
     eos_ids: tuple[int, ...]
     num_experts: int
     """Routed experts of a mixture layer, 0 where there is none."""
-    has_draft: bool
-    """Whether there is a layer that guesses tokens ahead."""
 
 
 def describe(config: Mapping[str, Any], max_context: int | None = None) -> Architecture:
@@ -71,7 +69,6 @@ def describe(config: Mapping[str, Any], max_context: int | None = None) -> Archi
         dtype=str(dtype),
         eos_ids=fields.numbers("eos_token_id"),
         num_experts=blueprint.num_experts,
-        has_draft=blueprint.draft is not None,
     )
 
 
@@ -148,8 +145,7 @@ def _blueprint(config: Mapping[str, Any], has_draft: bool) -> Blueprint:
     fields, found = _read(config)
     if has_draft and found.draft is None:
         raise fields.refusal(
-            "there is no draft layer that can be run (num_nextn_predict_layers of a DeepSeek-V3); "
-            "decode without drafts"
+            "there is no draft layer that can be run (num_nextn_predict_layers); decode without drafts"
         )
     return found if has_draft else replace(found, draft=None)
 

@@ -21,8 +21,7 @@ from baton.engine.rank.layer_bytes import LayerBytes
 from baton.engine.runner import Runner
 from baton.engine.steps import Answer, Attach
 from baton.plan import Spec, parse_layout
-from baton.plan.models.config import read_config
-from baton.plan.models.parts import draft_of, stack
+from baton.plan.models.config import read_cache
 from baton.plan.ownership import buffers
 from baton.session import Endpoint, EndpointConfig, SocketConfig
 from baton.transport import Transport, open_transport, option_names, parse_transport
@@ -58,8 +57,7 @@ def load(config: RankConfig) -> Loaded:
     """Weights of this rank, and the other ranks of the instance."""
     checkpoint = open_checkpoint(config.model)
     architecture = describe(checkpoint.config, config.context_max)
-    part = read_config(checkpoint.config, f"model {config.model}")
-    cache = stack((part, draft_of(part)) if config.has_draft else (part,))
+    cache = read_cache(checkpoint.config, f"model {config.model}", has_draft=config.has_draft)
     layout = parse_layout(config.layout)
     device = _device(config)
     mesh = connect(layout, config.rank, Path(config.rendezvous), device)

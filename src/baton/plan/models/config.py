@@ -1,7 +1,8 @@
 """Hugging Face configs: from a config.json to the layers of a model.
 
 Draft layers that a config announces (num_nextn_predict_layers, mtp_num_hidden_layers) are not added: they are
-cached only where a draft runs. Ask for them, as in `deepseek-v3+draft.latent:layers=1,dim=576`.
+cached only where a draft runs. `read_cache` adds one on request, and so does a spec, as in
+`deepseek-v3+draft.latent:layers=1,dim=576`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from collections.abc import Mapping
 from functools import cache
 
 from baton.errors import ConfigError
+from baton.plan.cache import Cache
 from baton.plan.models import families
 from baton.plan.models.fields import Family, Fields
-from baton.plan.models.parts import Part
+from baton.plan.models.parts import Part, draft_of, stack
 from baton.plan.models.quoting import shown
 
 
@@ -25,6 +27,12 @@ def read_config(values: object, where: str) -> Part:
     family, stated = _model(values, where)
     fields = Fields(where, {**family.defaults, **stated})
     return Part(fields.num_layers, family.read(fields), active_parameters=_active_parameters(values, where))
+
+
+def read_cache(values: object, where: str, *, has_draft: bool = False) -> Cache:
+    """What a model with this config caches, and with its own draft layer where one runs."""
+    part = read_config(values, where)
+    return stack((part, draft_of(part)) if has_draft else (part,))
 
 
 def _model(values: Mapping[str, object], where: str) -> tuple[Family, Mapping[str, object]]:
