@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from baton.engine.rank.cutting import cut
+from baton.engine.rank.cutting import Cuts, cut
 from baton.engine.rank.pace import Pace, Took
 from baton.engine.steps import CopyRecord
 from baton.plan.overlap import LayerTimes, bound, choose, completion_s
@@ -112,6 +112,25 @@ def test_cuts_hold_where_compute_is_not_as_predicted(ratio: float, speed: float,
     chosen, real = cut("cost", world(1.0), 4096, spread), world(speed)
     exposed = completion_s(real, chosen) - speed * NUM_LAYERS
     assert 1 - exposed / (ratio * NUM_LAYERS) >= (0.95 if spread < 0.1 else 0.85) * bound(real)
+
+
+def layer_times(ratio: float, overhead: float = 0.1) -> LayerTimes:
+    return LayerTimes((0.5, *(1.0,) * (NUM_LAYERS - 1)), (ratio,) * NUM_LAYERS, overhead)
+
+
+def test_steps_nearly_alike_share_a_cut_and_others_do_not() -> None:
+    cuts, rng = Cuts(), random.Random(0)
+    first = cuts.of("cost", layer_times(1.0), 0)
+    for _ in range(50):
+        near = layer_times(rng.uniform(0.97, 1.03), rng.uniform(0.08, 0.12))
+        assert cuts.of("cost", near, 0) is first
+        # Good enough for them too: within a few percent of the best there is.
+        assert completion_s(near, first) <= 1.03 * completion_s(near, choose("cost", near, 0))
+    for ratio in (0.25, 0.5, 2.0, 4.0):
+        far = layer_times(ratio)
+        assert cuts.of("cost", far, 0) == cut("cost", far, 0) != first
+    assert cuts.of("cost", layer_times(1.0), 0) is first
+    assert cuts.of("fixed:4", layer_times(1.0), 0) == choose("fixed:4", layer_times(1.0), 0)
 
 
 def test_other_policies_are_cut_as_they_say() -> None:

@@ -41,6 +41,16 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has
 class HostStream:
     """Does everything at once."""
 
+    def __init__(self, *, has_batches: bool) -> None:
+        self.has_batches = has_batches
+        self.num_batches = 0
+
+    def copy(self, spans: Spans, source: Any, target: Any) -> bool:
+        self.num_batches += self.has_batches
+        if self.has_batches:
+            apply(spans, source.numpy(), target.numpy())
+        return self.has_batches
+
     def enter(self) -> None:
         return
 
@@ -59,14 +69,21 @@ class HostDevice:
 
     device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_batches: bool = False) -> None:
         self.num_pinned = 0
+        self.has_batches = has_batches
+        self.streams: list[HostStream] = []
 
     def tensor(self, memory: Any) -> Any:
         return torch.from_numpy(memory.bytes)
 
     def open_stream(self) -> HostStream:
-        return HostStream()
+        self.streams.append(HostStream(has_batches=self.has_batches))
+        return self.streams[-1]
+
+    @property
+    def num_batches(self) -> int:
+        return sum(stream.num_batches for stream in self.streams)
 
     def pinned(self, num_elements: int) -> Any:
         return torch.empty(num_elements, dtype=torch.int64)
@@ -85,7 +102,7 @@ class BrokenStream(HostStream):
 
 class BrokenDevice(HostDevice):
     def open_stream(self) -> HostStream:
-        return BrokenStream()
+        return BrokenStream(has_batches=False)
 
 
 @dataclass
@@ -138,6 +155,7 @@ SPANS = {
     ),
     "few": spans_of([7, 70000, 300], [500000, 3, 100], [300000, 5, 1]),
     "whole": one_span(MIB),
+    "long": spans_of(np.arange(12)[::-1] * 40_000, np.arange(12) * 50_001, [40_000] * 12),
     "same place": spans_of([64] * 20, np.arange(20) * 128, [128] * 20),
 }
 
@@ -157,13 +175,19 @@ def noise(device: str = "cpu", num_bytes: int = MIB) -> Any:
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8).to(device)
 
 
+LONG = ("few", "whole", "long")
+"""Spans that are copied one by one where many can be by one call."""
+
+
+@pytest.mark.parametrize("has_batches", [False, True])
 @pytest.mark.parametrize("name", SPANS)
-def test_content_through_streams(name: str):
-    devices = HostDevice(), HostDevice()
+def test_content_through_streams(name: str, has_batches: bool):
+    devices = HostDevice(has_batches=has_batches), HostDevice(has_batches=has_batches)
     with paired(stand_in(devices[0]), stand_in(devices[1])) as pair:
         target = torch.zeros(MIB, dtype=torch.uint8)
         check_content(pair, SPANS[name], noise(), target)
         assert [device.num_pinned for device in devices] == [1, 1]
+        assert [device.num_batches > 0 for device in devices] == [has_batches and name in LONG] * 2
     assert [device.num_pinned for device in devices] == [0, 0]
 
 

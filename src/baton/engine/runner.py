@@ -247,7 +247,8 @@ class _Step:
     def wanted_here(self, device: torch.device) -> Tensor:
         """Which of this rank's rows are sampled from."""
         here = self.wanted[(self.wanted >= self.own[0]) & (self.wanted < self.own[1])] - self.own[0]
-        return torch.from_numpy(here).to(device)
+        # Without waiting: the host would be no further than the device at the end of every forward.
+        return torch.from_numpy(here).to(device, non_blocking=True)
 
     def narrowed(self, x: Tensor) -> Tensor:
         """What goes on when the last layer has stored its tokens: only rows that are sampled from.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import random
 import secrets
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ NUM_LEARNING = 3
 """Hand-overs of a length before those that count: what policies measure on line has to be measured."""
 
 
+REST_S = 0.3
+"""How long a GPU rests before each request: its clock falls with the power that the requests before took."""
 NUM_COMPARED = 8
 """Tokens of the answers that show whether what is timed is also right."""
 
@@ -141,8 +144,11 @@ def _measure(meter: Meter, case: Case, options: Options, tell: Callable[[str], N
         tell(
             f"{case.num_tokens} tokens, {link_text(case.link_bytes_per_s)}: {index + 1} of {options.repeats}"
         )
+        rest_s = REST_S if options.device != "cpu" else 0.0
+        time.sleep(rest_s)
         floor = meter.compute(case.num_tokens)
         for policy, found in rounds.items():
+            time.sleep(rest_s)
             told = meter.hand_over(case.num_tokens, policy)
             found.append(Round(told, floor.prompt_s - floor.begun_s))
     return rows_of(case, rounds, OFF)

@@ -21,7 +21,8 @@ from baton.engine.rank.config import RankConfig
 from baton.engine.steps import Answer, Order
 from baton.errors import EngineError
 
-END_S_MAX = 15.0
+END_S_MAX = 6.0
+"""How long a rank has to end before it is killed: more than it takes itself, less than makes pages stuck."""
 _PARENT_DEATH = 1  # PR_SET_PDEATHSIG
 _libc = ctypes.CDLL(None)
 
@@ -76,10 +77,14 @@ class Child:
         if self.process.poll() is not None and not self.connection.poll():
             raise self.lost()
 
-    def close(self) -> None:
-        """Lets it end, and makes it if it does not."""
+    def hang_up(self) -> None:
+        """Lets it end: a rank does not outlive its pipe for long."""
         with suppress(OSError):
             self.connection.close()
+
+    def close(self) -> None:
+        """Waits for its end, and brings it about if it does not come."""
+        self.hang_up()
         try:
             self.process.wait(END_S_MAX)
         except subprocess.TimeoutExpired:

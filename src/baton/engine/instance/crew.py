@@ -68,6 +68,8 @@ class Crew:
         """Ends every rank."""
         self.tell(Stop())
         for child in self._children:
+            child.hang_up()
+        for child in self._children:
             child.close()
         self._children = []
         self.meeting.close()

@@ -4,13 +4,15 @@ The cuts of `cost` are the best for the times that it is given: its groups leave
 which runs a few percent faster or slower than predicted may end with many layers still to go, and so may one
 whose copies are held up by the compute beside them. Here its cuts for several speeds of compute and of
 transfer are held against all of these, and the one that exposes least over all of them is taken; how far the
-speeds of compute lie apart is what measurements have differed by. Only the times' proportions matter; they
-are rounded, so that steps alike share their cuts.
+speeds of compute lie apart is what measurements have differed by. Only the times' proportions matter, and
+steps nearly alike share their cuts: finding them takes a millisecond or two, in which a GPU may have nothing
+to do.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import exp, log
 
@@ -23,29 +25,37 @@ SLOWER = (1.3, 2.0)
 """A copy beside compute may take so many times as long as one alone."""
 GROUP_COST = 0.25
 """What a group takes from the forward itself, as a part of its overhead: both are this process's time."""
-TRANSFER_STEP = 0.03
+TRANSFER_STEP = 0.05
 SHARE_STEP = 0.05
-OVERHEAD_STEP = 0.15
+OVERHEAD_STEP = 0.5
 REST_STEP = 0.1
 LEAST = 1e-4
 """Of a layer's compute; less is nothing."""
+NUM_KEPT = 16
+
+
+@dataclass(slots=True)
+class Cuts:
+    """The groups of steps, with those of the latest ones, which speak for steps nearly alike."""
+
+    _kept: deque[tuple[Shape, int, Groups]] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
+
+    def of(self, policy: str, times: LayerTimes, avg_tokens: int, spread: float = 0.0) -> Groups:
+        """The groups of a policy; of `cost` those that hold too if compute is off by a part `spread`."""
+        if policy != COST or times.num_layers == 1 or times.compute_s[-1] <= 0.0:
+            return choose(policy, times, avg_tokens)
+        shape, level = Shape.of(times), sum(each < spread for each in SPREADS[:-1])
+        for known, known_level, groups in self._kept:
+            if abs(known_level - level) <= 1 and known.is_near(shape):
+                return groups
+        groups = _tolerant(shape, SPREADS[level])
+        self._kept.appendleft((shape, level, groups))
+        return groups
 
 
 def cut(policy: str, times: LayerTimes, avg_tokens: int, spread: float = 0.0) -> Groups:
-    """The groups of a policy; for `cost` those that also hold if compute is faster or slower by `spread`."""
-    layer_s = times.compute_s[-1]
-    if policy != COST or times.num_layers == 1 or layer_s <= 0.0:
-        return choose(policy, times, avg_tokens)
-    rest = 1 - times.compute_s[0] / layer_s
-    mean_s = sum(times.transfer_s) / times.num_layers
-    shares = [1.0 if mean_s <= 0.0 else each / mean_s for each in times.transfer_s]
-    shape = Shape(
-        tuple(round(share / SHARE_STEP) * SHARE_STEP for share in shares),
-        _rounded(mean_s / layer_s, TRANSFER_STEP),
-        _rounded(times.overhead_s / layer_s, OVERHEAD_STEP),
-        min(1.0, max(0.0, round(rest / REST_STEP) * REST_STEP)),
-    )
-    return _tolerant(shape, next((each for each in SPREADS if each >= spread), SPREADS[-1]))
+    """The groups of one step."""
+    return Cuts().of(policy, times, avg_tokens, spread)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +68,33 @@ class Shape:
     overhead: float
     rest: float
 
+    @staticmethod
+    def of(times: LayerTimes) -> Shape:
+        """Rounded, so that steps alike have one shape."""
+        layer_s = times.compute_s[-1]
+        rest = 1 - times.compute_s[0] / layer_s
+        mean_s = sum(times.transfer_s) / times.num_layers
+        shares = [1.0 if mean_s <= 0.0 else each / mean_s for each in times.transfer_s]
+        return Shape(
+            tuple(round(share / SHARE_STEP) * SHARE_STEP for share in shares),
+            _rounded(mean_s / layer_s, TRANSFER_STEP),
+            _rounded(times.overhead_s / layer_s, OVERHEAD_STEP),
+            min(1.0, max(0.0, round(rest / REST_STEP) * REST_STEP)),
+        )
+
     @property
     def num_layers(self) -> int:
         """How many there are."""
         return len(self.shares)
+
+    def is_near(self, other: Shape) -> bool:
+        """Whether another shape is no more than a step of rounding away in anything."""
+        return (
+            self.shares == other.shares
+            and _are_near(self.transfer, other.transfer, TRANSFER_STEP)
+            and _are_near(self.overhead, other.overhead, OVERHEAD_STEP)
+            and abs(self.rest - other.rest) < 1.5 * REST_STEP
+        )
 
     def at(self, compute: float, transfer: float) -> LayerTimes:
         """With compute and transfer at so many times their predictions."""
@@ -86,6 +119,13 @@ def _tolerant(shape: Shape, spread: float) -> Groups:
         return sum(max(0.0, last - compute) for last, compute in ends) / len(worlds)
 
     return min(candidates, key=lambda groups: exposed(groups) + GROUP_COST * shape.overhead * len(groups))
+
+
+def _are_near(one: float, other: float, step: float) -> bool:
+    """Whether two numbers that were rounded by a step are neighbours, or the same."""
+    if min(one, other) <= 0.0:
+        return one == other
+    return abs(log(one / other)) < 1.5 * log(1 + step)
 
 
 def _rounded(value: float, step: float) -> float:

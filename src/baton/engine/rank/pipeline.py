@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from baton.engine.rank.clock import Clock, Mark
-from baton.engine.rank.cutting import cut
+from baton.engine.rank.cutting import Cuts
 from baton.engine.rank.handing import Handing, Part
 from baton.engine.rank.layer_bytes import LayerBytes
 from baton.engine.rank.pace import Took
@@ -27,12 +27,12 @@ class Pipeline:
         self._clock = clock
         self._policy = policy
         self._layer_bytes = layer_bytes
-        self._layers = handing.layers
+        self._cuts = Cuts()
         self._marks: list[Mark] = []
         self._stored: list[Mark] = []
         """After each layer, where they are unlike."""
-        self._ends: dict[int, int] = {}
-        """First layers of groups by their last."""
+        self._ends: dict[int, int] | None = None
+        """First layers of groups by their last; None until the first layer is begun."""
         self.unpipelined = ""
         self._leaving: list[Part] = []
         self._offered: list[tuple[Part, int, Range, int]] = []
@@ -40,11 +40,10 @@ class Pipeline:
         self._num_rows = 0
 
     def before_forward(self, batch: Batch) -> None:
-        """Cuts the layers for the prompts that leave in this step."""
+        """Finds the prompts that leave in this step."""
         self._leaving = self._handing.leaving(batch.works)
         self._num_rows = batch.num_rows
-        first = self._layers[0]
-        self._ends = {first + stop - 1: first + start for start, stop in self._cut()}
+        self._ends = None
         self._offered, self._stored = [], []
         self._marks = [self._clock.mark()]
 
@@ -57,7 +56,7 @@ class Pipeline:
             return
         if self._leaving and not self._layer_bytes.is_alike:
             self._stored.append(self._clock.mark())
-        start = self._ends.get(layer)
+        start = self._first_layers().get(layer)
         if start is None:
             return
         mark = self._clock.mark()
@@ -70,7 +69,12 @@ class Pipeline:
 
     def after_forward(self) -> None:
         """The layers of this rank are through; tokens are not sampled yet."""
+        self._first_layers()
         self._marks.append(self._clock.mark())
+
+    @property
+    def _layers(self) -> Range:
+        return self._handing.layers
 
     @property
     def leaving(self) -> Sequence[Part]:
@@ -83,7 +87,8 @@ class Pipeline:
         stored, times = every[: len(self._stored)], every[len(self._stored) :]
         for part, chunk, _, index in self._offered:
             part.outgoing.ready_s[chunk] = times[index]
-        num_marks = len(self._ends) + 2
+        ends = self._first_layers()
+        num_marks = len(ends) + 2
         if len(times) < num_marks:
             return []  # a rank without layers
         drafts_s, first_draft = times[num_marks - 1 :], self._layers[1]
@@ -92,7 +97,7 @@ class Pipeline:
             for index, (start, stop) in enumerate(pairwise(drafts_s))
         ]
         *times, stored_s, end_s = times[:num_marks]
-        spans = zip(self._ends.items(), times, [*times[1:], end_s], strict=True)
+        spans = zip(ends.items(), times, [*times[1:], end_s], strict=True)
         groups = [Group((first, last + 1), start, stop) for (last, first), start, stop in spans]
         shares = shares_of(stored, self._layer_bytes.kinds) if stored else None
         took = Took((end_s - times[0]) / (self._layers[1] - self._layers[0]), end_s - stored_s)
@@ -117,6 +122,13 @@ class Pipeline:
         if chunk is not None:
             self._offered.append((part, chunk, layers, len(self._marks) - 1))
 
+    def _first_layers(self) -> dict[int, int]:
+        """By the last layer of a group its first; cut when it is first asked for, while a GPU is at work."""
+        if self._ends is None:
+            first = self._layers[0]
+            self._ends = {first + stop - 1: first + start for start, stop in self._cut()}
+        return self._ends
+
     def _cut(self) -> Groups:
         num_layers, self.unpipelined = self._layers[1] - self._layers[0], ""
         whole = ((0, num_layers),)
@@ -138,7 +150,7 @@ class Pipeline:
             layer_bytes[session] = layer_bytes[session] + found if session in layer_bytes else found
         times = self._handing.pace.times(num_layers, self._num_rows, layer_bytes)
         average = sum(len(part.work.tokens) for part in piped) // len(piped)
-        groups = cut(policy, times, average, self._handing.pace.compute(self._num_rows).spread)
+        groups = self._cuts.of(policy, times, average, self._handing.pace.compute(self._num_rows).spread)
         if len(groups) == 1:
             reason = "there is one layer" if num_layers == 1 else "one group is done soonest"
             self.unpipelined = f"{policy}: {reason}"

@@ -47,8 +47,8 @@ from baton.engine.steps import (
 from baton.errors import BatonError, EngineError
 from baton.protocol.outcomes import Aux
 
-GOING_S_MAX = 10.0
-"""How long a rank may take to end by itself."""
+GOING_S_MAX = 3.0
+"""How long a rank may take to end by itself; while it lives, pages that it may write are in quarantine."""
 FORMING_S_MAX = 120.0
 """How long the ranks may take to attach once the first one waits for them."""
 

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from baton.errors import TransportError
+from baton.plan.steps import Spans
 from baton.transport.base import Bytes
 from baton.transport.parts.buffers import Memory
+from baton.transport.shm.staged.batches import find_batch_copy
 from baton.transport.shm.staged.movers import Event, Mover
 from baton.transport.shm.staged.ring import Ring
 from baton.transport.shm.staged.streams import StreamMover
@@ -24,6 +26,7 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = _cuda.Stream(device)
+        self._copy_batch = find_batch_copy()
 
     def enter(self) -> None:
         """Sends torch's work of this thread here from now on."""
@@ -32,6 +35,16 @@ class CudaStream:
     def wait(self, event: Any) -> None:
         """Lets what follows wait for an event."""
         self._stream.wait_event(event)
+
+    def copy(self, spans: Spans, source: Tensor, target: Tensor) -> bool:
+        """Has the copy engines take one span after another, all by one call, if the driver can do that."""
+        if self._copy_batch is None:
+            return False
+        reads, writes = spans.source + source.data_ptr(), spans.target + target.data_ptr()
+        if self._copy_batch(writes, reads, spans.length, self._stream.cuda_stream):
+            self._copy_batch = None  # it would refuse the next one too
+            return False
+        return True
 
     def record(self) -> Event:
         """An event that is slept for, not spun for."""

@@ -18,6 +18,8 @@ from baton.transport.shm.segments import Mapping, map_segment
 
 TABLE_SPANS = 8192
 """Spans that fit into a slot, however short they are."""
+LONG_BYTES = 32 << 10
+"""A span of so many bytes is worth a copy of its own."""
 _TABLE_BYTES = TABLE_SPANS * 16
 _PAGE_BYTES = 4096
 _FORM = struct.Struct("<B7x6Q")
@@ -50,7 +52,7 @@ class RingShape:
         joined = coalesce(spans)
         # Spans of one length are gathered by one index: too good to lose for a few that happen to adjoin.
         has_one_length = bool((spans.length == spans.length[0]).all())
-        if has_one_length and 4 * len(joined) > len(spans):
+        if has_one_length and 4 * len(joined) > len(spans) and not are_long(joined):
             joined = spans
         return list(split(cut(joined, self.slot_bytes), self.slot_bytes, TABLE_SPANS))
 
@@ -74,6 +76,11 @@ class Ring:
         tables = self.bytes[: shape.num_slots * _TABLE_BYTES].view(np.int64).reshape(-1, 2, TABLE_SPANS)
         slots = self.bytes[shape.num_slots * _TABLE_BYTES :].reshape(-1, shape.slot_bytes)
         self.slots = [Slot(index, slots[index], tables[index]) for index in range(shape.num_slots)]
+
+
+def are_long(spans: Spans) -> bool:
+    """Whether spans are long enough, taken together, to be copied one by one."""
+    return spans.num_bytes >= LONG_BYTES * max(1, len(spans))
 
 
 def slot_offsets(length: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,8 +1,10 @@
 """Moves between a pinned ring and the memory of a device, on two streams that take turns.
 
-A stream gathers the spans of a slot into staging of its own on the device and copies that to the slot in one
-piece, or the other way round. While one stream's copy is on the bus, the other gathers or scatters. Nothing
-is waited for: a thread sleeps in the event that a slot's work ends with, and calls back.
+Long spans are copied one by one by the copy engines, all of a slot by one call: that takes nothing from the
+multiprocessors, which compute, and does not make two processes on one device wait for each other. Of short
+ones a stream gathers a slotful into staging of its own on the device and copies that in one piece, or the
+other way round. While one is on the bus, the other stream gathers or scatters. Nothing is waited for: a
+thread sleeps in the event that a slot's work ends with, and calls back.
 
 What is a device here is a `Device`, so that all of this also runs with tensors of the host in its place.
 """
@@ -27,7 +29,7 @@ from baton.transport.packing.rows import alignment
 from baton.transport.parts.buffers import Memory
 from baton.transport.parts.lanes import Lane
 from baton.transport.shm.staged.movers import Event, Move, Then
-from baton.transport.shm.staged.ring import TABLE_SPANS, Ring, Slot
+from baton.transport.shm.staged.ring import TABLE_SPANS, Ring, Slot, are_long
 
 NUM_STREAMS = 2
 DIRECT_SPANS_MAX = 8
@@ -42,6 +44,9 @@ class Stream(Protocol):
 
     def wait(self, event: Event) -> None:
         """Lets what follows wait for an event."""
+
+    def copy(self, spans: Spans, source: Tensor, target: Tensor) -> bool:
+        """Copies spans by one call and without a kernel; False, and nothing done, where that cannot be."""
 
     def record(self) -> Event:
         """An event that comes when all of this is done."""
@@ -146,8 +151,7 @@ class _Way:
         if move.fence is not None:
             self.stream.wait(move.fence)
         region, spans = self._device.tensor(move.region), move.spans
-        if len(spans) <= DIRECT_SPANS_MAX:
-            _copy_each(spans, region, slot)
+        if self._has_copied(spans, region, slot):
             return region
         num_bytes, row_bytes = spans.num_bytes, _common_length(spans)
         if row_bytes:
@@ -162,8 +166,7 @@ class _Way:
     def drain(self, move: Move, index: int, slot: Tensor) -> Tensor:
         """Copies the slot to staging and scatters that; answers what has to stay until it is done."""
         region, spans = self._device.tensor(move.region), move.spans
-        if len(spans) <= DIRECT_SPANS_MAX:
-            _copy_each(spans, slot, region)
+        if self._has_copied(spans, slot, region):
             return region
         num_bytes, row_bytes = spans.num_bytes, _common_length(spans)
         self._staging[:num_bytes].copy_(slot[:num_bytes], non_blocking=True)
@@ -174,6 +177,15 @@ class _Way:
         else:
             prepare(_as_step(spans), self._device.device).run(self._staging, region)
         return region
+
+    def _has_copied(self, spans: Spans, source: Tensor, target: Tensor) -> bool:
+        """Copies spans one by one where that is better than by way of staging."""
+        if are_long(spans) and self.stream.copy(spans, source, target):
+            return True
+        if len(spans) > DIRECT_SPANS_MAX:
+            return False
+        _copy_each(spans, source, target)
+        return True
 
     def _upload(self, picked: Ints, index: int) -> Tensor:
         host, found = self._index_host[index, : len(picked)], self._index[index, : len(picked)]
