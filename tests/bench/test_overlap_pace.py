@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from baton.engine.rank.cutting import Cuts, cut
 from baton.engine.rank.pace import Pace, Took
 from baton.engine.steps import CopyRecord
-from baton.plan.overlap import LayerTimes, bound, choose, completion_s
+from baton.plan.overlap import Groups, LayerTimes, bound, choose, completion_s
 
 NUM_LAYERS = 32
 
@@ -114,23 +115,54 @@ def test_cuts_hold_where_compute_is_not_as_predicted(ratio: float, speed: float,
     assert 1 - exposed / (ratio * NUM_LAYERS) >= (0.95 if spread < 0.1 else 0.85) * bound(real)
 
 
+TOOK = Took(1.0, 0.0, 0.0)
+
+
 def layer_times(ratio: float, overhead: float = 0.1) -> LayerTimes:
     return LayerTimes((0.5, *(1.0,) * (NUM_LAYERS - 1)), (ratio,) * NUM_LAYERS, overhead)
 
 
 def test_steps_nearly_alike_share_a_cut_and_others_do_not() -> None:
     cuts, rng = Cuts(), random.Random(0)
-    first = cuts.of("cost", layer_times(1.0), 0)
+    first = cuts.of("cost", layer_times(1.0), 0, TOOK)
     for _ in range(50):
         near = layer_times(rng.uniform(0.97, 1.03), rng.uniform(0.08, 0.12))
-        assert cuts.of("cost", near, 0) is first
+        assert cuts.of("cost", near, 0, TOOK) is first
         # Good enough for them too: within a few percent of the best there is.
         assert completion_s(near, first) <= 1.03 * completion_s(near, choose("cost", near, 0))
     for ratio in (0.25, 0.5, 2.0, 4.0):
         far = layer_times(ratio)
-        assert cuts.of("cost", far, 0) == cut("cost", far, 0) != first
-    assert cuts.of("cost", layer_times(1.0), 0) is first
-    assert cuts.of("fixed:4", layer_times(1.0), 0) == choose("fixed:4", layer_times(1.0), 0)
+        assert cuts.of("cost", far, 0, TOOK) == cut("cost", far, 0) != first
+    assert cuts.of("cost", layer_times(1.0), 0, TOOK) is first
+    assert cuts.of("fixed:4", layer_times(1.0), 0, TOOK) == choose("fixed:4", layer_times(1.0), 0)
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.4, 0.65])
+def test_groups_that_hold_the_forward_up_are_few(ratio: float) -> None:
+    times = layer_times(ratio, 0.5)
+
+    def done_s(groups: Groups, group: float) -> float:
+        lasts = {stop - 1 for _, stop in groups}
+        slowed = tuple(each + group * (layer in lasts) for layer, each in enumerate(times.compute_s))
+        return completion_s(replace(times, compute_s=slowed), groups)
+
+    free = Cuts().of("cost", times, 0, replace(TOOK, group_s=0.0))
+    dear = Cuts().of("cost", times, 0, replace(TOOK, group_s=1.0))
+    assert len(dear) < len(free)
+    # Each is the better one where its price holds.
+    assert done_s(dear, 1.0) < done_s(free, 1.0)
+    assert done_s(free, 0.0) <= done_s(dear, 0.0)
+
+
+def test_what_groups_take_from_the_forward_is_remembered_by_the_length_of_a_step() -> None:
+    pace = Pace()
+    assert pace.compute(1024).group_s is None
+    for _ in range(8):
+        pace.computed(1024, Took(1e-3, 0.0, group_s=7e-4))
+        pace.computed(1024, Took(1e-3, 0.0))  # nothing left in it: nothing to learn
+        pace.computed(4096, Took(3e-3, 0.0, group_s=0.0))
+    assert pace.compute(1024).group_s == pytest.approx(7e-4)
+    assert pace.compute(4096).group_s == 0.0
 
 
 def test_other_policies_are_cut_as_they_say() -> None:

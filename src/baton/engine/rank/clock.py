@@ -23,6 +23,10 @@ class Mark(Protocol):
 class Clock(Protocol):
     """Marks, and the times that they turned out to be at."""
 
+    @property
+    def is_late(self) -> bool:
+        """Whether marks are passed after they are made: the host may be ahead, or hold the device up."""
+
     def mark(self) -> Mark:
         """A mark after everything that was begun so far."""
 
@@ -44,6 +48,8 @@ class HostMark:
 
 class HostClock:
     """Computing is over when the call returns."""
+
+    is_late = False
 
     def mark(self) -> HostMark:
         """This moment."""
@@ -72,6 +78,8 @@ class CudaClock:
     The two clocks drift apart by a millisecond within a minute or so, and elapsed times are single-precision
     numbers: so an event is read by its distance to one that has just passed.
     """
+
+    is_late = True
 
     def __init__(self) -> None:
         self._now = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -7,15 +7,20 @@ transfer are held against all of these, and the one that exposes least over all 
 speeds of compute lie apart is what measurements have differed by. Only the times' proportions matter, and
 steps nearly alike share their cuts: finding them takes a millisecond or two, in which a GPU may have nothing
 to do.
+
+A group also takes time from the forward, where that waits for the host: both are this process's time. On a
+GPU it is measured, and there is none of it while the host is ahead; else it is taken for a part of the
+overhead.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import exp, log
 
+from baton.engine.rank.pace import Took
 from baton.plan.overlap import Groups, LayerTimes, choose, completion_s
 
 COST = "cost"
@@ -24,13 +29,14 @@ SPREADS = (0.07, 0.15, 0.3, 0.5)
 SLOWER = (1.3, 2.0)
 """A copy beside compute may take so many times as long as one alone."""
 GROUP_COST = 0.25
-"""What a group takes from the forward itself, as a part of its overhead: both are this process's time."""
+"""What a group takes from the forward itself, as a part of its overhead, where it is not measured."""
 TRANSFER_STEP = 0.05
 SHARE_STEP = 0.05
 OVERHEAD_STEP = 0.5
 REST_STEP = 0.1
 LEAST = 1e-4
 """Of a layer's compute; less is nothing."""
+EQUAL = (1, 2, 4, 8)
 NUM_KEPT = 16
 
 
@@ -40,11 +46,11 @@ class Cuts:
 
     _kept: deque[tuple[Shape, int, Groups]] = field(default_factory=lambda: deque(maxlen=NUM_KEPT))
 
-    def of(self, policy: str, times: LayerTimes, avg_tokens: int, spread: float = 0.0) -> Groups:
-        """The groups of a policy; of `cost` those that hold too if compute is off by a part `spread`."""
+    def of(self, policy: str, times: LayerTimes, avg_tokens: int, took: Took) -> Groups:
+        """The groups of a policy; of `cost` those that hold too if compute is off by what it has been."""
         if policy != COST or times.num_layers == 1 or times.compute_s[-1] <= 0.0:
             return choose(policy, times, avg_tokens)
-        shape, level = Shape.of(times), sum(each < spread for each in SPREADS[:-1])
+        shape, level = Shape.of(times, took.group_s), sum(each < took.spread for each in SPREADS[:-1])
         for known, known_level, groups in self._kept:
             if abs(known_level - level) <= 1 and known.is_near(shape):
                 return groups
@@ -54,8 +60,8 @@ class Cuts:
 
 
 def cut(policy: str, times: LayerTimes, avg_tokens: int, spread: float = 0.0) -> Groups:
-    """The groups of one step."""
-    return Cuts().of(policy, times, avg_tokens, spread)
+    """The groups of one step, of which no more is known than how far compute may be off."""
+    return Cuts().of(policy, times, avg_tokens, Took(times.compute_s[-1], 0.0, spread))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +73,11 @@ class Shape:
     transfer: float
     overhead: float
     rest: float
+    group: float | None = None
+    """What each group takes from the forward, if that is known."""
 
     @staticmethod
-    def of(times: LayerTimes) -> Shape:
+    def of(times: LayerTimes, group_s: float | None) -> Shape:
         """Rounded, so that steps alike have one shape."""
         layer_s = times.compute_s[-1]
         rest = 1 - times.compute_s[0] / layer_s
@@ -80,6 +88,7 @@ class Shape:
             _rounded(mean_s / layer_s, TRANSFER_STEP),
             _rounded(times.overhead_s / layer_s, OVERHEAD_STEP),
             min(1.0, max(0.0, round(rest / REST_STEP) * REST_STEP)),
+            None if group_s is None else _rounded(group_s / layer_s, OVERHEAD_STEP),
         )
 
     @property
@@ -94,6 +103,8 @@ class Shape:
             and _are_near(self.transfer, other.transfer, TRANSFER_STEP)
             and _are_near(self.overhead, other.overhead, OVERHEAD_STEP)
             and abs(self.rest - other.rest) < 1.5 * REST_STEP
+            and (self.group is None) == (other.group is None)
+            and _are_near(self.group or 0.0, other.group or 0.0, OVERHEAD_STEP)
         )
 
     def at(self, compute: float, transfer: float) -> LayerTimes:
@@ -107,18 +118,29 @@ class Shape:
 def _tolerant(shape: Shape, spread: float) -> Groups:
     speeds = ((1 - spread, 1.0), (1.0, 1.0), (1 + spread, 1.0), *((1.0, slower) for slower in SLOWER))
     worlds = {speed: shape.at(*speed) for speed in speeds}
-    # Equal small groups are never the best and never far off it, where a group costs little.
-    equal = (choose(policy, worlds[1.0, 1.0], 0) for policy in ("fixed:1", "fixed:2"))
-    candidates = dict.fromkeys((*(choose(COST, times, 0) for times in worlds.values()), *equal))
+    group, fee = (0.0, GROUP_COST * shape.overhead) if shape.group is None else (shape.group, shape.group)
+    # Equal groups are never the best and never far off it, where a group costs little or takes from compute.
+    equal = (choose(f"fixed:{size}", worlds[1.0, 1.0], 0) for size in (EQUAL if group else EQUAL[:2]))
+    costly = (replace(times, overhead_s=times.overhead_s + group) for times in worlds.values())
+    candidates = dict.fromkeys((*(choose(COST, times, 0) for times in costly), *equal))
 
     def exposed(groups: Groups) -> float:
         ends = (
-            (completion_s(times, groups), compute * shape.num_layers)
+            (completion_s(_slowed(times, groups, group), groups), compute * shape.num_layers)
             for (compute, _), times in worlds.items()
         )
-        return sum(max(0.0, last - compute) for last, compute in ends) / len(worlds)
+        return sum(max(0.0, last - compute - group * len(groups)) for last, compute in ends) / len(worlds)
 
-    return min(candidates, key=lambda groups: exposed(groups) + GROUP_COST * shape.overhead * len(groups))
+    return min(candidates, key=lambda groups: exposed(groups) + fee * len(groups))
+
+
+def _slowed(times: LayerTimes, groups: Groups, group: float) -> LayerTimes:
+    """With what each group takes from the forward in the time of its last layer."""
+    if not group:
+        return times
+    lasts = {stop - 1 for _, stop in groups}
+    compute_s = tuple(each + group * (layer in lasts) for layer, each in enumerate(times.compute_s))
+    return replace(times, compute_s=compute_s)
 
 
 def _are_near(one: float, other: float, step: float) -> bool:

@@ -72,6 +72,8 @@ class Took:
     rest_s: float
     spread: float = 0.0
     """By what part of it steps have differed from what was predicted."""
+    group_s: float | None = None
+    """What each group took from the forward itself; None: that is not known."""
 
 
 class Pace:
@@ -87,7 +89,7 @@ class Pace:
     def computed(self, num_rows: int, took: Took) -> None:
         """What a step of so many rows took."""
         bucket, num_rows = _bucket(num_rows), max(1, num_rows)
-        found = Took(took.layer_s / num_rows, took.rest_s / num_rows)
+        found = Took(took.layer_s / num_rows, took.rest_s / num_rows, group_s=took.group_s)
         before = self._compute.get(bucket)
         if before is None or before.layer_s <= 0.0:
             self._compute[bucket] = replace(found, spread=SPREAD_DEFAULT)
@@ -97,6 +99,7 @@ class Pace:
             KEEP * before.layer_s + (1 - KEEP) * found.layer_s,
             KEEP * before.rest_s + (1 - KEEP) * found.rest_s,
             KEEP * before.spread + (1 - KEEP) * missed,
+            _mean(before.group_s, found.group_s),
         )
 
     def sent(self, session: int, copies: Sequence[CopyRecord], ready_s: Mapping[int, float]) -> None:
@@ -129,7 +132,8 @@ class Pace:
         bucket, num_rows = _bucket(num_rows), max(1, num_rows)
         nearest = self._compute[min(self._compute, key=lambda known: abs(known - bucket))]
         layer_s = nearest.layer_s * num_rows
-        return Took(layer_s, min(layer_s, nearest.rest_s * num_rows), nearest.spread)
+        rest_s = min(layer_s, nearest.rest_s * num_rows)
+        return Took(layer_s, rest_s, nearest.spread, nearest.group_s)
 
     def link(self, session: int) -> tuple[float, float]:
         """Overhead per group and seconds per byte of a session's link; of the last one for a new session."""
@@ -153,6 +157,12 @@ class Pace:
         # A layer can leave before its rest is computed, so the first one is ready sooner by that.
         compute_s = (took.layer_s - took.rest_s, *(took.layer_s,) * (num_layers - 1))
         return LayerTimes(compute_s, tuple(transfer_s.tolist()), overhead_s)
+
+
+def _mean(before_s: float | None, found_s: float | None) -> float | None:
+    if before_s is None or found_s is None:
+        return before_s if found_s is None else found_s
+    return KEEP * before_s + (1 - KEEP) * found_s
 
 
 def _bucket(num_rows: int) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from time import monotonic, process_time, thread_time
 
 from baton.engine.rank.clock import Clock, Mark
 from baton.engine.rank.cutting import Cuts
@@ -17,6 +19,25 @@ from baton.plan.ranges import Range
 from baton.plan.tokens import Ints
 
 OFF = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The forward under way: its rows, and the time of other threads until it began, or while it lasted."""
+
+    num_rows: int = 0
+    at_s: float = 0.0
+    others_s: float = 0.0
+
+    @staticmethod
+    def of(num_rows: int) -> Forward:
+        """One that begins now."""
+        return Forward(num_rows, monotonic(), process_time() - thread_time())
+
+    def ended(self) -> Forward:
+        """The moment at which the host was through with it, and what others took meanwhile."""
+        now = Forward.of(self.num_rows)
+        return replace(now, others_s=now.others_s - self.others_s)
 
 
 class Pipeline:
@@ -37,15 +58,15 @@ class Pipeline:
         self._leaving: list[Part] = []
         self._offered: list[tuple[Part, int, Range, int]] = []
         """Chunks of this step, with their layers and the mark after which they can be read."""
-        self._num_rows = 0
+        self._forward = Forward()
 
     def before_forward(self, batch: Batch) -> None:
         """Finds the prompts that leave in this step."""
         self._leaving = self._handing.leaving(batch.works)
-        self._num_rows = batch.num_rows
         self._ends = None
         self._offered, self._stored = [], []
         self._marks = [self._clock.mark()]
+        self._forward = Forward.of(batch.num_rows)
 
     def layer_done(self, layer: int) -> None:
         """Offers the group that ends with this layer; a draft's, after sampling, is a group of its own."""
@@ -71,6 +92,7 @@ class Pipeline:
         """The layers of this rank are through; tokens are not sampled yet."""
         self._first_layers()
         self._marks.append(self._clock.mark())
+        self._forward = self._forward.ended()
 
     @property
     def _layers(self) -> Range:
@@ -100,10 +122,18 @@ class Pipeline:
         spans = zip(ends.items(), times, [*times[1:], end_s], strict=True)
         groups = [Group((first, last + 1), start, stop) for (last, first), start, stop in spans]
         shares = shares_of(stored, self._layer_bytes.kinds) if stored else None
-        took = Took((end_s - times[0]) / (self._layers[1] - self._layers[0]), end_s - stored_s)
-        self._handing.pace.computed(self._num_rows, took)
+        layer_s = (end_s - times[0]) / (self._layers[1] - self._layers[0])
+        took = Took(layer_s, end_s - stored_s, group_s=self._group_s(end_s - layer_s))
+        self._handing.pace.computed(self._forward.num_rows, took)
         self._note_dues(ends_of(groups, shares))
         return [*groups, *drafts]
+
+    def _group_s(self, late_s: float) -> float | None:
+        """What a group took from the forward: nothing if the device was still at work long after the host."""
+        if not self._clock.is_late or not self._leaving:
+            return None
+        forward, num_groups = self._forward, len(self._first_layers())
+        return 0.0 if forward.at_s < late_s else forward.others_s / num_groups
 
     def _note_dues(self, ends_s: Sequence[float]) -> None:
         """What each layer of this step's chunks had to send, and from when on it could."""
@@ -148,9 +178,9 @@ class Pipeline:
             session = self._handing.session_of(part.outgoing)
             found = self._layer_bytes.of_tokens(part.outgoing.order.num_tokens, part.tokens)
             layer_bytes[session] = layer_bytes[session] + found if session in layer_bytes else found
-        times = self._handing.pace.times(num_layers, self._num_rows, layer_bytes)
+        times = self._handing.pace.times(num_layers, self._forward.num_rows, layer_bytes)
         average = sum(len(part.work.tokens) for part in piped) // len(piped)
-        groups = self._cuts.of(policy, times, average, self._handing.pace.compute(self._num_rows).spread)
+        groups = self._cuts.of(policy, times, average, self._handing.pace.compute(self._forward.num_rows))
         if len(groups) == 1:
             reason = "there is one layer" if num_layers == 1 else "one group is done soonest"
             self.unpipelined = f"{policy}: {reason}"
