@@ -137,16 +137,22 @@ def test_a_killed_source_leaves_clean_slots(house: House, folder: Path) -> None:
     check_tokens(folder, asked, found, NUM_TOKENS)
 
 
+def num_mapped(pid: int) -> int:
+    """Pieces of shared memory that a process can write."""
+    return Path(f"/proc/{pid}/maps").read_text().count("/memfd:")
+
+
 def test_a_source_that_hangs_is_ended_before_its_pages_are_stuck(house: House) -> None:
     # Two of three slots are in quarantine while the stopped rank lives: for long, and the target gives up.
     folder = hybrid("falcon_h1")
     slow = replace(side(folder, "slow", link_bytes_per_s=5e3), layout="tp2")
     pair = house.pair(slow, side(folder, "second", state_slots=3))
+    pid, other = (pair.prefill.pids[rank] for rank in (0, 1))
+    before = num_mapped(pid)
     handed = [Handed(pair, greedy(prompt(40, f"hang {index}"), NUM_TOKENS)) for index in range(2)]
-    books = pair.decode.desk._books[0]
-    until(lambda: books.counts().num_leased["state"] == 2, "both are on their way")
-    os.kill(pair.prefill.pids[0], signal.SIGSTOP)
-    os.kill(pair.prefill.pids[1], signal.SIGKILL)
+    until(lambda: num_mapped(pid) > before, "the target's memory is mapped")
+    os.kill(pid, signal.SIGSTOP)
+    os.kill(other, signal.SIGKILL)
     pair.prefill.close()
     assert all(isinstance(end_of(each.decode)[1], Trouble) for each in handed)
     check_idle(pair.decode)
