@@ -96,6 +96,8 @@ class Setup:
     """What the engines' scripts do wrong already."""
     digest: bytes = DIGEST
     """As the target has it."""
+    is_ahead: bool = False
+    """Whether the target grants before its ranks have opened, as it may where they have nothing to unpack."""
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -158,11 +160,12 @@ def setup_of(choices: Choices, faults: Faults) -> Setup:
         lazy.calls.clear()
         lazy.faulty.add("never offers")
     differs = faults.prompts_differ
+    worked = frozenset(choices.some(sorted(needs)))
     return Setup(
         num_tokens=num_tokens,
         num_targets=len(targets),
         needs=needs,
-        worked=frozenset(choices.some(sorted(needs))),
+        worked=worked,
         scripts={rank: tuple(script.calls) for rank, script in scripts.items()},
         knows_group=choices.one_in(2),
         faults=faults,
@@ -171,6 +174,7 @@ def setup_of(choices: Choices, faults: Faults) -> Setup:
             | ({"prompt"} if differs else set())
         ),
         digest=OTHER_DIGEST if differs else DIGEST,
+        is_ahead=not worked and choices.one_in(2),
     )
 
 

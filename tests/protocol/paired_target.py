@@ -66,6 +66,7 @@ class TargetRank:
         self.take_backs: deque[bool] = deque()
         """Those under way, each with whether stillness has to be proved."""
         self.num_freed = 0
+        self.has_opened = False
 
     def hear(self) -> None:
         """The next word of the coordinator."""
@@ -73,11 +74,13 @@ class TargetRank:
         match self.inbox.popleft():
             case Open(grant=grant):
                 cause = None
+                # Also where it fails: the source may have been let in ahead of it.
+                self.record = Landing(grant.grant, self.rank)
                 if world.setup.faults.opens_fail and world.choices.one_in(3):
                     cause = Cause(Why.OUT_OF_PAGES, Stage.GRANT, "decode", self.rank, "no staging")
-                    world.initiatives.append("open")
-                else:
-                    self.record = Landing(grant.grant, self.rank)
+                    if not self.side.conclusions:
+                        world.initiatives.append("open")
+                self.has_opened = cause is None
                 lanes = tuple(lane for lane in grant.lanes if lane.target_rank == self.rank)
                 self.outbox.append(Opened(grant=grant.grant, rank=self.rank, lanes=lanes, cause=cause))
             case Unpack(landed=landed):
@@ -172,7 +175,7 @@ class TargetSide:
             tables={},
             lanes=tuple(Lane(source, target, 1) for source, target in sorted(setup.needs)),
         )
-        self.feed(at_target.Prepared(grant, setup.terms(), setup.ledger()))
+        self.feed(at_target.Prepared(grant, setup.terms(), setup.ledger(), setup.is_ahead))
 
     def abort(self) -> None:
         """The engine gives up."""
@@ -284,6 +287,9 @@ class TargetSide:
                 raise BrokenError(f"ready, but source rank {rank.rank} has not committed")
             if rank.last.ready != set(rank.last.let_go):
                 raise BrokenError(f"ready, but not every chunk of source rank {rank.rank} landed")
+        for one in self.ranks.values():
+            if not one.has_opened:
+                raise BrokenError(f"ready, but target rank {one.rank} has not opened")
         if self.conclusions[-1] != world.ready:
             raise BrokenError("ready with another aux record")
 

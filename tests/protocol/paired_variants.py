@@ -79,6 +79,22 @@ def admit_before_the_unpack() -> Machines:
     return Machines(receiver=around(RECEIVER, wrong, (ReceiverState.GRANTED, at_target.ChunkLanded)))
 
 
+def admit_before_ranks_have_opened() -> Machines:
+    def wrong(right: Callable[..., Step], one: Arrival, event: object, now: float) -> Step:
+        return right(replace(one, opened=one.ranks), event, now)
+
+    words = (at_target.ChunkLanded, at_target.SourceCommitted, at_target.AuxArrived)
+    return Machines(receiver=around(RECEIVER, wrong, *((ReceiverState.GRANTED, word) for word in words)))
+
+
+def take_a_grant_sent_ahead_for_unsent() -> Machines:
+    def wrong(right: Callable[..., Step], one: Arrival, event: object, now: float) -> Step:
+        return right(one if one.opened else replace(one, state=ReceiverState.OPENING), event, now)
+
+    words = (at_target.RankFailed, at_target.CallerAborted)
+    return Machines(receiver=around(RECEIVER, wrong, *((ReceiverState.GRANTED, word) for word in words)))
+
+
 def admit_by_count() -> Machines:
     def wrong(right: Callable[..., Step], one: Arrival, event: object, now: float) -> Step:
         ledger: Ledger = one.account.ledger
@@ -238,6 +254,8 @@ VARIANTS: tuple[tuple[Callable[[], Machines], Faults, str], ...] = (
     (release_on_error, Faults(target_aborts=True), "the pages were released while source rank"),
     (admit_without_commits, Faults(), "has not committed"),
     (admit_before_the_unpack, Faults(), "ready, but pair"),
+    (admit_before_ranks_have_opened, Faults(), "has not opened"),
+    (take_a_grant_sent_ahead_for_unsent, Faults(target_aborts=True), "while source rank"),
     (admit_by_count, Faults(leaves_gap=True, overlaps=True), "ready, but pair"),
     (take_a_lost_session_for_quiet, Faults(loses_session=True), "while source rank"),
     (tell_a_committed_source_nothing, Faults(rank_aborts=True), "waits to be told"),

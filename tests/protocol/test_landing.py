@@ -104,6 +104,16 @@ SUITE = Suite(
             {"state": S.CLOSED},
             (closed("a write may land"), FreeStaging()),
         ),
+        Case(
+            "paths that turned out to be unchecked are told",
+            CLOSING,
+            TakenBack(is_still=True, unchecked=(3, 5)),
+            {"state": S.CLOSED},
+            (
+                Tell(Closed(grant=GRANT_ID, rank=RANK, is_still=True, unchecked=(3, 5))),
+                FreeStaging(),
+            ),
+        ),
         *ignored(RECORDS, EVENTS, S.CLOSING, UnpackAsked),
         *ignored(RECORDS, EVENTS, S.CLOSED, UnpackAsked, CloseAsked, TakenBack),
     ),

@@ -210,6 +210,20 @@ PREPARING_CASES = (
         },
         (OpenRanks(GRANT),),
     ),
+    Case(
+        "the grant goes ahead, and the ranks are to open",
+        PREPARING,
+        Prepared(GRANT, UNWORKED, LEDGER, is_ahead=True),
+        {
+            "state": S.GRANTED,
+            "is_ahead": True,
+            "grant": GRANT,
+            "terms": UNWORKED,
+            "account": Account(LEDGER),
+            "deadlines": replace(WAITS, moved=NOW),
+        },
+        (SendGrant(GRANT), OpenRanks(GRANT)),
+    ),
     Case("the source has it", PREPARING, Offered(NUM_TOKENS, DIGEST), {"deadlines": MOVED}),
     Case(
         "another prompt",
@@ -379,7 +393,46 @@ LANDED_CASES = (
         *rejected("rank 0 committed, but pairs ((0, 0), (0, 1)) lack something"),
     ),
 )
+AHEAD = replace(GRANTED, terms=UNWORKED, opened=frozenset(), is_ahead=True)
+HALF_OPENED = replace(AHEAD, opened=frozenset({0}))
+AHEAD_CASES = (
+    Case("one of two", AHEAD, RankOpened(0, ()), {"opened": frozenset({0})}),
+    Case("the last; something is lacking", HALF_OPENED, RankOpened(1, ()), {"opened": RANKS}),
+    Case(
+        "the last, and everything is there",
+        replace(HALF_OPENED, account=replace(ALMOST, aux=AUX)),
+        RankOpened(1, ()),
+        {**ADMIT, "opened": RANKS},
+        ADMITTED,
+    ),
+    Case(
+        "everything is there, but one of two has opened",
+        replace(AHEAD, account=replace(ALMOST, aux=AUX)),
+        RankOpened(1, ()),
+        {"opened": frozenset({1})},
+    ),
+    Case(
+        "everything is there, but a rank has not opened",
+        replace(HALF_OPENED, account=ALMOST),
+        AuxArrived(AUX, is_final=False),
+        entered(ALMOST, aux=AUX),
+        (TellAux(AUX),),
+    ),
+    Case(
+        "a rank cannot open: the source may have written",
+        HALF_OPENED,
+        RankFailed(1, REFUSED),
+        *failed(REFUSED, abort(REFUSED)),
+    ),
+    Case(
+        "the engine gives up before a rank has opened: the source may have written",
+        AHEAD,
+        CallerAborted(GIVEN_UP),
+        *failed(GIVEN_UP, abort(GIVEN_UP)),
+    ),
+)
 GRANTED_CASES = (
+    *AHEAD_CASES,
     Case("the source has it", GRANTED, Offered(NUM_TOKENS, DIGEST), {"deadlines": MOVED}),
     Case(
         "the first word of the source: from here on it has to move",
@@ -723,7 +776,7 @@ def test_missing_cell(key):
     check_missing(SUITE, key)
 
 
-@pytest.mark.parametrize("left_out", ["ledger", "at_work", "commits", "aux", "chunks"])
+@pytest.mark.parametrize("left_out", ["ledger", "at_work", "commits", "aux", "chunks", "opened"])
 def test_ready_needs_everything(left_out: str):
     """Each part of a complete account, taken away alone, keeps a transfer from being ready."""
     lacking = {
@@ -732,8 +785,11 @@ def test_ready_needs_everything(left_out: str):
         "commits": {"commits": {0: COMMITS[0]}},
         "aux": {"aux": None},
         "chunks": {"chunks": {(0, 0): HEAD}},
+        "opened": {},
     }[left_out]
     record = with_account(replace(ALMOST, aux=AUX), **lacking)
+    if left_out == "opened":
+        record = replace(record, opened=frozenset({1}))
     if left_out == "aux":
         event: object = ChunkLanded(HEAD_LANDED)
     else:

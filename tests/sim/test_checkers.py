@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 
+from baton.protocol.messages import Opened
 from baton.protocol.outcomes import Cause, Failed, Finished, Ready, Stage, Why
 from baton.sim.engines.source import SourceEngine
 from baton.sim.runner import make_world, options_of, run_world
@@ -146,6 +148,20 @@ def test_a_failure_where_nothing_goes_wrong() -> None:
         said.tell("target", LATE)
     said.world.options = replace(said.world.options, faults={"loss": None})
     said.tell("target", LATE)
+
+
+def test_an_admission_before_a_rank_has_opened() -> None:
+    found = world()
+    said = []
+    found.checkers.listen("told", lambda host, message: said.append((host, message)))
+    assert run_world(found) is None
+    kind = type(found.checkers.all["all_opened"])
+    left_out = next(at for at, (_, message) in enumerate(said) if isinstance(message, Opened))
+    for words, is_sound in ((said, True), (said[:left_out] + said[left_out + 1 :], False)):
+        checker = kind(found, "all_opened")
+        with nullcontext() if is_sound else pytest.raises(Exception, match="ranks have opened"):
+            for host, message in words:
+                checker.told(host, message)
 
 
 def test_an_admission_with_bytes_missing() -> None:

@@ -168,6 +168,29 @@ def test_a_write_outside_of_a_grant_is_refused_where_grants_are_enforced() -> No
     assert pair.target.counters().num_writes_refused == 1
 
 
+@pytest.mark.parametrize("strength", [STRONG, WEAK])
+def test_a_region_is_a_peers_own_once_written_where_grants_are_not_enforced(strength: Strength) -> None:
+    pair = Pair(strength, Fate(0.001, 2))
+    assert not pair.target.is_unchecked(pair.invitation.peer, pair.written)
+    pair.submit()
+    assert [type(event) for event in pair.run()] == [Done]
+    is_free = not strength.can_enforce_grants
+    assert pair.target.is_unchecked(pair.invitation.peer, pair.written) == is_free
+    pair.target.ungrant(pair.invitation.peer, pair.grant)
+    pair.given.fill(9)
+    pair.submit()
+    assert [type(event) for event in pair.run(20.0)] == [Done if is_free else FailedQuiet]
+    assert (pair.taken == 9).all() == is_free
+
+
+def test_a_region_that_was_never_granted_is_not_handed_out() -> None:
+    pair = Pair(WEAK)
+    pair.target.ungrant(pair.invitation.peer, pair.grant)
+    pair.submit()
+    assert [type(event) for event in pair.run()] == [FailedQuiet]
+    assert not pair.taken.any()
+
+
 def test_a_dead_incarnation_gets_nothing_and_its_writer_hears_of_it_within_a_second() -> None:
     pair = Pair(WEAK, Fate(5.0, 8))
     pair.submit(deadline_s=60.0)

@@ -212,6 +212,21 @@ def taken_back_grants_do_not_count(world: World) -> None:
     assert np.array_equal(before, link.content())
 
 
+@check(Lie("SaysUnchecked", side="target"))
+def unchecked_peers_need_no_grant(world: World) -> None:
+    """Where a peer is said to reach a region by itself, it writes there without a grant; others do not."""
+    source = world.source.load(MIB, 7)
+    link = world.link(world.target(), MIB, is_granted=False)
+    assert not link.target.call("is_unchecked", link.writer, link.region.number), "before it was let in"
+    number = link.target.call("grant", link.writer, link.region.number)
+    expect_done(world.source, [link.send(source, one_span(1000))])
+    link.target.call("ungrant", link.writer, number)
+    if link.target.call("is_unchecked", link.writer, link.region.number):
+        expect_done(world.source, [link.send(source, one_span(1000, 0, 2000))])
+        content = world.source.buffers[source.number]
+        assert np.array_equal(link.content()[2000:3000], content[:1000])
+
+
 @check(Lie("LetsStrangersIn", side="target"))
 def strangers_are_refused(world: World) -> None:
     """Somebody with the address and without the secret writes nothing, and is counted."""

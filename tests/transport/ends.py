@@ -100,6 +100,9 @@ class End:
     def revoke(self, peer: Peer) -> Stillness:
         return self.transport.revoke(peer)
 
+    def is_unchecked(self, peer: Peer, number: int) -> bool:
+        return self.transport.is_unchecked(peer, self.regions[number])
+
     def counters(self) -> Counters:
         return self.transport.counters()
 

@@ -270,6 +270,13 @@ class SaysQuiet(Liar):
         return Quiet()
 
 
+class SaysUnchecked(Liar):
+    """At the target: says that grants do not matter, and has them matter."""
+
+    def is_unchecked(self, peer: Peer, region: Region) -> bool:
+        return True
+
+
 class LetsStrangersIn(Liar):
     """At the target: has a secret that everybody knows."""
 

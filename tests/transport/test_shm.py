@@ -50,6 +50,19 @@ def test_memory_of_a_dead_target_goes_with_its_last_source():
         assert link.peer.incarnation not in Path("/proc/self/maps").read_text()
 
 
+def test_a_source_is_unchecked_where_it_has_mapped():
+    with World("shm") as world:
+        target, source = world.target(), world.source.load(MIB, 1)
+        link, other = world.link(target, MIB), target.call("expose", MIB)
+        assert not target.call("is_unchecked", link.writer, link.region.number)
+        expect_done(world.source, [link.send(source, one_span(1))])
+        assert target.call("is_unchecked", link.writer, link.region.number)
+        assert not target.call("is_unchecked", link.writer, other.number)
+        ticket = world.source.send(link.peer, source, other, one_span(1))
+        assert isinstance(completions(world.source, [ticket])[ticket], FailedQuiet)
+        assert not target.call("is_unchecked", link.writer, other.number), "it was refused"
+
+
 def test_segments_cannot_be_resized():
     transport = open_transport("shm")
     buffer = transport.allocate(5000)

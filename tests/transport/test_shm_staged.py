@@ -41,6 +41,13 @@ def test_spans_that_were_not_granted_touch_nothing():
         assert link.target.call("counters").num_writes_refused == 1
 
 
+def test_a_source_that_goes_through_a_ring_is_never_unchecked():
+    with World("shm-staged") as world:
+        link = world.link(world.target(), MIB)
+        expect_done(world.source, [link.send(world.source.load(MIB, 1), one_span(MIB))])
+        assert not link.target.call("is_unchecked", link.writer, link.region.number)
+
+
 def test_a_living_source_is_quiet_once_its_grant_is_taken_back():
     with World("shm-staged") as world:
         link = world.link(world.target(), 16 * MIB, is_granted=False)

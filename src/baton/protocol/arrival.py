@@ -76,6 +76,8 @@ class Arrival(msgspec.Struct, frozen=True):
     terms: Terms | None = None
     account: Account | None = None
     opened: frozenset[int] = frozenset()
+    is_ahead: bool = False
+    """Whether it was granted before its ranks had opened."""
     outcome: Outcome | None = None
     closing: Closing = Closing()
 
@@ -92,6 +94,8 @@ class Prepared:
     grant: Grant
     terms: Terms
     ledger: Ledger
+    is_ahead: bool = False
+    """Whether the source hears of it before the ranks have opened: where that keeps nobody from writing."""
 
 
 @dataclass(frozen=True, slots=True)

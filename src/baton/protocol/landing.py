@@ -66,6 +66,8 @@ class TakenBack:
 
     is_still: bool
     text: str = ""
+    unchecked: tuple[int, ...] = ()
+    """Paths of which it turned out that the transport does not look at what is written over them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +129,12 @@ def _close(one: Landing, event: CloseAsked, now: float) -> Step:
 
 def _taken_back(one: Landing, event: TakenBack, now: float) -> Step:
     is_still = event.is_still or not one.must_still
-    told = Tell(Closed(grant=one.grant, rank=one.rank, is_still=is_still, text=event.text))
+    closed = Closed(
+        grant=one.grant, rank=one.rank, is_still=is_still, text=event.text, unchecked=event.unchecked
+    )
     if not is_still:
-        return one, (told,)
-    return replace(one, state=LandingState.CLOSED), (told, FreeStaging())
+        return one, (Tell(closed),)
+    return replace(one, state=LandingState.CLOSED), (Tell(closed), FreeStaging())
 
 
 S = LandingState

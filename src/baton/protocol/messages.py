@@ -371,6 +371,8 @@ class Closed(Message, frozen=True, tag="closed"):
     rank: int
     is_still: bool
     text: str = ""
+    unchecked: tuple[int, ...] = ()
+    """Paths whose source reaches this rank's pools by itself from now on: later grants need not wait."""
 
 
 AnyMessage: TypeAlias = (

@@ -5,7 +5,8 @@ the pages belong to the writers, whatever becomes of the transfer: a failure is 
 come back only when the source says quiet, or when each rank's transport says that nothing can land any more.
 
 A transfer is ready when every needed cell of every pair landed once (and was unpacked), every source rank's
-manifest agrees with what the plan expects, and the aux record is there, in whatever order they came.
+manifest agrees with what the plan expects, the aux record is there, and every rank has opened, in whatever
+order they came. Ranks open before the grant is sent; where no opening keeps a source from writing, beside it.
 """
 
 from __future__ import annotations
@@ -56,13 +57,15 @@ Step: TypeAlias = tuple[Arrival, Effects]
 def _prepare(one: Arrival, event: Prepared, now: float) -> Step:
     after = replace(
         one,
-        state=S.OPENING,
+        state=S.GRANTED if event.is_ahead else S.OPENING,
+        is_ahead=event.is_ahead,
         grant=event.grant,
         terms=event.terms,
         account=Account(event.ledger),
         deadlines=replace(one.deadlines, moved=now),
     )
-    return after, (OpenRanks(event.grant),)
+    opened = OpenRanks(event.grant)
+    return after, (SendGrant(event.grant), opened) if event.is_ahead else (opened,)
 
 
 def _opened(one: Arrival, event: RankOpened, now: float) -> Step:
@@ -73,6 +76,13 @@ def _opened(one: Arrival, event: RankOpened, now: float) -> Step:
     assert after.grant is not None
     granted = replace(after, state=S.GRANTED, deadlines=replace(one.deadlines, moved=now))
     return granted, (SendGrant(after.grant),)
+
+
+def _opened_late(one: Arrival, event: RankOpened, now: float) -> Step:
+    """The grant went ahead of it: what came in meanwhile may have waited for this rank alone."""
+    assert one.account is not None
+    after = replace(one, opened=one.opened | {event.rank})
+    return _admit(after, one.account) if _can_admit(after, one.account) else (after, ())
 
 
 def _with_lanes(grant: Grant, leased: tuple[Lane, ...]) -> Grant:
@@ -122,11 +132,16 @@ def _committed(one: Arrival, event: SourceCommitted, now: float) -> Step:
 
 
 def _admit_if_complete(one: Arrival, account: Account, now: float, work: Effects = ()) -> Step:
-    assert one.terms is not None
     if account is one.account:
         return one, ()
     after = replace(_moved(one, now), account=account)
-    return _admit(after, account) if is_complete(account, one.terms) else (after, work)
+    return _admit(after, account) if _can_admit(after, account) else (after, work)
+
+
+def _can_admit(one: Arrival, account: Account) -> bool:
+    # A rank that has not opened may yet find that its pages are not what the plan needs.
+    assert one.terms is not None
+    return is_complete(account, one.terms) and one.opened >= one.ranks
 
 
 def _admit(one: Arrival, account: Account) -> Step:
@@ -288,7 +303,7 @@ def _cause(one: Arrival, why: Why, stage: Stage, text: str) -> Cause:
 S = ReceiverState
 _JUDGED = (S.GRANTED, S.READY, S.QUARANTINED)
 _CELLS: dict[tuple[Enum, type], Entry] = {
-    (S.PREPARING, Prepared): cell(_prepare, S.OPENING),
+    (S.PREPARING, Prepared): cell(_prepare, S.OPENING, S.GRANTED),
     (S.PREPARING, Offered): cell(_offered, S.PREPARING, S.RELEASED),
     (S.PREPARING, SourceAborted): cell(_drop, S.RELEASED),
     (S.PREPARING, CallerAborted): cell(_drop_and_tell, S.RELEASED),
@@ -301,6 +316,7 @@ _CELLS: dict[tuple[Enum, type], Entry] = {
     (S.OPENING, CallerAborted): cell(_failed, S.QUARANTINED),
     (S.OPENING, SessionLost): cell(_session_lost, S.QUARANTINED),
     (S.OPENING, Ticked): cell(_tick, S.OPENING, S.QUARANTINED),
+    (S.GRANTED, RankOpened): cell(_opened_late, S.GRANTED, S.READY),
     (S.GRANTED, Offered): cell(_offered, S.GRANTED, S.QUARANTINED),
     (S.GRANTED, ChunkLanded): cell(_landed, *_JUDGED),
     (S.GRANTED, ChunkUnpacked): cell(_unpacked, *_JUDGED),

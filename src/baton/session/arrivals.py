@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -79,6 +80,8 @@ class Arrivals:
         """By source, until there is a session to say it by."""
         self.given_up: dict[str, tuple[Cause, float]] = {}
         """Transfers that an engine aborted on a rank before any rank had asked, until they are forgotten."""
+        self.unclosed: list[Coming] = []
+        """Ready, and nothing of the transport's to take back: they are closed with the next tick."""
         self.granting = Granting(owner)
         self.stepping = Stepping(self._step, self._giving_up)
         owner.sessions.on_failed = self._unreachable
@@ -109,7 +112,14 @@ class Arrivals:
             case Unpacked(cause=Cause() as cause):
                 self._feed_grant(message.grant, RankFailed(message.rank, cause))
             case Closed():
+                self._note_unchecked(message)
                 self._feed_grant(message.grant, RankClosed(message.rank, message.is_still))
+
+    def _note_unchecked(self, message: Closed) -> None:
+        coming = self.grants.get(message.grant) if message.unchecked else None
+        session = self.owner.sessions.standing.get(coming.session) if coming else None
+        if session is not None:
+            session.unchecked |= {(message.rank, path) for path in message.unchecked}
 
     def _given_up(self, message: Abort) -> None:
         """The engine aborted; its rank does not know how far the transfer had come."""
@@ -290,6 +300,9 @@ class Arrivals:
     def tick(self) -> None:
         """Looks at deadlines, puts questions again, and forgets what was released long ago."""
         now = self.owner.ports.now()
+        for coming in self.unclosed:
+            self._close(coming, sorted(coming.record.ranks), must_still=False)
+        self.unclosed.clear()
         self.given_up = {name: found for name, found in self.given_up.items() if found[1] > now}
         for coming in list(self.coming.values()):
             if coming.is_live:
@@ -345,24 +358,29 @@ class Arrivals:
                     to_rank(rank, record)
             case UnpackAt(rank, landed):
                 to_rank(rank, Unpack(grant=landed.grant, landed=landed))
+            case CloseRanks() if coming.record.is_ahead and coming.record.state is ReceiverState.READY:
+                self.unclosed.append(coming)
             case CloseRanks(ranks, must_still):
-                assert coming.record.grant is not None
-                if must_still:
-                    # To be sure, ranks turn the writers out: the next transfer needs new paths.
-                    self.granting.mistrust_paths(coming, -1)
-                for rank in ranks:
-                    to_rank(rank, Close(grant=coming.record.grant.grant, must_still=must_still))
+                self._close(coming, ranks, must_still)
             case Conclude(outcome):
                 coming.concluded = self.owner.ports.now()
                 grant_id = coming.record.grant.grant if coming.record.grant else b""
-                for rank in sorted(coming.record.ranks | coming.callers):
+                for rank in coming.concerned:
                     to_rank(rank, Settled(transfer=transfer, grant=grant_id, outcome=outcome))
             case Release():
                 coming.forget_at = self.owner.ports.now() + self.owner.config.timings.linger_s
-                for rank in sorted(coming.record.ranks | coming.callers):
+                for rank in coming.concerned:
                     to_rank(rank, Released(transfer=transfer))
             case _:
                 raise AssertionError(f"no such effect: {effect}")
+
+    def _close(self, coming: Coming, ranks: Iterable[int], must_still: bool) -> None:
+        assert coming.record.grant is not None
+        if must_still:
+            # To be sure, ranks turn the writers out: the next transfer needs new paths.
+            self.granting.mistrust_paths(coming, -1)
+        for rank in ranks:
+            self.owner.to_rank(rank, Close(grant=coming.record.grant.grant, must_still=must_still))
 
     def _to_source(self, coming: Coming, message: AnyMessage) -> None:
         """By the transfer's session, or by a newer one with the same incarnation if that is gone."""

@@ -51,6 +51,13 @@ class Coming:
         """Whether its pages are not all the engine's again."""
         return self.record.state is not ReceiverState.RELEASED
 
+    @property
+    def concerned(self) -> list[int]:
+        """The ranks that have to hear how it ended: of what is ready, those that asked."""
+        # A rank may be about to ask for what fails. What is ready had all its tables from those that asked.
+        is_ready = self.record.state is ReceiverState.READY
+        return sorted(self.callers if is_ready else self.record.ranks | self.callers)
+
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
@@ -171,7 +178,13 @@ class Granting:
             worked=frozenset(pair for pair, needed in is_worked.items() if needed),
             targets=outlook.targets,
         )
-        return Prepared(grant, terms, outlook.ledger)
+        return Prepared(grant, terms, outlook.ledger, is_ahead=self._can_go_ahead(session, grant, terms))
+
+    @staticmethod
+    def _can_go_ahead(session: Session, grant: Grant, terms: Terms) -> bool:
+        """Whether nothing that ranks do in opening changes what the source can do, or has to know."""
+        paths = {(lane.target_rank, lane.path) for lane in grant.lanes}
+        return bool(paths) and not terms.worked and paths <= session.unchecked
 
     def mistrust_paths(self, coming: Coming, source_rank: int) -> None:
         """A copy failed: the next transfer gets new paths from that rank (-1: from all)."""
@@ -183,6 +196,7 @@ class Granting:
             is_suspect = source_rank in (-1, lane.source_rank)
             if is_suspect and pair in session.paths and session.paths[pair].number == lane.path:
                 del session.paths[pair]
+                session.unchecked.discard((lane.target_rank, lane.path))
 
 
 def for_target(grant: Grant, rank: int) -> Grant:

@@ -188,7 +188,8 @@ class Turns:
     def flush(self) -> None:
         """Sends what was kept so far, because what comes next takes long."""
         while self._unsent:
-            link, _ = self._unsent.popitem()
+            link = next(iter(self._unsent))
+            del self._unsent[link]
             link.flush()
 
     def _do_posted(self) -> None:

@@ -38,6 +38,8 @@ class Session:
     """At the target: the newest path of every pair of ranks."""
     asked: set[tuple[int, int]] = field(default_factory=set)
     """At the target: pairs whose paths have been asked for."""
+    unchecked: set[tuple[int, int]] = field(default_factory=set)
+    """At the target: ranks and numbers of paths over which no opening keeps a source from writing."""
 
 
 @dataclass(slots=True)

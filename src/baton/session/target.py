@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -46,52 +45,15 @@ from baton.protocol.messages import (
 )
 from baton.protocol.outcomes import Cause, Stage, Waiting, Why
 from baton.session.claims import Claims
+from baton.session.guests import Bay, Guest, Incoming, PathGoneError, StagingFullError
 from baton.session.handles import Receiving
 from baton.session.loads import Terms, decode_tables, encode_pages, make_unload, writable_by
 from baton.session.moving import checksums, run_unpacks
 from baton.session.requests import Request
-from baton.session.staging import Lease
-from baton.transport import Bytes, Invitation, Quiet, Ranges, Stillness, Unknown
+from baton.transport import Bytes, Quiet, Ranges, Stillness, Unknown
 
 if TYPE_CHECKING:
     from baton.session.rank import RankDriver
-
-
-@dataclass(slots=True)
-class Guest:
-    """A source rank that was invited."""
-
-    session: int
-    source_rank: int
-    number: int
-    invitation: Invitation
-    grants: set[bytes] = field(default_factory=set)
-    is_retired: bool = False
-    """Replaced by a newer path, or its session ended: it goes when its last grant does."""
-    is_revoked: bool = False
-    is_gone: bool = False
-    """Revoked, and quiet."""
-
-
-@dataclass(slots=True)
-class Bay:
-    """One lane of a grant: who may write, under which permissions of the transport, into which staging."""
-
-    guest: Guest
-    permissions: list[int] = field(default_factory=list)
-    lease: Lease | None = None
-    stillness: Stillness = field(default_factory=Quiet)
-    """What the transport said when the permissions were taken back."""
-
-
-@dataclass(slots=True)
-class Incoming:
-    """One grant at this rank: its machine's record and what the driver keeps beside it."""
-
-    record: Landing
-    terms: Terms
-    bays: dict[int, Bay] = field(default_factory=dict)
-    """By source rank."""
 
 
 class TargetHalf:
@@ -230,16 +192,12 @@ class TargetHalf:
         """Lets the lanes of a grant write."""
         grant, rank = message.grant, self.rank.config.rank
         mine = [lane for lane in grant.lanes if lane.target_rank == rank]
-        modes = {(lane.source_rank, lane.target_rank): lane.mode for lane in mine}
-        prompt = Prompt(grant.num_tokens, dict(grant.held), grant.offset)
+        # Known first, with everybody whom the grant may have let in ahead of this: whatever fails from here
+        # on, closing turns them out. Who is no guest any more was quiet when it was forgotten.
+        incoming = self.incoming[grant.grant] = self._expect(grant.grant, mine)
         try:
-            plan = self.rank.plan_of(grant, is_source=False)
-            tables = decode_tables({rank: grant.tables[rank]}, plan.target, grant.target_dp)
-            terms = Terms(plan, prompt, tables, modes, grant.is_verified)
-            incoming = Incoming(Landing(grant.grant, rank), terms)
-            self.incoming[grant.grant] = incoming
-            check_pages(plan, prompt, tables[rank], rank)
-            lanes = tuple(self._open_lane(incoming, grant, lane) for lane in mine)
+            incoming.terms = self.agree(grant, mine)
+            lanes = tuple(self._open_lane(incoming, incoming.terms, lane) for lane in mine)
         except BatonError as error:
             why = Why.OUT_OF_PAGES if isinstance(error, StagingFullError) else Why.REFUSED_LAYOUT
             cause = self.rank.cause(why, Stage.GRANT, str(error))
@@ -247,14 +205,31 @@ class TargetHalf:
             return
         self.rank.tell(Opened(grant=grant.grant, rank=rank, lanes=lanes))
 
-    def _open_lane(self, incoming: Incoming, grant: Grant, lane: Lane) -> Lane:
-        guest = self.guests.get(lane.path)
-        if guest is None or guest.is_gone:
+    def _expect(self, grant: bytes, lanes: list[Lane]) -> Incoming:
+        guests = {lane.source_rank: self.guests.get(lane.path) for lane in lanes}
+        bays = {source_rank: Bay(guest) for source_rank, guest in guests.items() if guest is not None}
+        for bay in bays.values():
+            bay.guest.grants.add(grant)
+        return Incoming(Landing(grant, self.rank.config.rank), bays)
+
+    def agree(self, grant: Grant, lanes: list[Lane]) -> Terms:
+        """The terms of a grant; raises where this rank's pages are not what its plan needs."""
+        rank, prompt = self.rank.config.rank, Prompt(grant.num_tokens, dict(grant.held), grant.offset)
+        plan = self.rank.plan_of(grant, is_source=False)
+        tables = decode_tables({rank: grant.tables[rank]}, plan.target, grant.target_dp)
+        check_pages(plan, prompt, tables[rank], rank)
+        modes = {(lane.source_rank, lane.target_rank): lane.mode for lane in lanes}
+        return Terms(plan, prompt, tables, modes, grant.is_verified)
+
+    def _open_lane(self, incoming: Incoming, terms: Terms, lane: Lane) -> Lane:
+        bay = incoming.bays.get(lane.source_rank)
+        if bay is None or bay.guest.is_gone:
             raise PathGoneError(f"path {lane.path} of rank {lane.source_rank} is gone")
-        bay = incoming.bays[lane.source_rank] = Bay(guest)
-        guest.grants.add(grant.grant)
+        guest = bay.guest
+        if guest.is_unchecked and not lane.staging_bytes:
+            return lane
         pools, transport = self.rank.pools, self.rank.transport
-        allowed = writable_by(incoming.terms, lane.source_rank, lane.target_rank)
+        allowed = writable_by(terms, lane.source_rank, lane.target_rank)
         for buffer, (starts, lengths) in allowed.items():
             permission = transport.grant(
                 guest.invitation.peer, pools.regions[buffer], Ranges(starts, lengths)
@@ -313,6 +288,7 @@ class TargetHalf:
         """Checks and unpacks a chunk, on a worker; answers what is wrong with it, or nothing."""
         rank, pools = self.rank.config.rank, self.rank.pools
         chunk = Chunk(landed.layers, landed.tokens)
+        assert incoming.terms is not None, "nothing is unpacked under a grant that was not opened"
         found = make_unload(incoming.terms, landed.source_rank, rank, chunk)
         place: Bytes | None = None
         if found.staging_bytes:
@@ -342,11 +318,21 @@ class TargetHalf:
         doubts = []
         for bay in incoming.bays.values():
             found = self._ungrant(bay)
-            if must_still and isinstance(found, Unknown):
+            if must_still and (bay.guest.is_unchecked or isinstance(found, Unknown)):
                 found = self._revoke(bay.guest)
             if isinstance(found, Unknown):
                 doubts.append(f"rank {bay.guest.source_rank}: {found.cause}")
-        return TakenBack(not doubts, "; ".join(doubts))
+        return TakenBack(not doubts, "; ".join(doubts), self._look(incoming))
+
+    def _look(self, incoming: Incoming) -> tuple[int, ...]:
+        """The paths of guests that have come to reach every pool by themselves."""
+        pools = [region for name, region in self.rank.pools.regions.items() if name != STAGING]
+        found = []
+        for guest in [bay.guest for bay in incoming.bays.values() if not bay.guest.is_unchecked]:
+            peer = guest.invitation.peer
+            guest.is_unchecked = all(self.rank.transport.is_unchecked(peer, region) for region in pools)
+            found += [guest.number] if guest.is_unchecked else []
+        return tuple(found)
 
     def _ungrant(self, bay: Bay) -> Stillness:
         """Takes a lane's permissions back, once; a revoked peer has none left."""
@@ -377,11 +363,3 @@ class TargetHalf:
             "grants": len(self.incoming),
             "guests": len(self.guests),
         }
-
-
-class PathGoneError(BatonError):
-    """The way that a grant names is no longer there."""
-
-
-class StagingFullError(BatonError):
-    """There is no room to unpack in."""

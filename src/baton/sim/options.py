@@ -57,6 +57,8 @@ class Options:
     num_requests: int = 3
     spread_s: float = 0.03
     """Over how long the requests come."""
+    has_same_ends: bool = False
+    """Whether all requests go between the same two groups of ranks, which come to know each other."""
     faults: Mapping[str, Any] = field(default_factory=dict)
     """By the name of its module: how strong each fault is."""
     faults_s: float = 0.5
@@ -77,7 +79,7 @@ HABITS = frozenset(found.name for found in fields(Habits))
 def draw_options(chance: random.Random) -> Options:
     """The options of a seed."""
     is_strong = chance.random() < 0.5
-    return Options(
+    found = Options(
         family=chance.randrange(NUM_FAMILIES),
         num_requests=chance.choice((1, 2, 2, 3, 3, 4)),
         spread_s=chance.choice((0.0, 0.01, 0.05)),
@@ -94,4 +96,11 @@ def draw_options(chance: random.Random) -> Options:
             verified_share=chance.choice((0.0, 0.0, 1.0)),
             is_packing=chance.random() < 0.25,
         ),
+    )
+    if found.strength.can_enforce_grants or chance.random() < 0.25:
+        return found
+    # Grants go out ahead of opening only where copies have gone before, and nothing is left to do with them.
+    spread_s = chance.choice((0.1, 0.3, 0.6))
+    return found.but(
+        num_requests=8, spread_s=spread_s, has_same_ends=True, verified_share=0.0, is_packing=False
     )

@@ -108,6 +108,8 @@ class Router:
         self._attempt(request)
 
     def _drawn_ends(self) -> Ends:
+        if self.world.options.has_same_ends and self.requests:
+            return self.requests[0].ends
         sources = [name for name, found in sorted(self.world.instances.items()) if found.is_source]
         targets = [name for name, found in sorted(self.world.instances.items()) if not found.is_source]
         source, target = self.chance.choice(sources), self.chance.choice(targets)

@@ -314,6 +314,9 @@ class Transport(Protocol):
     def revoke(self, peer: Peer) -> Stillness:
         """At the target: ends an invited peer with all its grants; may be asked again."""
 
+    def is_unchecked(self, peer: Peer, region: Region) -> bool:
+        """At the target: whether this peer reaches a region by itself: `revoke` ends that, and no grant."""
+
     def connect(self, description: Description) -> Peer:
         """At the source: begins a connection; if that fails, what is submitted on it fails."""
 

@@ -6,6 +6,9 @@ changes its pages too early, or a target that uses them too late, is found out b
 its batch where the batch failed unknown; only the end of the target, or a revocation that the transport is
 capable of, stops it then.
 
+A transport without `can_enforce_grants` behaves as mapped memory does: a region is handed out when something
+of it is granted, and is the peer's to write from then on, granted or not.
+
 A transport without `can_revoke` behaves as the ones over foreign libraries do: the peer is quiet once it has
 hung up and what it had under way has drained, and not before.
 """
@@ -145,6 +148,10 @@ class SimTransport:
     def revoke(self, peer: Peer) -> Stillness:
         """Ends an invited peer with all its grants."""
         return self.inbox.revoke(peer)
+
+    def is_unchecked(self, peer: Peer, region: Region) -> bool:
+        """Whether grants no longer bear on what a peer writes into a region."""
+        return self.inbox.is_unchecked(peer, region)
 
     def connect(self, description: Description) -> Peer:
         """Begins a connection."""

@@ -49,6 +49,8 @@ class Writer:
     caller: tuple[Outbox, int] | None = None
     """Who is connected, and what it calls this connection."""
     is_revoked: bool = False
+    mapped: set[int] = field(default_factory=set)
+    """Where grants are not enforced: regions that it has come to write by itself."""
     flights: list[Flight] = field(default_factory=list)
 
     def add(self, region: Region, ranges: Ranges) -> int:
@@ -76,6 +78,12 @@ class Writer:
         """Whether every one of these bytes was granted."""
         allowed = self.allowed.get(number)
         return allowed is not None and bool((allowed[index] > 0).all())
+
+    def may_map(self, number: int) -> bool:
+        """Whether a region was handed out before, or is now because something of it is granted."""
+        if any(number == granted for granted, _ in self.granted.values()):
+            self.mapped.add(number)
+        return number in self.mapped
 
     def under_way(self) -> list[Flight]:
         """Flights of which something may still land."""
@@ -147,6 +155,11 @@ class Inbox:
         del self.writers[peer.number]
         return Quiet()
 
+    def is_unchecked(self, peer: Peer, region: Region) -> bool:
+        """Whether a peer has come to write a region by itself."""
+        writer = self.writers.get(peer.number)
+        return writer is not None and region.number in writer.mapped
+
     def _ask_to_leave(self, writer: Writer) -> None:
         """Closes this end's half; the peer hangs up when it hears of it."""
         if writer.caller is None or not self.is_alive:
@@ -164,7 +177,8 @@ class Inbox:
         raw = self.memory.get(number)
         if raw is None or len(raw) <= int(index.max(initial=0)):
             return f"region {number} is not registered"
-        if self.capabilities.can_enforce_grants and not writer.may_write(number, index):
+        is_strict = self.capabilities.can_enforce_grants
+        if not (writer.may_write(number, index) if is_strict else writer.may_map(number)):
             self.num_refused += 1
             writer.is_revoked = True
             return "a write outside of what was granted was refused"

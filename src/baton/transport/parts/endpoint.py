@@ -162,6 +162,10 @@ class Endpoint(ABC):
             return Unknown(CLOSED) if peer in self.incoming else Quiet()
         return self._revoke(peer, "revoked by the target")
 
+    def is_unchecked(self, peer: Peer, region: Region) -> bool:
+        """Whether grants no longer bear on what a peer writes into a region; here they always do."""
+        return False
+
     def connect(self, description: Description) -> Peer:
         """Begins a connection."""
         if description.transport != self.name:

@@ -1,6 +1,6 @@
 """The target's half: who may map the segments, and whether a writer can still write.
 
-Everything here but `grants` is touched by the watcher's thread alone.
+Everything here but `grants` is touched by the watcher's thread alone; others only look at `mapped`.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class Writer:
     sock: socket.socket | None = None
     pidfd: int | None = None
     has_mapped: bool = False
+    mapped: set[int] = field(default_factory=set)
+    """Regions that were handed out: from then on nothing here sees what is written there."""
     has_left: bool = False
     is_revoked: bool = False
     drainer: Drainer | None = None
@@ -232,6 +234,8 @@ class Porch:
                 found = self._reached(number) if is_staged else self.locate(number)
                 if writer.is_revoked or not writer.grants.mention(number):
                     found = f"nothing of region {number} was granted to this peer"
+                if isinstance(found, Located):
+                    writer.mapped.add(number)
                 self._hand_out(writer, sock, found)
             case Kind.LEFT:
                 writer.has_left = True

@@ -23,7 +23,18 @@ import weakref
 from dataclasses import dataclass
 
 from baton.errors import ConfigError
-from baton.transport.base import Batch, Bytes, Capabilities, Counters, Description, Fence, Peer, Place, Reach
+from baton.transport.base import (
+    Batch,
+    Bytes,
+    Capabilities,
+    Counters,
+    Description,
+    Fence,
+    Peer,
+    Place,
+    Reach,
+    Region,
+)
 from baton.transport.parts.buffers import Memory
 from baton.transport.parts.cuda_fences import CudaFence
 from baton.transport.parts.endpoint import Endpoint, Outgoing
@@ -119,6 +130,11 @@ class ShmTransport(Endpoint):
         if self.porch is None:
             self.porch = self.watcher.call(self._open_porch)
         return Writer(peer, secret, self.watcher)
+
+    def is_unchecked(self, peer: Peer, region: Region) -> bool:
+        """Whether a peer has a region mapped; who goes through a ring is held to its grants."""
+        writer = self.incoming.get(peer)
+        return isinstance(writer, Writer) and region.number in writer.mapped and writer.drainer is None
 
     def address(self) -> str:
         """The name of the socket; it is in no file system."""

@@ -107,6 +107,10 @@ class Passing(ABC):
         """The inner one's word: whatever a wrapper sends, late or not, crosses the inner connection."""
         return self.inner.revoke(peer)
 
+    def is_unchecked(self, peer: Peer, region: Region) -> bool:
+        """The inner one's word."""
+        return self.inner.is_unchecked(peer, region)
+
     def connect(self, description: Description) -> Peer:
         """Begins a connection."""
         return self.inner.connect(description)
