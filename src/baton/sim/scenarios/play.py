@@ -246,10 +246,11 @@ def later(delay_s: float) -> Callable[[Frame], None]:
 
 
 def again(delay_s: float) -> Callable[[Frame], None]:
-    """A change: the frame comes once more, later."""
+    """A change: the frame comes in its turn, and once more later."""
 
     def change(frame: Frame) -> None:
-        frame.arrivals.append(frame.arrivals[0] + delay_s)
+        first_s = frame.sender.arrival_s = max(frame.arrivals[0], frame.sender.arrival_s)
+        frame.arrivals = [first_s, first_s + delay_s]
         frame.is_ordered = False
 
     return change
