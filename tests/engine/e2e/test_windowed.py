@@ -127,7 +127,10 @@ def test_pages_before_the_window_are_free(house: House, monkeypatch: pytest.Monk
     first, second = (watch.seen[each.desk._books[0].room] for each in (pair.prefill, pair.decode))
     whole = -(-LONG // PAGE)
     # A source holds on to what it will write, and lets go of what no later token looks at.
-    assert [num for num, _ in first] == [*range(CHUNK, LONG, CHUNK), LONG]
+    # It may have let go of everything before its last step is heard of: the copies of that step take no time.
+    assert [num for num, _ in first[:-1]] == [*range(CHUNK, LONG, CHUNK)]
+    assert first[-1][0] in (LONG, 0)
+    first = [each for each in first if each[0]]
     assert [used[GROUP] for _, used in first] == [whole - max(0, num - WINDOW) // PAGE for num, _ in first]
     assert {used["tokens"] for _, used in first} == {whole}
     assert [num for num, _ in second] == list(range(LONG + 1, LONG + NUM_TOKENS))
