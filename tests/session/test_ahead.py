@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -37,6 +38,12 @@ def opening(world: World, before: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         del half.agree
+
+
+def refuse(gate: threading.Event) -> None:
+    """Lets a rank fail to open, when the gate is open."""
+    gate.wait(PATIENCE_S)
+    raise ConfigError(ASKED)
 
 
 def begin(world: World, job: Job | None = None) -> Transfer:
@@ -107,12 +114,7 @@ def test_a_rank_that_cannot_open_fails_what_was_granted_ahead_and_the_pages_come
         world.hand_over()
         world.check_idle()
         gate = threading.Event()
-
-        def refuse() -> None:
-            gate.wait(PATIENCE_S)
-            raise ConfigError(ASKED)
-
-        with opening(world, refuse):
+        with opening(world, partial(refuse, gate)):
             found = begin(world)
             found.offer((0, 2), (0, 21))
             until(lambda: is_granted(found), "a grant that went ahead")
@@ -131,13 +133,8 @@ def test_pages_of_a_lost_source_stay_until_the_rank_that_had_not_opened_has_answ
         world.hand_over()
         world.check_idle()
         gate = threading.Event()
-
-        def refuse() -> None:
-            gate.wait(PATIENCE_S)
-            raise ConfigError(ASKED)
-
         guests = world.target.endpoints[1]._rank.target.guests
-        with opening(world, refuse):
+        with opening(world, partial(refuse, gate)):
             found = begin(world)
             until(lambda: is_granted(found), "a grant that went ahead")
             until(lambda: has_opened(found, 0), "the other rank to open")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from baton.transport.shm.staged.batches import find_batch_copy
 from baton.transport.shm.staged.movers import Event, Mover
 from baton.transport.shm.staged.ring import Ring
 from baton.transport.shm.staged.streams import StreamMover
+
+log = logging.getLogger(__name__)
 
 _cuda: Any = torch.cuda  # its calls have no types
 _PORTABLE = 1
@@ -41,10 +44,12 @@ class CudaStream:
         if self._copy_batch is None:
             return False
         reads, writes = spans.source + source.data_ptr(), spans.target + target.data_ptr()
-        if self._copy_batch(writes, reads, spans.length, self._stream.cuda_stream):
-            self._copy_batch = None  # it would refuse the next one too
-            return False
-        return True
+        error = self._copy_batch(writes, reads, spans.length, self._stream.cuda_stream)
+        if error:
+            # It would refuse the next one too; whether the device is lost, the kernels will show.
+            log.warning("the driver copies no batches (error %d): spans go by kernels from now on", error)
+            self._copy_batch = None
+        return not error
 
     def record(self) -> Event:
         """An event that is slept for, not spun for."""
