@@ -5,15 +5,23 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import pairwise
+from threading import Thread
+from time import thread_time
 
 import pytest
 
-from baton.engine.rank.cutting import Cuts, cut
+from baton.engine.rank.cutting import Cuts
 from baton.engine.rank.pace import Pace, Took
+from baton.engine.rank.pipeline import Forward
 from baton.engine.steps import CopyRecord
 from baton.plan.overlap import Groups, LayerTimes, bound, choose, completion_s
 
 NUM_LAYERS = 32
+
+
+def cut(policy: str, times: LayerTimes, avg_tokens: int, spread: float = 0.0) -> Groups:
+    """The groups of one step, of which no more is known than how far compute may be off."""
+    return Cuts().of(policy, times, avg_tokens, Took(times.compute_s[-1], 0.0, spread))
 
 
 def hand_over(pace: Pace, sizes: list[int], *, overhead_s: float, byte_s: float, layer_s: float) -> None:
@@ -152,6 +160,29 @@ def test_groups_that_hold_the_forward_up_are_few(ratio: float) -> None:
     # Each is the better one where its price holds.
     assert done_s(dear, 1.0) < done_s(free, 1.0)
     assert done_s(free, 0.0) <= done_s(dear, 0.0)
+
+
+def test_groups_take_from_a_forward_that_the_host_holds_up_what_other_threads_took() -> None:
+    ended = Forward(1024, at_s=10.0, others_s=0.032)
+    assert ended.group_s(late_s=10.5, num_groups=32) == 0.0, "the device was behind: nothing was held up"
+    assert ended.group_s(late_s=9.5, num_groups=32) == pytest.approx(1e-3)
+
+
+def test_a_forward_counts_the_processor_time_of_other_threads_alone() -> None:
+    def burn(seconds: float) -> None:
+        limit_s = thread_time() + seconds
+        while thread_time() < limit_s:
+            pass
+
+    begun = Forward.of(8)
+    other = Thread(target=burn, args=(0.2,))
+    other.start()
+    burn(1.0)
+    other.join()
+    ended = begun.ended()
+    assert ended.num_rows == 8
+    assert ended.at_s > begun.at_s
+    assert 0.2 <= ended.others_s < 0.7, "not what this thread took"
 
 
 def test_what_groups_take_from_the_forward_is_remembered_by_the_length_of_a_step() -> None:

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from baton.engine.rank.cutting import cut
+from baton.engine.rank.cutting import Cuts
 from baton.engine.rank.layer_bytes import LayerBytes
 from baton.engine.rank.pace import Pace, Took
 from baton.plan import Spec, Storage, parse_layout
@@ -59,7 +59,7 @@ def test_cuts_follow_the_layers_that_have_something() -> None:
     pace.computed(512, Took(1e-3, 0.0))
     heavy = [0, 0, 0, 10**7, 0, 0, 0, 0]
 
-    groups = cut("cost", pace.times(8, 512, {1: np.array(heavy)}), 512)
+    groups = Cuts().of("cost", pace.times(8, 512, {1: np.array(heavy)}), 512, pace.compute(512))
     assert groups[0] == (0, 4)
-    even = cut("cost", pace.times(8, 512, {1: sum(heavy) // 8}), 512)
+    even = Cuts().of("cost", pace.times(8, 512, {1: sum(heavy) // 8}), 512, pace.compute(512))
     assert groups != even

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from math import exp, log
 
 from baton.engine.rank.pace import Took
@@ -37,7 +36,7 @@ REST_STEP = 0.1
 LEAST = 1e-4
 """Of a layer's compute; less is nothing."""
 EQUAL = (1, 2, 4, 8)
-NUM_KEPT = 16
+NUM_KEPT = 64
 
 
 @dataclass(slots=True)
@@ -57,11 +56,6 @@ class Cuts:
         groups = _tolerant(shape, SPREADS[level])
         self._kept.appendleft((shape, level, groups))
         return groups
-
-
-def cut(policy: str, times: LayerTimes, avg_tokens: int, spread: float = 0.0) -> Groups:
-    """The groups of one step, of which no more is known than how far compute may be off."""
-    return Cuts().of(policy, times, avg_tokens, Took(times.compute_s[-1], 0.0, spread))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +108,6 @@ class Shape:
         return LayerTimes(compute_s, transfer_s, self.overhead)
 
 
-@lru_cache(maxsize=4096)
 def _tolerant(shape: Shape, spread: float) -> Groups:
     speeds = ((1 - spread, 1.0), (1.0, 1.0), (1 + spread, 1.0), *((1.0, slower) for slower in SLOWER))
     worlds = {speed: shape.at(*speed) for speed in speeds}

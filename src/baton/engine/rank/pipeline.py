@@ -39,6 +39,10 @@ class Forward:
         now = Forward.of(self.num_rows)
         return replace(now, others_s=now.others_s - self.others_s)
 
+    def group_s(self, late_s: float, num_groups: int) -> float:
+        """What a group took from it: nothing if the device was at work at `late_s`, long after the host."""
+        return 0.0 if self.at_s < late_s else self.others_s / num_groups
+
 
 class Pipeline:
     """Where this rank's layers are cut, step by step; the forward never waits for a copy."""
@@ -123,17 +127,12 @@ class Pipeline:
         groups = [Group((first, last + 1), start, stop) for (last, first), start, stop in spans]
         shares = shares_of(stored, self._layer_bytes.kinds) if stored else None
         layer_s = (end_s - times[0]) / (self._layers[1] - self._layers[0])
-        took = Took(layer_s, end_s - stored_s, group_s=self._group_s(end_s - layer_s))
+        is_known = self._clock.is_late and bool(self._leaving)
+        group_s = self._forward.group_s(end_s - layer_s, len(groups)) if is_known else None
+        took = Took(layer_s, end_s - stored_s, group_s=group_s)
         self._handing.pace.computed(self._forward.num_rows, took)
         self._note_dues(ends_of(groups, shares))
         return [*groups, *drafts]
-
-    def _group_s(self, late_s: float) -> float | None:
-        """What a group took from the forward: nothing if the device was still at work long after the host."""
-        if not self._clock.is_late or not self._leaving:
-            return None
-        forward, num_groups = self._forward, len(self._first_layers())
-        return 0.0 if forward.at_s < late_s else forward.others_s / num_groups
 
     def _note_dues(self, ends_s: Sequence[float]) -> None:
         """What each layer of this step's chunks had to send, and from when on it could."""
