@@ -69,12 +69,16 @@ class Writer:
     grants: Grants = field(default_factory=Grants)
     sock: socket.socket | None = None
     pidfd: int | None = None
-    has_mapped: bool = False
     mapped: set[int] = field(default_factory=set)
     """Regions that were handed out: from then on nothing here sees what is written there."""
     has_left: bool = False
     is_revoked: bool = False
     drainer: Drainer | None = None
+
+    @property
+    def has_mapped(self) -> bool:
+        """Whether it was handed out any."""
+        return bool(self.mapped)
 
     def is_still(self, granted: Granted) -> Stillness:
         """Not before a writer that mapped a region is gone: nothing here sees its stores."""
@@ -258,7 +262,6 @@ class Porch:
             writer.drainer.hand_out(sock, found.num_bytes)
             return
         numbers = (found.segment, found.segment_bytes, found.offset, found.num_bytes)
-        writer.has_mapped = True
         send_message(sock, Message(Kind.MAPPED, numbers), found.fd)
 
 
