@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +39,7 @@ from baton.transport.parts.foreign.kernels import is_this_kernel, this_kernel
 from baton.transport.parts.foreign.library import Limits
 from baton.transport.parts.foreign.native import import_native
 from baton.transport.parts.foreign.transport import ForeignTransport, Listening
-from baton.transport.parts.proof import CHALLENGE_BYTES, WELCOME_BYTES, make_hello
+from baton.transport.parts.proof import CHALLENGE_BYTES, KNOCK, WELCOME_BYTES, make_hello
 
 PARCEL_BYTES = 100
 SIZE = 1000
@@ -183,6 +183,16 @@ def wait_until(is_so: object, timeout_s: float = 2.0) -> None:
         time.sleep(1e-3)
 
 
+def test_source_speaks_first_so_that_its_kernel_tells_it_of_a_target_that_stopped_listening(scene: Scene):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        scene.source.connect(replace(scene.writer.description, address=address))
+        sock, _ = listener.accept()
+        with sock:
+            sock.settimeout(2)
+            assert sock.recv(100) == KNOCK
+
+
 def test_batch_is_cut_into_parcels_of_which_few_are_under_way(scene: Scene):
     scene.library.hold()
     ticket = scene.send()
@@ -289,7 +299,7 @@ def test_peer_that_says_nonsense_loses_its_inlet_and_is_listened_to_until_it_han
     scene.target.grant(invitation.peer, scene.region.number)
     host, _, port = invitation.description.address.rpartition(":")
     with socket.create_connection((host, int(port))) as sock:
-        sock.sendall(make_hello(invitation.description, 0, sock.recv(CHALLENGE_BYTES)))
+        sock.sendall(KNOCK + make_hello(invitation.description, 0, sock.recv(CHALLENGE_BYTES)))
         assert len(sock.recv(WELCOME_BYTES)) == WELCOME_BYTES
         sock.sendall(frame(Kind.ASK, scene.region.number, payload=this_kernel()))
         assert Header.from_bytes(sock.recv(HEADER_BYTES)).kind is Kind.GIVEN

@@ -24,7 +24,7 @@ from baton.transport import (
     Unknown,
     open_transport,
 )
-from baton.transport.parts.proof import CHALLENGE_BYTES, WELCOME_BYTES, make_hello
+from baton.transport.parts.proof import CHALLENGE_BYTES, KNOCK, WELCOME_BYTES, make_hello
 from baton.transport.tcp.frames import PartHeader, goodbye, landed, read_words
 from baton.transport.tcp.wire import receive_exactly, send_all
 
@@ -52,7 +52,7 @@ class Forger:
         sock = socket.create_connection((host, int(port)), timeout=5)
         self.socks.append(sock)
         challenge = receive_exactly(sock, CHALLENGE_BYTES)
-        sock.sendall(make_hello(description, stream, bytes(challenge)))
+        sock.sendall(KNOCK + make_hello(description, stream, bytes(challenge)))
         self.welcome = receive_exactly(sock, WELCOME_BYTES)
         return sock
 
@@ -189,7 +189,7 @@ def test_source_does_not_send_to_an_impostor():
         peer = world.source.connect(description)
         sock, _ = impostor.accept()
         sock.sendall(bytes(CHALLENGE_BYTES))
-        assert receive_exactly(sock, 88)
+        assert receive_exactly(sock, 89)
         sock.sendall(bytes(WELCOME_BYTES))
         source = world.source.load(100, 1)
         region = replace(source.remote, incarnation=description.incarnation)
@@ -198,6 +198,28 @@ def test_source_does_not_send_to_an_impostor():
         assert isinstance(ended, FailedQuiet)
         assert "did not accept" in ended.cause
     impostor.close()
+
+
+def test_source_speaks_first_so_that_its_kernel_tells_it_of_a_target_that_stopped_listening():
+    listener = socket.create_server(("127.0.0.1", 0))
+    description = Description("tcp", "ab" * 8, f"127.0.0.1:{listener.getsockname()[1]}", 1, "11" * 16)
+    with World("tcp") as world:
+        world.source.connect(description)
+        sock, _ = listener.accept()
+        sock.settimeout(2)
+        assert sock.recv(100) == KNOCK
+        sock.close()
+    listener.close()
+
+
+def test_hello_without_a_knock_is_a_stranger_s(target: Transport):
+    forger = Forger(target)
+    host, _, port = forger.invitation.description.address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=5) as sock:
+        challenge = receive_exactly(sock, CHALLENGE_BYTES)
+        sock.sendall(make_hello(forger.invitation.description, 0, bytes(challenge)) + b"x")
+        assert receive_exactly(sock, WELCOME_BYTES) is None
+    assert target.counters().num_strangers == 1
 
 
 def test_revocation_reaches_the_source_as_quiet():

@@ -11,6 +11,7 @@ from contextlib import suppress
 from baton.transport.base import DEADLINE_S
 from baton.transport.parts.proof import (
     HELLO_BYTES,
+    KNOCK,
     Hello,
     is_proven,
     make_welcome,
@@ -92,6 +93,6 @@ class Porch:
         sock.settimeout(DEADLINE_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.sendall(challenge)
-        raw = receive_exactly(sock, HELLO_BYTES)
+        raw = receive_exactly(sock, len(KNOCK) + HELLO_BYTES)
         sock.settimeout(None)
-        return read_hello(bytes(raw)) if raw else None
+        return read_hello(bytes(raw[len(KNOCK) :])) if raw and raw.startswith(KNOCK) else None

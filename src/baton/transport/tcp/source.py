@@ -26,7 +26,7 @@ from baton.transport.base import (
     FailedUnknown,
     Peer,
 )
-from baton.transport.parts.proof import CHALLENGE_BYTES, WELCOME_BYTES, is_welcome, make_hello
+from baton.transport.parts.proof import CHALLENGE_BYTES, KNOCK, WELCOME_BYTES, is_welcome, make_hello
 from baton.transport.parts.tickets import CANCELLED, Job, Tickets
 from baton.transport.parts.watcher import Watcher
 from baton.transport.tcp.frames import read_words
@@ -125,6 +125,7 @@ class Source:
         sock.settimeout(DEADLINE_S)
         sock.connect(parse_address(description.address))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.sendall(KNOCK)
         challenge = receive_exactly(sock, CHALLENGE_BYTES)
         hello = make_hello(description, stream.index, bytes(challenge or b""))
         sock.sendall(hello)

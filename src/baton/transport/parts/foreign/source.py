@@ -32,7 +32,7 @@ from baton.transport.parts.foreign.frames import HEADER_BYTES, Header, Kind, fra
 from baton.transport.parts.foreign.kernels import this_kernel
 from baton.transport.parts.foreign.library import Library, Limits, Outlet
 from baton.transport.parts.lanes import Lane
-from baton.transport.parts.proof import CHALLENGE_BYTES, WELCOME_BYTES, is_welcome, make_hello
+from baton.transport.parts.proof import CHALLENGE_BYTES, KNOCK, WELCOME_BYTES, is_welcome, make_hello
 from baton.transport.parts.spans import are_inside, coalesce, cut, split
 from baton.transport.parts.tickets import CANCELLED, Job, Tickets
 from baton.transport.parts.watcher import Watcher
@@ -89,6 +89,7 @@ class Source:
         sock.setblocking(False)
         try:
             self._reach(sock, (host.strip("[]"), int(port)))
+            self._send(sock, KNOCK, DEADLINE_S)
             challenge = self._receive(sock, CHALLENGE_BYTES, DEADLINE_S)
             hello = make_hello(description, 0, challenge)
             self._send(sock, hello, DEADLINE_S)
