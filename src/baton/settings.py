@@ -102,6 +102,12 @@ def rank_environment(num_threads: int) -> dict[str, str]:
     }
 
 
+def take_environment(environment: dict[str, str]) -> None:
+    """For a process that was forked: what it would have started with."""
+    os.environ.clear()
+    os.environ.update(environment)
+
+
 def part_environment(secret: str, folder: str) -> dict[str, str]:
     """What a part of a deployment starts with: a secret that no list of processes shows, and a folder."""
     return {**os.environ, SECRET_VARIABLE: secret, "TMPDIR": folder, "PYTHONUNBUFFERED": "1"}

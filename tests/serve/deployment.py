@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.serve.parts import END_S_MAX, Answer, Part, ask, children, free_port, until
+from tests.serve.parts import END_S_MAX, Answer, Part, ask, children, free_port, is_rank, until
 from tests.serve.speaking import Expected, encode, model, oracle_text, tokenizer
 
 __all__ = [
@@ -169,20 +169,12 @@ class Deployment:
                 part.send(signal.SIGTERM)
         for part in self.parts:
             part.end()
-        alive = {pid for pid in ranks if _is_rank(pid)}
-        until(lambda: not {pid for pid in alive if _is_rank(pid)}, f"ranks {alive} end", END_S_MAX)
+        alive = {pid for pid in ranks if is_rank(pid)}
+        until(lambda: not {pid for pid in alive if is_rank(pid)}, f"ranks {alive} end", END_S_MAX)
 
     def told(self) -> str:
         """The end of the output of every part."""
         return "\n".join(part.told() for part in self.parts)
-
-
-def _is_rank(pid: int) -> bool:
-    command = Path(f"/proc/{pid}/cmdline")
-    try:
-        return b"baton.engine.rank.process" in command.read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @contextmanager

@@ -14,12 +14,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from tests.serve.parts import ANSWER_S_MAX, Answer, Part
 
-from baton.engine.instance.children import die_with_parent
+from baton.engine.lineage import die_with
 
 NETWORK = "10.77.0"
 TOOL_S_MAX = 60.0
@@ -45,7 +46,7 @@ class Host:
         for handle in self._handles:
             if _libc.setns(handle, 0):
                 os._exit(111)
-        die_with_parent()
+        die_with(os.getppid())
 
     def tool(self, *words: str) -> str:
         """Runs a command here."""
@@ -85,7 +86,7 @@ class Host:
             [sys.executable, "-I", str(_ASKER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            preexec_fn=self.enter,  # noqa: PLW1509 - a few system calls, no lock taken
+            preexec_fn=self.enter,  # noqa: PLW1509, no lock taken
         )
         assert process.stdin is not None
         process.stdin.write(asked.encode())
@@ -151,7 +152,7 @@ class Placed(Part):
                 stdout=log,
                 stderr=log,
                 env=self.environment,
-                preexec_fn=self.host.enter,  # noqa: PLW1509 - a few system calls, no lock taken
+                preexec_fn=self.host.enter,  # noqa: PLW1509, no lock taken
                 start_new_session=True,
             )
         return self
@@ -190,7 +191,7 @@ def _held(flags: str, inside: Host | None = None) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        preexec_fn=die_with_parent if inside is None else inside.enter,  # noqa: PLW1509 - a few system calls
+        preexec_fn=partial(die_with, os.getpid()) if inside is None else inside.enter,  # noqa: PLW1509
     )
     assert holder.stdout is not None
     assert holder.stderr is not None

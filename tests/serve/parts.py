@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, Self
@@ -21,7 +22,7 @@ from urllib.parse import urlsplit
 
 from tests.faults.stages import is_alive
 
-from baton.engine.instance.children import die_with_parent
+from baton.engine.lineage import die_with
 
 START_S_MAX = 180.0
 """For a process that loads torch and a model while seven others do the same on two cores."""
@@ -113,6 +114,14 @@ def children(pid: int) -> list[int]:
     return sorted(child for child in found if is_alive(child))
 
 
+def is_rank(pid: int) -> bool:
+    """Whether it is a living rank process, by its name."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().startswith("baton rank") and is_alive(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 class Part:
     """A command of Baton that serves HTTP; its output goes to a file, and no test outlives it unseen."""
 
@@ -147,7 +156,7 @@ class Part:
                 stdout=log,
                 stderr=log,
                 env=self.environment,
-                preexec_fn=die_with_parent,  # noqa: PLW1509 - one call of the C library, no lock taken
+                preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - two system calls, no lock taken
                 start_new_session=True,
             )
         return self
@@ -193,7 +202,7 @@ class Part:
     @property
     def rank_pids(self) -> list[int]:
         """Of its rank processes."""
-        return [pid for pid in children(self.pid) if "baton.engine.rank.process" in _command(pid)]
+        return [pid for cradle in children(self.pid) for pid in children(cradle) if is_rank(pid)]
 
     def ask(self, path: str, body: Any = None, key: str | None = None, method: str | None = None) -> Answer:
         """One request to it."""
@@ -241,10 +250,3 @@ class Part:
         except subprocess.TimeoutExpired:
             self.kill()
             return self.process.returncode
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return ""

@@ -81,8 +81,11 @@ class Up:
 
     def everyone(self) -> set[int]:
         """Pids of all that it started, ranks too."""
-        first = set(children(self.process.pid))
-        return first | {rank for pid in first for rank in children(pid)}
+        found, new = set(), {self.process.pid}
+        while new:
+            new = {child for pid in new for child in children(pid)}
+            found |= new
+        return found
 
     def ended(self) -> int:
         return self.process.wait(LIMIT_S)
@@ -161,7 +164,7 @@ def test_it_serves_mends_itself_and_ends_in_order(tmp_path, started) -> None:
         again(up, name)
         until(lambda: _is_answered(url, expected.text), f"it answers again after {name}", LIMIT_S)
         assert f"{name.replace('route', 'router')}: was ended by signal 9" in up.err
-    until(lambda: len(up.everyone()) >= 4 + 4 + 1, "four parts, four ranks and a guard", LIMIT_S)
+    until(lambda: len(up.everyone()) >= 4 + 2 + 4 + 1, "parts, cradles, ranks and a guard", LIMIT_S)
     everyone = up.everyone()
     up.process.send_signal(signal.SIGINT)
     assert up.ended() == 0, up.err

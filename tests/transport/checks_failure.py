@@ -59,7 +59,7 @@ def stopped_target_fails_at_the_deadline(world: World) -> None:
     ended = completions(world.source, tickets, 3.0)
     wait_s = time.monotonic() - started_s
     target.signal(signal.SIGCONT)
-    assert submit_s < 0.1, "submit waited for a stopped peer"
+    assert submit_s < 0.5, "submit waited for a stopped peer"
     buffer = world.source.buffers[source.number]
     for index, ticket in enumerate(tickets):
         part = slice(index * 32 * MIB, (index + 1) * 32 * MIB)
@@ -131,7 +131,7 @@ def connection_to_nobody_fails(world: World) -> None:
     target.call("close")
     peers.append(world.source.connect(invitation.description))
     tickets = [world.source.send(peer, source, region, one_span(100)) for peer in peers]
-    for completion in completions(world.source, tickets, 2.0).values():
+    for completion in completions(world.source, tickets, 4.0).values():
         assert isinstance(completion, FailedQuiet), completion
 
 

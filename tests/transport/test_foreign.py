@@ -175,7 +175,7 @@ def scene() -> Iterator[Scene]:
     target.close()
 
 
-def wait_until(is_so: object, timeout_s: float = 2.0) -> None:
+def wait_until(is_so: object, timeout_s: float = 10.0) -> None:
     limit = time.monotonic() + timeout_s
     assert callable(is_so)
     while not is_so():
@@ -189,7 +189,7 @@ def test_source_speaks_first_so_that_its_kernel_tells_it_of_a_target_that_stoppe
         scene.source.connect(replace(scene.writer.description, address=address))
         sock, _ = listener.accept()
         with sock:
-            sock.settimeout(2)
+            sock.settimeout(10)
             assert sock.recv(100) == KNOCK
 
 
@@ -218,8 +218,8 @@ def test_no_progress_is_a_failure_at_the_deadline_of_which_something_may_arrive(
     scene.library.hold()
     started_s = time.monotonic()
     moving, waiting = scene.send(deadline_s=0.3), scene.send(deadline_s=0.3)
-    ended = completions(scene.source, [moving, waiting], 2.0)
-    assert 0.25 < time.monotonic() - started_s < 1.0
+    ended = completions(scene.source, [moving, waiting], 10.0)
+    assert 0.25 < time.monotonic() - started_s < 2.0
     assert isinstance(ended[moving], FailedUnknown)
     assert isinstance(ended[waiting], FailedQuiet)
     assert "outlet closed" in scene.library.log

@@ -137,7 +137,7 @@ def test_engines_end_without_holding_the_interpreter_up(library: Mooncake):
     started_s = time.monotonic()
     for _ in range(20):
         library.open_inlet("target").close()
-    assert time.monotonic() - started_s < 2.0
+    assert time.monotonic() - started_s < 5.0
 
 
 def test_thousands_of_spans_stay_within_the_librarys_queue(library: Mooncake):
@@ -279,7 +279,7 @@ def test_successor_with_the_same_addresses_gets_nothing(
 
         def finish() -> None:
             fence.set()
-            for completion in completions(source, tickets, 3.0).values():
+            for completion in completions(source, tickets, 10.0).values():
                 assert not isinstance(completion, Done)
             source.close()
 

@@ -87,7 +87,7 @@ def test_a_batch_cancelled_behind_its_fence_is_quiet_before_the_fence_comes():
         ticket = link.send(source, one_span(16 * MIB), fence=CudaFence(event))
         time.sleep(0.1)
         world.source.transport.cancel(ticket)
-        assert isinstance(completions(world.source, [ticket], 1.0)[ticket], FailedQuiet)
+        assert isinstance(completions(world.source, [ticket], 10.0)[ticket], FailedQuiet)
         event.happened.set()
         expect_done(world.source, [link.send(source, one_span(MIB, 0, MIB))])
         content = link.content()
@@ -117,7 +117,7 @@ def test_what_a_stopped_target_has_is_unknown_and_what_it_has_not_is_quiet():
         expect_done(world.source, [link.send(source, one_span(1))])
         target.signal(signal.SIGSTOP)
         tickets = [link.send(source, one_span(32 * MIB), deadline_s=0.5) for _ in range(3)]
-        ended = completions(world.source, tickets, 3.0)
+        ended = completions(world.source, tickets, 10.0)
         assert isinstance(ended[tickets[0]], FailedUnknown)
         assert {type(ended[ticket]) for ticket in tickets[1:]} == {FailedQuiet}
         target.signal(signal.SIGCONT)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.engine.e2e.house import Side, ask_all, greedy
@@ -21,15 +19,9 @@ NUM_TOKENS = 24
 
 def broken(side: Side, name: str, patch: pytest.MonkeyPatch, module: str = "broken_rank") -> Instance:
     """An instance of which every rank runs with something wrong, by its name in a module of this folder."""
-    plain = subprocess.Popen
-
-    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        at = command.index("baton.engine.rank.process")
-        command = [*command[:at], f"{__package__}.{module}", *command[at + 1 :], name]
-        return plain(command, **{**options, "cwd": ROOT})
-
     with patch.context() as only:
-        only.setattr(children.subprocess, "Popen", start)
+        only.setattr(children, "RANK", (f"{__package__}.{module}", name))
+        only.setenv("PYTHONPATH", str(ROOT))
         return Instance(side.config).start()
 
 

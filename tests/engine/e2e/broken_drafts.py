@@ -1,10 +1,9 @@
-"""A rank process in which something of the draft is wrong: `python -m ... DESCRIPTOR NAME`."""
+"""A rank process in which something of the draft is wrong."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 
 import torch
 
@@ -67,7 +66,7 @@ BROKEN: Mapping[str, Callable[[], None]] = {
 }
 
 
-if __name__ == "__main__":
-    BROKEN[sys.argv[2]]()
-    process.main(int(sys.argv[1]))
-    os._exit(0)
+def main(connection: Connection, name: str) -> None:
+    """The whole life of a rank, broken by name."""
+    BROKEN[name]()
+    process.main(connection)

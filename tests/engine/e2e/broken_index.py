@@ -1,10 +1,9 @@
-"""A rank process in which something of the index is wrong: `python -m ... DESCRIPTOR NAME`."""
+"""A rank process in which something of the index is wrong."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 
 from baton.engine.attention.choosing import Chooser
 from baton.engine.attention.index import Reads
@@ -37,7 +36,7 @@ def no_keys() -> None:
 BROKEN: Mapping[str, Callable[[], None]] = {each.__name__: each for each in (nothing, all_attended, no_keys)}
 
 
-if __name__ == "__main__":
-    BROKEN[sys.argv[2]]()
-    process.main(int(sys.argv[1]))
-    os._exit(0)
+def main(connection: Connection, name: str) -> None:
+    """The whole life of a rank, broken by name."""
+    BROKEN[name]()
+    process.main(connection)

@@ -1,12 +1,11 @@
-"""A rank process in which something of the hand-over is wrong: `python -m ... DESCRIPTOR NAME`."""
+"""A rank process in which something of the hand-over is wrong."""
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from time import monotonic
 
 import msgspec
@@ -109,8 +108,8 @@ BROKEN: Mapping[str, Callable[[], None]] = {
 }
 
 
-if __name__ == "__main__":
+def main(connection: Connection, name: str) -> None:
+    """The whole life of a rank, broken by name."""
     assert pipeline.Pipeline is process.Pipeline
-    BROKEN[sys.argv[2]]()
-    process.main(int(sys.argv[1]))
-    os._exit(0)
+    BROKEN[name]()
+    process.main(connection)

@@ -1,11 +1,10 @@
-"""A rank process in which something of recurrent state is wrong: `python -m ... DESCRIPTOR NAME`."""
+"""A rank process in which something of recurrent state is wrong."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 
 from baton.engine.attention import states
@@ -58,7 +57,7 @@ BROKEN: Mapping[str, Callable[[], None]] = {
 }
 
 
-if __name__ == "__main__":
-    BROKEN[sys.argv[2]]()
-    process.main(int(sys.argv[1]))
-    os._exit(0)
+def main(connection: Connection, name: str) -> None:
+    """The whole life of a rank, broken by name."""
+    BROKEN[name]()
+    process.main(connection)

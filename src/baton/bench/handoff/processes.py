@@ -11,10 +11,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import Any
 
-from baton.engine.instance.children import die_with_parent
+from baton.engine.lineage import die_with
 from baton.errors import EngineError
 
 ANSWER_S_MAX = 180.0
@@ -34,7 +35,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - one call of the C library, no lock taken
+            preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - two system calls, no lock taken
             start_new_session=True,  # Ctrl-C is for the parent, which ends its children in order
         )
         self._read = b""

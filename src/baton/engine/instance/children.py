@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -17,14 +13,16 @@ from pathlib import Path
 import msgspec
 
 from baton import settings
+from baton.engine.instance.kin import NURSERY
+from baton.engine.rank.birth import Birth
 from baton.engine.rank.config import RankConfig
 from baton.engine.steps import Answer, Order
 from baton.errors import EngineError
 
+RANK: tuple[str, ...] = ("baton.engine.rank.process",)
+"""The module of a rank, and words for it."""
 END_S_MAX = 6.0
 """How long a rank has to end before it is killed: more than it takes itself, less than makes pages stuck."""
-_PARENT_DEATH = 1  # PR_SET_PDEATHSIG
-_libc = ctypes.CDLL(None)
 
 
 class Child:
@@ -33,21 +31,15 @@ class Child:
     def __init__(self, config: RankConfig) -> None:
         self.rank = config.rank
         self.name = f"rank {config.rank} of {config.instance}"
+        environment = settings.rank_environment(config.num_threads)
         ours, theirs = socket.socketpair()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "baton.engine.rank.process", str(theirs.fileno())],
-                env=settings.rank_environment(config.num_threads),
-                stdin=subprocess.DEVNULL,
-                stdout=self._errors,
-                stderr=self._errors,
-                pass_fds=[theirs.fileno()],
-                preexec_fn=die_with_parent,  # noqa: PLW1509 - one call of the C library, no lock taken
-                start_new_session=True,  # Ctrl-C is for the parent, which ends its children in order
-            )
+            self.process = NURSERY.cradle(environment).bear(theirs.fileno(), self._errors.fileno())
         self.connection = Connection(ours.detach())
         self._decoder = msgspec.msgpack.Decoder(Answer)
+        birth = Birth(f"baton rank {config.rank}", RANK[0], RANK[1:], environment)
+        self.tell_raw(msgspec.msgpack.encode(birth))
         self.tell_raw(msgspec.msgpack.encode(config))
 
     @staticmethod
@@ -120,17 +112,3 @@ class Meeting:
     def close(self) -> None:
         """Removes it."""
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def interrupt_with(parent: int) -> None:
-    """For a child right after its fork: its parent's end, however it comes, interrupts it."""
-    # Started in the background, the parent ignores interrupts, and so would what it starts.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _libc.prctl(_PARENT_DEATH, signal.SIGINT)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def die_with_parent() -> None:
-    """For a child right after its fork: its parent's end is its own."""
-    _libc.prctl(_PARENT_DEATH, signal.SIGKILL)

@@ -206,9 +206,9 @@ def _forks(work: Work, guesses: dict[int, Guess]) -> bool:
     return work.num_samples > 1 and work.sequence in guesses
 
 
-def main(descriptor: int) -> None:
-    """The whole life of a rank process, over one inherited socket."""
-    pipe = Pipe(Connection(descriptor))
+def main(connection: Connection) -> None:
+    """The whole life of a rank process, over the pipe that it was born with."""
+    pipe = Pipe(connection)
     config = pipe.first()
     torch.set_num_threads(config.num_threads)
     torch.set_num_interop_threads(1)
@@ -247,8 +247,3 @@ def _live(config: RankConfig, pipe: Pipe) -> None:
             pipe.tell(Down(config.rank, f"{type(error).__name__}: {error}"))
         parts.handing.close()
         parts.mesh.close()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
-    os._exit(0)  # threads of libraries must not keep an ended rank alive
