@@ -207,9 +207,9 @@ def test_batch_is_cut_into_parcels_of_which_few_are_under_way(scene: Scene):
 
 def test_deadline_counts_from_progress(scene: Scene):
     scene.library.hold()
-    ticket = scene.send(deadline_s=0.3)
+    ticket = scene.send(deadline_s=1.0)
     for _ in range(SIZE // PARCEL_BYTES):
-        time.sleep(0.1)
+        time.sleep(0.15)
         scene.library.gate.release()
     assert isinstance(scene.ending(ticket), Done)
 

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -135,6 +136,32 @@ def test_a_cradle_that_cannot_import_says_why(tmp_path: Path):
     (tmp_path / "torch.py").write_text("raise ImportError('no such luck')")
     with pytest.raises(EngineError, match=r"exit code 1.*no such luck"):
         Newborn(Cradle(ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}), "tell")
+
+
+IMPORTS = """
+import os, sys
+import torch
+
+def ask(*words, **named):
+    raise SystemExit("a device was asked for while importing")
+
+for module in (torch.cuda, torch.accelerator):
+    for name in ("is_available", "device_count", "_lazy_init", "current_device", "current_accelerator"):
+        if hasattr(module, name):
+            setattr(module, name, ask)
+if sys.argv[1:]:
+    torch.cuda.is_available()
+import baton.engine.rank.cradle
+print(len(os.listdir("/proc/self/task")))
+"""
+
+
+def test_what_is_imported_before_the_forks_asks_for_no_device_and_starts_no_thread():
+    """A process that forked after either could not use the device, or would wait for a thread that is not."""
+    words = [sys.executable, "-c", IMPORTS]
+    run = partial(subprocess.run, capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=60)
+    assert run(words).stdout == "1\n"
+    assert "asked for" in run([*words, "ask"]).stderr
 
 
 ORPHANS = f"""
