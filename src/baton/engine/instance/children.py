@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from baton import settings
-from baton.engine.instance.kin import NURSERY
+from baton.engine.instance.kin import NURSERY, ended
 from baton.engine.rank.birth import Birth
 from baton.engine.rank.config import RankConfig
 from baton.engine.steps import Answer, Order
@@ -92,10 +92,7 @@ class Child:
         """That it ended, with its last words."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S_MAX)
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        words = f"its last words: {lines[-1]}" if lines else "it left no message"
-        return EngineError(f"{self.name} ended (exit code {self.process.returncode}); {words}")
+        return ended(self.name, self.process.returncode, self._errors)
 
 
 class Meeting:

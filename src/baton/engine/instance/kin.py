@@ -25,6 +25,14 @@ _KILLED = -signal.SIGKILL
 """The exit code of who went with the cradle."""
 
 
+def ended(name: str, code: int | None, errors: IO[bytes]) -> EngineError:
+    """That a process ended, with its last words."""
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    words = f"its last words: {lines[-1]}" if lines else "it left no message"
+    return EngineError(f"{name} ended (exit code {code}); {words}")
+
+
 class Kin:
     """A forked process; what is asked of it is as with `subprocess.Popen`."""
 
@@ -120,11 +128,7 @@ class Cradle:
         """That nothing can fork from it, with its last words."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S_MAX)
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        words = f"its last words: {lines[-1]}" if lines else "it left no message"
-        code = self._process.returncode
-        return EngineError(f"the process that ranks fork from ended (exit code {code}); {words}")
+        return ended("the process that ranks fork from", self._process.returncode, self._errors)
 
 
 class Nursery:
