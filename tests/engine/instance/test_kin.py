@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -90,7 +91,12 @@ def test_waiting_has_an_end_and_kill_brings_it_about(cradle: Cradle):
     assert lingering.kin.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
         lingering.kin.wait(0.05)
+    waiting = threading.Thread(target=lingering.kin.wait, args=(LIMIT_S,))
+    waiting.start()
+    assert lingering.kin.poll() is None
+    assert waiting.is_alive(), "who looks does not wait for who waits"
     lingering.kin.kill()
+    waiting.join(LIMIT_S)
     assert lingering.kin.wait(LIMIT_S) == -signal.SIGKILL
     assert is_gone(pid)
 
@@ -130,6 +136,12 @@ def test_an_environment_that_imports_read_has_its_own_cradle_and_a_dead_one_is_r
     nursery.close()
     assert not again.is_alive
     assert not other.is_alive
+
+
+def test_a_cradle_ends_at_once_even_while_it_imports():
+    found = Cradle(ENVIRONMENT)
+    found.close()
+    assert not found.is_alive
 
 
 def test_a_cradle_that_cannot_import_says_why(tmp_path: Path):

@@ -17,7 +17,8 @@ from typing import IO
 from baton.engine.rank.birth import FATE
 from baton.errors import EngineError
 
-_AT_IMPORT = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_", "PYTHON", "TORCH", "CUDA", "HF_")
+_LIBRARIES = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TORCH", "PYTORCH", "CUDA", "HF_")
+_AT_IMPORT = ("LD_", "PYTHON", *_LIBRARIES)
 """What begins so is read while libraries are imported: who starts with another value needs another cradle."""
 _CRADLES_MAX = 2
 END_S_MAX = 1.0
@@ -63,10 +64,10 @@ class Kin:
         """Its exit code; raises TimeoutExpired."""
         poller = select.poll()
         poller.register(self._fate, select.POLLIN)
+        if self.returncode is None and not poller.poll(timeout_s * 1e3):
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout_s)
         with self._lock:
             if self.returncode is None:
-                if not poller.poll(timeout_s * 1e3):
-                    raise subprocess.TimeoutExpired(f"process {self.pid}", timeout_s)
                 told = self._told()
                 self.returncode = _KILLED if told is None else told
             return self.returncode
@@ -104,12 +105,13 @@ class Cradle:
         return self._process.poll() is None
 
     def __del__(self) -> None:
-        """Lets it end."""
+        """Nobody needs it."""
         self.close()
 
     def close(self) -> None:
-        """Lets it end, and whoever forked from it with it."""
+        """Ends it, even while it imports, and whoever forked from it with it."""
         self._control.close()
+        self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S_MAX)
         self._errors.close()
@@ -118,7 +120,7 @@ class Cradle:
         """One more process; it has copies of both descriptors."""
         fate, theirs = os.pipe()
         try:
-            with suppress(OSError):
+            with suppress(ConnectionError):  # it is gone, which its silence tells
                 socket.send_fds(self._control, [b"\0"], [pipe, errors, theirs])
         finally:
             os.close(theirs)

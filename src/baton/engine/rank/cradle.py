@@ -1,8 +1,8 @@
 """A process that has imported all that a rank needs, and from which ranks fork.
 
-An import of PyTorch takes seconds of a core, a fork a hundredth of one. Nothing is computed here and no
-device is touched, so that a fork has nothing to trip over. The cradle ends with its parent, and every rank
-with the cradle.
+An import of PyTorch takes seconds of a core, a fork next to nothing. Nothing is computed here and no device
+is touched, so that a fork has nothing to trip over. The cradle ends with its parent, and every rank with the
+cradle.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 - target to source: a welcome, which is a proof over the same, as target
 
 The knock is for the source's own kernel. A target that stops listening while a connection forms may leave the
-source with one that stands on its side only, and nobody tells it (Linux 6.18, 1 in 75 under load); whoever
+source with one that stands on its side only, and nobody tells it (Linux 6.18, 7 in 600 under load); whoever
 sends something there hears at once that nobody has it. A target answers a wrong hello by hanging up. What
 follows on the connection is not signed: who can write into it can write into the wire.
 """
