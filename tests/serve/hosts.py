@@ -86,7 +86,7 @@ class Host:
             [sys.executable, "-I", str(_ASKER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            preexec_fn=self.enter,  # noqa: PLW1509, no lock taken
+            preexec_fn=self.enter,  # noqa: PLW1509 - a few system calls, no lock taken
         )
         assert process.stdin is not None
         process.stdin.write(asked.encode())
@@ -152,7 +152,7 @@ class Placed(Part):
                 stdout=log,
                 stderr=log,
                 env=self.environment,
-                preexec_fn=self.host.enter,  # noqa: PLW1509, no lock taken
+                preexec_fn=self.host.enter,  # noqa: PLW1509 - a few system calls, no lock taken
                 start_new_session=True,
             )
         return self
