@@ -15,7 +15,8 @@ from baton.engine.books.sequence import Sequence, State
 from baton.engine.books.shares import Shares
 from baton.engine.steps import PageCopy, Work
 
-NUM_WALKS = 1500
+NUM_WALKS = 6000
+"""At most: a walk is another one with another order of hashes, and the rarest variant shows in 1 of 500."""
 NUM_MOVES = 60
 
 Patch = Callable[[pytest.MonkeyPatch], None]
