@@ -75,6 +75,23 @@ def test_what_waited_for_a_grant_says_nothing_of_the_link() -> None:
     assert overhead_s + 3e6 * byte_s == pytest.approx(0.1, rel=0.05)
 
 
+@pytest.mark.parametrize("latency_s", [0.0, 3e-3])
+def test_what_groups_take_to_set_out_is_no_overhead_where_others_queue(latency_s: float) -> None:
+    """Groups that find the link idle take a latency longer, which others hide behind the one before."""
+    pace, overhead_s, byte_s = Pace(), 2e-4, 1e-9
+    for sizes in ([8, 1, 1, 4, 2, 1, 1, 10, 4], [1, 2, 3, 4, 5, 6, 7], [4] * 8):
+        copies, ready, free_s, at = [], {}, 0.0, 0
+        for chunk, size in enumerate(sizes):
+            at += size
+            ready[chunk] = 100.0 + at * 1e-3
+            start_s = max(free_s, ready[chunk] + latency_s)
+            free_s = start_s + overhead_s + size * 1e6 * byte_s
+            copies.append(CopyRecord(0, chunk, size * 10**6, ready[chunk] + latency_s, free_s))
+        pace.sent(1, copies, ready)
+    assert pace.link(1)[0] < 4e-4
+    assert pace.link(1)[1] == pytest.approx(byte_s, rel=0.15)
+
+
 def test_a_new_session_is_taken_for_the_one_before() -> None:
     pace = Pace()
     hand_over(pace, [20, 8, 4], overhead_s=1e-4, byte_s=1e-9, layer_s=1e-3)

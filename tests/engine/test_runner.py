@@ -1,5 +1,6 @@
 """The runner's loop on one rank: hooks, what is sampled, input embeddings, copies."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,9 @@ from baton.engine.model.seam import Stage
 from baton.engine.parallel.mesh import Mesh
 from baton.engine.runner import Quiet, Runner
 from baton.engine.steps import Batch, PageCopy, Work
+from baton.engine.storage import engine_storage
 from baton.errors import EngineError
-from baton.plan import Spec, Storage, parse_layout
+from baton.plan import Spec, parse_layout
 from baton.plan.models.config import read_config
 from baton.plan.models.parts import stack
 from baton.plan.ownership import buffers
@@ -33,7 +35,7 @@ class Rig:
         checkpoint = open_checkpoint(str(folder))
         cache = stack((read_config(checkpoint.config, "tiny"),))
         self.mesh = Mesh(parse_layout("tp1"), 0)
-        storage = Storage(page_tokens=PAGE, dtype="fp32", num_pages_default=16)
+        storage = replace(engine_storage(cache, PAGE, "fp32"), num_pages_default=16)
         spec = Spec(self.mesh.layout, cache, storage)
         content = {name: np.zeros(size, dtype=np.uint8) for name, size in buffers(spec, 0, "t").items()}
         self.pools = CachePools(spec, 0, content, CPU)

@@ -25,12 +25,12 @@ from baton.engine.instance.instance import Instance
 from baton.engine.pair import Answer, Ask, Pair
 from baton.engine.requests import Event, Generate, Piece, Trouble
 from baton.engine.requests import Told as Ended
+from baton.engine.storage import engine_storage
 from baton.engine.stories import Told
 from baton.engine.text.tokenizer import Tokenizer
 from baton.errors import ConfigError, EngineError
 from baton.plan import Spec
 from baton.plan.planner import plan
-from baton.plan.storage import Storage
 
 LOOK_S = 0.5
 
@@ -133,7 +133,7 @@ def told(answer: Answer) -> Told | None:
 
 def _spec(instance: Instance) -> Spec:
     sizes, config = instance.sizes, instance.config
-    storage = Storage(page_tokens=config.page_tokens, dtype=config.dtype).with_pages(dict(sizes.num_pages))
+    storage = engine_storage(sizes.cache, config.page_tokens, config.dtype).with_pages(dict(sizes.num_pages))
     return Spec(sizes.layout, sizes.cache, storage)
 
 

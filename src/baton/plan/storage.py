@@ -24,6 +24,7 @@ Order: TypeAlias = tuple[str, ...]
 
 PAGE_MAX = 1 << 20
 HND: Order = ("layer", "page", "unit", "token")
+FUSED: Order = ("layer", "page", "component", "unit", "token")
 STATE_PACKED: Order = ("layer", "page", "component", "unit")
 _TOPICS = {"hnd": "hnd", "nhd": "hnd", "apart": "apart", "fused": "apart", "layer": "layer", "page": "layer"}
 

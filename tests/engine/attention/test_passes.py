@@ -18,10 +18,14 @@ from tests.engine.parallel.ranks import on_mesh
 
 from baton.engine.attention.kernels import explicit, prefill
 from baton.engine.attention.passes import Pass
+from baton.engine.attention.pools import CachePools
 from baton.engine.parallel.mesh import Mesh
 from baton.engine.steps import Batch, PageCopy, Work
-from baton.errors import EngineError
-from baton.plan import parse_layout
+from baton.errors import ConfigError, EngineError
+from baton.plan import Cache, Spec, Storage, parse_layout
+from baton.plan.kinds import Paged
+from baton.plan.ownership import buffers
+from baton.plan.storage import FUSED
 
 ALONE = parse_layout("tp1")
 
@@ -35,7 +39,7 @@ def test_one_rank(seed: int) -> None:
     "layout", ["cp2:mirror", "cp2:stripe1", "cp2", "cp2:split", "cp3:stripe3", "cp3:split"]
 )
 def test_ranks_that_share_a_context(layout: str, tmp_path: Path) -> None:
-    on_mesh(layout, tmp_path / "meeting", check_rank, 5)
+    on_mesh(layout, tmp_path / "meeting", check_rank, 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -44,6 +48,16 @@ def test_half_floats(dtype: torch.dtype) -> None:
     world.step({0: 9, 1: 1, 2: 17})
     world.step({0: 1, 1: 1, 2: 8})
     world.step({0: 1, 1: 1, 2: 1})
+
+
+def test_rows_of_two_sizes_are_not_kept_side_by_side() -> None:
+    kept = Cache(1, tuple(Paged(2, 8, 6).components(((0, 1),))))
+    spec = Spec(ALONE, kept, Storage(page_tokens=PAGE, dtype="fp32", order=FUSED))
+    content = {name: np.zeros(size, dtype=np.uint8) for name, size in buffers(spec, 0, "t").items()}
+    assert list(content) == ["kv"]
+    pools = CachePools(spec, 0, content, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="rows of one size"):
+        pools.rows("v", 0)
 
 
 def test_blocks_of_rows_join(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,9 +15,11 @@ from baton.engine.attention.pools import CachePools
 from baton.engine.model.seam import HeadOptions, IndexQuery
 from baton.engine.parallel.mesh import Mesh
 from baton.engine.steps import Batch, Work
-from baton.plan import Cache, Spec, Storage
+from baton.engine.storage import engine_storage
+from baton.plan import Cache, Spec
 from baton.plan.kinds import Index, Latent, Paged
 from baton.plan.ownership import buffers
+from baton.plan.storage import FUSED, HND
 
 PAGE = 4
 NUM_PAGES = 128
@@ -39,11 +42,11 @@ def options(layer: int, device: torch.device = CPU) -> HeadOptions:
     return HeadOptions(0.3, WINDOW if layer >= 3 else None, softcap, sinks)
 
 
-def cache() -> Cache:
-    """Full layers, windowed layers, a latent one and a sparse one; v has fewer channels than k."""
+def cache(value_dim: int) -> Cache:
+    """Full layers, windowed layers, a latent one and a sparse one."""
     kinds = [
-        (Paged(UNITS, DIM, VALUE_DIM), ((0, 3),)),
-        (Paged(UNITS, DIM, VALUE_DIM, WINDOW), ((3, 6),)),
+        (Paged(UNITS, DIM, value_dim), ((0, 3),)),
+        (Paged(UNITS, DIM, value_dim, WINDOW), ((3, 6),)),
         (Latent(LATENT + ROTARY), ((LATENT_LAYER, SPARSE_LAYER + 1),)),
         (Index(INDEX_DIM), ((SPARSE_LAYER, SPARSE_LAYER + 1),)),
     ]
@@ -52,7 +55,10 @@ def cache() -> Cache:
 
 
 class World:
-    """Sequences of one rank, step by step; every rank of a mesh makes the same ones."""
+    """Sequences of one rank, step by step; every rank of a mesh makes the same ones.
+
+    With an odd seed v has fewer channels than k, so that they are kept apart.
+    """
 
     def __init__(
         self, mesh: Mesh, seed: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU
@@ -63,8 +69,11 @@ class World:
         self._dtype = dtype
         self._device = device
         name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-        storage = Storage(page_tokens=PAGE, dtype=name, num_pages_default=NUM_PAGES)
-        spec = Spec(mesh.layout, cache(), storage)
+        self._value_dim = VALUE_DIM if seed % 2 else DIM
+        kept = cache(self._value_dim)
+        storage = engine_storage(kept, PAGE, name)
+        assert storage.order == (HND if seed % 2 else FUSED)
+        spec = Spec(mesh.layout, kept, replace(storage, num_pages_default=NUM_PAGES))
         sizes = buffers(spec, mesh.rank, "t")
         self.buffers = {part: np.full(size, POISON, dtype=np.uint8) for part, size in sizes.items()}
         content = {part: torch.from_numpy(found).to(device) for part, found in self.buffers.items()}
@@ -112,7 +121,7 @@ class World:
         how = options(layer, self._device)
         num_rows = batch.num_rows
         q = self._random(num_rows, UNITS * GROUPS[layer], DIM)
-        k, v = self._random(num_rows, UNITS, DIM), self._random(num_rows, UNITS, VALUE_DIM)
+        k, v = self._random(num_rows, UNITS, DIM), self._random(num_rows, UNITS, self._value_dim)
         out = found.heads(layer, q[own], k[own], v[own], how)
         expected, row = [], 0
         for work in batch.works:

@@ -12,7 +12,7 @@ import msgspec
 
 from baton.engine.rank import handing, pipeline, process
 from baton.engine.rank.handing import Handing, Part
-from baton.engine.rank.pipeline import Pipeline
+from baton.engine.rank.pipeline import Offers, Pipeline
 from baton.engine.steps import Batch, Receive, Sampled, Work
 from baton.protocol.outcomes import Aux
 from baton.transport import NOW
@@ -44,7 +44,7 @@ def early_layers() -> None:
             wait_copied(part)
 
     Pipeline.before_forward = before_forward
-    Pipeline._offer = lambda self, part, layers, mark: None
+    Offers._give = lambda self, offer: None
 
 
 def skipped_group() -> None:

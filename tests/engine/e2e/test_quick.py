@@ -44,6 +44,9 @@ def test_tokens(family: str, prefill: str, decode: str) -> None:
         check_tokens(folder, asked, handed, NUM_TOKENS)
         again = ask_one(pair, greedy(longer, NUM_TOKENS))
         check_tokens(folder, [longer], [again], NUM_TOKENS)
+        for copies in again.stories["prefill"].copies.values():
+            routes = [(copy.chunk, copy.target_rank) for copy in copies]
+            assert len(set(routes)) == len(routes), "K and V of a group go in one copy"
         assert again.stories["prefill"].num_cached >= LONG - LONG % (2 * PAGE)
         if "dp" not in decode:
             assert again.stories["decode"].num_held >= LONG - LONG % (2 * PAGE)

@@ -8,13 +8,13 @@ from typing import Any
 from baton.bench.handoff.scene import parse_speed
 from baton.cli.deployment.options import BOTH, DECODE, PREFILL, Options
 from baton.engine.instance.config import InstanceConfig, Sizes, derive
+from baton.engine.storage import engine_storage
 from baton.plan import Spec
 from baton.plan.packing import PackCost
 from baton.plan.planner import plan
 from baton.plan.printer import human_bytes
 from baton.plan.prompt import Prompt
 from baton.plan.report import Report
-from baton.plan.storage import Storage
 
 TOKENS_SHOWN = 1024
 
@@ -63,7 +63,7 @@ def sides(options: Options) -> tuple[Side, ...]:
         for index, layout in enumerate(layouts):
             config = _config(options, f"{role}-{index}", layout)
             sizes = derive(config)
-            storage = Storage(page_tokens=config.page_tokens, dtype=config.dtype)
+            storage = engine_storage(sizes.cache, config.page_tokens, config.dtype)
             spec = Spec(sizes.layout, sizes.cache, storage.with_pages(dict(sizes.num_pages)))
             found.append(Side(config.name, sizes, spec))
     return tuple(found)

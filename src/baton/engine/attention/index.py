@@ -49,6 +49,8 @@ class Pages:
 
     group: str
     num_units: int
+    page_rows: int
+    """From the first row of a page to that of the next."""
     keeping: Keeping
     device: torch.device
 
@@ -65,7 +67,7 @@ class Pages:
         pages = table[nth]
         if (pages < 0).any():
             raise EngineError(f"sequence {work.sequence} reads a page of {self.group!r} that was given up")
-        return np.asarray(pages * (self.num_units * size) + inside, dtype=np.int64)
+        return np.asarray(pages * self.page_rows + inside, dtype=np.int64)
 
     def by_unit(self, firsts: Ints) -> Tensor:
         """(..., slots) -> (..., units, slots), flat and on the device: as keys are read."""

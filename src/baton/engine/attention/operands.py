@@ -42,7 +42,11 @@ class Source:
     def of_chunk(self, chunk: Chunk) -> Inputs:
         """What a chunk attends with."""
         part = chunk.segment
-        q = self.q[part.first : part.last]
+        q = self.q
+        if part.last - part.first < q.shape[0]:
+            q = q[part.first : part.last]
+        if chunk.slots is None and part.own == (0, self.k.shape[1]):
+            return Inputs(q, self.k, self.v)
         if chunk.slots is None:
             return Inputs(q, self.k[:, part.own[0] : part.own[1]], self.v[:, part.own[0] : part.own[1]])
         return Inputs(q, *self.stored.read(chunk.slots, (-1, chunk.num_keys), self.q.dtype))

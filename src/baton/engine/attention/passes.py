@@ -49,21 +49,22 @@ class Pass:
         self._cp = mesh.cp
         self._states = PassStates(batch, pools, mesh.tp)
         self.rows: Rows = deal_rows(batch.num_rows, mesh.cp.size)
-        self._own: Range = self.rows.cuts[mesh.cp.index]
         spec = pools.spec
         self._keeping = Keeping(spec.layout.scheme, mesh.cp.index, mesh.cp.size, spec.storage.page_tokens)
         self._segments = _segments(batch, self._own if self._keeping.is_whole else (0, self.rows.count))
         self._masks = Masks(pools.device)
-        self._found: dict[tuple[str, int], Writes] = {}
-        self._reads: dict[tuple[str, int, int | None, torch.dtype], Reads] = {}
+        self._found: dict[tuple[str, tuple[int, int]], Writes] = {}
+        self._reads: dict[tuple[str, tuple[int, int], int | None, torch.dtype], Reads] = {}
         places = [np.arange(work.start, work.start + len(work.tokens)) for work in batch.works]
         every = np.concatenate([np.empty(0, dtype=np.int64), *places])
         self._positions = torch.from_numpy(every).to(pools.device, non_blocking=True)
+        self.positions = self._positions[self._own[0] : self._own[1]]
+        """(rows,) int64: each row's position in its sequence."""
 
     @property
-    def positions(self) -> Tensor:
-        """(rows,) int64: each row's position in its sequence."""
-        return self._positions[self._own[0] : self._own[1]]
+    def _own(self) -> Range:
+        """The rows of the batch that this rank computes."""
+        return self.rows.cuts[self._cp.index]
 
     def recur(self, layer: int, rows: Tensor, rule: Recurrence) -> Tensor:
         """Carries every sequence of the pass on from its state; dealt rows are gathered for it."""
@@ -79,8 +80,8 @@ class Pass:
     def heads(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: HeadOptions) -> Tensor:
         """Stores k and v, attends causally with q; all are (rows, heads of this rank, dim)."""
         keeper = self._pools.component("k", layer)
-        keys, values = self._pools.rows("k", layer), self._pools.rows("v", layer)
-        num_units, window = k.shape[1], options.window
+        (keys, page_rows), (values, _) = self._pools.rows("k", layer), self._pools.rows("v", layer)
+        form, window = (k.shape[1], page_rows), options.window
         if keeper.extent.window != window:
             raise EngineError(
                 f"layer {layer} attends over {_told(window)}, its cache keeps {_told(keeper.extent.window)}; "
@@ -88,12 +89,15 @@ class Pass:
             )
         if self.rows.is_dealt:
             q, k, v = self._gathered(q, k, v)
-        writes = self._writes(keeper, num_units)
-        _store(keys, writes, k)
-        _store(values, writes, v)
+        if (both := self._pools.side_by_side(layer)) is not None:
+            _store(both, self._writes(keeper, (2 * k.shape[1], page_rows)), torch.cat((k, v), 1))
+        else:
+            writes = self._writes(keeper, form)
+            _store(keys, writes, k)
+            _store(values, writes, v)
         if q.shape[1] == 0:
             return q.new_empty((self._own[1] - self._own[0], 0, v.shape[-1]))
-        reads = self._read(keeper, num_units, window, q.dtype)
+        reads = self._read(keeper, form, window, q.dtype)
         source = Source(q, k.transpose(0, 1), v.transpose(0, 1), Stored(keys, values, self._pools.scratch))
         if self._keeping.is_whole:
             return self._attend(source, reads, options)
@@ -111,12 +115,12 @@ class Pass:
     ) -> Tensor:
         """Stores latent (rows, channels), attends causally; the answer is (rows, heads, value channels)."""
         keeper = self._pools.component("latent", layer)
-        rows = self._pools.rows("latent", layer)
+        rows, page_rows = self._pools.rows("latent", layer)
         pool = Stored(rows, rows, self._pools.scratch)
         every = self._cp.gather(latent, self.rows.sizes) if self.rows.is_dealt else latent
-        _store(rows, self._writes(keeper, 1), every)
+        _store(rows, self._writes(keeper, (1, page_rows)), every)
         options = HeadOptions(scale, keeper.extent.window)
-        reads = self._read(keeper, 1, options.window, latent.dtype)
+        reads = self._read(keeper, (1, page_rows), options.window, latent.dtype)
         if chosen_by is not None:
             reads = self._chosen(layer, chosen_by, reads)
         if self._keeping.is_whole:
@@ -132,14 +136,14 @@ class Pass:
 
     def _chosen(self, layer: int, query: IndexQuery, reads: Reads) -> Reads:
         """Stores index keys; what is left of the reads once the rows have chosen by them."""
-        rows, is_whole = self._pools.rows("index_k", layer), self._keeping.is_whole
+        (rows, page_rows), is_whole = self._pools.rows("index_k", layer), self._keeping.is_whole
         if self.rows.is_dealt:
             query = replace(query, keys=self._cp.gather(query.keys, self.rows.sizes))
             if not is_whole:
                 queries = self._cp.gather(query.queries, self.rows.sizes)
                 weights = self._cp.gather(query.weights, self.rows.sizes)
                 query = replace(query, queries=queries, weights=weights)
-        _store(rows, self._writes(self._pools.component("index_k", layer), 1), query.keys)
+        _store(rows, self._writes(self._pools.component("index_k", layer), (1, page_rows)), query.keys)
         stored = Stored(rows, rows, self._pools.scratch)
         chooser = Chooser(query, stored, None if is_whole else self._cp)
         return chooser.choose(reads, max(segment.stop for segment in self._segments))
@@ -155,21 +159,24 @@ class Pass:
         ]
         return (q if self._keeping.is_whole else shaped[2]), shaped[0], shaped[1]
 
-    def _writes(self, keeper: Component, num_units: int) -> Writes:
-        key = (keeper.group, num_units)
+    def _writes(self, keeper: Component, form: tuple[int, int]) -> Writes:
+        """By units and rows of a page."""
+        key = (keeper.group, form)
         if key not in self._found:
-            self._found[key] = index.find_writes(self._pages(keeper, num_units), self._batch.works)
+            self._found[key] = index.find_writes(self._pages(keeper, form), self._batch.works)
         return self._found[key]
 
-    def _read(self, keeper: Component, num_units: int, window: int | None, dtype: torch.dtype) -> Reads:
-        key = (keeper.group, num_units, window, dtype)
+    def _read(
+        self, keeper: Component, form: tuple[int, int], window: int | None, dtype: torch.dtype
+    ) -> Reads:
+        key = (keeper.group, form, window, dtype)
         if key not in self._reads:
-            pages = self._pages(keeper, num_units)
+            pages = self._pages(keeper, form)
             self._reads[key] = index.find_reads(pages, self._segments, window, dtype)
         return self._reads[key]
 
-    def _pages(self, keeper: Component, num_units: int) -> Pages:
-        return Pages(keeper.group, num_units, self._keeping, self._pools.device)
+    def _pages(self, keeper: Component, form: tuple[int, int]) -> Pages:
+        return Pages(keeper.group, *form, self._keeping, self._pools.device)
 
     def _attend(self, source: Source, reads: Reads, options: HeadOptions) -> Tensor:
         answer = Answer(len(source.q))
@@ -273,4 +280,4 @@ def _is_short(chunk: Chunk) -> bool:
 
 def _store(pool: Tensor, writes: Writes, rows: Tensor) -> None:
     kept = rows if writes.rows is None else rows.index_select(0, writes.rows)
-    pool.index_copy_(0, writes.slots, kept.reshape(-1, pool.shape[-1]).to(pool.dtype))
+    pool.index_copy_(0, writes.slots, kept.reshape(-1, pool.shape[1]).to(pool.dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from baton.errors import ConfigError, EngineError
 from baton.plan.cache import Component
 from baton.plan.ownership import Spec, box, placements
 from baton.plan.ranges import to_ids
-from baton.plan.storage import HND, Placement
+from baton.plan.storage import FUSED, HND, Placement
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SIDE = "engine"
@@ -28,15 +29,18 @@ class CachePools:
     def __init__(
         self, spec: Spec, rank: int, buffers: Mapping[str, NDArray[Any] | Tensor], device: torch.device
     ) -> None:
-        if spec.storage.order != HND:
+        if spec.storage.order not in (HND, FUSED):
             raise ConfigError(
-                f"the engine keeps pages in the order {', '.join(HND)}, found {', '.join(spec.storage.order)}"
+                f"the engine keeps pages in the order {', '.join(FUSED)}, or without component; found "
+                f"{', '.join(spec.storage.order)}"
             )
         self.spec = spec
         self.device = device
         self.scratch = Scratch()
         self._whole: dict[str, Tensor] = {}
         self._layers: dict[tuple[str, int], tuple[Component, Tensor]] = {}
+        self._rows: dict[tuple[str, int], tuple[Tensor, int]] = {}
+        self._both: dict[int, Tensor | None] = {}
         for name, placed in placements(spec, rank, _SIDE).items():
             component = spec.cache.by_name[name]
             held = box(spec, component, rank, _SIDE)
@@ -54,9 +58,22 @@ class CachePools:
         """(pages, units, tokens of a page, channels), without units for a latent; (slots, units, ...)."""
         return self._found(part, layer)[1]
 
-    def rows(self, part: str, layer: int) -> Tensor:
-        """The same as one row of channels per page, unit and token."""
-        return self._found(part, layer)[1].flatten(0, -2)
+    def rows(self, part: str, layer: int) -> tuple[Tensor, int]:
+        """The same as rows of channels, and how many rows a page begins after the one before.
+
+        Between the rows of two pages may be those of what is stored beside them.
+        """
+        found = self._rows.get((part, layer))
+        if found is None:
+            found = self._rows[part, layer] = _as_rows(*self._found(part, layer))
+        return found
+
+    def side_by_side(self, layer: int) -> Tensor | None:
+        """The rows of k and v as one, v's as further units of a page; None where they lie apart."""
+        if layer not in self._both:
+            k, v = self.view("k", layer), self.view("v", layer)
+            self._both[layer] = _joined(k, v)
+        return self._both[layer]
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copies pages on every layer of this rank."""
@@ -86,6 +103,31 @@ def stem(name: str) -> str:
         parts = parts[2:]
     is_window = len(parts) > 1 and parts[-1][:1] == "w" and parts[-1][1:].isdigit()
     return ".".join(parts[:-1] if is_window else parts)
+
+
+def _as_rows(component: Component, view: Tensor) -> tuple[Tensor, int]:
+    num_channels = view.shape[-1]
+    page_rows, rest = divmod(view.stride(0), num_channels)
+    if rest:
+        raise ConfigError(
+            f"{component.name} has rows of {num_channels} channels in pages {view.stride(0)} apart; "
+            "what is stored side by side has to have rows of one size"
+        )
+    inside = math.prod(view.shape[1:-1])
+    num_rows = (len(view) - 1) * page_rows + inside if inside else 0
+    return view.as_strided((num_rows, num_channels), (num_channels, 1)), page_rows
+
+
+def _joined(k: Tensor, v: Tensor) -> Tensor | None:
+    """Rows of both where a page has v's behind k's and nothing between them."""
+    num_inside, num_channels = math.prod(k.shape[1:-1]), k.shape[-1]
+    is_beside = v.storage_offset() - k.storage_offset() == num_inside * num_channels
+    if v.shape != k.shape or v.stride() != k.stride() or not is_beside or not num_inside:
+        return None
+    if k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr():
+        return None
+    num_rows = (len(k) - 1) * (k.stride(0) // num_channels) + 2 * num_inside
+    return k.as_strided((num_rows, num_channels), (num_channels, 1))
 
 
 def _length(units: tuple[int, int]) -> int:

@@ -13,13 +13,13 @@ from baton.engine.attention.pools import DTYPES
 from baton.engine.books.shares import Shares
 from baton.engine.checkpoint import Checkpoint, open_checkpoint
 from baton.engine.model.build import Architecture, describe, missing
+from baton.engine.storage import engine_storage
 from baton.errors import ConfigError
 from baton.plan import Cache, Layout, Spec, parse_layout
 from baton.plan.dtypes import item_bytes
 from baton.plan.models.config import read_cache
 from baton.plan.overlap import LayerTimes, choose
 from baton.plan.ownership import box
-from baton.plan.storage import Storage
 from baton.session import SocketConfig
 from baton.session.endpoint import ROLES
 from baton.session.registry import RegistryError, check_instance, check_registry, check_url
@@ -119,7 +119,7 @@ def derive(config: InstanceConfig) -> Sizes:
     missing(checkpoint, has_draft=config.has_draft)
     cache = read_cache(checkpoint.config, f"model {config.model}", has_draft=config.has_draft)
     layout.stages(cache.num_layers, "this")
-    spec = Spec(layout, cache, Storage(page_tokens=config.page_tokens, dtype=config.dtype))
+    spec = Spec(layout, cache, engine_storage(cache, config.page_tokens, config.dtype))
     for component in cache.components:
         box(spec, component, 0, "this")  # refuses a tp that cannot cut it
     pool_tokens = config.pool_tokens or _pool_tokens(cache, config.dtype)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from baton.engine.model.weights import Loader, Piece
 
@@ -38,10 +37,12 @@ class RmsNorm:
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight = weight
         self.eps = eps
+        self._shape = (weight.shape[-1],)
 
     def __call__(self, x: Tensor) -> Tensor:
-        wide = x.to(self.weight.dtype)
-        return functional.rms_norm(wide, (x.shape[-1],), self.weight, self.eps).to(x.dtype)
+        if x.dtype == self.weight.dtype:
+            return torch.rms_norm(x, self._shape, self.weight, self.eps)
+        return torch.rms_norm(x.to(self.weight.dtype), self._shape, self.weight, self.eps).to(x.dtype)
 
 
 class HeadNorm:
@@ -53,4 +54,4 @@ class HeadNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         wide = x.to(self.weight.dtype)
-        return (functional.rms_norm(wide, (x.shape[-1],), None, self.eps) * self.weight).to(x.dtype)
+        return (torch.rms_norm(wide, (x.shape[-1],), None, self.eps) * self.weight).to(x.dtype)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from baton.engine.storage import engine_storage
 from baton.plan import Cache, Spec, parse_layout
-from baton.plan.storage import Storage
 
 
 class RankConfig(msgspec.Struct, frozen=True):
@@ -40,11 +40,7 @@ class RankConfig(msgspec.Struct, frozen=True):
     eos_ids: tuple[int, ...] = ()
     context_max: int = 0
 
-    @property
-    def storage(self) -> Storage:
-        """How this side keeps its cache."""
-        return Storage(page_tokens=self.page_tokens, dtype=self.dtype).with_pages(self.num_pages)
-
     def spec(self, cache: Cache) -> Spec:
         """This side of every hand-over."""
-        return Spec(parse_layout(self.layout), cache, self.storage)
+        storage = engine_storage(cache, self.page_tokens, self.dtype).with_pages(self.num_pages)
+        return Spec(parse_layout(self.layout), cache, storage)

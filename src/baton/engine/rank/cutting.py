@@ -16,11 +16,12 @@ overhead.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import accumulate
 from math import exp, log
 
 from baton.engine.rank.pace import Took
-from baton.plan.overlap import Groups, LayerTimes, choose, completion_s
+from baton.plan.overlap import Groups, LayerTimes, choose
 
 COST = "cost"
 SPREADS = (0.07, 0.15, 0.3, 0.5)
@@ -101,39 +102,55 @@ class Shape:
             and _are_near(self.group or 0.0, other.group or 0.0, OVERHEAD_STEP)
         )
 
-    def at(self, compute: float, transfer: float) -> LayerTimes:
+    def at(self, compute: float, transfer: float) -> World:
         """With compute and transfer at so many times their predictions."""
         compute_s = (compute * (1 - self.rest), *(compute,) * (self.num_layers - 1))
         transfer_s = tuple(transfer * self.transfer * share for share in self.shares)
-        return LayerTimes(compute_s, transfer_s, self.overhead)
+        costly = LayerTimes(compute_s, transfer_s, self.overhead + (self.group or 0.0))
+        return World(
+            costly,
+            (0.0, *accumulate(compute_s)),
+            (0.0, *accumulate(transfer_s)),
+            self.overhead,
+            compute * self.num_layers,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A step at one speed of compute and one of transfer."""
+
+    times: LayerTimes
+    """With what groups take from the forward as a part of the overhead."""
+    ready: tuple[float, ...]
+    """By how many layers there are: when they are computed, if no group takes from that."""
+    sent: tuple[float, ...]
+    overhead: float
+    compute: float
+
+    def exposed(self, groups: Groups, group: float) -> float:
+        """What is left at the end of compute, where each group takes so much from its last layer's."""
+        finish = 0.0
+        for index, (start, stop) in enumerate(groups, 1):
+            link = self.overhead + self.sent[stop] - self.sent[start]
+            finish = max(finish, self.ready[stop] + group * index) + link
+        return max(0.0, finish - self.compute - group * len(groups))
 
 
 def _tolerant(shape: Shape, spread: float) -> Groups:
     speeds = ((1 - spread, 1.0), (1.0, 1.0), (1 + spread, 1.0), *((1.0, slower) for slower in SLOWER))
-    worlds = {speed: shape.at(*speed) for speed in speeds}
+    worlds = [shape.at(*speed) for speed in speeds]
     group, fee = (0.0, GROUP_COST * shape.overhead) if shape.group is None else (shape.group, shape.group)
     # Equal groups are never the best and never far off it, where a group costs little or takes from compute.
-    equal = (choose(f"fixed:{size}", worlds[1.0, 1.0], 0) for size in (EQUAL if group else EQUAL[:2]))
-    costly = (replace(times, overhead_s=times.overhead_s + group) for times in worlds.values())
-    candidates = dict.fromkeys((*(choose(COST, times, 0) for times in costly), *equal))
+    sizes = EQUAL if group else EQUAL[:2]
+    equal = (choose(f"fixed:{size}", worlds[0].times, 0) for size in sizes)
+    candidates = dict.fromkeys((*(choose(COST, world.times, 0) for world in worlds), *equal))
 
-    def exposed(groups: Groups) -> float:
-        ends = (
-            (completion_s(_slowed(times, groups, group), groups), compute * shape.num_layers)
-            for (compute, _), times in worlds.items()
-        )
-        return sum(max(0.0, last - compute - group * len(groups)) for last, compute in ends) / len(worlds)
+    def cost(groups: Groups) -> float:
+        exposed = sum(world.exposed(groups, group) for world in worlds)
+        return exposed / len(worlds) + fee * len(groups)
 
-    return min(candidates, key=lambda groups: exposed(groups) + fee * len(groups))
-
-
-def _slowed(times: LayerTimes, groups: Groups, group: float) -> LayerTimes:
-    """With what each group takes from the forward in the time of its last layer."""
-    if not group:
-        return times
-    lasts = {stop - 1 for _, stop in groups}
-    compute_s = tuple(each + group * (layer in lasts) for layer, each in enumerate(times.compute_s))
-    return replace(times, compute_s=compute_s)
+    return min(candidates, key=cost)
 
 
 def _are_near(one: float, other: float, step: float) -> bool:

@@ -1,11 +1,13 @@
 """This rank's hand-overs: chunks out as they are computed, prompts in as they are promised.
 
 Orders come on the listening thread, chunks from the computing one, changes from the endpoint's; each touches
-its own part of a record, and a record is there before anything can happen to it.
+its own part of a record, and a record is there before anything can happen to it. Where a step is launched on
+a device, the endpoint hears of a prompt when the step's first layers are: its thread would hold them up.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -38,8 +40,11 @@ class Outgoing:
     """A prompt that leaves."""
 
     order: Send
+    is_begun: bool = False
     sending: Sending | None = None
-    """None where it could not even begin."""
+    """None before it is begun, and where it could not be."""
+    answered: threading.Event = field(default_factory=threading.Event)
+    """Set when it is granted, or over."""
     num_offered: int = 0
     ready_s: dict[int, float] = field(default_factory=dict)
     """By chunk: when it was computed, which on a GPU is long after it was offered."""
@@ -78,13 +83,16 @@ class Handing:
         tell: Callable[[Answer], None],
         *,
         num_drafts: int = 0,
+        is_begun_later: bool = False,
     ) -> None:
         self.endpoint = endpoint
         self.layers = layers
         """Of the model; draft layers, on the last stage, follow them."""
         self._every_layer = (layers[0], layers[1] + num_drafts)
         self.pace = Pace()
-        self._rank = endpoint.config.rank
+        self._is_begun_later = is_begun_later
+        """Whether who computes a prompt begins its hand-over."""
+        self._begin_lock = threading.Lock()
         layout = endpoint.config.spec.layout
         self._dp = layout.coordinates(self._rank)["dp"]
         self._group = layout.group(self._dp)
@@ -94,19 +102,35 @@ class Handing:
         self._numbers: dict[str, int] = {}
         endpoint.on_change(self._changed)
 
+    @property
+    def _rank(self) -> int:
+        return self.endpoint.config.rank
+
     def send(self, order: Send) -> None:
-        """A prompt of this rank's dp group is to leave; what is cached of it is ready at once."""
+        """A prompt of this rank's dp group is to leave."""
         if order.dp != self._dp:
             return
         found = self._out[order.sequence] = Outgoing(order)
         self._numbers[order.transfer] = order.sequence
-        try:
-            found.sending = self.endpoint.send(order.transfer, Digest(order.num_tokens, order.digest))
-            if order.num_cached:
-                found.sending.ready(self._every_layer, (0, order.num_cached), order.pages)
-                found.num_offered = 1
-        except BatonError as error:
-            self._refuse(order.sequence, order.transfer, str(error))
+        if not self._is_begun_later:
+            self.begin(found)
+
+    def begin(self, found: Outgoing) -> None:
+        """Tells the endpoint of a prompt, once; what is cached of it is ready at once."""
+        order = found.order
+        with self._begin_lock:
+            if found.is_begun:
+                return
+            found.is_begun = True
+            try:
+                sending = self.endpoint.send(order.transfer, Digest(order.num_tokens, order.digest))
+                if order.num_cached:
+                    sending.ready(self._every_layer, (0, order.num_cached), order.pages)
+                    found.num_offered = 1
+                found.sending = sending
+            except BatonError as error:
+                found.answered.set()
+                self._refuse(order.sequence, order.transfer, str(error))
 
     def receive(self, order: Receive) -> None:
         """A prompt is to come into pages of this dp group; the group's first rank asks for all of them."""
@@ -134,8 +158,10 @@ class Handing:
 
     def abort(self, order: Abort) -> None:
         """Gives a hand-over up; the verdict follows."""
-        if (outgoing := self._out.get(order.sequence)) and outgoing.sending:
-            outgoing.sending.abort(order.text)
+        if outgoing := self._out.get(order.sequence):
+            self.begin(outgoing)  # or nobody would hear how it ended
+            if outgoing.sending:
+                outgoing.sending.abort(order.text)
         if (incoming := self._in.get(order.sequence)) and incoming.receiving:
             incoming.receiving.abort(order.text)
 
@@ -184,6 +210,8 @@ class Handing:
         is_granted = isinstance(handle, Sending) and handle.is_granted
         outcome = None if isinstance(handle.state, Waiting) else handle.state
         early = handle.early if isinstance(handle, Receiving) else None
+        if isinstance(found, Outgoing) and (is_granted or outcome is not None):
+            found.answered.set()
         message = Changed(self._rank, number, is_granted, outcome, early, handle.is_released)
         if message == found.told:
             return

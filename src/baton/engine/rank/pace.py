@@ -3,8 +3,10 @@
 Everything is weighted exponentially, so that a machine that gets slower is believed. A link is fitted as
 time = overhead + bytes / speed over the groups that went across it, one after another. A group's time begins
 when it could have begun, computed and with the link free, so that the overhead holds everything which a group
-costs beside its bytes; `cost` weighs it against short tails. Groups of one size say nothing of the overhead:
-there a guess speaks, which counts for little as soon as sizes differ.
+costs beside its bytes; `cost` weighs it against short tails. What a group takes to be bound and submitted is
+no such cost, since others cross meanwhile: groups that found the link idle may have taken a latency longer,
+which is fitted too where others queued. Groups of one size say nothing of the overhead: there a guess speaks,
+which counts for little as soon as sizes differ.
 
 Compute is kept by powers of two of the rows in a step, since a step of a few rows costs as much as one of
 some dozens.
@@ -14,8 +16,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import combinations
 from math import log2
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,40 +32,60 @@ KEEP = 0.7
 OVERHEAD_S_DEFAULT = 5e-4
 GUESS_WEIGHT = 0.02
 """Of the guessed overhead, where a hand-over weighs 1."""
+GUESS_PART = 1 / 60
+"""Of what groups take, at the most."""
+LATENCY_WEIGHT = 0.2
+"""Of the guess that there is no latency: where all groups found the link idle, what they took is overhead."""
 BYTES_PER_S_DEFAULT = 2e9
 LAYER_S_DEFAULT = 1e-3
 SPREAD_DEFAULT = 0.3
 NUM_LINKS_MAX = 256
+MB = 1e6
+"""What bytes are counted in where lines are fitted, so that no number is far from the others."""
+FREE = [list(free) for size in (1, 2, 3) for free in combinations(range(3), size)]
+"""Which of overhead, slope and latency are not 0."""
 
 
-@dataclass(slots=True)
+class Point(NamedTuple):
+    """A group on a link: its bytes, its time, and whether the link was idle when it was computed."""
+
+    num_bytes: float
+    seconds: float
+    was_idle: bool = False
+
+
 class Line:
-    """A straight line through exponentially weighted points, with an intercept and a slope of at least 0."""
+    """Overhead, seconds per byte and latency, none of them below 0, through exponentially weighted points."""
 
-    weight: float = 0.0
-    sums: list[float] = field(default_factory=lambda: [0.0] * 4)
+    def __init__(self) -> None:
+        self._weight = 0.0
+        self._seconds = 0.0
+        self._normal = np.zeros((3, 3))
+        self._right = np.zeros(3)
+        self.overhead_s, self.byte_s = OVERHEAD_S_DEFAULT, 1 / BYTES_PER_S_DEFAULT
 
-    def add(self, points: Sequence[tuple[float, float]]) -> None:
+    def add(self, points: Sequence[Point]) -> None:
         """The points of one hand-over, which weighs 1 however many they are."""
-        self.weight = self.weight * KEEP + 1.0
-        sums = [0.0] * 4
-        for x, y in points:
-            for index, value in enumerate((x, y, x * x, x * y)):
-                sums[index] += value / len(points)
-        self.sums = [before * KEEP + value for before, value in zip(self.sums, sums, strict=True)]
+        rows = np.array([(1.0, point.num_bytes / MB, point.was_idle) for point in points])
+        seconds = np.array([point.seconds for point in points])
+        self._weight = self._weight * KEEP + 1.0
+        self._seconds = self._seconds * KEEP + float(seconds.mean())
+        self._normal = self._normal * KEEP + rows.T @ rows / len(points)
+        self._right = self._right * KEEP + rows.T @ seconds / len(points)
+        self._fit()
 
-    def fit(self) -> tuple[float, float]:
-        """Intercept and slope."""
-        x, y, xx, xy = self.sums
-        # No more than a tenth of what groups take, unless they show it.
-        guess_s = min(OVERHEAD_S_DEFAULT, y / self.weight / 10)
-        weight, y = self.weight + GUESS_WEIGHT, y + GUESS_WEIGHT * guess_s
-        spread = weight * xx - x * x
-        slope = (weight * xy - x * y) / spread
-        if slope <= 0.0:
-            return y / weight, 0.0
-        intercept = (y - slope * x) / weight
-        return (intercept, slope) if intercept > 0.0 else (0.0, xy / xx)
+    def _fit(self) -> None:
+        guess_s = min(OVERHEAD_S_DEFAULT, self._seconds / self._weight * GUESS_PART)
+        normal = self._normal + np.diag((GUESS_WEIGHT, 0.0, LATENCY_WEIGHT))
+        right = self._right + np.array((GUESS_WEIGHT * guess_s, 0.0, 0.0))
+        best, least = np.zeros(3), 0.0
+        for free in FREE:
+            found = np.zeros(3)
+            found[free] = np.linalg.solve(normal[np.ix_(free, free)], right[free])
+            missed = float(found @ normal @ found - 2 * right @ found)
+            if (found >= 0.0).all() and missed < least:
+                best, least = found, missed
+        self.overhead_s, self.byte_s = float(best[0]), float(best[1]) / MB
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +132,17 @@ class Pace:
             return
         # Groups that were computed before the grant waited for that, and not for the link.
         free_s = min(copy.submitted_s for copy in copies)
-        points = []
+        points: list[Point] = []
         for chunk in sorted({copy.chunk for copy in copies}):
             group = [copy for copy in copies if copy.chunk == chunk]
             submitted_s = min(copy.submitted_s for copy in group)
-            start_s = max(free_s, min(submitted_s, ready_s.get(chunk, submitted_s)))
+            computed_s = min(submitted_s, ready_s.get(chunk, submitted_s))
+            start_s = max(free_s, computed_s)
+            was_idle = not points or computed_s >= free_s
             free_s = max(free_s, *(copy.ended_s for copy in group))
             if free_s > start_s:
-                points.append((float(sum(copy.num_bytes for copy in group)), free_s - start_s))
+                num_bytes = sum(copy.num_bytes for copy in group)
+                points.append(Point(float(num_bytes), free_s - start_s, was_idle))
         if not points:
             return
         with self._lock:
@@ -141,7 +168,7 @@ class Pace:
             if not self._links:
                 return OVERHEAD_S_DEFAULT, 1 / BYTES_PER_S_DEFAULT
             line = self._links.get(session) or next(reversed(self._links.values()))
-            return line.fit()
+            return line.overhead_s, line.byte_s
 
     def times(self, num_layers: int, num_rows: int, layer_bytes: Mapping[int, int | Ints]) -> LayerTimes:
         """Predictions for a step, given the bytes that each session gets from a layer, or from each of them.

@@ -102,14 +102,22 @@ def attach(
     )
     stages = spec.layout.stages(spec.cache.num_layers, "this")
     layers = stages[mesh.at["pp"]]
-    handing = Handing(endpoint, layers, tell, num_drafts=int(loaded.stage.draft is not None))
+    clock = clock_of(loaded.device)
+    handing = Handing(
+        endpoint,
+        layers,
+        tell,
+        num_drafts=int(loaded.stage.draft is not None),
+        # A later stage has nothing to launch before the first one is through its layers.
+        is_begun_later=clock.is_late and mesh.is_first,
+    )
     caches = CachePools(spec, config.rank, pools, loaded.device)
     is_sampler = mesh.at["pp"] == len(stages) - 1 and mesh.at["cp"] == 0 and mesh.at["tp"] == 0
     return Parts(
         Runner(loaded.stage, mesh, caches),
         mesh,
         handing,
-        clock_of(loaded.device),
+        clock,
         is_sampler,
         loaded.vocab_size,
         LayerBytes.of_rank(spec, config.rank, layers),

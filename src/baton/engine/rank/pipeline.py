@@ -1,7 +1,16 @@
-"""The forward's hooks that hand a step over in groups of layers while later layers are computed."""
+"""The forward's hooks that hand a step over in groups of layers while later layers are computed.
+
+The threads that bind and submit a group share the interpreter with the one that launches layers, which on a
+GPU is ahead of what is computed. They hold each other up: every call of torch lets the interpreter go, and
+has it back before another thread is awake. So nothing is done about the prompts that leave before the step's
+first layers are launched; then the launching thread waits for their grants, as long as the device has enough
+to compute; and a group is offered when it is computed or when the whole forward is launched, whichever comes
+first, since earlier nothing could be copied.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -19,6 +28,12 @@ from baton.plan.ranges import Range
 from baton.plan.tokens import Ints
 
 OFF = "off"
+HEAD_LAYERS = 4
+"""Layers that are launched on a device before hand-overs are begun and the step is cut: what follows takes
+the host two or three milliseconds, in which the device has these to compute."""
+SPARE_S = 0.002
+"""What the device is to have before it when the host goes on."""
+GRANT_S_MAX = 0.008
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +59,47 @@ class Forward:
         return 0.0 if self.at_s < late_s else self.others_s / num_groups
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A group of layers of a prompt, and after which mark it can be read."""
+
+    part: Part
+    layers: Range
+    mark: Mark
+    number: int
+
+
+class Offers:
+    """The groups of one step on their way to the endpoint."""
+
+    def __init__(self, handing: Handing) -> None:
+        self._handing = handing
+        self.head: list[Mark] = []
+        """After each of the layers that are launched before anything else is done."""
+        self._held: deque[Offer] = deque()
+        self.given: list[tuple[Offer, int]] = []
+        """With the numbers of their chunks."""
+
+    def hold(self, offer: Offer) -> None:
+        """These layers are launched."""
+        self._held.append(offer)
+
+    def give_computed(self) -> None:
+        """Offers what can be copied by now."""
+        while self._held and self._held[0].mark.fence.is_ready():
+            self._give(self._held.popleft())
+
+    def give_all(self) -> None:
+        """Offers what is left, to be copied when it is computed."""
+        while self._held:
+            self._give(self._held.popleft())
+
+    def _give(self, offer: Offer) -> None:
+        chunk = self._handing.offer(offer.part, offer.layers, offer.mark.fence)
+        if chunk is not None:
+            self.given.append((offer, chunk))
+
+
 class Pipeline:
     """Where this rank's layers are cut, step by step; the forward never waits for a copy."""
 
@@ -60,15 +116,14 @@ class Pipeline:
         """First layers of groups by their last; None until the first layer is begun."""
         self.unpipelined = ""
         self._leaving: list[Part] = []
-        self._offered: list[tuple[Part, int, Range, int]] = []
-        """Chunks of this step, with their layers and the mark after which they can be read."""
+        self._offers = Offers(handing)
         self._forward = Forward()
 
     def before_forward(self, batch: Batch) -> None:
         """Finds the prompts that leave in this step."""
         self._leaving = self._handing.leaving(batch.works)
         self._ends = None
-        self._offered, self._stored = [], []
+        self._offers, self._stored = Offers(self._handing), []
         self._marks = [self._clock.mark()]
         self._forward = Forward.of(batch.num_rows)
 
@@ -77,26 +132,24 @@ class Pipeline:
         if layer >= self._layers[1]:
             self._marks.append(self._clock.mark())
             for part in self._leaving:
-                self._offer(part, (layer, layer + 1), self._marks[-1])
+                self._hold(part, (layer, layer + 1))
+            self._offers.give_all()
             return
         if self._leaving and not self._layer_bytes.is_alike:
             self._stored.append(self._clock.mark())
-        start = self._first_layers().get(layer)
-        if start is None:
+        if self._is_head(layer):
+            self._offers.head.append(self._clock.mark())
             return
-        mark = self._clock.mark()
-        self._marks.append(mark)
-        for part in self._leaving:
-            if part.outgoing.order.is_pipelined:
-                self._offer(part, (start, layer + 1), mark)
-            elif layer + 1 == self._layers[1]:
-                self._offer(part, self._layers, mark)
+        self._set_out()
+        self._end_layer(layer)
+        self._offers.give_computed()
 
     def after_forward(self) -> None:
         """The layers of this rank are through; tokens are not sampled yet."""
-        self._first_layers()
+        self._set_out()
         self._marks.append(self._clock.mark())
         self._forward = self._forward.ended()
+        self._offers.give_all()
 
     @property
     def _layers(self) -> Range:
@@ -111,8 +164,8 @@ class Pipeline:
         """What was computed when, once it is."""
         every = self._clock.times_s([*self._stored, *self._marks])
         stored, times = every[: len(self._stored)], every[len(self._stored) :]
-        for part, chunk, _, index in self._offered:
-            part.outgoing.ready_s[chunk] = times[index]
+        for offer, chunk in self._offers.given:
+            offer.part.outgoing.ready_s[chunk] = times[offer.number]
         ends = self._first_layers()
         num_marks = len(ends) + 2
         if len(times) < num_marks:
@@ -137,7 +190,8 @@ class Pipeline:
     def _note_dues(self, ends_s: Sequence[float]) -> None:
         """What each layer of this step's chunks had to send, and from when on it could."""
         first, last = self._layers
-        for part, chunk, layers, _ in self._offered:
+        for offer, chunk in self._offers.given:
+            part, layers = offer.part, offer.layers
             if layers[0] >= last:
                 continue  # a draft's, which is ready as a whole
             step = (part.outgoing.order.num_tokens, part.tokens)
@@ -146,10 +200,44 @@ class Pipeline:
             dues = [Due(*due) for due in each][layers[0] - first : layers[1] - first]
             part.outgoing.dues[chunk] = [due for due in dues if due.num_bytes]
 
-    def _offer(self, part: Part, layers: tuple[int, int], mark: Mark) -> None:
-        chunk = self._handing.offer(part, layers, mark.fence)
-        if chunk is not None:
-            self._offered.append((part, chunk, layers, len(self._marks) - 1))
+    def _is_head(self, layer: int) -> bool:
+        is_first = layer < min(self._layers[0] + HEAD_LAYERS, self._layers[1] - 1)
+        return is_first and self._clock.is_late and bool(self._leaving)
+
+    def _set_out(self) -> None:
+        """Begins the step's hand-overs and cuts its layers, once, when enough of them are launched."""
+        if self._ends is not None:
+            return
+        for part in self._leaving:
+            self._handing.begin(part.outgoing)
+        self._await_grants()
+        self._first_layers()
+        for layer, mark in enumerate(self._offers.head, self._layers[0]):
+            self._end_layer(layer, mark)
+
+    def _await_grants(self) -> None:
+        """Sleeps until the target answered, but no longer than the device is busy with the first layers."""
+        head_s = len(self._offers.head) * self._handing.pace.compute(self._forward.num_rows).layer_s
+        limit_s = self._forward.at_s + min(head_s - SPARE_S, GRANT_S_MAX)
+        for part in self._leaving:
+            if (left_s := limit_s - monotonic()) > 0.0 and part.outgoing.order.is_pipelined:
+                part.outgoing.answered.wait(left_s)
+
+    def _end_layer(self, layer: int, mark: Mark | None = None) -> None:
+        """Holds the group that ends with a layer, if one does; `mark` where that was made before."""
+        start = self._first_layers().get(layer)
+        if start is None:
+            return
+        self._marks.append(mark or self._clock.mark())
+        for part in self._leaving:
+            if part.outgoing.order.is_pipelined:
+                self._hold(part, (start, layer + 1))
+            elif layer + 1 == self._layers[1]:
+                self._hold(part, self._layers)
+
+    def _hold(self, part: Part, layers: Range) -> None:
+        """These layers are launched, up to the last mark."""
+        self._offers.hold(Offer(part, layers, self._marks[-1], len(self._marks) - 1))
 
     def _first_layers(self) -> dict[int, int]:
         """By the last layer of a group its first; cut when it is first asked for, while a GPU is at work."""

@@ -114,7 +114,8 @@ def _fused(inputs: Inputs, mask: Tensor | None, scale: float, *, is_causal: bool
         scale=scale,
         enable_gqa=inputs.q.shape[1] != inputs.k.shape[0],
     )
-    return mixed.squeeze(0).transpose(0, 1)[..., :num_channels]
+    rows = mixed[0].transpose(0, 1)
+    return rows if num_channels == mixed.shape[-1] else rows[..., :num_channels]
 
 
 def _lower_right(num_rows: int, num_keys: int) -> Tensor:

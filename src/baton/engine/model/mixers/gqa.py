@@ -95,10 +95,10 @@ class Gqa:
     def attend(self, projected: Tensor, attention: Attention) -> Tensor:
         """What this rank's heads give for rows of queries, keys and values, one head after the other."""
         num_turned = self.num_heads + self.num_kv_heads
-        projected = projected.view(len(projected), num_turned + self.num_kv_heads, -1)
-        qk, v = projected[:, :num_turned], projected[:, num_turned:]
+        projected = projected.view(projected.shape[0], num_turned + self.num_kv_heads, -1)
+        qk, v = torch.split_with_sizes(projected, (num_turned, self.num_kv_heads), 1)
         if self.norm is not None:
             qk = self.norm(qk)
         qk = self.rope.rotate(qk, attention.positions)
-        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
+        q, k = torch.split_with_sizes(qk, (self.num_heads, self.num_kv_heads), 1)
         return attention.heads(self.index, q, k, v, self.options).flatten(1)
