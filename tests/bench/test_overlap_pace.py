@@ -65,6 +65,37 @@ def test_a_slower_link_is_believed() -> None:
     assert pace.link(1)[1] == pytest.approx(1e-9, rel=0.1)
 
 
+def test_a_machine_that_stood_still_once_is_no_slow_link() -> None:
+    pace = Pace()
+    for _ in range(6):
+        hand_over(pace, [4, 2, 8, 8, 6, 4], overhead_s=1e-4, byte_s=1e-9, layer_s=1e-3)
+    before_s, byte_s = pace.link(1)
+    sizes = [4, 2, 8, 8, 6, 4]
+    at, copies, ready = 100.0, [], {}
+    for chunk, size in enumerate(sizes):
+        ready[chunk] = 100.0
+        at += 1e-4 + size * 1e6 * byte_s + (0.2 if chunk == 2 else 0.0)
+        copies.append(CopyRecord(0, chunk, size * 10**6, 100.0, at))
+    pace.sent(1, copies, ready)
+    assert pace.link(1)[0] < before_s + 1e-3
+    assert pace.link(1)[1] < 2 * byte_s
+
+
+def test_launching_is_measured_where_nobody_held_it_up() -> None:
+    pace = Pace()
+    assert pace.launch_s(1024) == 0.0
+    pace.launched(1024, None)
+    assert pace.launch_s(1024) == 0.0
+    pace.launched(1024, 0.02)
+    assert pace.launch_s(1100) == pytest.approx(0.02)
+    assert pace.launch_s(4096) == 0.0
+    pace.launched(1024, 0.03)
+    assert 0.02 < pace.launch_s(1024) < 0.03
+    for _ in range(100):
+        pace.launched(1024, None)
+    assert pace.launch_s(1024) < 0.01
+
+
 def test_what_waited_for_a_grant_says_nothing_of_the_link() -> None:
     pace = Pace()
     copies = [

@@ -192,3 +192,50 @@ def test_who_is_granted_is_not_waited_for() -> None:
     threading.Timer(0.001, hands.outgoing.answered.set).start()
     launch(pipeline, clock, HEAD_LAYERS, NUM_LAYERS)
     assert hands.outgoing.answered.is_set()
+
+
+def unhurried(layer_s: float) -> tuple[Hands, DeviceClock, Pipeline]:
+    """A step whose transfer takes next to nothing beside its layers."""
+    hands, clock = Hands(layer_s=layer_s), DeviceClock()
+    hands.outgoing.answered.set()
+    return hands, clock, make(hands, clock)
+
+
+def test_where_there_is_time_groups_are_offered_when_all_layers_are_launched() -> None:
+    hands, clock, pipeline = unhurried(0.05)
+    pipeline.before_forward(BATCH)
+    launch(pipeline, clock, 0, NUM_LAYERS - 1)
+    clock.compute(NUM_LAYERS - 3)
+    launch(pipeline, clock, NUM_LAYERS - 1, NUM_LAYERS)
+    assert hands.num_begun == 1
+    assert not hands.offers
+    pipeline.after_forward()
+    assert hands.layers_offered == [(layer, layer + 1) for layer in range(NUM_LAYERS)]
+    assert [group.stop_s for group in pipeline.groups()[:-1]] == [
+        (layer + 0.5) * LAYER_S for layer in range(NUM_LAYERS - 1)
+    ]
+    assert hands.pace.launch_s(NUM_TOKENS) > 0.0
+
+
+def test_where_launching_takes_long_there_is_no_time() -> None:
+    hands, clock, pipeline = unhurried(0.05)
+    for _ in range(20):
+        hands.pace.launched(NUM_TOKENS, 2 * 0.05 * NUM_LAYERS)
+    before_s = hands.pace.launch_s(NUM_TOKENS)
+    pipeline.before_forward(BATCH)
+    launch(pipeline, clock, 0, NUM_LAYERS - 1)
+    clock.compute(NUM_LAYERS - 3)
+    launch(pipeline, clock, NUM_LAYERS - 1, NUM_LAYERS)
+    assert len(hands.offers) == NUM_LAYERS - 3
+    pipeline.after_forward()
+    assert len(hands.offers) == NUM_LAYERS
+    assert hands.pace.launch_s(NUM_TOKENS) < before_s, "it will be tried again"
+
+
+def test_a_step_from_which_nothing_leaves_tells_how_long_launching_takes() -> None:
+    hands, clock, pipeline = unhurried(0.05)
+    pipeline.before_forward(Batch())
+    launch(pipeline, clock, 0, NUM_LAYERS)
+    pipeline.after_forward()
+    assert hands.num_begun == 0
+    assert hands.pace.launch_s(0) > 0.0

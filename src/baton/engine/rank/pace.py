@@ -27,6 +27,7 @@ from baton.engine.steps import CopyRecord
 from baton.plan.overlap import LayerTimes
 from baton.plan.tokens import Ints
 
+FORGET = 0.97
 KEEP = 0.7
 """How much an older measurement weighs against the one after it."""
 OVERHEAD_S_DEFAULT = 5e-4
@@ -36,6 +37,9 @@ GUESS_PART = 1 / 60
 """Of what groups take, at the most."""
 LATENCY_WEIGHT = 0.2
 """Of the guess that there is no latency: where all groups found the link idle, what they took is overhead."""
+LATE_MAX = 4.0
+"""A group counts as no longer than so many times what was expected of it; a link that is slower than that is
+believed a few hand-overs later."""
 BYTES_PER_S_DEFAULT = 2e9
 LAYER_S_DEFAULT = 1e-3
 SPREAD_DEFAULT = 0.3
@@ -62,12 +66,16 @@ class Line:
         self._seconds = 0.0
         self._normal = np.zeros((3, 3))
         self._right = np.zeros(3)
+        self._found = np.zeros(3)
         self.overhead_s, self.byte_s = OVERHEAD_S_DEFAULT, 1 / BYTES_PER_S_DEFAULT
 
     def add(self, points: Sequence[Point]) -> None:
         """The points of one hand-over, which weighs 1 however many they are."""
         rows = np.array([(1.0, point.num_bytes / MB, point.was_idle) for point in points])
         seconds = np.array([point.seconds for point in points])
+        if self._weight:
+            # A machine that stood still for a moment is no slower link.
+            seconds = np.minimum(seconds, rows @ self._found * LATE_MAX)
         self._weight = self._weight * KEEP + 1.0
         self._seconds = self._seconds * KEEP + float(seconds.mean())
         self._normal = self._normal * KEEP + rows.T @ rows / len(points)
@@ -85,6 +93,7 @@ class Line:
             missed = float(found @ normal @ found - 2 * right @ found)
             if (found >= 0.0).all() and missed < least:
                 best, least = found, missed
+        self._found = best
         self.overhead_s, self.byte_s = float(best[0]), float(best[1]) / MB
 
 
@@ -107,6 +116,8 @@ class Pace:
         self._lock = threading.Lock()
         self._compute: dict[int, Took] = {}
         """By powers of two of the rows, seconds of a row."""
+        self._launch_s: dict[int, float] = {}
+        """By the same: what the host takes to launch a step on a device, if no other thread holds it up."""
         self._links: dict[int, Line] = {}
         """By session, the one that was measured last at the end."""
 
@@ -125,6 +136,20 @@ class Pace:
             KEEP * before.spread + (1 - KEEP) * missed,
             _mean(before.group_s, found.group_s),
         )
+
+    def launched(self, num_rows: int, launch_s: float | None) -> None:
+        """The host took so long to launch a step; None: other threads were at work, which tells nothing."""
+        bucket = _bucket(num_rows)
+        before_s = self._launch_s.get(bucket, launch_s)
+        if launch_s is not None and before_s is not None:
+            self._launch_s[bucket] = KEEP * before_s + (1 - KEEP) * launch_s
+        elif before_s is not None:
+            # Little by little it is tried again.
+            self._launch_s[bucket] = before_s * FORGET
+
+    def launch_s(self, num_rows: int) -> float:
+        """What the host will take to launch a step; nothing where that is not known."""
+        return self._launch_s.get(_bucket(num_rows), 0.0)
 
     def sent(self, session: int, copies: Sequence[CopyRecord], ready_s: Mapping[int, float]) -> None:
         """A hand-over is through: its groups, computed at `ready_s`, went one after another over a link."""

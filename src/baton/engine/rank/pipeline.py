@@ -2,10 +2,12 @@
 
 The threads that bind and submit a group share the interpreter with the one that launches layers, which on a
 GPU is ahead of what is computed. They hold each other up: every call of torch lets the interpreter go, and
-has it back before another thread is awake. So nothing is done about the prompts that leave before the step's
-first layers are launched; then the launching thread waits for their grants, as long as the device has enough
-to compute; and a group is offered when it is computed or when the whole forward is launched, whichever comes
-first, since earlier nothing could be copied.
+has it back before another thread is awake. So on a device
+
+- hand-overs are begun when the step's first layers are launched, and their grants are waited for as long as
+  the device has enough to compute,
+- where the link will have time enough after all layers are launched, they are cut and offered then,
+- else a group is offered when it is computed: earlier nothing could be copied.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from baton.engine.rank.layer_bytes import LayerBytes
 from baton.engine.rank.pace import Took
 from baton.engine.rank.readiness import ends_of, shares_of
 from baton.engine.steps import Batch, Due, Group
-from baton.plan.overlap import Groups
+from baton.plan.overlap import Groups, LayerTimes
 from baton.plan.ranges import Range
 from baton.plan.tokens import Ints
 
@@ -75,7 +77,10 @@ class Offers:
     def __init__(self, handing: Handing) -> None:
         self._handing = handing
         self.head: list[Mark] = []
-        """After each of the layers that are launched before anything else is done."""
+        """After each of the layers that are launched before the step is cut."""
+        self.is_set_out = False
+        self.is_unhurried = False
+        """Whether they wait until all layers are launched."""
         self._held: deque[Offer] = deque()
         self.given: list[tuple[Offer, int]] = []
         """With the numbers of their chunks."""
@@ -140,15 +145,19 @@ class Pipeline:
         if self._is_head(layer):
             self._offers.head.append(self._clock.mark())
             return
-        self._set_out()
+        self._cut_head()
         self._end_layer(layer)
         self._offers.give_computed()
 
     def after_forward(self) -> None:
         """The layers of this rank are through; tokens are not sampled yet."""
-        self._set_out()
+        end, self._forward = self._forward, self._forward.ended()
+        if self._clock.is_late:
+            is_alone = not self._leaving or self._ends is None
+            launch_s = self._forward.at_s - end.at_s if is_alone else None
+            self._handing.pace.launched(self._forward.num_rows, launch_s)
+        self._cut_head()
         self._marks.append(self._clock.mark())
-        self._forward = self._forward.ended()
         self._offers.give_all()
 
     @property
@@ -201,19 +210,38 @@ class Pipeline:
             part.outgoing.dues[chunk] = [due for due in dues if due.num_bytes]
 
     def _is_head(self, layer: int) -> bool:
-        is_first = layer < min(self._layers[0] + HEAD_LAYERS, self._layers[1] - 1)
-        return is_first and self._clock.is_late and bool(self._leaving)
+        """Whether a layer is launched before the step is cut; with the last of the first ones it sets out."""
+        if not self._clock.is_late or not self._leaving or self._ends is not None:
+            return False
+        if layer < min(self._layers[0] + HEAD_LAYERS, self._layers[1] - 1):
+            return True
+        self._set_out()
+        return self._offers.is_unhurried
 
     def _set_out(self) -> None:
-        """Begins the step's hand-overs and cuts its layers, once, when enough of them are launched."""
-        if self._ends is not None:
+        """Begins the step's hand-overs, once, when enough layers are launched."""
+        if self._offers.is_set_out or not self._leaving:
             return
+        self._offers.is_set_out = True
         for part in self._leaving:
             self._handing.begin(part.outgoing)
         self._await_grants()
-        self._first_layers()
-        for layer, mark in enumerate(self._offers.head, self._layers[0]):
-            self._end_layer(layer, mark)
+        self._offers.is_unhurried = self._has_time()
+
+    def _has_time(self) -> bool:
+        """Whether all can be copied while the device computes on after everything is launched."""
+        piped = [part for part in self._leaving if part.outgoing.order.is_pipelined]
+        times = self._times(piped)
+        launch_s = self._handing.pace.launch_s(self._forward.num_rows)
+        return launch_s + sum(times.transfer_s) < sum(times.compute_s)
+
+    def _cut_head(self) -> None:
+        """Cuts the step's layers, once, and holds the groups that were launched before."""
+        if self._ends is None:
+            self._set_out()
+            self._first_layers()
+            for layer, mark in enumerate(self._offers.head, self._layers[0]):
+                self._end_layer(layer, mark)
 
     def _await_grants(self) -> None:
         """Sleeps until the target answered, but no longer than the device is busy with the first layers."""
@@ -260,15 +288,20 @@ class Pipeline:
         if policy == OFF:
             self.unpipelined = "the policy is off"
             return whole
-        layer_bytes: dict[int, Ints] = {}
-        for part in piped:
-            session = self._handing.session_of(part.outgoing)
-            found = self._layer_bytes.of_tokens(part.outgoing.order.num_tokens, part.tokens)
-            layer_bytes[session] = layer_bytes[session] + found if session in layer_bytes else found
-        times = self._handing.pace.times(num_layers, self._forward.num_rows, layer_bytes)
+        times = self._times(piped)
         average = sum(len(part.work.tokens) for part in piped) // len(piped)
         groups = self._cuts.of(policy, times, average, self._handing.pace.compute(self._forward.num_rows))
         if len(groups) == 1:
             reason = "there is one layer" if num_layers == 1 else "one group is done soonest"
             self.unpipelined = f"{policy}: {reason}"
         return groups
+
+    def _times(self, parts: Sequence[Part]) -> LayerTimes:
+        """What this step is predicted to take."""
+        layer_bytes: dict[int, Ints] = {}
+        for part in parts:
+            session = self._handing.session_of(part.outgoing)
+            found = self._layer_bytes.of_tokens(part.outgoing.order.num_tokens, part.tokens)
+            layer_bytes[session] = layer_bytes[session] + found if session in layer_bytes else found
+        num_layers = self._layers[1] - self._layers[0]
+        return self._handing.pace.times(num_layers, self._forward.num_rows, layer_bytes)

@@ -7,6 +7,7 @@ an instance has one fate.
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import sys
@@ -236,6 +237,9 @@ def _live(config: RankConfig, pipe: Pipe) -> None:
             raise EngineError(f"rank {config.rank} was told {order} before it was told its coordinator")
         parts = attach(config, loaded, order, pipe.tell)
         pipe.tell(Up(config.rank))
+    # What is there now stays: looking through it again and again would hold steps up.
+    gc.collect()
+    gc.freeze()
     rank = Rank(config, parts, pipe)
     threading.Thread(target=rank.listen, name="listen", daemon=True).start()
     try:
