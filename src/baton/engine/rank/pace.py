@@ -27,9 +27,10 @@ from baton.engine.steps import CopyRecord
 from baton.plan.overlap import LayerTimes
 from baton.plan.tokens import Ints
 
-FORGET = 0.97
 KEEP = 0.7
 """How much an older measurement weighs against the one after it."""
+FORGET = 0.97
+"""What is left of one with every step that could not measure again."""
 OVERHEAD_S_DEFAULT = 5e-4
 GUESS_WEIGHT = 0.02
 """Of the guessed overhead, where a hand-over weighs 1."""
@@ -38,8 +39,8 @@ GUESS_PART = 1 / 60
 LATENCY_WEIGHT = 0.2
 """Of the guess that there is no latency: where all groups found the link idle, what they took is overhead."""
 LATE_MAX = 4.0
-"""A group counts as no longer than so many times what was expected of it; a link that is slower than that is
-believed a few hand-overs later."""
+"""A group counts for little more than so many times what was expected of it; a link that is slower than that
+is believed a few hand-overs later."""
 BYTES_PER_S_DEFAULT = 2e9
 LAYER_S_DEFAULT = 1e-3
 SPREAD_DEFAULT = 0.3
@@ -75,7 +76,7 @@ class Line:
         seconds = np.array([point.seconds for point in points])
         if self._weight:
             # A machine that stood still for a moment is no slower link.
-            seconds = np.minimum(seconds, rows @ self._found * LATE_MAX)
+            seconds = np.minimum(seconds, rows @ self._found * LATE_MAX + OVERHEAD_S_DEFAULT)
         self._weight = self._weight * KEEP + 1.0
         self._seconds = self._seconds * KEEP + float(seconds.mean())
         self._normal = self._normal * KEEP + rows.T @ rows / len(points)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from baton.engine.attention.kernels import prefill
 from baton.engine.attention.pools import DTYPES, CachePools
 from baton.engine.checkpoint import open_checkpoint
 from baton.engine.model.build import build, describe
@@ -60,6 +61,7 @@ def load(config: RankConfig) -> Loaded:
     cache = read_cache(checkpoint.config, f"model {config.model}", has_draft=config.has_draft)
     layout = parse_layout(config.layout)
     device = _device(config)
+    prefill.preload(device)
     mesh = connect(layout, config.rank, Path(config.rendezvous), device)
     cut = mesh.cut(cache.num_layers, DTYPES[config.dtype], device)
     stage = build(checkpoint, cut, max_context=config.context_max, has_draft=config.has_draft)

@@ -60,6 +60,12 @@ def attend(inputs: Inputs, window: int | None, options: HeadOptions, masks: Mask
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
+def preload(device: torch.device) -> None:
+    """Imports what chunks need on a GPU now, and not in the middle of the first prompt that has two."""
+    if device.type == "cuda":
+        _lower_right(1, 1)
+
+
 def attend_chosen(inputs: Inputs, bias: Tensor, scale: float) -> Tensor:
     """The same over what a bias (rows, keys) leaves of the keys."""
     parts = []
