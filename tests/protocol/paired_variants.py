@@ -223,6 +223,15 @@ def answer_any_prompt() -> Machines:
     return Machines(offer=around(OFFER, wrong, (OfferState.DECIDED, at_source.GrantArrived)))
 
 
+def believe_one_rank() -> Machines:
+    """An answer counts as soon as one rank has it, whatever the others prefilled."""
+
+    def wrong(right: Callable[..., Step], one: Departure, event: Any, now: float) -> Step:
+        return right(replace(one, ranks=one.joined), event, now)
+
+    return Machines(offer=around(OFFER, wrong, (OfferState.OPEN, at_source.AuxGiven)))
+
+
 def give_up_without_asking() -> Machines:
     """A committed source that waits no longer, and does not let the target decide."""
 
@@ -272,6 +281,11 @@ VARIANTS: tuple[tuple[Callable[[], Machines], Faults, str], ...] = (
     (ignore_the_target, Faults(target_aborts=True), "waits to be told"),
     (leave_an_asker_waiting, Faults(has_rival=True, target_aborts=True), "waits to be told"),
     (answer_any_prompt, Faults(prompts_differ=True, finishes=True), "the answer to another prompt"),
+    (
+        believe_one_rank,
+        Faults(prompts_differ=True, ranks_differ=True, finishes=True),
+        "the answer to another prompt",
+    ),
     (give_up_without_asking, Faults(unpacks_slow=True), "the target is ready, the source was told"),
     (close_while_unpacking, Faults(target_aborts=True), "takes permissions back while it unpacks"),
     (claim_to_be_still, Faults(loses_session=True), "while source rank"),

@@ -53,6 +53,12 @@ class Departure(msgspec.Struct, frozen=True):
     askers: frozenset[int] = frozenset()
     """Sessions that asked for the dp group before it was known."""
 
+    @property
+    def final(self) -> AuxRecord | None:
+        """The whole answer, once every rank of the group has said what it prefilled."""
+        is_final = self.aux is not None and self.aux.is_final and self.joined >= self.ranks
+        return self.aux if is_final else None
+
     def settled(self, outcome: Outcome) -> Settled:
         """The word that tells a rank how it ended."""
         grant = self.grant.grant if self.grant else b""

@@ -3,7 +3,8 @@
 It joins what its ranks offer with the grant that the target sends, in either order, passes on what ranks say,
 and turns many voices into one: a failure of one rank stops all of them, and the target hears `quiet` once,
 when the last rank is. While there is no grant the outcome may already be decided here; it is then kept for
-the target that is still to ask.
+the target that is still to ask. An answer that ended here counts when every rank of the group has said what
+it prefilled: one rank alone could have answered another prompt.
 """
 
 from __future__ import annotations
@@ -62,6 +63,9 @@ def _join(one: Departure, event: RankOffered, now: float) -> Step:
         askers=frozenset(),
         deadlines=replace(one.deadlines, moved=now, has_begun=one.grant is not None),
     )
+    if after.grant is None and (aux := after.final) is not None:
+        decided, effects = _decide(after, Finished(aux.aux), now)
+        return decided, (*told, *effects)
     return after, told
 
 
@@ -72,6 +76,8 @@ def _join_granted(one: Departure, event: RankOffered, now: float) -> Step:
         return after, told
     if clash := after.mismatch(event.prefill):
         return _fail(after, clash, now)
+    if (aux := after.final) is not None:
+        return _stop_ranks(after, Finished(aux.aux), (*told, ToTarget(after.stamped(aux))))
     effects: Effects = (*told, ToRank(event.rank, one.grant))
     if one.prefill is None:
         effects = (ToTarget(one.offer(event.prefill)), *effects)
@@ -124,7 +130,7 @@ def _grant(one: Departure, event: GrantArrived, now: float) -> Step:
         return _fail(after, clash, now)
     effects: list[object] = [ToTarget(one.offer(one.prefill))]
     effects += [ToRank(rank, event.grant) for rank in sorted(one.joined)]
-    if one.aux is not None:
+    if one.aux is not None and not one.aux.is_final:
         effects.append(ToTarget(after.stamped(one.aux)))
     return after, tuple(effects)
 
@@ -177,7 +183,7 @@ def _committed(one: Departure, event: RankCommitted, now: float) -> Step:
 
 def _keep_aux(one: Departure, event: AuxGiven, now: float) -> Step:
     after = replace(one, aux=event.record)
-    if event.record.is_final:
+    if after.final is not None:
         return _decide(after, Finished(event.record.aux), now)
     return after, ()
 
@@ -187,6 +193,8 @@ def _pass_aux(one: Departure, event: AuxGiven, now: float) -> Step:
     told = ToTarget(after.stamped(event.record))
     if not event.record.is_final:
         return after, (told,)
+    if after.final is None:
+        return after, ()
     return _stop_ranks(after, Finished(event.record.aux), (told,))
 
 
@@ -200,8 +208,16 @@ def _rank_failed_late(one: Departure, event: RankFailed, now: float) -> Step:
 
 
 def _rank_quiet(one: Departure, event: RankQuiet, now: float) -> Step:
-    after = replace(one, quiet=one.quiet | {event.rank}, doubt=event.doubt or one.doubt)
-    return _quiet_if_all(after, ())
+    return _quiet_if_all(_noted(one, event), ())
+
+
+def _note_quiet(one: Departure, event: RankQuiet, now: float) -> Step:
+    """The rank whose answer ended, while others have not said what they prefilled."""
+    return _noted(one, event), ()
+
+
+def _noted(one: Departure, event: RankQuiet) -> Departure:
+    return replace(one, quiet=one.quiet | {event.rank}, doubt=event.doubt or one.doubt)
 
 
 def _commit_late(one: Departure, event: RankCommitted, now: float) -> Step:
@@ -325,9 +341,10 @@ S = OfferState
 _CELLS: dict[tuple[Enum, type], Entry] = {
     (S.OPEN, RankOffered): cell(_join, S.OPEN, S.DECIDED),
     (S.OPEN, Inquired): cell(_answer, S.OPEN),
-    (S.OPEN, GrantArrived): cell(_grant, S.RUNNING, S.STOPPING),
+    (S.OPEN, GrantArrived): cell(_grant, S.RUNNING, S.STOPPING, S.ENDED),
     (S.OPEN, AuxGiven): cell(_keep_aux, S.OPEN, S.DECIDED),
     (S.OPEN, RankFailed): cell(_rank_failed, S.DECIDED),
+    (S.OPEN, RankQuiet): cell(_note_quiet, S.OPEN),
     (S.OPEN, TargetAborted): cell(_target_declined, S.DECIDED),
     (S.OPEN, Ticked): cell(_tick_open, S.OPEN, S.DECIDED),
     (S.DECIDED, RankOffered): cell(_join_late, S.DECIDED),
@@ -338,13 +355,14 @@ _CELLS: dict[tuple[Enum, type], Entry] = {
     (S.DECIDED, RankQuiet): IGNORED,
     (S.DECIDED, TargetAborted): IGNORED,
     (S.DECIDED, Ticked): cell(_tick_decided, S.DECIDED, S.ENDED),
-    (S.RUNNING, RankOffered): cell(_join_granted, S.RUNNING, S.STOPPING),
+    (S.RUNNING, RankOffered): cell(_join_granted, S.RUNNING, S.STOPPING, S.ENDED),
     (S.RUNNING, Inquired): cell(_answer, S.RUNNING),
     (S.RUNNING, GrantArrived): cell(_grant_again, S.RUNNING),
     (S.RUNNING, RankLanded): cell(_landed, S.RUNNING),
     (S.RUNNING, RankCommitted): cell(_committed, S.RUNNING, S.COMMITTED),
     (S.RUNNING, AuxGiven): cell(_pass_aux, S.RUNNING, S.STOPPING, S.ENDED),
     (S.RUNNING, RankFailed): cell(_rank_failed, S.STOPPING, S.ENDED),
+    (S.RUNNING, RankQuiet): cell(_note_quiet, S.RUNNING),
     (S.RUNNING, TargetAborted): cell(_target_gone, S.STOPPING, S.ENDED),
     (S.RUNNING, TargetSettled): cell(_settle_running, S.STOPPING, S.ENDED),
     (S.RUNNING, SessionLost): cell(_target_gone, S.STOPPING, S.ENDED),
