@@ -105,7 +105,13 @@ def test_no_process_outlives_its_parent(tmp_path: Path, number: signal.Signals) 
             assert parent.poll() is None
             time.sleep(0.02)
         parent.send_signal(number)
-        assert parent.wait(90) == (130 if number is signal.SIGINT else -signal.SIGKILL)
+        try:
+            code = parent.wait(20)
+        except subprocess.TimeoutExpired:
+            # Seen once: what was being imported just then swallowed it. Who is not heard says it again.
+            parent.send_signal(number)
+            code = parent.wait(60)
+        assert code == (130 if number is signal.SIGINT else -signal.SIGKILL)
         while any(os.path.exists(f"/proc/{pid}") for pid in children):
             assert time.monotonic() < limit_s
             time.sleep(0.02)

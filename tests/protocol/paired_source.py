@@ -14,7 +14,7 @@ from tests.protocol.values import TIMINGS
 from baton.protocol import departure as at_source
 from baton.protocol import sender as at_rank
 from baton.protocol.deadlines import Deadlines
-from baton.protocol.departure import Bury, Departure, Forget, Prefill, ToRank, ToSession, ToTarget
+from baton.protocol.departure import Bury, Departure, Forget, Prefill, ToRank, ToSession, ToTarget, refusals
 from baton.protocol.messages import (
     Abort,
     AuxRecord,
@@ -29,7 +29,6 @@ from baton.protocol.messages import (
     Settled,
     Unquiet,
 )
-from baton.protocol.offer import refusals
 from baton.protocol.outcomes import Cause, Failed, Outcome, Stage, Why
 from baton.protocol.sender import CancelCopies, Conclude, LetGo, Retire, Sender, Submit, Tell
 

@@ -8,7 +8,18 @@ from enum import Enum
 import msgspec
 
 from baton.protocol.deadlines import Deadlines
-from baton.protocol.messages import AnyMessage, AuxRecord, Commit, Grant, Landed, Offer, Settled
+from baton.protocol.machine import Effects
+from baton.protocol.messages import (
+    Abort,
+    AnyMessage,
+    AuxRecord,
+    Commit,
+    Grant,
+    Landed,
+    Offer,
+    Quiet,
+    Settled,
+)
 from baton.protocol.outcomes import Cause, Outcome, Stage, Why
 
 
@@ -219,3 +230,14 @@ class Bury:
 @dataclass(frozen=True, slots=True)
 class Forget:
     """The transfer's id is free."""
+
+
+def refusals(one: Departure, grant: Grant) -> Effects:
+    """What a second grant for a live transfer is told; no rank ever sees it."""
+    text = f"transfer {one.transfer} is live here under another grant; take a new id for each attempt"
+    cause = one.cause(Why.REFUSED_LIVE_ID, Stage.GRANT, text)
+    return (
+        ToTarget(Abort(transfer=one.transfer, grant=grant.grant, cause=cause)),
+        ToTarget(Quiet(transfer=one.transfer, grant=grant.grant)),
+        Bury(grant.grant, ""),
+    )

@@ -32,12 +32,12 @@ from baton.protocol.departure import (
     ToRank,
     ToSession,
     ToTarget,
+    refusals,
 )
 from baton.protocol.machine import IGNORED, Effects, Entry, Table, cell, replace
 from baton.protocol.messages import (
     Abort,
     AnyMessage,
-    Grant,
     Quiet,
     SettledAsked,
     Unquiet,
@@ -160,17 +160,6 @@ def _grant_again(one: Departure, event: GrantArrived, now: float) -> Step:
     return one, refusals(one, event.grant)
 
 
-def refusals(one: Departure, grant: Grant) -> Effects:
-    """What a second grant for a live transfer is told; no rank ever sees it."""
-    text = f"transfer {one.transfer} is live here under another grant; take a new id for each attempt"
-    cause = one.cause(Why.REFUSED_LIVE_ID, Stage.GRANT, text)
-    return (
-        ToTarget(Abort(transfer=one.transfer, grant=grant.grant, cause=cause)),
-        ToTarget(Quiet(transfer=one.transfer, grant=grant.grant)),
-        Bury(grant.grant, ""),
-    )
-
-
 def _landed(one: Departure, event: RankLanded, now: float) -> Step:
     return _moved(one, now), (ToTarget(event.landed),)
 
@@ -183,9 +172,7 @@ def _committed(one: Departure, event: RankCommitted, now: float) -> Step:
 
 def _keep_aux(one: Departure, event: AuxGiven, now: float) -> Step:
     after = replace(one, aux=event.record)
-    if after.final is not None:
-        return _decide(after, Finished(event.record.aux), now)
-    return after, ()
+    return (after, ()) if after.final is None else _decide(after, Finished(event.record.aux), now)
 
 
 def _pass_aux(one: Departure, event: AuxGiven, now: float) -> Step:

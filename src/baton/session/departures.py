@@ -30,6 +30,7 @@ from baton.protocol.departure import (
     ToRank,
     ToSession,
     ToTarget,
+    refusals,
 )
 from baton.protocol.messages import (
     Abort,
@@ -48,7 +49,7 @@ from baton.protocol.messages import (
     Settled,
     Unquiet,
 )
-from baton.protocol.offer import OFFER, refusals
+from baton.protocol.offer import OFFER
 from baton.protocol.outcomes import Cause, Failed, Finished, Outcome, Stage, Why
 from baton.session.sessions import Session
 from baton.session.stepping import Stepping
