@@ -80,7 +80,7 @@ def test_ends() -> None:
         os.kill(pair.decode.pids[1], signal.SIGKILL)
         trouble = dying.decode.until(Trouble, timeout_s=10.0)
         assert isinstance(trouble, Trouble)
-        assert "rank 1 of" in trouble.text
+        assert "rank 1" in trouble.text  # lost by its instance, or by the hand-over that is not over yet
         check_idle(pair.prefill)
 
 
