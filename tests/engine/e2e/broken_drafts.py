@@ -53,7 +53,7 @@ def not_stored() -> None:
 
         class Wiping(runner.Quiet):
             def layer_done(self, layer: int) -> None:
-                pools.rows("latent", layer).zero_()
+                pools.rows("latent", layer)[0].zero_()
                 hooks.layer_done(layer)
 
         return propose(self, said, Wiping())  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ def no_keys() -> None:
 
     def forgetful(self: Pass, layer: int, query: IndexQuery, reads: Reads) -> Reads:
         found = choose(self, layer, query, reads)
-        self._pools.rows("index_k", layer).zero_()
+        self._pools.rows("index_k", layer)[0].zero_()
         return found
 
     Pass._chosen = forgetful  # type: ignore[method-assign]
