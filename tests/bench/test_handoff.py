@@ -108,7 +108,7 @@ def test_no_process_outlives_its_parent(tmp_path: Path, number: signal.Signals) 
         try:
             code = parent.wait(20)
         except subprocess.TimeoutExpired:
-            # Seen once: what was being imported just then swallowed it. Who is not heard says it again.
+            # Python loses what comes while it forks with a `preexec_fn`, and a child was just seen to appear.
             parent.send_signal(number)
             code = parent.wait(60)
         assert code == (130 if number is signal.SIGINT else -signal.SIGKILL)

@@ -13,22 +13,20 @@ from baton.engine.pair import Pair
 pytestmark = pytest.mark.engine
 
 NUM_TOKENS = 24
-SLOW = 4e6
-"""Bytes per second, at which a prompt takes longer to cross than to compute."""
 
 
-@pytest.mark.parametrize("link", [0.0, SLOW])
+@pytest.mark.parametrize("name", ["hurried", "unhurried"])
 @pytest.mark.parametrize(
     ("family", "prefill", "decode"),
     [("llama", "tp1", "tp2"), ("llama", "pp2", "tp1"), ("deepseek_v3", "cp2", "tp1")],
 )
-def test_tokens(family: str, prefill: str, decode: str, link: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens(family: str, prefill: str, decode: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny(family)
     asked = [prompt(length) for length in LENGTHS]
     longer = [*asked[-1], *prompt(PAGE + 3, "tail")]
     plain = Side(str(folder)).but(chunk_tokens=100, policy="fixed:1")
-    source = Side(str(folder), prefill, "late").but(chunk_tokens=100, policy="fixed:1", link_bytes_per_s=link)
-    with opened() as house, broken(source, "late", monkeypatch, "late_rank") as late:
+    source = Side(str(folder), prefill, "late").but(chunk_tokens=100, policy="fixed:1")
+    with opened() as house, broken(source, name, monkeypatch, "late_rank") as late:
         sound = house.instance(Side(plain.model, decode, "sound", plain.options))
         pair = Pair(late, sound)
         for salt in ("first", "second"):

@@ -151,10 +151,10 @@ class Pipeline:
 
     def after_forward(self) -> None:
         """The layers of this rank are through; tokens are not sampled yet."""
-        end, self._forward = self._forward, self._forward.ended()
+        begun, self._forward = self._forward, self._forward.ended()
         if self._clock.is_late:
             is_alone = not self._leaving or self._ends is None
-            launch_s = self._forward.at_s - end.at_s if is_alone else None
+            launch_s = self._forward.at_s - begun.at_s if is_alone else None
             self._handing.pace.launched(self._forward.num_rows, launch_s)
         self._cut_head()
         self._marks.append(self._clock.mark())
@@ -226,7 +226,7 @@ class Pipeline:
         for part in self._leaving:
             self._handing.begin(part.outgoing)
         self._await_grants()
-        self._offers.is_unhurried = self._has_time()
+        self._offers.is_unhurried = self._clock.is_late and self._has_time()
 
     def _has_time(self) -> bool:
         """Whether all can be copied while the device computes on after everything is launched."""
