@@ -81,19 +81,24 @@ def test_a_machine_that_stood_still_once_is_no_slow_link() -> None:
     assert pace.link(1)[1] < 2 * byte_s
 
 
-def test_launching_is_measured_where_nobody_held_it_up() -> None:
+def test_a_slow_first_time_is_forgotten() -> None:
+    """The first step loads kernels, the first copy maps memory."""
     pace = Pace()
-    assert pace.launch_s(1024) == 0.0
-    pace.launched(1024, None)
-    assert pace.launch_s(1024) == 0.0
-    pace.launched(1024, 0.02)
-    assert pace.launch_s(1100) == pytest.approx(0.02)
-    assert pace.launch_s(4096) == 0.0
-    pace.launched(1024, 0.03)
-    assert 0.02 < pace.launch_s(1024) < 0.03
-    for _ in range(100):
-        pace.launched(1024, None)
-    assert pace.launch_s(1024) < 0.01
+    pace.computed(4096, Took(1.0, 0.0))
+    hand_over(pace, [32], overhead_s=0.2, byte_s=1e-7, layer_s=1e-3)
+    for _ in range(4):
+        hand_over(pace, [20, 8, 4], overhead_s=1e-4, byte_s=1e-9, layer_s=1e-3)
+    assert pace.compute(4096).layer_s == pytest.approx(1e-3, rel=0.4)
+    assert pace.link(1)[1] == pytest.approx(1e-9, rel=0.1)
+
+
+def test_nothing_is_cut_that_could_not_leave_sooner() -> None:
+    layer_s, lead = 1e-3, 12
+    times = LayerTimes((layer_s,) * NUM_LAYERS, (0.42 * layer_s,) * NUM_LAYERS, 0.1 * layer_s)
+    groups = Cuts().of("cost", times, 0, Took(layer_s, 0.0, group_s=0.0, lead_s=lead * layer_s))
+    assert groups[0][1] >= lead - 1
+    assert groups[-1][1] - groups[-1][0] == 1
+    assert Cuts().of("cost", times, 0, Took(layer_s, 0.0, group_s=0.0))[0][1] < lead
 
 
 def test_what_waited_for_a_grant_says_nothing_of_the_link() -> None:
@@ -211,7 +216,7 @@ def test_groups_that_hold_the_forward_up_are_few(ratio: float) -> None:
 
 
 def test_groups_take_from_a_forward_that_the_host_holds_up_what_other_threads_took() -> None:
-    ended = Forward(1024, at_s=10.0, others_s=0.032)
+    ended = Forward(1024, launched_s=10.0, others_s=0.032)
     assert ended.group_s(late_s=10.5, num_groups=32) == 0.0, "the device was behind: nothing was held up"
     assert ended.group_s(late_s=9.5, num_groups=32) == pytest.approx(1e-3)
 
@@ -222,15 +227,14 @@ def test_a_forward_counts_the_processor_time_of_other_threads_alone() -> None:
         while thread_time() < limit_s:
             pass
 
-    begun = Forward.of(8)
+    forward = Forward.of(8)
     other = Thread(target=burn, args=(0.2,))
     other.start()
     burn(1.0)
     other.join()
-    ended = begun.ended()
-    assert ended.num_rows == 8
-    assert ended.at_s > begun.at_s
-    assert 0.2 <= ended.others_s < 0.7, "not what this thread took"
+    forward.end()
+    assert forward.launched_s > forward.begun_s
+    assert 0.2 <= forward.others_s < 0.7, "not what this thread took"
 
 
 def test_what_groups_take_from_the_forward_is_remembered_by_the_length_of_a_step() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
 
@@ -15,7 +15,7 @@ from baton.engine.rank.handing import Outgoing, Part
 from baton.engine.rank.layer_bytes import LayerBytes
 from baton.engine.rank.pace import Pace, Took
 from baton.engine.rank.pipeline import HEAD_LAYERS, SPARE_S, Pipeline
-from baton.engine.steps import Batch, Send, Work
+from baton.engine.steps import Batch, CopyRecord, Send, Work
 from baton.plan import Cache, Spec, Storage, parse_layout
 from baton.plan.kinds import Paged
 from baton.transport import Fence, HostFence
@@ -194,15 +194,15 @@ def test_who_is_granted_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     assert waited_s(hands) < 5.0
 
 
-def unhurried(layer_s: float) -> tuple[Hands, DeviceClock, Pipeline]:
+def granted(layer_s: float) -> tuple[Hands, DeviceClock, Pipeline]:
     """A step whose transfer takes next to nothing beside its layers."""
     hands, clock = Hands(layer_s=layer_s), DeviceClock()
     hands.outgoing.answered.set()
     return hands, clock, make(hands, clock)
 
 
-def test_where_there_is_time_groups_are_offered_when_all_layers_are_launched() -> None:
-    hands, clock, pipeline = unhurried(0.05)
+def test_while_the_link_can_wait_nothing_is_offered() -> None:
+    hands, clock, pipeline = granted(10.0)
     pipeline.before_forward(BATCH)
     launch(pipeline, clock, 0, NUM_LAYERS - 1)
     clock.compute(NUM_LAYERS - 3)
@@ -214,28 +214,55 @@ def test_where_there_is_time_groups_are_offered_when_all_layers_are_launched() -
     assert [group.stop_s for group in pipeline.groups()[:-1]] == [
         (layer + 0.5) * LAYER_S for layer in range(NUM_LAYERS - 1)
     ]
-    assert hands.pace.launch_s(NUM_TOKENS) > 0.0
 
 
-def test_where_launching_takes_long_there_is_no_time() -> None:
-    hands, clock, pipeline = unhurried(0.05)
-    for _ in range(20):
-        hands.pace.launched(NUM_TOKENS, 2 * 0.05 * NUM_LAYERS)
-    before_s = hands.pace.launch_s(NUM_TOKENS)
+def test_when_it_cannot_wait_longer_what_is_computed_is_offered() -> None:
+    layer_s = 0.2 / NUM_LAYERS
+    hands, clock, pipeline = granted(layer_s)
     pipeline.before_forward(BATCH)
-    launch(pipeline, clock, 0, NUM_LAYERS - 1)
+    launch(pipeline, clock, 0, NUM_LAYERS - 2)
     clock.compute(NUM_LAYERS - 3)
-    launch(pipeline, clock, NUM_LAYERS - 1, NUM_LAYERS)
+    assert not hands.offers
+    sleep(layer_s * NUM_LAYERS)
+    launch(pipeline, clock, NUM_LAYERS - 2, NUM_LAYERS - 1)
     assert len(hands.offers) == NUM_LAYERS - 3
+    launch(pipeline, clock, NUM_LAYERS - 1, NUM_LAYERS)
     pipeline.after_forward()
-    assert len(hands.offers) == NUM_LAYERS
-    assert hands.pace.launch_s(NUM_TOKENS) < before_s, "it will be tried again"
+    assert hands.layers_offered == [(layer, layer + 1) for layer in range(NUM_LAYERS)]
 
 
-def test_a_step_from_which_nothing_leaves_tells_how_long_launching_takes() -> None:
-    hands, clock, pipeline = unhurried(0.05)
-    pipeline.before_forward(Batch())
+def test_a_slow_host_does_not_wait_until_it_is_too_late() -> None:
+    """At the speed of the first layers, launching will take as long as computing."""
+    layer_s = 0.05
+    hands, clock, pipeline = granted(layer_s)
+    pipeline.before_forward(BATCH)
+    for layer in range(HEAD_LAYERS):
+        launch(pipeline, clock, layer, layer + 1)
+        sleep(layer_s * 1.5)
+    clock.compute(HEAD_LAYERS)
+    launch(pipeline, clock, HEAD_LAYERS, HEAD_LAYERS + 1)
+    assert len(hands.offers) == HEAD_LAYERS
+
+
+def test_a_transfer_that_takes_as_long_as_compute_is_not_kept_waiting() -> None:
+    hands, clock, pipeline = granted(10.0)
+    num_bytes = NUM_LAYERS * NUM_TOKENS * 8 * 2 * 4
+    hands.pace.sent(1, [CopyRecord(0, 0, num_bytes, 0.0, 10.0 * NUM_LAYERS)], {0: 0.0})
+    pipeline.before_forward(BATCH)
+    launch(pipeline, clock, 0, HEAD_LAYERS)
+    clock.compute(HEAD_LAYERS)
+    launch(pipeline, clock, HEAD_LAYERS, HEAD_LAYERS + 1)
+    assert len(hands.offers) == HEAD_LAYERS
+
+
+def test_what_is_due_is_worked_out_when_it_is_asked_for() -> None:
+    hands, clock, pipeline = granted(10.0)
+    pipeline.before_forward(BATCH)
     launch(pipeline, clock, 0, NUM_LAYERS)
     pipeline.after_forward()
-    assert hands.num_begun == 0
-    assert hands.pace.launch_s(0) > 0.0
+    pipeline.groups()
+    dues = [due for chunk in range(NUM_LAYERS) for due in hands.outgoing.dues[chunk]()]
+    assert [due.num_bytes for due in dues] == [NUM_TOKENS * 8 * 2 * 4] * NUM_LAYERS
+    assert [due.ready_s for due in dues[:-1]] == [
+        pytest.approx((layer + 0.5) * LAYER_S) for layer in range(NUM_LAYERS - 1)
+    ]

@@ -15,7 +15,7 @@ from baton.plan.ownership import END, Spec
 from baton.plan.parts import Known, Part, PromptRoute
 from baton.plan.prompt import Chunk, Prompt, check_held
 from baton.plan.routes import Plan
-from baton.plan.stencils import Cutting, cutting
+from baton.plan.stencils import Cutting, Sheet
 
 Pair: TypeAlias = tuple[int, int]
 """A source rank and a target rank."""
@@ -128,16 +128,28 @@ class Outline:
         return found
 
     def _cut(self, chunk: Chunk, pair: Pair, ends: tuple[str, str]) -> Cutting | None:
+        self._check(chunk)
         if any(carried.fixed.is_converted for carried in self.routes(pair)):
             return None
-        found = cutting(self.parts(self.no_pages, chunk, pair), *ends)
-        if found is None:
-            return None
-        self._num_spans += sum(len(each) for _, each in found.stencils)
+        sheet: Sheet | None = self.kept((pair, chunk.tokens, ends), lambda: self._sheet(chunk, pair, ends))
+        found = None if sheet is None else sheet.cut(chunk.layers)
+        if found is not None:
+            self._count(sum(len(each) for _, each in found.stencils))
+        return found
+
+    def _sheet(self, chunk: Chunk, pair: Pair, ends: tuple[str, str]) -> Sheet | None:
+        """All layers of a chunk's tokens."""
+        found = Sheet.of(self.parts(self.no_pages, Chunk((0, END), chunk.tokens), pair), *ends)
+        if found is not None:
+            self._count(found.num_spans)
+        return found
+
+    def _count(self, num_spans: int) -> None:
+        """So many more are kept; where that is too much, nothing is that was before."""
+        self._num_spans += num_spans
         if self._num_spans > KEPT_SPANS_MAX:
             self._kept.clear()
             self._num_spans = 0
-        return found
 
     @cached_property
     def no_pages(self) -> Tables:

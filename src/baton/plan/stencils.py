@@ -4,19 +4,25 @@ What a part moves depends on the page tables in one way only: a span lies at `pa
 which entry of the table that is and what the rest is are the same for every prompt of a length. Filling a
 stencil in is a few operations over its spans, where finding the spans anew takes many small steps. Large
 chunks are left to those: there the copies take longer than either, and stencils would take the memory.
+
+Layers lie alike too, each at an offset of its own. So a sheet is made for all layers of some tokens, of the
+spans of one layer, and a group of layers is cut from it wherever an engine chooses to cut.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import TypeAlias
 
 import numpy as np
 
 from baton.plan.ends import End, PageTables, Tables
 from baton.plan.lowering import Face, Pieces, Stretches, cut, join, stretches
 from baton.plan.parts import Part
+from baton.plan.ranges import Range
 from baton.plan.steps import Spans
 from baton.plan.tokens import Ints
 
@@ -60,42 +66,68 @@ class Stencil:
         return join(Spans(source, target, self.length))
 
 
-def stencil(parts: Sequence[Part], giver: str, taker: str) -> Stencil | None:
-    """The stencil of parts that share their buffers; None where it would be large."""
-    if sum(part.num_spans for part in parts) > SPANS_MAX:
-        return None
-    edges, lengths = [], []
-    for part in parts:
-        first, second, length = _cut_out(part, giver, taker)
-        edges.append((first, second))
-        lengths.append(length)
-    found = Stencil(tuple(edges), np.concatenate(lengths))
-    return found if len(found) <= SPANS_MAX else None
+@dataclass(frozen=True, slots=True, eq=False)
+class Strip:
+    """What a part moves of each of its layers: the spans of one that begins at byte 0, and the layers."""
 
+    edges: tuple[Edge, Edge]
+    length: Ints
+    ids: Sequence[int]
+    starts: tuple[Ints, Ints]
+    """Where each of the layers begins, at either end."""
+    component: str
+    layer_bytes: int
 
-def _cut_out(part: Part, giver: str, taker: str) -> tuple[Edge, Edge, Ints]:
-    """Layers x pieces x what is left of the axes, for either end, and the lengths."""
-    faces = (part.face(giver), part.face(taker))
-    extents = part.fixed.extents
-    found = stretches(*faces, extents, cut(*faces, part.runs))
-    lengths = []
-    for each in found:
-        repeats = int(np.prod([extents[axis] for axis in each.axes], dtype=np.int64))
-        lengths.append(np.repeat(each.pieces.count * (each.elements * faces[0].item_bytes), repeats))
-    edges = []
-    for side, face, is_giver in ((giver, faces[0], True), (taker, faces[1], False)):
-        end: End = getattr(part.fixed, side)
-        entries, rest = _one_layer(face, extents, found, is_giver)
-        layers: Ints = getattr(part.carried.layers, side)[part.layers[0] : part.layers[1]]
-        edges.append(
-            Edge(
-                end,
-                np.tile(entries, len(layers)),
-                (layers[:, None] + rest).ravel(),
-                part.num_pages(side),
-            )
+    @staticmethod
+    def of(part: Part, giver: str, taker: str) -> Strip:
+        """Pieces x what is left of the axes, for either end, and the lengths."""
+        faces = (part.face(giver), part.face(taker))
+        extents = part.fixed.extents
+        found = stretches(*faces, extents, cut(*faces, part.runs))
+        lengths = []
+        for each in found:
+            repeats = int(np.prod([extents[axis] for axis in each.axes], dtype=np.int64))
+            lengths.append(np.repeat(each.pieces.count * (each.elements * faces[0].item_bytes), repeats))
+        edges, starts = [], []
+        for side, face, is_giver in ((giver, faces[0], True), (taker, faces[1], False)):
+            end: End = getattr(part.fixed, side)
+            edges.append(Edge(end, *_one_layer(face, extents, found, is_giver), part.num_pages(side)))
+            starts.append(getattr(part.carried.layers, side)[part.layers[0] : part.layers[1]])
+        return Strip(
+            (edges[0], edges[1]),
+            np.concatenate(lengths),
+            part.carried.layers.ids[part.layers[0] : part.layers[1]],
+            (starts[0], starts[1]),
+            part.component.name,
+            part.num_bytes // part.num_layers,
         )
-    return edges[0], edges[1], np.tile(np.concatenate(lengths), part.num_layers)
+
+    def inside(self, layers: Range) -> Range:
+        """Which of its layers lie in a range."""
+        return bisect_left(self.ids, layers[0]), bisect_left(self.ids, layers[1])
+
+    def over(self, layers: Range) -> tuple[Edge, Edge]:
+        """The ends of all spans of some of its layers."""
+        edges = []
+        for edge, starts in zip(self.edges, self.starts, strict=True):
+            at = starts[layers[0] : layers[1]]
+            rest = (at[:, None] + edge.rest).ravel()
+            edges.append(Edge(edge.end, np.concatenate([edge.entries] * len(at)), rest, edge.num_pages))
+        return edges[0], edges[1]
+
+    def is_alike(self, other: Strip) -> bool:
+        """Whether both become the same spans, whatever the layers and the tables."""
+        if self.ids != other.ids or not np.array_equal(self.length, other.length):
+            return False
+        pairs = zip(self.edges, other.edges, strict=True)
+        starts = zip(self.starts, other.starts, strict=True)
+        return all(np.array_equal(one, two) for one, two in starts) and all(
+            (one.end.rank, one.end.group, one.end.at.stride("page"))
+            == (two.end.rank, two.end.group, two.end.at.stride("page"))
+            and np.array_equal(one.entries, two.entries)
+            and np.array_equal(one.rest, two.rest)
+            for one, two in pairs
+        )
 
 
 def _one_layer(
@@ -143,31 +175,64 @@ class Cutting:
         return {buffers[0]: filled[id(each)] for buffers, each in self.stencils}
 
 
-def cutting(parts: Sequence[Part], giver: str, taker: str) -> Cutting | None:
-    """The cutting of parts that go from buffer to buffer; None where a stencil would be large."""
-    together: dict[tuple[str, str], list[Part]] = {}
-    for part in parts:
-        named = dict(zip(("source", "target"), part.buffers, strict=True))
-        together.setdefault((named[giver], named[taker]), []).append(part)
-    found: list[tuple[tuple[str, str], Stencil]] = []
-    for buffers, shared in together.items():
-        one = stencil(shared, giver, taker)
-        if one is None:
+Strips: TypeAlias = tuple[tuple[str, str], tuple[Strip, ...]]
+"""Of a pair of buffers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sheet:
+    """What a pair of ranks moves of all layers of some tokens."""
+
+    strips: tuple[Strips, ...]
+    twins: tuple[int, ...]
+    """For each pair of buffers the first that lies like it."""
+
+    @staticmethod
+    def of(parts: Sequence[Part], giver: str, taker: str) -> Sheet | None:
+        """Of parts that go from buffer to buffer; None where a single layer has too many spans."""
+        if any(part.num_spans > SPANS_MAX * part.num_layers for part in parts):
             return None
-        alike = next((other for _, other in found if _is_alike(one, other)), one)
-        found.append((buffers, alike))
-    return Cutting(tuple(found), {part.component.name: part.num_bytes for part in parts})
+        together: dict[tuple[str, str], list[Strip]] = {}
+        for part in parts:
+            named = dict(zip(("source", "target"), part.buffers, strict=True))
+            strip = Strip.of(part, giver, taker)
+            together.setdefault((named[giver], named[taker]), []).append(strip)
+        strips = tuple((buffers, tuple(found)) for buffers, found in together.items())
+        every = [found for _, found in strips]
+        twins = (next(i for i, other in enumerate(every) if _are_alike(one, other)) for one in every)
+        return Sheet(strips, tuple(twins))
+
+    @property
+    def num_spans(self) -> int:
+        """Of one layer."""
+        return sum(len(strip.length) for _, strips in self.strips for strip in strips)
+
+    def cut(self, layers: Range) -> Cutting | None:
+        """A group of layers; None where a stencil would be large."""
+        made: dict[int, Stencil] = {}
+        stencils: list[tuple[tuple[str, str], Stencil]] = []
+        num_bytes: dict[str, int] = {}
+        for index, (buffers, strips) in enumerate(self.strips):
+            chosen = [(strip, strip.inside(layers)) for strip in strips]
+            chosen = [(strip, inside) for strip, inside in chosen if inside[0] < inside[1]]
+            if sum(len(strip.length) * (last - first) for strip, (first, last) in chosen) > SPANS_MAX:
+                return None
+            for strip, (first, last) in chosen:
+                num_bytes[strip.component] = strip.layer_bytes * (last - first)
+            if chosen:
+                twin = self.twins[index]
+                made[index] = made[twin] if twin < index else _stencil(chosen)
+                stencils.append((buffers, made[index]))
+        return Cutting(tuple(stencils), num_bytes)
 
 
-def _is_alike(one: Stencil, other: Stencil) -> bool:
-    """Whether two stencils become the same spans, whatever the tables."""
-    if len(one.edges) != len(other.edges) or not np.array_equal(one.length, other.length):
-        return False
-    pairs = [pair for edges in zip(one.edges, other.edges, strict=True) for pair in zip(*edges, strict=True)]
-    return all(
-        (first.end.rank, first.end.group, first.end.at.stride("page"))
-        == (second.end.rank, second.end.group, second.end.at.stride("page"))
-        and np.array_equal(first.entries, second.entries)
-        and np.array_equal(first.rest, second.rest)
-        for first, second in pairs
+def _stencil(chosen: Sequence[tuple[Strip, Range]]) -> Stencil:
+    edges = tuple(strip.over(inside) for strip, inside in chosen)
+    lengths = [strip.length for strip, (first, last) in chosen for _ in range(first, last)]
+    return Stencil(edges, np.concatenate(lengths))
+
+
+def _are_alike(one: Sequence[Strip], other: Sequence[Strip]) -> bool:
+    return len(one) == len(other) and all(
+        strip.is_alike(each) for strip, each in zip(one, other, strict=True)
     )

@@ -8,6 +8,9 @@ speeds of compute lie apart is what measurements have differed by. Only the time
 steps nearly alike share their cuts: finding them takes a millisecond or two, in which a GPU may have nothing
 to do.
 
+Where the host launches layers before it thinks of anything else, nothing leaves before it does; then all that
+is computed can.
+
 A group also takes time from the forward, where that waits for the host: both are this process's time. On a
 GPU it is measured, and there is none of it while the host is ahead; else it is taken for a part of the
 overhead.
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import exp, log
 
 from baton.engine.rank.pace import Took
@@ -34,6 +37,7 @@ TRANSFER_STEP = 0.05
 SHARE_STEP = 0.05
 OVERHEAD_STEP = 0.5
 REST_STEP = 0.1
+LEAD_STEP = 1.0
 LEAST = 1e-4
 """Of a layer's compute; less is nothing."""
 EQUAL = (1, 2, 4, 8)
@@ -50,7 +54,7 @@ class Cuts:
         """The groups of a policy; of `cost` those that hold too if compute is off by what it has been."""
         if policy != COST or times.num_layers == 1 or times.compute_s[-1] <= 0.0:
             return choose(policy, times, avg_tokens)
-        shape, level = Shape.of(times, took.group_s), sum(each < took.spread for each in SPREADS[:-1])
+        shape, level = Shape.of(times, took), sum(each < took.spread for each in SPREADS[:-1])
         for known, known_level, groups in self._kept:
             if abs(known_level - level) <= 1 and known.is_near(shape):
                 return groups
@@ -70,9 +74,11 @@ class Shape:
     rest: float
     group: float | None = None
     """What each group takes from the forward, if that is known."""
+    lead: float = 0.0
+    """Before when nothing leaves."""
 
     @staticmethod
-    def of(times: LayerTimes, group_s: float | None) -> Shape:
+    def of(times: LayerTimes, took: Took) -> Shape:
         """Rounded, so that steps alike have one shape."""
         layer_s = times.compute_s[-1]
         rest = 1 - times.compute_s[0] / layer_s
@@ -83,7 +89,8 @@ class Shape:
             _rounded(mean_s / layer_s, TRANSFER_STEP),
             _rounded(times.overhead_s / layer_s, OVERHEAD_STEP),
             min(1.0, max(0.0, round(rest / REST_STEP) * REST_STEP)),
-            None if group_s is None else _rounded(group_s / layer_s, OVERHEAD_STEP),
+            None if took.group_s is None else _rounded(took.group_s / layer_s, OVERHEAD_STEP),
+            min(times.num_layers, round(took.lead_s / layer_s / LEAD_STEP) * LEAD_STEP),
         )
 
     @property
@@ -98,18 +105,23 @@ class Shape:
             and _are_near(self.transfer, other.transfer, TRANSFER_STEP)
             and _are_near(self.overhead, other.overhead, OVERHEAD_STEP)
             and abs(self.rest - other.rest) < 1.5 * REST_STEP
+            and abs(self.lead - other.lead) < 1.5 * LEAD_STEP
             and (self.group is None) == (other.group is None)
             and _are_near(self.group or 0.0, other.group or 0.0, OVERHEAD_STEP)
         )
 
     def at(self, compute: float, transfer: float) -> World:
         """With compute and transfer at so many times their predictions."""
-        compute_s = (compute * (1 - self.rest), *(compute,) * (self.num_layers - 1))
+        ready = (
+            0.0,
+            *(max(self.lead, compute * (each - self.rest)) for each in range(1, self.num_layers + 1)),
+        )
+        compute_s = tuple(after - before for before, after in pairwise(ready))
         transfer_s = tuple(transfer * self.transfer * share for share in self.shares)
         costly = LayerTimes(compute_s, transfer_s, self.overhead + (self.group or 0.0))
         return World(
             costly,
-            (0.0, *accumulate(compute_s)),
+            ready,
             (0.0, *accumulate(transfer_s)),
             self.overhead,
             compute * self.num_layers,

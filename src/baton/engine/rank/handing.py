@@ -48,8 +48,8 @@ class Outgoing:
     num_offered: int = 0
     ready_s: dict[int, float] = field(default_factory=dict)
     """By chunk: when it was computed, which on a GPU is long after it was offered."""
-    dues: dict[int, list[Due]] = field(default_factory=dict)
-    """By chunk: what its layers had to send, in proportion to each other."""
+    dues: dict[int, Callable[[], list[Due]]] = field(default_factory=dict)
+    """By chunk: what its layers had to send, in proportion to each other; worked out when all is over."""
     told: Changed | None = None
 
 
@@ -226,7 +226,8 @@ class Handing:
         self._in.pop(number, None)
         if isinstance(handle, Sending):
             found = self._out.pop(number, None)
-            ready_s, dues = (found.ready_s, found.dues) if found else ({}, {})
+            ready_s = found.ready_s if found else {}
+            dues = {chunk: due() for chunk, due in found.dues.items()} if found else {}
             copies = [
                 CopyRecord(
                     copy.target_rank,

@@ -29,8 +29,6 @@ from baton.plan.tokens import Ints
 
 KEEP = 0.7
 """How much an older measurement weighs against the one after it."""
-FORGET = 0.97
-"""What is left of one with every step that could not measure again."""
 OVERHEAD_S_DEFAULT = 5e-4
 GUESS_WEIGHT = 0.02
 """Of the guessed overhead, where a hand-over weighs 1."""
@@ -38,6 +36,9 @@ GUESS_PART = 1 / 60
 """Of what groups take, at the most."""
 LATENCY_WEIGHT = 0.2
 """Of the guess that there is no latency: where all groups found the link idle, what they took is overhead."""
+SLOWER_MAX = 2.0
+"""What was measured before counts for no more than so many times what is measured now: the first steps load
+kernels and the first copies map memory, and nothing is slower for having been so once."""
 LATE_MAX = 4.0
 """A group counts for little more than so many times what was expected of it; a link that is slower than that
 is believed a few hand-overs later."""
@@ -75,13 +76,20 @@ class Line:
         rows = np.array([(1.0, point.num_bytes / MB, point.was_idle) for point in points])
         seconds = np.array([point.seconds for point in points])
         if self._weight:
+            expected = rows @ self._found
+            if expected.sum() > seconds.sum() * SLOWER_MAX:
+                self._forget()
             # A machine that stood still for a moment is no slower link.
-            seconds = np.minimum(seconds, rows @ self._found * LATE_MAX + OVERHEAD_S_DEFAULT)
+            seconds = np.minimum(seconds, expected * LATE_MAX + OVERHEAD_S_DEFAULT)
         self._weight = self._weight * KEEP + 1.0
         self._seconds = self._seconds * KEEP + float(seconds.mean())
         self._normal = self._normal * KEEP + rows.T @ rows / len(points)
         self._right = self._right * KEEP + rows.T @ seconds / len(points)
         self._fit()
+
+    def _forget(self) -> None:
+        self._weight = self._seconds = 0.0
+        self._normal, self._right = np.zeros((3, 3)), np.zeros(3)
 
     def _fit(self) -> None:
         guess_s = min(OVERHEAD_S_DEFAULT, self._seconds / self._weight * GUESS_PART)
@@ -108,6 +116,8 @@ class Took:
     """By what part of it steps have differed from what was predicted."""
     group_s: float | None = None
     """What each group took from the forward itself; None: that is not known."""
+    lead_s: float = 0.0
+    """From its begin on nothing leaves for so long."""
 
 
 class Pace:
@@ -117,8 +127,6 @@ class Pace:
         self._lock = threading.Lock()
         self._compute: dict[int, Took] = {}
         """By powers of two of the rows, seconds of a row."""
-        self._launch_s: dict[int, float] = {}
-        """By the same: what the host takes to launch a step on a device, if no other thread holds it up."""
         self._links: dict[int, Line] = {}
         """By session, the one that was measured last at the end."""
 
@@ -131,26 +139,13 @@ class Pace:
             self._compute[bucket] = replace(found, spread=SPREAD_DEFAULT)
             return
         missed = min(1.0, abs(found.layer_s / before.layer_s - 1))
+        before = replace(before, layer_s=min(before.layer_s, SLOWER_MAX * found.layer_s))
         self._compute[bucket] = Took(
             KEEP * before.layer_s + (1 - KEEP) * found.layer_s,
             KEEP * before.rest_s + (1 - KEEP) * found.rest_s,
             KEEP * before.spread + (1 - KEEP) * missed,
             _mean(before.group_s, found.group_s),
         )
-
-    def launched(self, num_rows: int, launch_s: float | None) -> None:
-        """The host took so long to launch a step; None: other threads were at work, which tells nothing."""
-        bucket = _bucket(num_rows)
-        before_s = self._launch_s.get(bucket, launch_s)
-        if launch_s is not None and before_s is not None:
-            self._launch_s[bucket] = KEEP * before_s + (1 - KEEP) * launch_s
-        elif before_s is not None:
-            # Little by little it is tried again.
-            self._launch_s[bucket] = before_s * FORGET
-
-    def launch_s(self, num_rows: int) -> float:
-        """What the host will take to launch a step; nothing where that is not known."""
-        return self._launch_s.get(_bucket(num_rows), 0.0)
 
     def sent(self, session: int, copies: Sequence[CopyRecord], ready_s: Mapping[int, float]) -> None:
         """A hand-over is through: its groups, computed at `ready_s`, went one after another over a link."""

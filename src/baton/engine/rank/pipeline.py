@@ -6,7 +6,7 @@ has it back before another thread is awake. So on a device
 
 - hand-overs are begun when the step's first layers are launched, and their grants are waited for as long as
   the device has enough to compute,
-- where the link will have time enough after all layers are launched, they are cut and offered then,
+- where the link will have time enough when all layers are launched, nothing is cut or offered before,
 - else a group is offered when it is computed: earlier nothing could be copied.
 """
 
@@ -15,7 +15,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
+from math import inf
 from time import monotonic, process_time, thread_time
 
 from baton.engine.rank.clock import Clock, Mark
@@ -35,30 +37,33 @@ HEAD_LAYERS = 4
 the host two or three milliseconds, in which the device has these to compute."""
 SPARE_S = 0.002
 """What the device is to have before it when the host goes on."""
+LINK_PART, LINK_S = 1.15, 0.001
+"""A transfer is expected to take so many times what is predicted, and so much longer."""
 GRANT_S_MAX = 0.008
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Forward:
-    """The forward under way: its rows, and the time of other threads until it began, or while it lasted."""
+    """The forward under way; others' is the time of other threads until it began, then while it lasted."""
 
     num_rows: int = 0
-    at_s: float = 0.0
+    begun_s: float = 0.0
+    launched_s: float = inf
     others_s: float = 0.0
 
     @staticmethod
     def of(num_rows: int) -> Forward:
         """One that begins now."""
-        return Forward(num_rows, monotonic(), process_time() - thread_time())
+        return Forward(num_rows, monotonic(), others_s=process_time() - thread_time())
 
-    def ended(self) -> Forward:
-        """The moment at which the host was through with it, and what others took meanwhile."""
-        now = Forward.of(self.num_rows)
-        return replace(now, others_s=now.others_s - self.others_s)
+    def end(self) -> None:
+        """The host is through with it."""
+        self.launched_s = monotonic()
+        self.others_s = process_time() - thread_time() - self.others_s
 
     def group_s(self, late_s: float, num_groups: int) -> float:
         """What a group took from it: nothing if the device was at work at `late_s`, long after the host."""
-        return 0.0 if self.at_s < late_s else self.others_s / num_groups
+        return 0.0 if self.launched_s < late_s else self.others_s / num_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +83,11 @@ class Offers:
         self._handing = handing
         self.head: list[Mark] = []
         """After each of the layers that are launched before the step is cut."""
+        self.first_s = 0.0
+        """When the first of them was launched."""
         self.is_set_out = False
-        self.is_unhurried = False
-        """Whether they wait until all layers are launched."""
+        self.due_s = 0.0
+        """Until when they may wait."""
         self._held: deque[Offer] = deque()
         self.given: list[tuple[Offer, int]] = []
         """With the numbers of their chunks."""
@@ -143,6 +150,7 @@ class Pipeline:
         if self._leaving and not self._layer_bytes.is_alike:
             self._stored.append(self._clock.mark())
         if self._is_head(layer):
+            self._offers.first_s = self._offers.first_s or monotonic()
             self._offers.head.append(self._clock.mark())
             return
         self._cut_head()
@@ -151,11 +159,7 @@ class Pipeline:
 
     def after_forward(self) -> None:
         """The layers of this rank are through; tokens are not sampled yet."""
-        begun, self._forward = self._forward, self._forward.ended()
-        if self._clock.is_late:
-            is_alone = not self._leaving or self._ends is None
-            launch_s = self._forward.at_s - begun.at_s if is_alone else None
-            self._handing.pace.launched(self._forward.num_rows, launch_s)
+        self._forward.end()
         self._cut_head()
         self._marks.append(self._clock.mark())
         self._offers.give_all()
@@ -197,43 +201,53 @@ class Pipeline:
         return [*groups, *drafts]
 
     def _note_dues(self, ends_s: Sequence[float]) -> None:
-        """What each layer of this step's chunks had to send, and from when on it could."""
-        first, last = self._layers
+        """What each layer of this step's chunks had to send and from when on it could, if somebody asks."""
         for offer, chunk in self._offers.given:
-            part, layers = offer.part, offer.layers
-            if layers[0] >= last:
-                continue  # a draft's, which is ready as a whole
-            step = (part.outgoing.order.num_tokens, part.tokens)
-            sent, states = self._layer_bytes.of_tokens(*step), self._layer_bytes.of_states(*step)
-            each = zip(ends_s, sent.tolist(), states.tolist(), strict=True)
-            dues = [Due(*due) for due in each][layers[0] - first : layers[1] - first]
-            part.outgoing.dues[chunk] = [due for due in dues if due.num_bytes]
+            if offer.layers[0] < self._layers[1]:  # a draft's is ready as a whole
+                offer.part.outgoing.dues[chunk] = partial(self._dues, offer.part, offer.layers, ends_s)
+
+    def _dues(self, part: Part, layers: Range, ends_s: Sequence[float]) -> list[Due]:
+        step, first = (part.outgoing.order.num_tokens, part.tokens), self._layers[0]
+        mine = slice(layers[0] - first, layers[1] - first)
+        sent = self._layer_bytes.of_tokens(*step)[mine].tolist()
+        states = self._layer_bytes.of_states(*step)[mine].tolist()
+        dues = (Due(*due) for due in zip(ends_s[mine], sent, states, strict=True))
+        return [due for due in dues if due.num_bytes]
 
     def _is_head(self, layer: int) -> bool:
-        """Whether a layer is launched before the step is cut; with the last of the first ones it sets out."""
+        """Whether a layer is launched before the step is cut: the first ones, or while the link can wait."""
         if not self._clock.is_late or not self._leaving or self._ends is not None:
             return False
         if layer < min(self._layers[0] + HEAD_LAYERS, self._layers[1] - 1):
             return True
         self._set_out()
-        return self._offers.is_unhurried
+        return monotonic() < self._offers.due_s
 
     def _set_out(self) -> None:
         """Begins the step's hand-overs, once, when enough layers are launched."""
         if self._offers.is_set_out or not self._leaving:
             return
         self._offers.is_set_out = True
+        launch_s = self._launch_s()
         for part in self._leaving:
             self._handing.begin(part.outgoing)
         self._await_grants()
-        self._offers.is_unhurried = self._clock.is_late and self._has_time()
+        if self._clock.is_late:
+            launched_s, due_s = monotonic() + launch_s, self._due_s()
+            self._offers.due_s = due_s if launched_s < due_s else 0.0
 
-    def _has_time(self) -> bool:
-        """Whether all can be copied while the device computes on after everything is launched."""
-        piped = [part for part in self._leaving if part.outgoing.order.is_pipelined]
-        times = self._times(piped)
-        launch_s = self._handing.pace.launch_s(self._forward.num_rows)
-        return launch_s + sum(times.transfer_s) < sum(times.compute_s)
+    def _launch_s(self) -> float:
+        """How long the host will take to launch what is left, at the speed of the first layers."""
+        offers, num_layers = self._offers, self._layers[1] - self._layers[0]
+        num_launched = len(offers.head)
+        if not num_launched:
+            return 0.0
+        return (monotonic() - offers.first_s) / num_launched * (num_layers - num_launched - 1)
+
+    def _due_s(self) -> float:
+        """When the link has to begin to be through with everything at the end of compute."""
+        times = self._times([part for part in self._leaving if part.outgoing.order.is_pipelined])
+        return self._forward.begun_s + sum(times.compute_s) - LINK_PART * sum(times.transfer_s) - LINK_S
 
     def _cut_head(self) -> None:
         """Cuts the step's layers, once, and holds the groups that were launched before."""
@@ -246,7 +260,7 @@ class Pipeline:
     def _await_grants(self) -> None:
         """Sleeps until the target answered, but no longer than the device is busy with the first layers."""
         head_s = len(self._offers.head) * self._handing.pace.compute(self._forward.num_rows).layer_s
-        limit_s = self._forward.at_s + min(head_s - SPARE_S, GRANT_S_MAX)
+        limit_s = self._forward.begun_s + min(head_s - SPARE_S, GRANT_S_MAX)
         for part in self._leaving:
             if (left_s := limit_s - monotonic()) > 0.0 and part.outgoing.order.is_pipelined:
                 part.outgoing.answered.wait(left_s)
@@ -290,7 +304,10 @@ class Pipeline:
             return whole
         times = self._times(piped)
         average = sum(len(part.work.tokens) for part in piped) // len(piped)
-        groups = self._cuts.of(policy, times, average, self._handing.pace.compute(self._forward.num_rows))
+        # What is computed by now can leave now, and not sooner.
+        lead_s = monotonic() - self._forward.begun_s if self._clock.is_late else 0.0
+        took = self._handing.pace.compute(self._forward.num_rows)
+        groups = self._cuts.of(policy, times, average, replace(took, lead_s=lead_s))
         if len(groups) == 1:
             reason = "there is one layer" if num_layers == 1 else "one group is done soonest"
             self.unpipelined = f"{policy}: {reason}"

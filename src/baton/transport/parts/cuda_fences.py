@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import threading
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
+
+from baton.transport.parts.lanes import Waiters
+
+_waiters = Waiters("cuda-fence")
+os.register_at_fork(after_in_child=_waiters.forget)
 
 
 class CudaEvent(Protocol):
@@ -33,11 +39,11 @@ class CudaFence:
         return self.event.query()
 
     def call_when_ready(self, callback: Callable[[], None]) -> None:
-        """Calls back now, or from a thread of this call's own."""
+        """Calls back now, or from a thread that waits for nothing else."""
         if self.event.query():
             callback()
         else:
-            threading.Thread(target=self._wait, args=(callback,), name="cuda-fence", daemon=True).start()
+            _waiters.put(partial(self._wait, callback))
 
     def _wait(self, callback: Callable[[], None]) -> None:
         self.event.synchronize()
