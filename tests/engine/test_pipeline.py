@@ -216,29 +216,14 @@ def test_while_the_link_can_wait_nothing_is_offered() -> None:
     ]
 
 
-def test_when_it_cannot_wait_longer_what_is_computed_is_offered() -> None:
-    layer_s = 0.2 / NUM_LAYERS
-    hands, clock, pipeline = granted(layer_s)
-    pipeline.before_forward(BATCH)
-    launch(pipeline, clock, 0, NUM_LAYERS - 2)
-    clock.compute(NUM_LAYERS - 3)
-    assert not hands.offers
-    sleep(layer_s * NUM_LAYERS)
-    launch(pipeline, clock, NUM_LAYERS - 2, NUM_LAYERS - 1)
-    assert len(hands.offers) == NUM_LAYERS - 3
-    launch(pipeline, clock, NUM_LAYERS - 1, NUM_LAYERS)
-    pipeline.after_forward()
-    assert hands.layers_offered == [(layer, layer + 1) for layer in range(NUM_LAYERS)]
-
-
 def test_a_slow_host_does_not_wait_until_it_is_too_late() -> None:
-    """At the speed of the first layers, launching will take as long as computing."""
+    """At the speed of the first layers, launching will take twice as long as computing."""
     layer_s = 0.05
     hands, clock, pipeline = granted(layer_s)
     pipeline.before_forward(BATCH)
     for layer in range(HEAD_LAYERS):
         launch(pipeline, clock, layer, layer + 1)
-        sleep(layer_s * 1.5)
+        sleep(layer_s * 2)
     clock.compute(HEAD_LAYERS)
     launch(pipeline, clock, HEAD_LAYERS, HEAD_LAYERS + 1)
     assert len(hands.offers) == HEAD_LAYERS

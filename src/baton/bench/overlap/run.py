@@ -29,6 +29,7 @@ NUM_LEARNING = 3
 """Hand-overs of a length before those that count: what policies measure on line has to be measured."""
 
 
+FLOOR = "compute-only"
 REST_S = 0.3
 """How long a GPU rests before each request: its clock falls with the power that the requests before took."""
 NUM_COMPARED = 8
@@ -144,14 +145,23 @@ def _measure(meter: Meter, case: Case, options: Options, tell: Callable[[str], N
         tell(
             f"{case.num_tokens} tokens, {link_text(case.link_bytes_per_s)}: {index + 1} of {options.repeats}"
         )
-        rest_s = REST_S if options.device != "cpu" else 0.0
-        time.sleep(rest_s)
-        floor = meter.compute(case.num_tokens)
-        for policy, found in rounds.items():
-            time.sleep(rest_s)
-            told = meter.hand_over(case.num_tokens, policy)
-            found.append(Round(told, floor.prompt_s - floor.begun_s))
+        for policy, each in _round(meter, case.num_tokens, options, index).items():
+            rounds[policy].append(each)
     return rows_of(case, rounds, OFF)
+
+
+def _round(meter: Meter, num_tokens: int, options: Options, index: int) -> dict[str, Round]:
+    """Every policy and compute-only once, in an order that is another one each time: a GPU's clock drifts."""
+    floor_s, told = 0.0, {}
+    each = [FLOOR, *options.runs]
+    turn = index % len(each)
+    for policy in each[turn:] + each[:turn]:
+        time.sleep(REST_S if options.device != "cpu" else 0.0)
+        if policy == FLOOR:
+            floor_s = _compute_s(meter.compute(num_tokens))
+        else:
+            told[policy] = meter.hand_over(num_tokens, policy)
+    return {policy: Round(found, floor_s) for policy, found in told.items()}
 
 
 def _start(options: Options, speed: float, stack: ExitStack) -> Meter:

@@ -6,7 +6,8 @@ has it back before another thread is awake. So on a device
 
 - hand-overs are begun when the step's first layers are launched, and their grants are waited for as long as
   the device has enough to compute,
-- where the link will have time enough when all layers are launched, nothing is cut or offered before,
+- where the link will have time enough when all layers are launched, or nearly, nothing is cut or offered
+  before,
 - else a group is offered when it is computed: earlier nothing could be copied.
 """
 
@@ -39,6 +40,8 @@ SPARE_S = 0.002
 """What the device is to have before it when the host goes on."""
 LINK_PART, LINK_S = 1.15, 0.001
 """A transfer is expected to take so many times what is predicted, and so much longer."""
+HURRY_PART = 0.2
+"""What launching is expected to take longer by where groups leave meanwhile."""
 GRANT_S_MAX = 0.008
 
 
@@ -86,8 +89,8 @@ class Offers:
         self.first_s = 0.0
         """When the first of them was launched."""
         self.is_set_out = False
-        self.due_s = 0.0
-        """Until when they may wait."""
+        self.is_waiting = False
+        """Whether they wait until all layers are launched."""
         self._held: deque[Offer] = deque()
         self.given: list[tuple[Offer, int]] = []
         """With the numbers of their chunks."""
@@ -215,13 +218,13 @@ class Pipeline:
         return [due for due in dues if due.num_bytes]
 
     def _is_head(self, layer: int) -> bool:
-        """Whether a layer is launched before the step is cut: the first ones, or while the link can wait."""
+        """Whether a layer is launched before the step is cut: the first ones, or all if the link can wait."""
         if not self._clock.is_late or not self._leaving or self._ends is not None:
             return False
         if layer < min(self._layers[0] + HEAD_LAYERS, self._layers[1] - 1):
             return True
         self._set_out()
-        return monotonic() < self._offers.due_s
+        return self._offers.is_waiting
 
     def _set_out(self) -> None:
         """Begins the step's hand-overs, once, when enough layers are launched."""
@@ -233,8 +236,8 @@ class Pipeline:
             self._handing.begin(part.outgoing)
         self._await_grants()
         if self._clock.is_late:
-            launched_s, due_s = monotonic() + launch_s, self._due_s()
-            self._offers.due_s = due_s if launched_s < due_s else 0.0
+            whole_s = monotonic() + launch_s - self._forward.begun_s
+            self._offers.is_waiting = whole_s < self._slack_s() + HURRY_PART * whole_s
 
     def _launch_s(self) -> float:
         """How long the host will take to launch what is left, at the speed of the first layers."""
@@ -244,10 +247,10 @@ class Pipeline:
             return 0.0
         return (monotonic() - offers.first_s) / num_launched * (num_layers - num_launched - 1)
 
-    def _due_s(self) -> float:
-        """When the link has to begin to be through with everything at the end of compute."""
+    def _slack_s(self) -> float:
+        """How long the link can wait, from the begin of the forward on, and be through at its end."""
         times = self._times([part for part in self._leaving if part.outgoing.order.is_pipelined])
-        return self._forward.begun_s + sum(times.compute_s) - LINK_PART * sum(times.transfer_s) - LINK_S
+        return sum(times.compute_s) - LINK_PART * sum(times.transfer_s) - LINK_S
 
     def _cut_head(self) -> None:
         """Cuts the step's layers, once, and holds the groups that were launched before."""
