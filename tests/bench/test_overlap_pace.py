@@ -92,6 +92,18 @@ def test_a_slow_first_time_is_forgotten() -> None:
     assert pace.link(1)[1] == pytest.approx(1e-9, rel=0.1)
 
 
+def test_the_least_time_of_a_layer_is_that_of_steps_which_nothing_held_up() -> None:
+    pace = Pace()
+    for layer_s in (3e-3, 1e-3, 2e-3, 1.5e-3, 4e-3):
+        pace.computed(1024, Took(layer_s, 0.0))
+    assert 1e-3 <= pace.compute(1024).least_s < 1.3e-3
+    for _ in range(100):
+        pace.computed(1024, Took(2e-3, 0.0))
+    assert pace.compute(1024).least_s == pytest.approx(2e-3, rel=0.02), (
+        "a machine that got slower is believed"
+    )
+
+
 def test_nothing_is_cut_that_could_not_leave_sooner() -> None:
     layer_s, lead = 1e-3, 12
     times = LayerTimes((layer_s,) * NUM_LAYERS, (0.42 * layer_s,) * NUM_LAYERS, 0.1 * layer_s)

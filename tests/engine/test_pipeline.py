@@ -229,6 +229,22 @@ def test_a_slow_host_does_not_wait_until_it_is_too_late() -> None:
     assert len(hands.offers) == HEAD_LAYERS
 
 
+def test_a_host_that_gets_slow_stops_waiting() -> None:
+    layer_s = 0.05
+    hands, clock, pipeline = granted(layer_s)
+    pipeline.before_forward(BATCH)
+    launch(pipeline, clock, 0, HEAD_LAYERS + 1)
+    clock.compute(HEAD_LAYERS + 1)
+    launch(pipeline, clock, HEAD_LAYERS + 1, HEAD_LAYERS + 2)
+    assert not hands.offers
+    sleep(layer_s * NUM_LAYERS)
+    launch(pipeline, clock, HEAD_LAYERS + 2, HEAD_LAYERS + 3)
+    assert len(hands.offers) == HEAD_LAYERS + 1
+    launch(pipeline, clock, HEAD_LAYERS + 3, NUM_LAYERS)
+    pipeline.after_forward()
+    assert hands.layers_offered == [(layer, layer + 1) for layer in range(NUM_LAYERS)]
+
+
 def test_a_transfer_that_takes_as_long_as_compute_is_not_kept_waiting() -> None:
     hands, clock, pipeline = granted(10.0)
     num_bytes = NUM_LAYERS * NUM_TOKENS * 8 * 2 * 4

@@ -36,6 +36,8 @@ GUESS_PART = 1 / 60
 """Of what groups take, at the most."""
 LATENCY_WEIGHT = 0.2
 """Of the guess that there is no latency: where all groups found the link idle, what they took is overhead."""
+RISE = 0.05
+"""How much a longer time counts against the least of late."""
 SLOWER_MAX = 2.0
 """What was measured before counts for no more than so many times what is measured now: the first steps load
 kernels and the first copies map memory, and nothing is slower for having been so once."""
@@ -118,6 +120,8 @@ class Took:
     """What each group took from the forward itself; None: that is not known."""
     lead_s: float = 0.0
     """From its begin on nothing leaves for so long."""
+    least_s: float = 0.0
+    """Seconds of a layer where nothing holds the step up: the least of late."""
 
 
 class Pace:
@@ -133,7 +137,8 @@ class Pace:
     def computed(self, num_rows: int, took: Took) -> None:
         """What a step of so many rows took."""
         bucket, num_rows = _bucket(num_rows), max(1, num_rows)
-        found = Took(took.layer_s / num_rows, took.rest_s / num_rows, group_s=took.group_s)
+        layer_s = took.layer_s / num_rows
+        found = Took(layer_s, took.rest_s / num_rows, group_s=took.group_s, least_s=layer_s)
         before = self._compute.get(bucket)
         if before is None or before.layer_s <= 0.0:
             self._compute[bucket] = replace(found, spread=SPREAD_DEFAULT)
@@ -145,6 +150,7 @@ class Pace:
             KEEP * before.rest_s + (1 - KEEP) * found.rest_s,
             KEEP * before.spread + (1 - KEEP) * missed,
             _mean(before.group_s, found.group_s),
+            least_s=min(layer_s, RISE * layer_s + (1 - RISE) * before.least_s),
         )
 
     def sent(self, session: int, copies: Sequence[CopyRecord], ready_s: Mapping[int, float]) -> None:
@@ -176,12 +182,13 @@ class Pace:
     def compute(self, num_rows: int) -> Took:
         """What a step of so many rows will take."""
         if not self._compute:
-            return Took(LAYER_S_DEFAULT, 0.0, SPREAD_DEFAULT)
+            return Took(LAYER_S_DEFAULT, 0.0, SPREAD_DEFAULT, least_s=LAYER_S_DEFAULT)
         bucket, num_rows = _bucket(num_rows), max(1, num_rows)
         nearest = self._compute[min(self._compute, key=lambda known: abs(known - bucket))]
         layer_s = nearest.layer_s * num_rows
         rest_s = min(layer_s, nearest.rest_s * num_rows)
-        return Took(layer_s, rest_s, nearest.spread, nearest.group_s)
+        least_s = nearest.least_s * num_rows
+        return Took(layer_s, rest_s, nearest.spread, nearest.group_s, least_s=least_s)
 
     def link(self, session: int) -> tuple[float, float]:
         """Overhead per group and seconds per byte of a session's link; of the last one for a new session."""

@@ -40,8 +40,8 @@ SPARE_S = 0.002
 """What the device is to have before it when the host goes on."""
 LINK_PART, LINK_S = 1.15, 0.001
 """A transfer is expected to take so many times what is predicted, and so much longer."""
-HURRY_PART = 0.2
-"""What launching is expected to take longer by where groups leave meanwhile."""
+HURRY_PART = 0.1
+"""What launching is expected to take longer by, at the least, where groups leave meanwhile."""
 GRANT_S_MAX = 0.008
 
 
@@ -87,10 +87,10 @@ class Offers:
         self.head: list[Mark] = []
         """After each of the layers that are launched before the step is cut."""
         self.first_s = 0.0
-        """When the first of them was launched."""
+        """When the first of them was launched, had nobody waited for grants since."""
         self.is_set_out = False
-        self.is_waiting = False
-        """Whether they wait until all layers are launched."""
+        self.slack_s = 0.0
+        """For how long they may wait, from the begin of the forward on."""
         self._held: deque[Offer] = deque()
         self.given: list[tuple[Offer, int]] = []
         """With the numbers of their chunks."""
@@ -224,33 +224,36 @@ class Pipeline:
         if layer < min(self._layers[0] + HEAD_LAYERS, self._layers[1] - 1):
             return True
         self._set_out()
-        return self._offers.is_waiting
+        return self._can_wait()
 
     def _set_out(self) -> None:
         """Begins the step's hand-overs, once, when enough layers are launched."""
         if self._offers.is_set_out or not self._leaving:
             return
         self._offers.is_set_out = True
-        launch_s = self._launch_s()
         for part in self._leaving:
             self._handing.begin(part.outgoing)
+        start_s = monotonic()
         self._await_grants()
+        self._offers.first_s += monotonic() - start_s
         if self._clock.is_late:
-            whole_s = monotonic() + launch_s - self._forward.begun_s
-            self._offers.is_waiting = whole_s < self._slack_s() + HURRY_PART * whole_s
+            self._offers.slack_s = self._slack_s()
 
-    def _launch_s(self) -> float:
-        """How long the host will take to launch what is left, at the speed of the first layers."""
-        offers, num_layers = self._offers, self._layers[1] - self._layers[0]
-        num_launched = len(offers.head)
+    def _can_wait(self) -> bool:
+        """Whether the link can wait until all layers are launched, which will be at the speed of the last."""
+        offers, num_launched, now_s = self._offers, len(self._offers.head), monotonic()
         if not num_launched:
-            return 0.0
-        return (monotonic() - offers.first_s) / num_launched * (num_layers - num_launched - 1)
+            return False
+        num_left = self._layers[1] - self._layers[0] - num_launched - 1
+        launched_s = now_s + (now_s - offers.first_s) / num_launched * num_left - self._forward.begun_s
+        return launched_s * (1 - HURRY_PART) < offers.slack_s
 
     def _slack_s(self) -> float:
         """How long the link can wait, from the begin of the forward on, and be through at its end."""
         times = self._times([part for part in self._leaving if part.outgoing.order.is_pipelined])
-        return sum(times.compute_s) - LINK_PART * sum(times.transfer_s) - LINK_S
+        took = self._handing.pace.compute(self._forward.num_rows)
+        compute_s = took.least_s * times.num_layers - took.rest_s
+        return compute_s - LINK_PART * sum(times.transfer_s) - LINK_S
 
     def _cut_head(self) -> None:
         """Cuts the step's layers, once, and holds the groups that were launched before."""
