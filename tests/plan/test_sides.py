@@ -22,6 +22,7 @@ from baton.plan.kinds import Latent, Paged, Recurrent
 from baton.plan.layout import parse_layout
 from baton.plan.ownership import Spec
 from baton.plan.packing import ALWAYS_PACK, NEVER_PACK, PackCost
+from baton.plan.parts import Part
 from baton.plan.planner import plan
 from baton.plan.prompt import Chunk, Prompt, resolve
 from baton.plan.routes import Plan
@@ -47,7 +48,7 @@ from baton.plan.sides import (
     target_steps,
     writable,
 )
-from baton.plan.stencils import SPANS_MAX
+from baton.plan.stencils import SPANS_MAX, Strip
 from baton.plan.steps import STAGING, Copy, Pack, Spans, Step, Unpack
 from baton.plan.storage import parse_storage
 from baton.plan.tokens import set_runs
@@ -309,6 +310,30 @@ def test_copies_found_the_short_way_are_those_of_the_long_one(world: World) -> N
                 assert found is not None
                 assert [plain(step) for step in found[0]] == [plain(s) for s in source_steps(parts, DIRECT)]
                 assert found[1] == part_bytes(parts)
+
+
+def test_groups_of_layers_are_cut_from_one_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an engine cuts is another place each time; finding the spans of its tokens anew would cost."""
+    made: list[int] = []
+    strip_of = Strip.of
+
+    def counted(part: Part, giver: str, taker: str) -> Strip:
+        made.append(part.num_layers)
+        return strip_of(part, giver, taker)
+
+    monkeypatch.setattr(Strip, "of", staticmethod(counted))
+    cache = make_cache(8, (Paged(2, 4), ((0, 8),)))
+    storage = parse_storage("hnd", 16, "bf16").with_pages(dict.fromkeys(cache.groups, 64))
+    spec, prompt, ids = Spec(parse_layout("tp1"), cache, storage), Prompt(100), np.arange(7)
+    found = plan(spec, spec)
+    tables = Tables({0: dict.fromkeys(cache.groups, ids)}, {0: dict.fromkeys(cache.groups, ids[::-1])})
+    groups = ((0, 8), (0, 5), (5, 7), (7, 8), (2, 3))
+    for layers in groups:
+        chunk = Chunk(layers, (0, 100))
+        copies, num_bytes = direct_copies(found, prompt, tables, chunk, (0, 0)) or ([], {})
+        assert sum(copy.spans.num_bytes for copy in copies) == sum(num_bytes.values())
+        assert num_bytes == dict.fromkeys(("k", "v"), (layers[1] - layers[0]) * 100 * 2 * 4 * 2)
+    assert made == [8, 8], "K and V, once for all groups"
 
 
 def test_large_chunks_are_left_to_the_long_way() -> None:

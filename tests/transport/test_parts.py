@@ -1,6 +1,9 @@
 """The parts that transports are made of, against plain loops."""
 
+import threading
+import time
 from dataclasses import replace
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from baton.transport.parts import copying
 from baton.transport.parts.buffers import memory_of
 from baton.transport.parts.copying import copy_spans
 from baton.transport.parts.grants import Grants, overlap
+from baton.transport.parts.lanes import Waiters
 from baton.transport.parts.spans import are_inside, coalesce, cut, lots, split
 
 SIZE = 200
@@ -190,3 +194,48 @@ def test_unknown_names_and_options_are_refused():
     with pytest.raises(ConfigError, match="no option 'speed'"):
         open_transport("memory", speed=3)
     assert "memory" in transport_names()
+
+
+def test_threads_that_waited_wait_again() -> None:
+    waiters, done = Waiters("waiter"), SimpleQueue[int]()
+    for _ in range(5):
+        waiters.put(lambda: done.put(threading.get_ident()))
+        first = done.get(timeout=10)
+        # It is idle a moment after it is done.
+        limit_s = time.monotonic() + 10
+        while not waiters.num_idle and time.monotonic() < limit_s:
+            time.sleep(0.001)
+    assert done.empty()
+    gate = threading.Event()
+
+    def wait() -> None:
+        gate.wait(10)
+        done.put(threading.get_ident())
+
+    for _ in range(3):
+        waiters.put(wait)
+    gate.set()
+    found = {done.get(timeout=10) for _ in range(3)}
+    assert len(found) == 3, "who waits holds nobody up"
+    assert first in found
+
+
+def test_a_thread_whose_wait_fails_is_not_given_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = SimpleQueue[object]()
+    monkeypatch.setattr(threading, "excepthook", failed.put)
+    waiters, done = Waiters("waiter"), SimpleQueue[bool]()
+    for _ in range(3):
+        waiters.put(lambda: 1 // 0)
+        failed.get(timeout=10)
+        waiters.put(lambda: done.put(True))
+        assert done.get(timeout=10)
+
+
+def test_a_forked_child_has_no_threads_to_wait_with() -> None:
+    waiters, done = Waiters("waiter"), SimpleQueue[bool]()
+    waiters.put(lambda: done.put(True))
+    assert done.get(timeout=10)
+    waiters.forget()
+    assert waiters.num_idle == 0
+    waiters.put(lambda: done.put(True))
+    assert done.get(timeout=10)

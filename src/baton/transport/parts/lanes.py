@@ -40,6 +40,11 @@ class Waiters:
         self._name = name
         self._idle: list[Lane] = []
 
+    @property
+    def num_idle(self) -> int:
+        """Threads that wait for nothing."""
+        return len(self._idle)
+
     def put(self, action: Callable[[], None]) -> None:
         """Does something on a thread that does nothing else meanwhile; where it raises, that thread ends."""
         try:
