@@ -240,7 +240,7 @@ class Pipeline:
             self._offers.slack_s = self._slack_s()
 
     def _can_wait(self) -> bool:
-        """Whether the link can wait until all layers are launched, which will be at the speed of the last."""
+        """Whether the link can wait until all layers are launched, if that goes on at the speed so far."""
         offers, num_launched, now_s = self._offers, len(self._offers.head), monotonic()
         if not num_launched:
             return False
