@@ -26,7 +26,8 @@ NUM_SLOTS, NUM_ROUNDS = 50, 10
 def fleet() -> Iterator[Fleet]:
     segments = shared_segments()
     scene = replace(scene_of("shm", 0.0), num_tokens=64, num_slots=NUM_SLOTS)
-    with Fleet(scene, TIMINGS) as found:
+    # Ranks that grind on their own may be seconds apart, on two slow cores: that is no failure.
+    with Fleet(scene, replace(TIMINGS, progress_s=15.0)) as found:
         pids = [rank.child.pid for side in found.sides.values() for rank in side]
         yield found
     assert not [pid for pid in pids if is_alive(pid)]
