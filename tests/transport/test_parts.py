@@ -1,5 +1,7 @@
 """The parts that transports are made of, against plain loops."""
 
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -231,11 +233,29 @@ def test_a_thread_whose_wait_fails_is_not_given_another(monkeypatch: pytest.Monk
         assert done.get(timeout=10)
 
 
-def test_a_forked_child_has_no_threads_to_wait_with() -> None:
-    waiters, done = Waiters("waiter"), SimpleQueue[bool]()
-    waiters.put(lambda: done.put(True))
-    assert done.get(timeout=10)
-    waiters.forget()
-    assert waiters.num_idle == 0
-    waiters.put(lambda: done.put(True))
-    assert done.get(timeout=10)
+FORKING = """
+import os, threading, time
+from baton.transport.parts.cuda_fences import CudaFence
+
+class Event:
+    def query(self):
+        return False
+    def synchronize(self):
+        pass
+
+def is_called_back():
+    called = threading.Event()
+    CudaFence(Event()).call_when_ready(called.set)
+    return called.wait(10)
+
+assert is_called_back()
+time.sleep(0.5)  # until its thread is idle, and kept
+if (pid := os.fork()) == 0:
+    os._exit(0 if is_called_back() else 1)
+assert os.waitpid(pid, 0)[1] == 0, "the child gave its wait to a thread that it does not have"
+"""
+
+
+def test_a_forked_child_waits_with_threads_of_its_own() -> None:
+    found = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
