@@ -12,7 +12,7 @@ BIN := .venv/bin
 # The work is many small arrays: a thread pool per process only gets in the way.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo serve test faults engine serving load check sim bench docs
+.PHONY: help setup demo serve test faults engine hybrids serving load check sim bench docs
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,8 +43,15 @@ test: .venv/.extras  ## all tests
 faults: .venv/.extras  ## kill and stop rank processes at every stage, over shm and tcp
 	$(BIN)/pytest -q -rs -m slow
 
+# Models with more than K and V have a target of their own, so that each of the two takes minutes.
+HYBRIDS := $(addprefix tests/engine/,$(addsuffix .py,parallel/test_recurrent \
+	$(addprefix e2e/test_,recurrent drafts windowed sparse state_slots)))
+
 engine: .venv/.extras  ## every layout pair, family and transport through a real model, against transformers
-	$(BIN)/pytest -q -rs -n $(JOBS) --dist loadfile -m engine
+	$(BIN)/pytest -q -rs -n $(JOBS) --dist loadfile -m engine $(addprefix --ignore=,$(HYBRIDS))
+
+hybrids: .venv/.extras  ## the same for windows, recurrent state, sparse index and drafts
+	$(BIN)/pytest -q -rs -n $(JOBS) --dist loadfile -m engine $(HYBRIDS)
 
 serving: .venv/.extras  ## servers and routers as real processes, with stock clients and a stock router
 	$(BIN)/pytest -q -rs -n $(JOBS) --dist loadfile -m serve

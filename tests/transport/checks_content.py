@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -18,7 +19,7 @@ from tests.transport.contract import (
     spans_of,
 )
 
-from baton.transport import NOW, Batch, Ticket
+from baton.transport import NOW, Batch, Done, HostFence, Ticket
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -53,6 +54,23 @@ def content_of_equal_spans(world: World) -> None:
         expected = np.zeros(link.region.num_bytes, dtype=np.uint8)
         apply(spans, world.source.buffers[source.number], expected)
         assert np.array_equal(link.content(), expected), f"spans of {length} bytes"
+
+
+@check(Lie("Antedates"), Lie("Postdates"))
+def done_says_when(world: World) -> None:
+    """When the bytes were there: after the fence was ready, and not after it is said."""
+    source = world.source.load(MIB, 2)
+    link = world.link(world.target(), MIB)
+    expect_done(world.source, [link.send(source, one_span(MIB))])
+    for _ in range(3):
+        fence = HostFence()
+        ticket = link.send(source, one_span(MIB), fence=fence)
+        time.sleep(0.05)
+        ready_s = time.monotonic()
+        fence.set()
+        done = completions(world.source, [ticket])[ticket]
+        assert isinstance(done, Done), done
+        assert ready_s <= done.at_s <= time.monotonic()
 
 
 @check(Lie("DropsLast"))

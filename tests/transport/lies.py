@@ -177,6 +177,26 @@ class CallsUnknownQuiet(Liar):
         ]
 
 
+class Antedates(Liar):
+    """Says that bytes were there sooner than they were."""
+
+    def poll(self) -> list[Event]:
+        return [
+            Done(event.ticket, event.at_s - 0.04) if isinstance(event, Done) else event
+            for event in self.inner.poll()
+        ]
+
+
+class Postdates(Liar):
+    """Says that bytes will have been there."""
+
+    def poll(self) -> list[Event]:
+        return [
+            Done(event.ticket, event.at_s + 0.5) if isinstance(event, Done) else event
+            for event in self.inner.poll()
+        ]
+
+
 class SaysTwice(Liar):
     """Reports a completion a second time."""
 

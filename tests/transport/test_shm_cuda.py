@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -44,11 +46,13 @@ class HostStream:
     def __init__(self, *, has_batches: bool) -> None:
         self.has_batches = has_batches
         self.num_batches = 0
+        self.were_slept_for: list[bool] = []
 
-    def copy(self, spans: Spans, source: Any, target: Any) -> bool:
+    def copy(self, spans: Spans, source: int, target: int) -> bool:
         self.num_batches += self.has_batches
         if self.has_batches:
-            apply(spans, source.numpy(), target.numpy())
+            for read, write, length in zip(spans.source, spans.target, spans.length, strict=True):
+                ctypes.memmove(target + int(write), source + int(read), int(length))
         return self.has_batches
 
     def enter(self) -> None:
@@ -57,11 +61,25 @@ class HostStream:
     def wait(self, event: Any) -> None:
         event.synchronize()
 
-    def record(self) -> HostStream:
+    def record(self, *, is_slept_for: bool) -> HostStream:
+        self.were_slept_for.append(is_slept_for)
         return self
 
     def synchronize(self) -> None:
         return
+
+
+class PassedEvent:
+    """An event that has come, and who waited for it."""
+
+    def __init__(self) -> None:
+        self.waiters: list[str] = []
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        self.waiters.append(threading.current_thread().name)
 
 
 class HostDevice:
@@ -96,7 +114,7 @@ class HostDevice:
 
 
 class BrokenStream(HostStream):
-    def record(self) -> HostStream:
+    def record(self, *, is_slept_for: bool) -> HostStream:
         raise RuntimeError("out of order")
 
 
@@ -189,6 +207,23 @@ def test_content_through_streams(name: str, has_batches: bool):
         assert [device.num_pinned for device in devices] == [1, 1]
         assert [device.num_batches > 0 for device in devices] == [has_batches and name in LONG] * 2
     assert [device.num_pinned for device in devices] == [0, 0]
+
+
+def test_short_copies_are_spun_for_once_they_are_computed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(streams, "SHORT_BYTES", 1 << 15)
+    device, fence = HostDevice(has_batches=True), PassedEvent()
+    with paired(stand_in(device), stand_in(HostDevice())) as pair:
+        loaded = pair.source.register(noise())
+        region = pair.target.register(torch.zeros(MIB, dtype=torch.uint8))
+        peer, _ = pair.connect(region)
+        for spans in (one_span(1 << 16), one_span(1 << 15), one_span(1 << 14)):
+            batch = Batch(loaded, region.remote, spans)
+            ticket = pair.source.submit(peer, batch, CudaFence(fence))
+            assert pair.outcome() == Done(ticket)
+    slept_for = [each for stream in device.streams for each in stream.were_slept_for]
+    # The last one is too short to be a copy of its own.
+    assert sorted(slept_for) == [False, True, True]
+    assert [name for name in fence.waiters if name.startswith("shm-staged")] == ["shm-staged-cpu"]
 
 
 @pytest.mark.parametrize("side", ["source", "target"])

@@ -137,7 +137,9 @@ def check_on_time(make: Open, stack: ExitStack) -> None:
     clock.advance(10.0)
     idle = link.send(source, one_span(MIB))
     assert events_at(transport, clock, 11.499) == [], "early"
-    assert events_at(transport, clock, 11.5) == [Done(idle)]
+    (done,) = events_at(transport, clock, 11.5)
+    assert done == Done(idle)
+    assert done.at_s == 11.5
 
 
 def test_done_is_on_time(stack: ExitStack):
@@ -171,7 +173,9 @@ def check_done_is_true(make: Open, stack: ExitStack) -> None:
     assert events_at(transport, clock, 5.0) == [], "Done, and not there"
     assert not link.content().any()
     inner_clock.advance(4.0)
-    assert wait_for_events(transport, 5.0) == [Done(ticket)]
+    (done,) = wait_for_events(transport, 5.0)
+    assert done == Done(ticket)
+    assert done.at_s == 5.0, "it was due before it was there"
     assert np.array_equal(link.content()[:MIB], link.source.buffers[source.number])
 
 

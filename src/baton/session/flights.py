@@ -265,6 +265,7 @@ class Flights:
             if flight.is_off:
                 return
             batch = self._batch(way, copy, staged_at, landed_at)
+            submitted_s = self.rank.ports.now()
             try:
                 ticket = self.rank.transport.submit(
                     way.peer, batch, fence, deadline_s=self.rank.config.timings.copy_s
@@ -273,9 +274,8 @@ class Flights:
                 self._spoil(flight, self.rank.cause(Why.COPY_FAILED, Stage.COPY, str(error)))
                 return
             way.num_tickets += 1
-            flight.tickets[ticket.number] = Leg(
-                way, load.target_rank, batch.spans.num_bytes, self.rank.ports.now()
-            )
+            leg = Leg(way, load.target_rank, batch.spans.num_bytes, submitted_s)
+            flight.tickets[ticket.number] = leg
             self.tickets[ticket.number] = (found, flight)
 
     def _batch(self, way: Way, copy: Copy, staged_at: int, landed_at: int) -> Batch:
@@ -292,13 +292,14 @@ class Flights:
         leg = flight.tickets.pop(event.ticket.number)
         way = leg.way
         way.num_tickets -= 1
+        at_s = event.at_s if isinstance(event, Done) else 0.0
         found.handle.copies.append(
             Copied(
                 leg.target_rank,
                 flight.index,
                 leg.num_bytes,
                 leg.submitted_s,
-                self.rank.ports.now(),
+                at_s or self.rank.ports.now(),
                 isinstance(event, Done),
             )
         )

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from enum import Enum
 from typing import Any, Protocol, Self, TypeAlias
 
@@ -214,6 +214,8 @@ class Done:
     """The bytes of the batch are in the registered target buffer."""
 
     ticket: Ticket
+    at_s: float = field(default=0.0, compare=False)
+    """When the transport knew, on the monotonic clock or that of its wrapper; 0: it does not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,7 +73,7 @@ class Grants:
                 merged = self._merged[region] = self._merge(region)
         if not len(merged.start):
             return not len(start)
-        at = np.searchsorted(merged.start, start, side="right") - 1
+        at = merged.start.searchsorted(start, side="right") - 1
         stop = merged.start + merged.length
         return bool((at >= 0).all() and (start + length <= stop[at]).all())
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.errors import TransportError
-from baton.transport.base import Batch, Bytes, Completion, FailedQuiet, Peer, Ticket
+from baton.transport.base import Batch, Bytes, Completion, Done, FailedQuiet, Peer, Ticket
 from baton.transport.parts.mailbox import Mailbox
 from baton.transport.parts.regions import Regions
 from baton.transport.parts.spans import check_spans
@@ -110,6 +111,8 @@ class Tickets:
                 return
             job.stage = Stage.ENDED
             del self._jobs[job.ticket.number]
+        if isinstance(completion, Done):
+            completion = Done(job.ticket, time.monotonic())
         self.regions.leave(job.batch.source.number)
         self.mailbox.put(completion)
 

@@ -195,7 +195,7 @@ class Faulty(Passing):
             case FailedQuiet(_, cause):
                 self._give_up(flight, flight.verdict or FailedQuiet(flight.ticket, cause))
             case Done(part) if part != flight.head:
-                self._give_up(flight, Done(flight.ticket))
+                self._give_up(flight, Done(flight.ticket, self.known_s(event)))
             case Done() if flight.verdict is None:
                 self._strike(flight)
             case Done():

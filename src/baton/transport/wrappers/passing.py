@@ -17,6 +17,7 @@ from baton.transport.base import (
     Capabilities,
     Counters,
     Description,
+    Done,
     Event,
     Fence,
     Invitation,
@@ -147,6 +148,10 @@ class Passing(ABC):
         with self.lock:
             self.end_held(None, "the transport was closed")
         self.mailbox.close()
+
+    def known_s(self, event: Done) -> float:
+        """When the inner transport knew, on this wrapper's clock."""
+        return event.at_s if event.at_s and self.time is self._system else self.time.now_s()
 
     def hear_all(self) -> None:
         """Takes what the inner transport has to say."""

@@ -77,6 +77,7 @@ class _Load(Parcel):
     peer: Peer
     road: _Road | None = None
     """Where it crosses; none before its fence is ready."""
+    arrived_s: float = 0.0
     is_due: bool = False
     is_cancelled: bool = False
 
@@ -161,7 +162,7 @@ class Throttled(Passing):
             self._forget(load)
             self.mailbox.put(event)
             return
-        load.has_arrived = True
+        load.has_arrived, load.arrived_s = True, self.known_s(event)
         if load.is_cancelled:
             self._fail(load, CANCELLED)
         elif load.is_due:
@@ -227,7 +228,8 @@ class Throttled(Passing):
 
     def _finish(self, load: _Load) -> None:
         del self.loads[load.ticket]
-        self.mailbox.put(Done(load.ticket))
+        due_s = load.crossed_s + self.config.latency_s
+        self.mailbox.put(Done(load.ticket, max(due_s, load.arrived_s)))
 
     def _fail(self, load: _Load, cause: str) -> None:
         self._forget(load)

@@ -8,11 +8,11 @@ from functools import cache
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-Addresses: TypeAlias = NDArray[np.int64]
-BatchCopy: TypeAlias = Callable[[Addresses, Addresses, Addresses, int], int]
-"""Of where to, where from, how long and the stream: the driver's error, 0 if there is none."""
+from baton.plan.steps import Spans
+
+BatchCopy: TypeAlias = Callable[[Spans, int, int, int], int]
+"""Of spans, where source and target begin, and the stream: the driver's error, 0 if there is none."""
 
 _DRIVER = "libcuda.so.1"
 _IN_STREAM_ORDER = 1
@@ -49,12 +49,16 @@ def _call(function: Any, *, has_failed_index: bool) -> BatchCopy:
     attributes = _Attributes(source_order=_IN_STREAM_ORDER, flags=_BESIDE_COMPUTE)
     first = ctypes.c_size_t(0)
 
-    def copy(targets: Addresses, sources: Addresses, lengths: Addresses, stream: int) -> int:
-        arrays = [np.ascontiguousarray(each, dtype=np.int64) for each in (targets, sources, lengths)]
+    def copy(spans: Spans, source: int, target: int, stream: int) -> int:
+        rows = np.empty((3, len(spans)), dtype=np.int64)
+        np.add(spans.target, target, out=rows[0])
+        np.add(spans.source, source, out=rows[1])
+        rows[2] = spans.length
+        first_row, row_bytes = rows.ctypes.data, rows.strides[0]
         failed = ctypes.c_size_t(0)
         code: int = function(
-            *(ctypes.c_void_p(each.ctypes.data) for each in arrays),
-            ctypes.c_size_t(len(lengths)),
+            *(ctypes.c_void_p(first_row + index * row_bytes) for index in range(3)),
+            ctypes.c_size_t(len(spans)),
             ctypes.byref(attributes),
             ctypes.byref(first),
             ctypes.c_size_t(1),

@@ -39,21 +39,20 @@ class CudaStream:
         """Lets what follows wait for an event."""
         self._stream.wait_event(event)
 
-    def copy(self, spans: Spans, source: Tensor, target: Tensor) -> bool:
+    def copy(self, spans: Spans, source: int, target: int) -> bool:
         """Has the copy engines take one span after another, all by one call, if the driver can do that."""
         if self._copy_batch is None:
             return False
-        reads, writes = spans.source + source.data_ptr(), spans.target + target.data_ptr()
-        error = self._copy_batch(writes, reads, spans.length, self._stream.cuda_stream)
+        error = self._copy_batch(spans, source, target, self._stream.cuda_stream)
         if error:
             # It would refuse the next one too; whether the device is lost, the kernels will show.
             log.warning("the driver copies no batches (error %d): spans go by kernels from now on", error)
             self._copy_batch = None
         return not error
 
-    def record(self) -> Event:
-        """An event that is slept for, not spun for."""
-        event: Event = _cuda.Event(blocking=True)
+    def record(self, *, is_slept_for: bool) -> Event:
+        """An event after what was begun so far."""
+        event: Event = _cuda.Event(blocking=is_slept_for)
         self._stream.record_event(event)
         return event
 

@@ -22,7 +22,7 @@ LONG_BYTES = 32 << 10
 """A span of so many bytes is worth a copy of its own."""
 _TABLE_BYTES = TABLE_SPANS * 16
 _PAGE_BYTES = 4096
-_FORM = struct.Struct("<B7x6Q")
+_FORM = struct.Struct("<BB6x6Q")
 _NUM_SLOTS_MAX = 256
 
 
@@ -107,12 +107,14 @@ class Packet:
     num_spans: int = 0
     batch_bytes: int = 0
     tag: int = 0
+    is_silent: bool = False
+    """Whether the target need not announce the batch."""
 
 
 def send_packet(sock: socket.socket, packet: Packet) -> None:
     """Sends without waiting: there are fewer packets under way than the socket holds."""
     numbers = (packet.batch, packet.region, packet.slot, packet.num_spans, packet.batch_bytes, packet.tag)
-    sock.send(_FORM.pack(packet.word, *numbers), socket.MSG_DONTWAIT)
+    sock.send(_FORM.pack(packet.word, packet.is_silent, *numbers), socket.MSG_DONTWAIT)
 
 
 def receive_packet(sock: socket.socket) -> Packet | None:
@@ -121,7 +123,8 @@ def receive_packet(sock: socket.socket) -> Packet | None:
     if not raw:
         return None
     try:
-        word, *numbers = _FORM.unpack(raw)
-        return Packet(Word(word), *numbers)
+        word, is_silent, *numbers = _FORM.unpack(raw)
+        batch, region, slot, num_spans, batch_bytes, tag = numbers
+        return Packet(Word(word), batch, region, slot, num_spans, batch_bytes, tag, bool(is_silent))
     except (struct.error, ValueError) as cause:
         raise RemoteProtocolError(f"not a packet of a ring: {raw!r} ({cause})") from None

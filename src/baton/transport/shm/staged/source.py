@@ -153,7 +153,14 @@ class Feeder:
         batch, num_spans = load.job.batch, len(part)
         slot.table[0, :num_spans], slot.table[1, :num_spans] = part.target, part.length
         packet = Packet(
-            Word.FILLED, load.number, batch.target.number, slot.index, num_spans, load.batch_bytes, batch.tag
+            Word.FILLED,
+            load.number,
+            batch.target.number,
+            slot.index,
+            num_spans,
+            load.batch_bytes,
+            batch.tag,
+            is_silent=not batch.is_announced,
         )
         mover.fill(move, slot, partial(self._filled, load, slot, packet))
 

@@ -4,13 +4,15 @@ Long spans are copied one by one by the copy engines, all of a slot by one call:
 multiprocessors, which compute, and does not make two processes on one device wait for each other. Of short
 ones a stream gathers a slotful into staging of its own on the device and copies that in one piece, or the
 other way round. While one is on the bus, the other stream gathers or scatters. Nothing is waited for: a
-thread sleeps in the event that a slot's work ends with, and calls back.
+thread sleeps in the event that a slot's work ends with, and calls back. Where the copy engines have few bytes
+to copy, it sleeps until these are computed and not again: to be woken takes as long as they are on the bus.
 
 What is a device here is a `Device`, so that all of this also runs with tensors of the host in its place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -32,6 +34,8 @@ from baton.transport.shm.staged.movers import Event, Move, Then
 from baton.transport.shm.staged.ring import TABLE_SPANS, Ring, Slot, are_long
 
 NUM_STREAMS = 2
+SHORT_BYTES = 16 << 20
+"""So much is on a bus of 50 GB/s for a third of a millisecond."""
 DIRECT_SPANS_MAX = 8
 """Up to so many spans are copied one by one: that costs less than a kernel and a second pass."""
 
@@ -45,11 +49,11 @@ class Stream(Protocol):
     def wait(self, event: Event) -> None:
         """Lets what follows wait for an event."""
 
-    def copy(self, spans: Spans, source: Tensor, target: Tensor) -> bool:
+    def copy(self, spans: Spans, source: int, target: int) -> bool:
         """Copies spans by one call and without a kernel; False, and nothing done, where that cannot be."""
 
-    def record(self) -> Event:
-        """An event that comes when all of this is done."""
+    def record(self, *, is_slept_for: bool) -> Event:
+        """An event that comes when all of this is done; who waits for it sleeps, or spins."""
 
 
 class Device(Protocol):
@@ -90,12 +94,12 @@ class StreamMover:
     def fill(self, move: Move, slot: Slot, then: Then) -> None:
         """From the region into the slot, once the fence has come."""
         way = next(self._turns)
-        self._start(way, partial(way.fill, move, slot.index, self._slots[slot.index]), then)
+        self._start(way, partial(way.fill, move, slot.index, self._slots[slot.index]), move, then)
 
     def drain(self, move: Move, slot: Slot, then: Then) -> None:
         """From the slot into the region."""
         way = next(self._turns)
-        self._start(way, partial(way.drain, move, slot.index, self._slots[slot.index]), then)
+        self._start(way, partial(way.drain, move, slot.index, self._slots[slot.index]), move, then)
 
     def after(self, then: Then) -> None:
         """Calls back when everything before is complete."""
@@ -110,27 +114,26 @@ class StreamMover:
         self._device.unpin(self._ring)
         self._ring = np.zeros(0, dtype=np.uint8)
 
-    def _start(self, way: _Way, work: partial[Tensor], then: Then) -> None:
+    def _start(self, way: _Way, work: partial[bool], move: Move, then: Then) -> None:
         try:
-            # Pools made under inference mode may be written only under it; others do not mind.
-            with torch.inference_mode():
-                way.stream.enter()
-                region = work()
-                event = way.stream.record()
+            way.stream.enter()
+            is_short = work() and move.spans.num_bytes <= SHORT_BYTES
+            event = way.stream.record(is_slept_for=not is_short)
         except RuntimeError as error:  # what torch raises where the device or its memory fails
             self._lane.put(partial(then, f"{self._device.device}: {error}"))
             return
-        self._lane.put(partial(_complete, event, region, then))
+        events = (move.fence, event) if is_short and move.fence is not None else (event,)
+        self._lane.put(partial(self._complete, events, move.region, then))
 
-
-def _complete(event: Event, region: Tensor, then: Then) -> None:
-    """Sleeps until a slot is through; the region is held as long."""
-    try:
-        event.synchronize()
-    except RuntimeError as error:
-        then(f"{region.device}: {error}")
-        return
-    then("")
+    def _complete(self, events: Sequence[Event], region: Memory, then: Then) -> None:
+        """Waits until a slot is through; the region is held as long."""
+        try:
+            for event in events:
+                event.synchronize()
+        except RuntimeError as error:
+            then(f"{self._device.device}: {error}")
+            return
+        then("")
 
 
 class _Way:
@@ -146,13 +149,29 @@ class _Way:
         # One row for each slot: it is free again when its slot is, and no stream has to be waited for.
         self._index_host = device.pinned(ring.shape.num_slots * TABLE_SPANS).view(shape)
 
-    def fill(self, move: Move, index: int, slot: Tensor) -> Tensor:
-        """Gathers into staging and copies that to the slot; answers what has to stay until it is done."""
+    def fill(self, move: Move, index: int, slot: Tensor) -> bool:
+        """Copies spans to the slot, or gathers them into staging and copies that; whether without kernels."""
         if move.fence is not None:
             self.stream.wait(move.fence)
+        if are_long(move.spans) and self.stream.copy(move.spans, move.region.address, slot.data_ptr()):
+            return True
+        with torch.inference_mode():  # pools made under it may be written only under it
+            self._gather(move, index, slot)
+        return False
+
+    def drain(self, move: Move, index: int, slot: Tensor) -> bool:
+        """Copies spans from the slot, or the slot to staging and scatters that; whether without kernels."""
+        if are_long(move.spans) and self.stream.copy(move.spans, slot.data_ptr(), move.region.address):
+            return True
+        with torch.inference_mode():
+            self._scatter(move, index, slot)
+        return False
+
+    def _gather(self, move: Move, index: int, slot: Tensor) -> None:
         region, spans = self._device.tensor(move.region), move.spans
-        if self._has_copied(spans, region, slot):
-            return region
+        if len(spans) <= DIRECT_SPANS_MAX:
+            _copy_each(spans, region, slot)
+            return
         num_bytes, row_bytes = spans.num_bytes, _common_length(spans)
         if row_bytes:
             rows = _Rows.of(spans.source, row_bytes, region)
@@ -161,13 +180,12 @@ class _Way:
         else:
             prepare(_as_step(spans), self._device.device).run(region, self._staging)
         slot[:num_bytes].copy_(self._staging[:num_bytes], non_blocking=True)
-        return region
 
-    def drain(self, move: Move, index: int, slot: Tensor) -> Tensor:
-        """Copies the slot to staging and scatters that; answers what has to stay until it is done."""
+    def _scatter(self, move: Move, index: int, slot: Tensor) -> None:
         region, spans = self._device.tensor(move.region), move.spans
-        if self._has_copied(spans, slot, region):
-            return region
+        if len(spans) <= DIRECT_SPANS_MAX:
+            _copy_each(spans, slot, region)
+            return
         num_bytes, row_bytes = spans.num_bytes, _common_length(spans)
         self._staging[:num_bytes].copy_(slot[:num_bytes], non_blocking=True)
         if row_bytes:
@@ -176,16 +194,6 @@ class _Way:
             rows.view(region).index_copy_(0, picked, staged)
         else:
             prepare(_as_step(spans), self._device.device).run(self._staging, region)
-        return region
-
-    def _has_copied(self, spans: Spans, source: Tensor, target: Tensor) -> bool:
-        """Copies spans one by one where that is better than by way of staging."""
-        if are_long(spans) and self.stream.copy(spans, source, target):
-            return True
-        if len(spans) > DIRECT_SPANS_MAX:
-            return False
-        _copy_each(spans, source, target)
-        return True
 
     def _upload(self, picked: Ints, index: int) -> Tensor:
         host, found = self._index_host[index, : len(picked)], self._index[index, : len(picked)]

@@ -158,14 +158,16 @@ class Drainer:
             # The device may still be at it: this slot is never given back, nor the peer called quiet.
             self.bar()
             return
+        self._leave(packet.slot)
+        with suppress(OSError):  # a source that is gone needs no slots
+            send_packet(self.channel, Packet(Word.FREED, packet.batch, slot=packet.slot))
+        if packet.is_silent:
+            return
         landed_bytes = self._landed_bytes.get(packet.batch, 0) + num_bytes
         self._landed_bytes[packet.batch] = landed_bytes
         if landed_bytes == packet.batch_bytes:
             del self._landed_bytes[packet.batch]
             self.shore.mailbox.put(Landed(self.peer, packet.tag, landed_bytes))
-        self._leave(packet.slot)
-        with suppress(OSError):  # a source that is gone needs no slots
-            send_packet(self.channel, Packet(Word.FREED, packet.batch, slot=packet.slot))
 
     def _leave(self, slot: int) -> None:
         with self._changed:
