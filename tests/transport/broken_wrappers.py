@@ -69,6 +69,14 @@ class IsSlow(Throttled):
         super().__init__(inner, ThrottledConfig(config.bytes_per_s * 0.9, config.latency_s), clock)
 
 
+class RingsLate(Throttled):
+    """Says when a batch was done, and wakes its caller long after."""
+
+    def _set_alarm(self):
+        super()._set_alarm()
+        self._alarm.set(self._alarm_s + 0.015)
+
+
 class KeepsCancelled(Throttled):
     """Leaves a cancelled batch on the link."""
 

@@ -287,57 +287,68 @@ def test_a_throttled_target_announces_nothing(stack: ExitStack):
 # Under the system's clock.
 
 
-def timed(transport: Transport, link: Link, num_bytes: int) -> float:
-    """How long a batch takes, in seconds, as its caller sees it."""
+def timed(transport: Transport, link: Link, num_bytes: int) -> tuple[float, float]:
+    """How long a batch takes, in seconds: as the transport says, and as its caller sees it."""
     source = next(iter(link.source.regions.values()))
     started_s = time.monotonic()
     ticket = link.send(source, one_span(num_bytes))
-    assert wait_for_events(transport, 10.0) == [Done(ticket)]
-    return time.monotonic() - started_s
+    (done,) = wait_for_events(transport, 10.0)
+    seen_s = time.monotonic()
+    assert done == Done(ticket)
+    return done.at_s - started_s, seen_s - started_s
 
 
 def check_pace(make: Open, stack: ExitStack) -> None:
-    """Never early, and at most 2% or 200 us late once in a while at least, as others use this machine too."""
+    """Never seen early; said to be 2% or 200 us late at most, and seen 10 ms after that.
+
+    The best of many turns counts: a machine that others use wakes nobody on time. What is said is worked out,
+    so it is on time on any machine that runs the lines from the first clock to the second without a pause.
+    """
     config = ThrottledConfig(1e9, 50e-6)
     transport = make(open_transport("memory"), config)
     link = link_over(stack, transport, 64 * MIB)
     link.source.load(64 * MIB, 1)
     for num_bytes in (64 * KIB, MIB, 8 * MIB, 64 * MIB):
         ideal_s = num_bytes / config.bytes_per_s + config.latency_s
-        late_s = timed(transport, link, num_bytes) - ideal_s
-        for _ in range(200):
-            assert late_s >= 0, f"{num_bytes} bytes: early by {-late_s * 1e6:.0f} us"
-            if late_s <= max(200e-6, 0.02 * ideal_s):
+        said_s = seen_s = math.inf
+        for _ in range(40):
+            said, seen = timed(transport, link, num_bytes)
+            assert seen >= ideal_s, f"{num_bytes} bytes: early by {(ideal_s - seen) * 1e6:.0f} us"
+            said_s, seen_s = min(said_s, said), min(seen_s, seen)
+            if said_s - ideal_s <= max(200e-6, 0.02 * ideal_s) and seen_s - ideal_s <= 0.010:
                 break
-            late_s = timed(transport, link, num_bytes) - ideal_s
         else:
-            raise AssertionError(f"{num_bytes} bytes: late by {late_s * 1e6:.0f} us")
+            raise AssertionError(f"{num_bytes} bytes: {said_s}, seen {seen_s}, not {ideal_s} s")
 
 
 def test_pace(stack: ExitStack):
     check_pace(throttled, stack)
 
 
-@pytest.mark.parametrize("make", [broken.ReportsEarly, broken.IsSlow], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "make", [broken.ReportsEarly, broken.IsSlow, broken.RingsLate], ids=lambda kind: kind.__name__
+)
 def test_another_pace_is_caught(make: Open, stack: ExitStack):
     with pytest.raises(AssertionError):
         check_pace(make, stack)
 
 
 def test_small_batches_reach_the_rate(stack: ExitStack):
-    """256 KiB back to back on 0.5 GB/s: at most the rate, and at least 97% of it."""
+    """256 KiB back to back on 0.5 GB/s: never seen above the rate, and said to be at 97% of it at least."""
     config = ThrottledConfig(0.5e9, 50e-6)
     transport = throttled(open_transport("memory"), config)
     link = link_over(stack, transport, MIB)
     source = link.source.load(MIB, 1)
+    num_bytes = 400 * 256 * KIB
     best = 0.0
-    for _ in range(10):
+    for _ in range(20):
         started_s = time.monotonic()
         tickets = [link.send(source, one_span(256 * KIB)) for _ in range(400)]
-        expect_done(link.source, tickets)
-        rate = 400 * 256 * KIB / (time.monotonic() - started_s)
-        assert rate <= config.bytes_per_s
-        best = max(best, rate)
+        found = completions(link.source, tickets, 30.0)
+        assert num_bytes / (time.monotonic() - started_s) <= config.bytes_per_s
+        ends_s = [event.at_s for event in found.values() if isinstance(event, Done)]
+        assert len(ends_s) == len(tickets)
+        best = max(best, num_bytes / (max(ends_s) - started_s))
         if best >= 0.97 * config.bytes_per_s:
             break
     assert best >= 0.97 * config.bytes_per_s, f"{best / 1e6:.0f} MB/s"
