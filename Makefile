@@ -12,7 +12,7 @@ BIN := .venv/bin
 # The work is many small arrays: a thread pool per process only gets in the way.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo serve test faults engine hybrids serving load check sim bench docs
+.PHONY: help setup demo serve test contract faults engine hybrids serving load check sim bench docs
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,7 +38,10 @@ serve: setup  ## the demo deployment behind an OpenAI endpoint, until Ctrl-C
 	touch $@
 
 test: .venv/.extras  ## all tests
-	$(BIN)/pytest -q -rs -n $(JOBS) -m "not slow and not engine and not serve and not load"
+	$(BIN)/pytest -q -rs -n $(JOBS) -m "not contract and not slow and not engine and not serve and not load"
+
+contract: .venv/.extras  ## what every transport promises, through libraries of others and through wrappers
+	$(BIN)/pytest -q -rs -n $(JOBS) -m contract
 
 faults: .venv/.extras  ## kill and stop rank processes at every stage, over shm and tcp
 	$(BIN)/pytest -q -rs -m slow

@@ -18,7 +18,7 @@ from baton.bench.handoff.scene import Scene, Side, own_layers, sampler
 from baton.protocol.timings import Timings
 
 TIMINGS = Timings(
-    beat_s=0.1, silence_s=1.0, offer_s=60.0, progress_s=2.0, total_s=30.0, copy_s=1.5, redial_s_max=0.5
+    beat_s=0.1, silence_s=2.5, offer_s=60.0, progress_s=4.0, total_s=30.0, copy_s=3.0, redial_s_max=0.5
 )
 DEADLINE_S = TIMINGS.progress_s
 SETTLE_S_MAX = 10.0

@@ -142,7 +142,7 @@ def test_bad_prefixes_are_refused(held: dict[str, int]) -> None:
         bind(made, prompt, tables_of(made, contiguous=True), Chunk((0, 4), (0, 100)))
 
 
-@settings(max_examples=max(1, settings().max_examples // 4))
+@settings(max_examples=max(1, settings().max_examples // 2))
 @given(worlds())
 def test_a_preview_counts_what_binding_every_pair_gives(world: World) -> None:
     """Pairs that are called alike bind to copies of the same sizes."""

@@ -8,7 +8,7 @@ import itertools
 import random
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from tests.plan.world import World, holdings, needed, page_tables, put, raw_values, worlds
 
 from baton.plan.binding import Tables, bind
@@ -126,6 +126,7 @@ def hand_over(world: World, cost: PackCost) -> None:
     assert sum(step.spans.num_bytes for step in steps if isinstance(step, Copy)) == least
 
 
+@settings(max_examples=max(2000, settings().max_examples))
 @given(worlds())
 def test_every_target_byte_is_right_and_written_once(world: World) -> None:
     cost = [NEVER_PACK, ALWAYS_PACK, PackCost(span_s=2e-6)][world.seed % 3]

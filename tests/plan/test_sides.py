@@ -53,7 +53,7 @@ from baton.plan.steps import STAGING, Copy, Pack, Spans, Step, Unpack
 from baton.plan.storage import parse_storage
 from baton.plan.tokens import set_runs
 
-FEWER = settings(max_examples=max(1, settings().max_examples // 8))
+FEWER = settings(max_examples=max(1, settings().max_examples // 4))
 """Each example here looks at many chunks and pairs, by many tests."""
 
 

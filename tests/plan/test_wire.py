@@ -30,7 +30,7 @@ def small(**changes: Any) -> Spec:
     return replace(Spec(parse_layout("pp2.tp2"), cache, parse_storage("nhd.fused", 16, "bf16")), **changes)
 
 
-@settings(max_examples=max(1, settings().max_examples // 4))
+@settings(max_examples=max(1, settings().max_examples // 2))
 @given(worlds())
 def test_every_spec_comes_back(world: World) -> None:
     for spec in (world.source, world.target):

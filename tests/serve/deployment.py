@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 POOL_TOKENS = 4096
-SERVE_OPTIONS = {"pool-tokens": str(POOL_TOKENS)}
+SERVE_OPTIONS = {"pool-tokens": str(POOL_TOKENS), "silence-s": "15"}
 
 
 @dataclass(frozen=True)

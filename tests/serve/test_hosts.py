@@ -90,7 +90,7 @@ def _start(world: World, folder: Path) -> None:
     for name, role, layout in (("prefill-0", "prefill", "pp2"), ("decode-0", "decode", "tp2")):
         words[name] = ["serve", "--role", role, "--layout", layout, "--name", name, "--model", str(model())]
         words[name] += ["--transport", "tcp", "--pool-tokens", "8192", *guarded]
-        words[name] += ["--chunk-tokens", str(CHUNK_TOKENS)]
+        words[name] += ["--chunk-tokens", str(CHUNK_TOKENS), "--silence-s", "15"]
     words["router"] = ["route", *guarded]
     places = {"registry": world.one, "prefill-0": world.one, "decode-0": world.other, "router": world.other}
     for name, host in places.items():

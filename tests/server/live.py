@@ -82,7 +82,9 @@ class Live:
 @contextmanager
 def live(config: ServeConfig | None = None, **changes: Any) -> Iterator[Live]:
     """A server that is ready; `changes` are fields of its instance's configuration."""
-    instance = InstanceConfig(str(model()), pool_tokens=POOL_TOKENS, context_max=CONTEXT, num_threads=1)
+    instance = InstanceConfig(
+        str(model()), pool_tokens=POOL_TOKENS, context_max=CONTEXT, num_threads=1, silence_s=30.0
+    )
     config = config or ServeConfig(instance)
     config = replace(config, instance=replace(config.instance, **changes))
     ready: Future[tuple[Server, asyncio.AbstractEventLoop]] = Future()

@@ -56,7 +56,7 @@ class Leasing(RuleBasedStateMachine):
 
 
 TestLeasing = Leasing.TestCase
-TestLeasing.settings = settings(max_examples=max(1, settings().max_examples // 20), stateful_step_count=30)
+TestLeasing.settings = settings(max_examples=max(1, settings().max_examples // 8), stateful_step_count=30)
 
 
 def test_a_range_that_was_leased_again_is_not_the_old_lease() -> None:

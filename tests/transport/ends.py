@@ -7,16 +7,12 @@ child process, which can be killed and stopped; calls and answers cross a socket
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from tests.transport import lies
+from tests.transport.nursery import nursery
 from tests.transport.subjects import SUBJECTS
 
 from baton.plan.steps import Spans
@@ -44,8 +41,6 @@ from baton.transport import (
     Transport,
     wait_for_events,
 )
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,13 +191,7 @@ class RemoteEnd:
     def __init__(self, subject: str, lie: str | None, options: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            asked = [str(theirs.fileno()), subject, lie or "", json.dumps(options)]
-            command = [sys.executable, "-m", "tests.transport.child", *asked]
-            path = os.pathsep.join([str(ROOT), str(ROOT / "src"), *filter(None, sys.path)])
-            environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-            self.child = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=environment, cwd=ROOT, start_new_session=True
-            )
+            self.child = nursery().start(theirs, subject, lie, options)
         self.pid = self.child.pid
         self.pipe = Connection(ours.detach())
         self.call("usage")
@@ -223,19 +212,18 @@ class RemoteEnd:
         return answer
 
     def signal(self, number: int) -> None:
-        os.kill(self.child.pid, number)
+        self.child.signal(number)
 
     def kill(self) -> None:
-        self.child.kill()
-        self.child.wait()
+        self.signal(signal.SIGKILL)
+        assert self.child.wait(10), f"process {self.pid} does not end"
 
     def end(self) -> None:
-        if self.child.poll() is None:
-            self.signal(signal.SIGCONT)
+        self.signal(signal.SIGCONT)
         self.pipe.close()
-        with suppress(subprocess.TimeoutExpired):
-            self.child.wait(5)
+        self.child.wait(5)
         self.kill()
+        self.child.close()
 
 
 def open_end(subject: str, lie: str | None, options: dict[str, Any] | None = None) -> End:

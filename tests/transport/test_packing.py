@@ -205,7 +205,7 @@ def _renamed(step: Step) -> Step:
             return step
 
 
-@settings(max_examples=max(1, settings().max_examples // 4))
+@settings(max_examples=max(1, settings().max_examples // 2))
 @given(world=worlds())
 def test_every_hand_over_matches_the_reference(world: World) -> None:
     hand_over(world, carry_out)

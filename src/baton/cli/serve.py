@@ -11,6 +11,7 @@ import typer
 
 HOST, PORT = "127.0.0.1", 8000
 QUEUE = 256
+SILENCE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Where:
     api_key_file: Path | None
     secret_file: Path | None
     drain_s: float
+    silence_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,9 @@ def serve(
         bool, typer.Option("--draft", help="guess a token ahead by the model's own draft layer")
     ] = False,
     drain_s: Annotated[float, typer.Option(min=0, metavar="S", help="for open requests, at the end")] = 30.0,
+    silence_s: Annotated[
+        float, typer.Option(metavar="S", help="before a rank or peer that says nothing counts as lost")
+    ] = SILENCE_S,
     api_key_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="keys of clients; default: BATON_API_KEY")
     ] = None,
@@ -104,7 +109,7 @@ def serve(
     # The engine brings torch along, which other verbs and --help need not wait for.
     heavy = importlib.import_module("baton.cli.engine.serve")
     heavy.run(
-        Where(host, port, registry, bootstrap_port, api_key_file, secret_file, drain_s),
+        Where(host, port, registry, bootstrap_port, api_key_file, secret_file, drain_s, silence_s),
         What(model, role, layout, name, transport, link, overlap, first_token, dtype, device, draft),
         Sizing(pool_tokens, page_tokens, context, chunk_tokens, queue),
     )

@@ -61,7 +61,7 @@ def picking(data: st.DataObject) -> moves.Pick:
 
 
 TestCalling = Calling.TestCase
-TestCalling.settings = settings(max_examples=max(1, settings().max_examples // 20), stateful_step_count=40)
+TestCalling.settings = settings(max_examples=max(1, settings().max_examples // 8), stateful_step_count=40)
 
 
 @pytest.mark.parametrize("layout", moves.LAYOUTS)

@@ -45,6 +45,10 @@ CROSSINGS = [
 """Pairs of layouts, each axis on either side, for families that keep tokens in their own way."""
 
 
+SILENCE_S = 30.0
+"""A machine that others use may stand still for seconds, and no rank of it is lost then."""
+
+
 @dataclass(frozen=True)
 class Side:
     """What an instance is, as far as tests differ in it."""
@@ -61,7 +65,8 @@ class Side:
     @property
     def config(self) -> InstanceConfig:
         """What it is started with."""
-        options = {"pool_tokens": 4096, "num_threads": 1, "is_warmed": False, **dict(self.options)}
+        options = {"pool_tokens": 4096, "num_threads": 1, "is_warmed": False, "silence_s": SILENCE_S}
+        options |= dict(self.options)
         name = f"{self.name} {self.layout}".replace(":", "-")
         return InstanceConfig(self.model, self.layout, name=name, secret=SECRET, **options)
 

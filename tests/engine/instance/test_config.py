@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"registry": "127.0.0.1:8400"}, "registry '127.0.0.1:8400' is not an address"),
     ({"registry": "http://[::1"}, "is not an address"),
     ({"queue_max": -1}, "queue_max is -1"),
+    ({"silence_s": 0.5}, "silence_s is 0.5; give at least 1 s"),
+    ({"silence_s": math.nan}, "silence_s is nan"),
+    ({"silence_s": math.inf}, "silence_s is inf"),
 ]
 
 

@@ -42,6 +42,7 @@ def alone(folder: Path) -> Logits:
     return run_rank(Mesh(parse_layout("tp1"), 0), folder)
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_one_rank_is_right(family: str, tmp_path: Path) -> None:
     folder = hybrid(family, tmp_path)

@@ -52,6 +52,7 @@ def serve_config(where: Where, what: What, sizing: Sizing) -> ServeConfig:
         port=where.bootstrap_port,
         registry=where.registry,
         queue_max=sizing.queue,
+        silence_s=where.silence_s,
         has_draft=what.has_draft,
     )
     keys = settings.api_keys(_text(where.api_key_file))

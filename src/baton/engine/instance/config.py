@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from baton.plan.dtypes import item_bytes
 from baton.plan.models.config import read_cache
 from baton.plan.overlap import LayerTimes, choose
 from baton.plan.ownership import box
-from baton.session import SocketConfig
+from baton.session import SocketConfig, Timings
 from baton.session.endpoint import ROLES
 from baton.session.registry import RegistryError, check_instance, check_registry, check_url
 from baton.transport import parse_transport, transport_names
@@ -29,6 +30,7 @@ POOL_BYTES_DEFAULT = 512 << 20
 """Of cache on all ranks of a dp group together, where no pool size is given."""
 STATE_SLOTS_LEAST, STATE_SLOTS_MOST = 4, 64
 """Of recurrent state, where their number is not given."""
+SILENCE_S_LEAST = 4 * Timings().beat_s
 DEVICES = ("cpu", "cuda")
 
 
@@ -67,6 +69,8 @@ class InstanceConfig:
     """Where the instance answers HTTP, for those who find it in the registry; empty: nowhere."""
     registry: str | None = None
     embed_registry: int | None = None
+    silence_s: float = Timings().silence_s
+    """How long a rank or a peer may say nothing before it counts as lost. One that ended is known at once."""
     has_prefix_cache: bool = True
     is_warmed: bool = True
     has_draft: bool = False
@@ -113,6 +117,11 @@ def derive(config: InstanceConfig) -> Sizes:
         raise ConfigError(f"state_slots is {config.state_slots}; give a count from 0 (0: derived)")
     if config.queue_max < 0:
         raise ConfigError(f"queue_max is {config.queue_max}; give a count from 0 (0: any number)")
+    if not SILENCE_S_LEAST <= config.silence_s < math.inf:
+        raise ConfigError(
+            f"silence_s is {config.silence_s}; give at least {SILENCE_S_LEAST:g} s, several of the beats "
+            "that ranks and peers are heard by"
+        )
     _check_place(config)
     choose(config.policy, LayerTimes((0.0,), (0.0,), 0.0), 1)
     checkpoint = open_checkpoint(config.model)

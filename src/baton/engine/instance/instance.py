@@ -232,6 +232,7 @@ class Instance:
             url=config.url,
             registry=config.registry,
             embed_registry=config.embed_registry,
+            silence_s=config.silence_s,
             has_draft=config.has_draft,
             eos_ids=tuple(sorted(self.eos_ids)),
             context_max=sizes.context_max,

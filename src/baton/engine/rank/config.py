@@ -6,6 +6,7 @@ import msgspec
 
 from baton.engine.storage import engine_storage
 from baton.plan import Cache, Spec, parse_layout
+from baton.session import Timings
 
 
 class RankConfig(msgspec.Struct, frozen=True):
@@ -35,6 +36,7 @@ class RankConfig(msgspec.Struct, frozen=True):
     registry: str | None = None
     embed_registry: int | None = None
     staging_bytes: int = 0
+    silence_s: float = Timings().silence_s
     has_draft: bool = False
     """Whether the model's draft layer runs and is handed over."""
     eos_ids: tuple[int, ...] = ()

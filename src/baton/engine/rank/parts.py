@@ -24,7 +24,7 @@ from baton.engine.steps import Answer, Attach
 from baton.plan import Spec, parse_layout
 from baton.plan.models.config import read_cache
 from baton.plan.ownership import buffers
-from baton.session import Endpoint, EndpointConfig, SocketConfig
+from baton.session import Endpoint, EndpointConfig, SocketConfig, Timings
 from baton.transport import Transport, open_transport, option_names, parse_transport
 from baton.transport.wrappers import wrap
 
@@ -96,6 +96,7 @@ def attach(
             embed_registry=config.embed_registry if coordinator is None else None,
             fingerprint=loaded.fingerprint,
             staging_bytes=config.staging_bytes,
+            timings=Timings(silence_s=config.silence_s),
             url=config.url,
             sockets=SocketConfig(host=config.host, port=0 if coordinator else config.port),
         ),
