@@ -37,14 +37,14 @@ serve: setup  ## the demo deployment behind an OpenAI endpoint, until Ctrl-C
 	tools/browser.sh
 	touch $@
 
-test: .venv/.extras  ## all tests
-	$(BIN)/pytest -q -rs -n $(JOBS) -m "not contract and not slow and not engine and not serve and not load"
+test: .venv/.extras  ## all tests but those with a target of their own, and those of `make check`
+	$(BIN)/pytest -q -rs -n $(JOBS) --ignore=tests/test_tidy.py -m "not contract and not slow and not engine and not serve and not load"
 
 contract: .venv/.extras  ## what every transport promises, through libraries of others and through wrappers
 	$(BIN)/pytest -q -rs -n $(JOBS) -m contract
 
 faults: .venv/.extras  ## kill and stop rank processes at every stage, over shm and tcp
-	$(BIN)/pytest -q -rs -m slow
+	$(BIN)/pytest -q -rs -n $(JOBS) -m slow
 
 # Models with more than K and V have a target of their own, so that each of the two takes minutes.
 HYBRIDS := $(addprefix tests/engine/,$(addsuffix .py,parallel/test_recurrent \

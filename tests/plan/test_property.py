@@ -8,6 +8,7 @@ import itertools
 import random
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from tests.plan.world import World, holdings, needed, page_tables, put, raw_values, worlds
 
@@ -21,6 +22,8 @@ from baton.plan.prompt import Chunk, Prompt, resolve
 from baton.plan.steps import STAGING, Copy, Step, Unpack
 
 FILL = 0xA5
+NUM_PARTS = 8
+"""So that several processes share the search."""
 
 
 def chunks_of(world: World, rng: random.Random) -> list[Chunk]:
@@ -126,8 +129,9 @@ def hand_over(world: World, cost: PackCost) -> None:
     assert sum(step.spans.num_bytes for step in steps if isinstance(step, Copy)) == least
 
 
-@settings(max_examples=max(2000, settings().max_examples))
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+@settings(max_examples=max(2000, settings().max_examples) // NUM_PARTS)
 @given(worlds())
-def test_every_target_byte_is_right_and_written_once(world: World) -> None:
+def test_every_target_byte_is_right_and_written_once(part: int, world: World) -> None:
     cost = [NEVER_PACK, ALWAYS_PACK, PackCost(span_s=2e-6)][world.seed % 3]
     hand_over(world, cost)

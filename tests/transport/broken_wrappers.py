@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -69,12 +70,14 @@ class IsSlow(Throttled):
         super().__init__(inner, ThrottledConfig(config.bytes_per_s * 0.9, config.latency_s), clock)
 
 
-class RingsLate(Throttled):
-    """Says when a batch was done, and wakes its caller long after."""
+class TellsLate(Throttled):
+    """Says when a batch was done, and lets its caller wait for that word."""
 
-    def _set_alarm(self):
-        super()._set_alarm()
-        self._alarm.set(self._alarm_s + 0.015)
+    def poll(self):
+        found = super().poll()
+        if found:
+            time.sleep(0.015)
+        return found
 
 
 class KeepsCancelled(Throttled):

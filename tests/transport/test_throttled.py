@@ -326,7 +326,7 @@ def test_pace(stack: ExitStack):
 
 
 @pytest.mark.parametrize(
-    "make", [broken.ReportsEarly, broken.IsSlow, broken.RingsLate], ids=lambda kind: kind.__name__
+    "make", [broken.ReportsEarly, broken.IsSlow, broken.TellsLate], ids=lambda kind: kind.__name__
 )
 def test_another_pace_is_caught(make: Open, stack: ExitStack):
     with pytest.raises(AssertionError):
