@@ -4,6 +4,8 @@ SHELL := bash
 
 PYTHON ?= python3
 JOBS ?= 2
+# Of tests that wait as much as they compute there may be more at a time than there are cores.
+WAITERS = $(shell echo $$(($(JOBS) * 3 / 2)))
 EXAMPLES ?= 20000
 SEEDS ?= 20000
 LOAD_S ?= 120
@@ -38,10 +40,10 @@ serve: setup  ## the demo deployment behind an OpenAI endpoint, until Ctrl-C
 	touch $@
 
 test: .venv/.extras  ## all tests but those with a target of their own, and those of `make check`
-	$(BIN)/pytest -q -rs -n $(JOBS) --ignore=tests/test_tidy.py -m "not contract and not slow and not engine and not serve and not load"
+	$(BIN)/pytest -q -rs -n $(WAITERS) --ignore=tests/test_tidy.py -m "not contract and not slow and not engine and not serve and not load"
 
 contract: .venv/.extras  ## what every transport promises, through libraries of others and through wrappers
-	$(BIN)/pytest -q -rs -n $(JOBS) -m contract
+	$(BIN)/pytest -q -rs -n $(WAITERS) -m contract
 
 faults: .venv/.extras  ## kill and stop rank processes at every stage, over shm and tcp
 	$(BIN)/pytest -q -rs -n $(JOBS) -m slow
