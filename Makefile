@@ -43,7 +43,7 @@ test: .venv/.extras  ## all tests but those with a target of their own, and thos
 	$(BIN)/pytest -q -rs -n $(WAITERS) --ignore=tests/test_tidy.py -m "not contract and not slow and not engine and not serve and not load"
 
 contract: .venv/.extras  ## what every transport promises, through libraries of others and through wrappers
-	$(BIN)/pytest -q -rs -n $(WAITERS) -m contract
+	$(BIN)/pytest -q -rs -n $(JOBS) -m contract
 
 faults: .venv/.extras  ## kill and stop rank processes at every stage, over shm and tcp
 	$(BIN)/pytest -q -rs -n $(JOBS) -m slow

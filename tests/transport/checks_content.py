@@ -115,7 +115,7 @@ def million_small_writes_are_there_when_announced(world: World) -> None:
     for index in range(num_slots // batch_slots):
         chosen = slots[index * batch_slots :][:batch_slots] * 8
         spans = spans_of(chosen, chosen, np.full(batch_slots, 8))
-        tickets[link.send(source, spans, tag=index)] = index
+        tickets[link.send(source, spans, tag=index, deadline_s=60.0)] = index
     if watch is not None:
         assert watch() == []
     for ticket in completions(world.source, list(tickets)):

@@ -27,7 +27,7 @@ def submit_is_cheap(world: World) -> None:
         for _ in range(10):
             how = {"fence": fence} if fence else {}
             started_s = time.perf_counter()
-            ticket = link.send(source, spans, deadline_s=1.0, **how)
+            ticket = link.send(source, spans, deadline_s=30.0, **how)
             best_s = min(best_s, time.perf_counter() - started_s)
             if fence is None:
                 expect_done(world.source, [ticket])

@@ -152,7 +152,7 @@ class World:
         return Link(self.source, target, peer, invitation.peer, region)
 
 
-def completions(end: End, tickets: list[Ticket], timeout_s: float = 30.0) -> dict[Ticket, Completion]:
+def completions(end: End, tickets: list[Ticket], timeout_s: float = 120.0) -> dict[Ticket, Completion]:
     """How these tickets ended, each once; fails when one does not end in time."""
     found: dict[Ticket, Completion] = {}
     while len(found) < len(tickets):
@@ -166,12 +166,12 @@ def completions(end: End, tickets: list[Ticket], timeout_s: float = 30.0) -> dic
     return found
 
 
-def expect_done(end: End, tickets: list[Ticket], timeout_s: float = 30.0) -> None:
+def expect_done(end: End, tickets: list[Ticket], timeout_s: float = 120.0) -> None:
     for completion in completions(end, tickets, timeout_s).values():
         assert isinstance(completion, Done), completion
 
 
-def expect_failed(end: End, tickets: list[Ticket], timeout_s: float = 30.0) -> None:
+def expect_failed(end: End, tickets: list[Ticket], timeout_s: float = 120.0) -> None:
     for completion in completions(end, tickets, timeout_s).values():
         assert isinstance(completion, FailedQuiet | FailedUnknown), completion
 
