@@ -26,8 +26,8 @@ MODEL = "paged:layers=4,heads=4,dim=32"
 NUM_TOKENS = 512
 STANDING = {"guests", "sessions", "ways"}
 """What an idle instance has of its peers, by the names of `counts`."""
-SLOW_BYTES_PER_S = 1e6
-"""Half a MiB a rank: copies take half a second."""
+SLOW_BYTES_PER_S = 0.5e6
+"""Half a MiB a rank: copies take a second, and those of two ranks meet on a machine that others use."""
 
 
 def scene_of(transport: str, link_bytes_per_s: float = SLOW_BYTES_PER_S) -> Scene:
