@@ -12,6 +12,8 @@ import signal
 
 from hypothesis import HealthCheck, settings
 
+from tests.starved import pytest_runtest_protocol, pytest_terminal_summary  # noqa: F401 - hooks
+
 NUM_EXAMPLES_DEFAULT = 500
 
 # A run that was started in the background ignores interrupts, and so would every process that a test starts.
