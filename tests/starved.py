@@ -3,18 +3,19 @@
 Tests of real processes have to give up at some time, and no time is long enough for a machine that gets a
 tenth of its processors. A test that fails on a machine of its own is not tried again: it has failed. What
 is wrong without regard to time (tokens, bytes, a seed, an example that was found) fails every turn.
+
+pytest-rerunfailures tries again whatever the machine was like; its conditions are known before a test, not
+after it.
 """
 
 from __future__ import annotations
 
-import os
-import time
 from typing import Any
 
 import pytest
 from _pytest.runner import runtestprotocol
 
-from tests.stolen import stolen_s
+from tests.stolen import Watch
 
 NUM_TURNS = 3
 SHARE_MIN = 0.15
@@ -22,25 +23,14 @@ SHARE_MIN = 0.15
 PROPERTY = "tried again"
 
 
-class Share:
-    """How much of the machine others have from now on."""
-
-    def __init__(self) -> None:
-        self._began_s, self._stolen_s = time.monotonic(), stolen_s()
-
-    def now(self) -> float:
-        wanted_s = max(1e-3, time.monotonic() - self._began_s) * (os.cpu_count() or 1)
-        return (stolen_s() - self._stolen_s) / wanted_s
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
     """Every report of the last turn, and none of those before it."""
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for turn in range(1, NUM_TURNS + 1):
-        share = Share()
+        watch = Watch()
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
-        taken = share.now()
+        taken = watch.share()
         if turn == NUM_TURNS or taken < SHARE_MIN or not any(report.failed for report in reports):
             break
         item.user_properties.append((PROPERTY, f"others had {taken:.0%} of the machine"))

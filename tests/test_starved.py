@@ -10,10 +10,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CONFTEST = """
-import tests.starved
 from tests.starved import pytest_runtest_protocol, pytest_terminal_summary
+from tests.stolen import Watch
 
-tests.starved.Share.now = lambda self: {share}
+Watch.share = lambda self: {share}
 """
 TEST = """
 from pathlib import Path

@@ -1,7 +1,7 @@
 """The speed that the planner promises, as `baton bench plan` measures it.
 
-In a process of its own: numpy is several times as fast in one whose heap is large and free, and then what it
-is compared with is not.
+In a process of its own: a ratio that is 1.6 in a fresh process was above 5 once in a worker that had run
+hundreds of tests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-NUM_RUNS = 5
+NUM_RUNS = 3
 """A machine that others use is too slow at times; a planner that is too slow is so every time."""
 
 
@@ -32,14 +32,13 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]
 
 def test_targets_are_met(told: tuple[str, dict[str, Any]], tmp_path: Path) -> None:
     rows = told[1]["results"]
-    missed = {name for name, row in rows.items() if row["is_met"] is not None}
-    assert len(missed) == 7
-    for _ in range(NUM_RUNS):
-        missed -= {name for name, row in rows.items() if row["is_met"]}
-        if not missed:
-            return
-        rows = run(tmp_path / "again.json")[1]["results"]
-    pytest.fail(f"missed every time: { {name: rows[name] for name in missed} }")
+    missed = {name for name, row in rows.items() if row["is_met"] is False}
+    assert len([row for row in rows.values() if row["is_met"] is not None]) == 7
+    for _ in range(NUM_RUNS - 1):
+        if missed:
+            rows = run(tmp_path / "again.json")[1]["results"]
+            missed -= {name for name, row in rows.items() if row["is_met"]}
+    assert not missed, {name: rows[name] for name in missed}
 
 
 def test_copies_beside_one_per_token(told: tuple[str, dict[str, Any]]) -> None:

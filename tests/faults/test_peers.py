@@ -20,7 +20,7 @@ from tests.faults.stages import (
     scene_of,
     shared_segments,
 )
-from tests.stolen import stolen_s
+from tests.stolen import Watch
 
 from baton.bench.handoff.fleet import Fleet, ask_all
 
@@ -75,10 +75,11 @@ def test_peer_fails(fleet: Fleet, fault: Fault, stage: Stage) -> None:
     transfer = fleet.new_transfer()
     bring_to(fleet, stage, transfer)
     victims = [rank.child for rank in fleet.sides[fault.side]]
-    stolen_before_s, struck_s = stolen_s(), fault.strike(fleet)
+    watch = Watch()
+    struck_s = fault.strike(fleet)
     left = fault.survivors(fleet)
     found = outcomes(left, transfer, SETTLE_S_MAX)
-    known_s = max(each["at_s"] for each in found) - struck_s - (stolen_s() - stolen_before_s)
+    known_s = max(each["at_s"] for each in found) - struck_s - watch.taken_s()
     if stage is Stage.AFTER_VERDICT:
         assert [each["state"] for each in found] == ["ready"] * len(left)
     else:

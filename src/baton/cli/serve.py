@@ -9,9 +9,10 @@ from typing import Annotated
 
 import typer
 
+from baton.protocol.timings import Timings
+
 HOST, PORT = "127.0.0.1", 8000
 QUEUE = 256
-SILENCE_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def serve(
     drain_s: Annotated[float, typer.Option(min=0, metavar="S", help="for open requests, at the end")] = 30.0,
     silence_s: Annotated[
         float, typer.Option(metavar="S", help="before a rank or peer that says nothing counts as lost")
-    ] = SILENCE_S,
+    ] = Timings().silence_s,
     api_key_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="keys of clients; default: BATON_API_KEY")
     ] = None,
