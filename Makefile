@@ -8,16 +8,16 @@ JOBS ?= 2
 WAITERS = $(shell echo $$(($(JOBS) * 3 / 2)))
 EXAMPLES ?= 20000
 SEEDS ?= 20000
-LOAD_S ?= 120
+LOAD_S ?= 60
 BIN := .venv/bin
 
 # The work is many small arrays: a thread pool per process only gets in the way.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help setup demo serve test contract faults engine hybrids serving load check sim bench docs
+.PHONY: help setup demo serve test test-all lowest check sim bench docs
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/.stamp  ## make .venv with Baton and its tools in it
 
@@ -39,37 +39,25 @@ serve: setup  ## the demo deployment behind an OpenAI endpoint, until Ctrl-C
 	tools/browser.sh
 	touch $@
 
-test: .venv/.extras  ## all tests but those with a target of their own, and those of `make check`
-	$(BIN)/pytest -q -rs -n $(WAITERS) --ignore=tests/test_tidy.py -m "not contract and not slow and not engine and not serve and not load"
+# What is not in `make test`: transports through other libraries (contract), killed ranks at every stage (slow),
+# every layout pair and family (engine), deployments of real processes (serve, load), long searches and broken
+# variants that a checker must catch (long).
+test: .venv/.extras  ## the tests that a change needs: 5 minutes on 2 quiet cores
+	$(BIN)/pytest -q -rs -n $(WAITERS) -m "not contract and not slow and not engine and not serve and not load and not long"
 
-contract: .venv/.extras  ## what every transport promises, through libraries of others and through wrappers
-	$(BIN)/pytest -q -rs -n $(JOBS) -m contract
-
-faults: .venv/.extras  ## kill and stop rank processes at every stage, over shm and tcp
-	$(BIN)/pytest -q -rs -n $(JOBS) -m slow
-
-# Models with more than K and V have a target of their own, so that each of the two takes minutes.
-HYBRIDS := $(addprefix tests/engine/,$(addsuffix .py,parallel/test_recurrent \
-	$(addprefix e2e/test_,recurrent drafts windowed sparse state_slots)))
-
-engine: .venv/.extras  ## every layout pair, family and transport through a real model, against transformers
-	$(BIN)/pytest -q -rs -n $(JOBS) --dist loadfile -m engine $(addprefix --ignore=,$(HYBRIDS))
-
-hybrids: .venv/.extras  ## the same for windows, recurrent state, sparse index and drafts
-	$(BIN)/pytest -q -rs -n $(JOBS) --dist loadfile -m engine $(HYBRIDS)
-
-serving: .venv/.extras  ## servers and routers as real processes, with stock clients and a stock router
-	$(BIN)/pytest -q -rs -n $(JOBS) --dist loadfile -m serve
-
-load: .venv/.extras  ## two minutes of mixed load and kill -9 of every part (LOAD_S=600 for ten)
+test-all: .venv/.extras  ## every test, with ten times the examples and seeds
+	BATON_EXAMPLES=500 $(BIN)/pytest -q -rs -n $(WAITERS) -m "not engine and not serve and not load"
+	$(BIN)/pytest -q -rs -n $(JOBS) --dist loadfile -m "engine or serve"
 	BATON_LOAD_S=$(LOAD_S) $(BIN)/pytest -q -rs -s -m load
 
-check: setup  ## lint, format, types, layers and tidiness
+lowest: setup  ## the command line and a smoke test with the lowest version of every dependency
+	tools/lowest.sh
+
+check: setup  ## lint, format, types and import layers
 	$(BIN)/ruff check src tests examples
 	$(BIN)/ruff format --check src tests examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest -q tests/test_tidy.py
 
 sim: setup  ## long random search: hand-overs under faults (SEEDS=20000), plans (EXAMPLES=20000)
 	$(BIN)/baton sim --seeds $(SEEDS) --jobs $(JOBS)

@@ -1,9 +1,8 @@
 """How hard the property tests search.
 
 A property test sets no `max_examples` of its own but a share of the common number, so that BATON_EXAMPLES
-moves all of them at once. The one of whole hand-overs (tests/plan/test_property.py) has 2,000 at least, and
-20,000 in `make sim`. The search is random everywhere, CI included, so that every run looks elsewhere: a
-failure prints the line that reproduces it.
+moves all of them at once: `make test` runs a tenth of what `make test-all` runs. The search is random
+everywhere, CI included: every run looks elsewhere, and a failure prints the line that reproduces it.
 """
 
 import gc
@@ -12,9 +11,7 @@ import signal
 
 from hypothesis import HealthCheck, settings
 
-from tests.starved import pytest_runtest_protocol, pytest_terminal_summary  # noqa: F401 - hooks
-
-NUM_EXAMPLES_DEFAULT = 500
+NUM_EXAMPLES_DEFAULT = 50
 
 # A run that was started in the background ignores interrupts, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -32,6 +29,6 @@ settings.load_profile("baton")
 
 
 def pytest_collection_finish() -> None:
-    """Modules and collected tests stay: tests that count what is left over need not look through them."""
+    """Modules and collected tests stay: tests that count leftover objects need not look through them."""
     gc.collect()
     gc.freeze()
