@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from baton.bench.record import commit, machine
-from baton.engine.model.kernels import delta, selective
+from baton.engine.models import delta_rule, selective_scan
 
 SHAPES = ((16, 64), (8, 128), (32, 128))
 """Heads, and channels of each side of a head's state."""
 OFF_MAX = 1e-5
-Tokens = delta.Tokens | selective.Tokens
+Tokens = delta_rule.DeltaTokens | selective_scan.ScanTokens
 Advance = Callable[[Any, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -36,7 +36,9 @@ def delta_case(num_tokens: int, num_heads: int, dim: int) -> tuple[Advance, Toke
     shape = (1, num_tokens, num_heads)
     q, k, v = (torch.randn(*shape, dim) for _ in "qkv")
     log_decay, strength = -torch.rand(*shape, 1), torch.rand(*shape, 1)
-    return delta.advance, delta.Tokens(normalize(q, dim=-1), normalize(k, dim=-1), v, log_decay, strength)
+    return delta_rule.advance, delta_rule.DeltaTokens(
+        normalize(q, dim=-1), normalize(k, dim=-1), v, log_decay, strength
+    )
 
 
 def selective_case(num_tokens: int, num_heads: int, dim: int) -> tuple[Advance, Tokens]:
@@ -45,10 +47,10 @@ def selective_case(num_tokens: int, num_heads: int, dim: int) -> tuple[Advance, 
     x, log_decay = torch.randn(1, num_tokens, num_heads, dim), -torch.rand(1, num_tokens, num_heads, 1)
     into, out_of = (torch.randn(1, num_tokens, 1, dim) for _ in "BC")
 
-    def advance(tokens: selective.Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
-        return selective.advance(tokens, of_head, state)
+    def advance(tokens: selective_scan.ScanTokens, state: Tensor) -> tuple[Tensor, Tensor]:
+        return selective_scan.advance(tokens, of_head, state)
 
-    return advance, selective.Tokens(x, log_decay, into, out_of)
+    return advance, selective_scan.ScanTokens(x, log_decay, into, out_of)
 
 
 def by_token(advance: Advance, tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:

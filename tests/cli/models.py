@@ -5,7 +5,7 @@ from pathlib import Path
 from tests.engine.text.vocabularies import byte_level
 from tests.engine.tiny import tiny
 
-from baton.engine.text.tokenizer import Tokenizer
+from baton.engine.tokenizer import Tokenizer
 
 NUM_IDS = 432
 """A vocabulary that is padded, as those of real models are."""

@@ -23,12 +23,12 @@ from baton.engine.drafting import (
     proposal_of,
     with_forks,
 )
-from baton.engine.model.build import build, missing
+from baton.engine.models.build import build, missing
 from baton.engine.parallel.mesh import Mesh
 from baton.engine.rank.drawing import draw
 from baton.engine.runner import Quiet, Runner
-from baton.engine.sampling.params import SamplingParams
-from baton.engine.sampling.sampler import Sampler
+from baton.engine.sampler import Sampler
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.steps import Batch, Begin, PageCopy, Work
 from baton.errors import ConfigError, EngineError
 from baton.plan import Spec, Storage, parse_layout

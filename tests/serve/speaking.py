@@ -12,7 +12,7 @@ from tests.cli.models import speaking_model
 from tests.engine import tiny
 from tests.engine.text.vocabularies import byte_level
 
-from baton.engine.text.tokenizer import Tokenizer
+from baton.engine.tokenizer import Tokenizer
 
 EOS = 0
 """The token that ends an answer of the tiny checkpoint."""

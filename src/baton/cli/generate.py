@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

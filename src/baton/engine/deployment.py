@@ -27,7 +27,7 @@ from baton.engine.requests import Event, Generate, Piece, Trouble
 from baton.engine.requests import Told as Ended
 from baton.engine.storage import engine_storage
 from baton.engine.stories import Told
-from baton.engine.text.tokenizer import Tokenizer
+from baton.engine.tokenizer import Tokenizer
 from baton.errors import ConfigError, EngineError
 from baton.plan import Spec
 from baton.plan.planner import plan

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.steps import CopyRecord, Group, Sampled
 from baton.plan.overlap import LayerTimes, choose
 from baton.protocol.outcomes import Cause

@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.engine.attention.dealing import Rows, deal_rows
 from baton.engine.attention.passes import Pass
 from baton.engine.attention.pools import CachePools
+from baton.engine.attention.slots import Rows, deal_rows
 from baton.engine.drafting import Following, Proposed, sampled_rows, with_forks, with_given
-from baton.engine.model.seam import Head, Layer, Stage
+from baton.engine.models.base import Head, Layer, Stage
 from baton.engine.parallel.mesh import Mesh
 from baton.engine.steps import Batch
 from baton.errors import EngineError

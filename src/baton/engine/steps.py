@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.protocol.outcomes import Aux, Outcome
 
 Tables: TypeAlias = dict[str, list[int]]

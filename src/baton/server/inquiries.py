@@ -17,8 +17,7 @@ from typing import Any
 import msgspec
 
 from baton.engine.requests import Generate, Inbound, Outbound
-from baton.engine.sampling.checking import check_params
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams, check_params
 from baton.errors import ConfigError
 from baton.server.bodies.asked import Body, ChatRequest, CompletionRequest, Extended, GenerateRequest
 from baton.server.model import TOO_LONG, Model

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from baton.engine.instance.instance import Instance
-from baton.engine.text.tokenizer import Tokenizer
+from baton.engine.tokenizer import Tokenizer
 from baton.errors import ConfigError
 from baton.web.problems import Problem, refused
 

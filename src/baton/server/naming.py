@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.engine.steps import Sampled
-from baton.engine.text.tokenizer import Tokenizer
+from baton.engine.tokenizer import Tokenizer
 
 LOGPROB_MIN = -9999.0
 """In place of minus infinity, which JSON does not have."""

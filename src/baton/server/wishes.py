@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.server.bodies.asked import (
     Body,
     ChatRequest,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from baton.engine.model.seam import HeadOptions, IndexQuery
+from baton.engine.models.base import HeadOptions, IndexQuery
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, position: int, options: HeadOptions) -> Tensor:

@@ -9,12 +9,11 @@ from tests.engine.attention.world import World
 from tests.engine.parallel.ranks import on_mesh
 from torch import Tensor
 
-from baton.engine.attention import index, masks
-from baton.engine.attention.choosing import Best, Chooser
-from baton.engine.attention.index import Reads
-from baton.engine.attention.kernels import explicit, prefill
+from baton.engine.attention import prefill, slots, softmax
 from baton.engine.attention.passes import Pass
-from baton.engine.model.seam import HeadOptions
+from baton.engine.attention.slots import Reads
+from baton.engine.attention.sparse import Best, Chooser
+from baton.engine.models.base import HeadOptions
 from baton.engine.parallel.mesh import Mesh
 from baton.engine.steps import Batch, Work
 from baton.errors import EngineError
@@ -29,9 +28,9 @@ def nothing(patch: pytest.MonkeyPatch) -> None:
 
 def keys_cut_short(patch: pytest.MonkeyPatch) -> None:
     """The first key of a window is not read."""
-    lowest = index._lowest
+    lowest = slots._lowest
     patch.setattr(
-        index,
+        slots,
         "_lowest",
         lambda segment, window: lowest(segment, window) + (window is not None and segment.start > 8),
     )
@@ -39,23 +38,23 @@ def keys_cut_short(patch: pytest.MonkeyPatch) -> None:
 
 def window_too_long(patch: pytest.MonkeyPatch) -> None:
     """Chunks see one key too many."""
-    seen = masks.seen
+    seen = prefill.seen
 
     def wider(rows: object, keys: object, window: int | None, dtype: object) -> object:
         return seen(rows, keys, None if window is None else window + 1, dtype)  # type: ignore[arg-type]
 
-    patch.setattr(masks, "seen", wider)
+    patch.setattr(prefill, "seen", wider)
     patch.setattr(prefill, "seen", wider)
 
 
 def no_window(patch: pytest.MonkeyPatch) -> None:
     """Windows are not heeded where keys are read."""
-    patch.setattr(index, "_lowest", lambda segment, window: 0)
+    patch.setattr(slots, "_lowest", lambda segment, window: 0)
 
 
 def no_sinks(patch: pytest.MonkeyPatch) -> None:
     """Sinks take no part."""
-    patch.setattr(explicit, "with_sinks", lambda part, sinks: part.out)
+    patch.setattr(softmax, "with_sinks", lambda part, sinks: part.out)
 
 
 def all_attended(patch: pytest.MonkeyPatch) -> None:
@@ -76,7 +75,7 @@ def one_too_many(patch: pytest.MonkeyPatch) -> None:
 def not_causal(patch: pytest.MonkeyPatch) -> None:
     """Later tokens may be chosen."""
     patch.setattr(
-        "baton.engine.attention.choosing.seen",
+        "baton.engine.attention.sparse.seen",
         lambda rows, keys, window, dtype: torch.zeros(len(rows), len(keys), dtype=dtype),
     )
 

@@ -16,7 +16,7 @@ from tests.engine.attention.world import (
 )
 from tests.engine.parallel.ranks import on_mesh
 
-from baton.engine.attention.kernels import explicit, prefill
+from baton.engine.attention import prefill, softmax
 from baton.engine.attention.passes import Pass
 from baton.engine.attention.pools import CachePools
 from baton.engine.parallel.mesh import Mesh
@@ -62,7 +62,7 @@ def test_rows_of_two_sizes_are_not_kept_side_by_side() -> None:
 
 def test_blocks_of_rows_join(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "BLOCK_ROWS", 7)
-    monkeypatch.setattr(explicit, "SCORES_MAX", 100)
+    monkeypatch.setattr(softmax, "SCORES_MAX", 100)
     check_rank(Mesh(ALONE, 0), 11)
 
 

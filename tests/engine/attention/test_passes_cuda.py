@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from baton.engine.attention.passes import Pass
 from baton.engine.attention.pools import CachePools
-from baton.engine.model.seam import HeadOptions
+from baton.engine.models.base import HeadOptions
 from baton.engine.parallel.mesh import Mesh
 from baton.engine.steps import Batch, Work
 from baton.plan import Cache, Spec, Storage, parse_layout

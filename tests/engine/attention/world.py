@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.engine.attention.passes import Pass
 from baton.engine.attention.pools import CachePools
-from baton.engine.model.seam import HeadOptions, IndexQuery
+from baton.engine.models.base import HeadOptions, IndexQuery
 from baton.engine.parallel.mesh import Mesh
 from baton.engine.steps import Batch, Work
 from baton.engine.storage import engine_storage

@@ -6,7 +6,7 @@ import pytest
 from tests.engine.books.memory import Memory
 
 from baton.engine.books import Asked, Role, Scheduler, SchedulerConfig, Sequence, State
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.steps import Batch
 from baton.errors import ConfigError, EngineError
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from tests.engine.books.memory import JUNK, Memory, entries, with_next
 
 from baton.engine.books import Asked, Role, Scheduler, SchedulerConfig, Sequence, State
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.steps import Batch, Tables, Work
 from baton.errors import ConfigError
 

@@ -17,7 +17,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from baton.engine.checkpoint import num_parameters, open_checkpoint
-from baton.engine.checkpoint.gguf_header import GgufHeader
+from baton.engine.checkpoint.gguf import GgufHeader
 from baton.errors import ConfigError
 
 # Quantised rows come in blocks of 32 numbers, so sizes are multiples of that.

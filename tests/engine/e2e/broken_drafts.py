@@ -11,7 +11,7 @@ from baton.engine import runner
 from baton.engine.drafting import Following
 from baton.engine.rank import process
 from baton.engine.rank.drawing import draw
-from baton.engine.sampling.sampler import Sampler
+from baton.engine.sampler import Sampler
 from baton.engine.steps import Batch, Sampled, Work
 
 

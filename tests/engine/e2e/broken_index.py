@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 
-from baton.engine.attention.choosing import Chooser
-from baton.engine.attention.index import Reads
 from baton.engine.attention.passes import Pass
-from baton.engine.model.seam import IndexQuery
+from baton.engine.attention.slots import Reads
+from baton.engine.attention.sparse import Chooser
+from baton.engine.models.base import IndexQuery
 from baton.engine.rank import process
 
 

@@ -17,7 +17,7 @@ from baton.engine.instance.config import InstanceConfig
 from baton.engine.instance.instance import Instance
 from baton.engine.pair import Ask, Pair
 from baton.engine.requests import Event, Generate, Piece, Story, Told, Trouble
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.steps import Sampled
 from baton.errors import ConfigError, EngineError
 from baton.plan import parse_layout

@@ -18,7 +18,7 @@ from baton.engine.checkpoint import open_checkpoint
 from baton.engine.instance.instance import Instance
 from baton.engine.pair import Pair
 from baton.engine.requests import Generate
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.engine
 

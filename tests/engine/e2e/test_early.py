@@ -16,7 +16,7 @@ from tests.engine.tiny import oracle, tiny
 from baton.engine.instance.instance import Instance
 from baton.engine.pair import Pair
 from baton.engine.requests import Generate, Inbound, Outbound, Piece, Told, Trouble
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.protocol.outcomes import Why
 
 pytestmark = pytest.mark.engine

@@ -16,7 +16,7 @@ from tests.engine.tiny import oracle, tiny
 
 from baton.engine.pair import Pair
 from baton.engine.requests import Generate, Piece, Told
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.engine
 

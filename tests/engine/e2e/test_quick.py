@@ -18,7 +18,7 @@ from tests.engine.tiny import oracle, tiny
 
 from baton.engine.pair import Pair
 from baton.engine.requests import Generate, Piece, Trouble
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 
 NUM_TOKENS = 24
 LONG = LENGTHS[-1]

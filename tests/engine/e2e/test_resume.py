@@ -15,7 +15,7 @@ from tests.engine.tiny import tiny
 
 from baton.engine.pair import Pair
 from baton.engine.requests import Generate, Piece, Told
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.errors import ConfigError
 
 pytestmark = pytest.mark.engine

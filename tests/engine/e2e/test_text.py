@@ -14,7 +14,7 @@ from tests.engine.tiny import tiny
 
 from baton.engine.pair import Pair
 from baton.engine.requests import Generate
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.engine
 

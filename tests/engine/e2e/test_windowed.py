@@ -20,7 +20,7 @@ from baton.engine.books.sequence import Sequence
 from baton.engine.books.shares import Shares
 from baton.engine.pair import Pair
 from baton.engine.requests import Generate
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.errors import EngineError
 
 pytestmark = pytest.mark.engine

@@ -7,7 +7,7 @@ import pytest
 from baton.engine.books import Asked, Role, Scheduler, SchedulerConfig, Sequence
 from baton.engine.books.shares import Shares
 from baton.engine.instance.load import HALF_S, LOOK_S, Gauge, PageUse, Queue, Rate, num_slots
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.plan import parse_layout
 from baton.plan.models.config import read_config
 from baton.plan.models.parts import stack

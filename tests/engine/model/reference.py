@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from baton.engine.model.build import build
-from baton.engine.model.seam import Cut, HeadOptions, IndexQuery, LatentQuery, Recurrence, Share, Stage
+from baton.engine.models.base import Cut, HeadOptions, IndexQuery, LatentQuery, Recurrence, Share, Stage
+from baton.engine.models.build import build
 from baton.plan.cache import Cache
 from baton.plan.models.config import read_config
 from baton.plan.models.parts import stack

@@ -19,11 +19,9 @@ from tests.engine.model.reference import (
 from tests.engine.model.test_families import DEEPSEEK_YARN, YARN
 from tests.engine.tiny import tiny
 
-from baton.engine.model import linear
-from baton.engine.model.mixers import gqa, mla
-from baton.engine.model.mlps import dense, moe, routing
-from baton.engine.model.rope import Rope
-from baton.engine.model.seam import Share
+from baton.engine.models import gqa, mla, mlp, moe, weights
+from baton.engine.models.base import Share
+from baton.engine.models.rope import Rope
 
 SEEN = 1e-3
 
@@ -69,17 +67,17 @@ def turned_otherwise(**values: Any) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def _uncorrected(patch: pytest.MonkeyPatch) -> None:
-    route = routing.Sigmoid.route
-    patch.setattr(routing.Sigmoid, "route", lambda self, logits, bias: route(self, logits, bias * 0))
+    route = moe.Sigmoid.route
+    patch.setattr(moe.Sigmoid, "route", lambda self, logits, bias: route(self, logits, bias * 0))
 
 
 def _weighted_by_correction(patch: pytest.MonkeyPatch) -> None:
-    route = routing.Sigmoid.route
+    route = moe.Sigmoid.route
 
-    def wrong(self: routing.Sigmoid, logits: torch.Tensor, bias: torch.Tensor) -> routing.Routed:
+    def wrong(self: moe.Sigmoid, logits: torch.Tensor, bias: torch.Tensor) -> moe.Routed:
         return route(self, (logits.sigmoid() + bias).logit(1e-6), bias * 0)
 
-    patch.setattr(routing.Sigmoid, "route", wrong)
+    patch.setattr(moe.Sigmoid, "route", wrong)
 
 
 def _unscaled(patch: pytest.MonkeyPatch) -> None:
@@ -90,11 +88,11 @@ def _unscaled(patch: pytest.MonkeyPatch) -> None:
 
 
 def _biased_everywhere(patch: pytest.MonkeyPatch) -> None:
-    for module in (gqa, dense):
+    for module in (gqa, mlp):
         patch.setattr(
             module,
             "load_partial",
-            lambda loader, part: linear.load_partial(loader, replace(part, share=Share())),
+            lambda loader, part: weights.load_partial(loader, replace(part, share=Share())),
         )
 
 
@@ -117,17 +115,15 @@ CASES: dict[str, Broken] = {
     ),
     "no correction": Broken("deepseek_v3", _uncorrected, {}),
     "weights with correction": Broken("deepseek_v3", _weighted_by_correction, {}),
-    "sigmoid without groups": Broken("deepseek_v3", reruled(routing.Sigmoid, num_groups_chosen=3), {}),
-    "sigmoid unscaled": Broken("deepseek_v3", reruled(routing.Sigmoid, factor=1.0), {}),
-    "sigmoid not normed": Broken("deepseek_v3", reruled(routing.Sigmoid, is_normed=False), {}),
-    "softmax without groups": Broken(
-        "deepseek_v2", reruled(routing.Softmax, num_groups=1), {"topk_group": 1}
-    ),
+    "sigmoid without groups": Broken("deepseek_v3", reruled(moe.Sigmoid, num_groups_chosen=3), {}),
+    "sigmoid unscaled": Broken("deepseek_v3", reruled(moe.Sigmoid, factor=1.0), {}),
+    "sigmoid not normed": Broken("deepseek_v3", reruled(moe.Sigmoid, is_normed=False), {}),
+    "softmax without groups": Broken("deepseek_v2", reruled(moe.Softmax, num_groups=1), {"topk_group": 1}),
     "softmax unscaled": Broken(
-        "deepseek_v2", reruled(routing.Softmax, factor=1.0), {"routed_scaling_factor": 1.7}
+        "deepseek_v2", reruled(moe.Softmax, factor=1.0), {"routed_scaling_factor": 1.7}
     ),
-    "softmax normed": Broken("deepseek_v2", reruled(routing.Softmax, is_normed=True), {}),
-    "softmax not normed": Broken("qwen3_moe", reruled(routing.Softmax, is_normed=False), {}),
+    "softmax normed": Broken("deepseek_v2", reruled(moe.Softmax, is_normed=True), {}),
+    "softmax not normed": Broken("qwen3_moe", reruled(moe.Softmax, is_normed=False), {}),
     "no shared experts": Broken("deepseek_v2", respecified(moe.MoeSpec, shared=None), {}),
 }
 

@@ -8,8 +8,8 @@ import torch
 from tests.engine.model.reference import CPU, Altered, DiskCheckpoint, Plan, Ranks, prompts, whole_logits
 from tests.engine.tiny import FAMILIES, tiny
 
-from baton.engine.model.build import build, describe, missing, supported
-from baton.engine.model.seam import Cut, Share
+from baton.engine.models.base import Cut, Share
+from baton.engine.models.build import build, describe, missing, supported
 from baton.errors import ConfigError, EngineError
 
 Q = "model.layers.1.self_attn.q_proj.weight"

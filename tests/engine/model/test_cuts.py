@@ -8,9 +8,9 @@ import torch
 from tests.engine.model.reference import CPU, DiskCheckpoint, Plan, Ranks, prompts, whole_logits, worst
 from tests.engine.tiny import tiny
 
-from baton.engine.model.build import build
-from baton.engine.model.cuts import cut_evenly, cut_heads
-from baton.engine.model.seam import Cut, Share
+from baton.engine.models.base import Cut, Share
+from baton.engine.models.build import build
+from baton.engine.models.weights import cut_evenly, cut_heads
 from baton.errors import ConfigError
 from baton.plan.layout import parse_layout
 

@@ -9,8 +9,8 @@ from tests.engine.model.test_broken import SEEN
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from baton.engine.model.kernels import chunks, delta, selective
-from baton.engine.model.kernels.convolution import Convolution
+from baton.engine.models import delta_rule, recurrence, selective_scan
+from baton.engine.models.recurrence import Convolution
 
 NUM_TIMES = 5
 """What a chunked form has to be faster by, at 512 tokens."""
@@ -26,11 +26,11 @@ class Delta:
         v = torch.randn(*shape, dim + 1, generator=drawn)
         log_decay = -(5 ** (3 * torch.randn(*shape, 1, generator=drawn)))
         strength = torch.rand(*shape, 1, generator=drawn)
-        self.tokens = delta.Tokens(q, k, v, log_decay, strength)
+        self.tokens = delta_rule.DeltaTokens(q, k, v, log_decay, strength)
         self.state = torch.randn(n, num_heads, dim, dim + 1, generator=drawn)
 
     def advance(self, tokens: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
-        return delta.advance(delta.Tokens(*tokens), state)
+        return delta_rule.advance(delta_rule.DeltaTokens(*tokens), state)
 
 
 class Selective:
@@ -41,12 +41,12 @@ class Selective:
         x = torch.randn(n, num_tokens, num_heads, dim, generator=drawn)
         into, out_of = (torch.randn(n, num_tokens, 2, dim + 1, generator=drawn) for _ in "BC")
         log_decay = -(5 ** (3 * torch.randn(n, num_tokens, num_heads, 1, generator=drawn)))
-        self.tokens = selective.Tokens(x, log_decay, into, out_of)
+        self.tokens = selective_scan.ScanTokens(x, log_decay, into, out_of)
         self.state = torch.randn(n, num_heads, dim, dim + 1, generator=drawn)
         self.of_head = torch.arange(num_heads) * 2 // num_heads
 
     def advance(self, tokens: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
-        return selective.advance(selective.Tokens(*tokens), self.of_head, state)
+        return selective_scan.advance(selective_scan.ScanTokens(*tokens), self.of_head, state)
 
 
 KINDS = (Delta, Selective)
@@ -68,7 +68,9 @@ def off(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_tokens", [1, 2, chunks.CHUNK - 1, chunks.CHUNK, chunks.CHUNK + 1, 200])
+@pytest.mark.parametrize(
+    "num_tokens", [1, 2, recurrence.CHUNK - 1, recurrence.CHUNK, recurrence.CHUNK + 1, 200]
+)
 def test_chunked_is_token_by_token(kind: type[Delta] | type[Selective], num_tokens: int) -> None:
     case = kind(2, num_tokens, 4, 9)
     found = case.advance(case.tokens, case.state)
@@ -87,9 +89,9 @@ def test_parts_of_a_sequence_follow_each_other(kind: type[Delta] | type[Selectiv
 
 
 def test_a_chunk_that_forgets_its_own_tokens_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, kind in ((delta, Delta), (selective, Selective)):
+    for module, kind in ((delta_rule, Delta), (selective_scan, Selective)):
         case = kind(1, 30, 4, 9)
-        monkeypatch.setattr(module, "fading", lambda reach: chunks.fading(reach).tril(-1))
+        monkeypatch.setattr(module, "fading", lambda reach: recurrence.fading(reach).tril(-1))
         assert off(case.advance(case.tokens, case.state), by_token(case)) > SEEN
 
 

@@ -19,12 +19,11 @@ from tests.engine.model.reference import (
 )
 from tests.engine.model.test_broken import reruled, respecified
 
-from baton.engine.model.build import describe
-from baton.engine.model.cuts import covering, cut_mirrored, cut_units
-from baton.engine.model.kernels.convolution import Convolution
-from baton.engine.model.mixers import beside, gated_delta, gated_gqa, gqa, mamba2
-from baton.engine.model.mlps import dense, moe, routing, weighted
-from baton.engine.model.seam import Share
+from baton.engine.models import gated_delta, gqa, mamba2, mlp, moe
+from baton.engine.models.base import Share
+from baton.engine.models.build import describe
+from baton.engine.models.recurrence import Convolution
+from baton.engine.models.weights import covering, cut_mirrored, cut_units
 from baton.errors import ConfigError, LayoutError
 from baton.plan.ranges import Range
 
@@ -112,15 +111,15 @@ def _forgetful(patch: pytest.MonkeyPatch) -> None:
 
 
 def _unfaded(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(gated_delta.delta, "decay", lambda log: torch.ones_like(log, dtype=torch.float32))
+    patch.setattr(gated_delta.delta_rule, "decay", lambda log: torch.ones_like(log, dtype=torch.float32))
 
 
 def _ungated(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(weighted.Weighted, "feed", lambda self, x: self.inner.feed(x))
+    patch.setattr(mlp.Weighted, "feed", lambda self, x: self.inner.feed(x))
 
 
 def _open(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(gated_gqa.GatedGqa, "mix", lambda self, x, attention: _attended(self.inner, x, attention))
+    patch.setattr(gqa.GatedGqa, "mix", lambda self, x, attention: _attended(self.inner, x, attention))
 
 
 def _attended(inner: gqa.Gqa, x: torch.Tensor, attention: Any) -> torch.Tensor:
@@ -130,15 +129,15 @@ def _attended(inner: gqa.Gqa, x: torch.Tensor, attention: Any) -> torch.Tensor:
 
 def _unfactored(branch: str) -> Callable[[pytest.MonkeyPatch], None]:
     def apply(patch: pytest.MonkeyPatch) -> None:
-        load = beside.BesideSpec.load
+        load = gqa.BesideSpec.load
 
-        def plain(self: beside.BesideSpec, *args: Any) -> beside.Beside:
+        def plain(self: gqa.BesideSpec, *args: Any) -> gqa.Beside:
             branches = (
                 replace(each, factor_in=1.0) if each.name == branch else each for each in self.branches
             )
             return load(replace(self, branches=tuple(branches)), *args)
 
-        patch.setattr(beside.BesideSpec, "load", plain)
+        patch.setattr(gqa.BesideSpec, "load", plain)
 
     return apply
 
@@ -171,13 +170,13 @@ CASES: dict[str, Broken] = {
     "another activation": Broken("qwen3_5_text", respecified(DELTA, activation="gelu")),
     "unit vectors by the config's epsilon": Broken("qwen3_5_text", without(gated_delta, "UNIT_EPS", 0.01)),
     "shared expert ungated": Broken("qwen3_next", _ungated),
-    "experts not normed": Broken("qwen3_5_moe_text", reruled(routing.Softmax, is_normed=False)),
+    "experts not normed": Broken("qwen3_5_moe_text", reruled(moe.Softmax, is_normed=False)),
     "no shared expert": Broken("qwen3_5_moe_text", respecified(moe.MoeSpec, shared=None)),
     "no norm": Broken("falcon_h1", respecified(SPACE, norm=None)),
     "no factors": Broken("falcon_h1", respecified(SPACE, factors=(1.0,) * 5)),
     "no factor into attention": Broken("falcon_h1", _unfactored("self_attn")),
     "no factor into states": Broken("falcon_h1", _unfactored("mamba")),
-    "no factor of gates": Broken("falcon_h1", respecified(dense.DenseSpec, gate_factor=1.0)),
+    "no factor of gates": Broken("falcon_h1", respecified(mlp.DenseSpec, gate_factor=1.0)),
     "no factor of keys": Broken("falcon_h1", respecified(gqa.GqaSpec, scale=None)),
     "gated before the norm": Broken(
         "falcon_h1",

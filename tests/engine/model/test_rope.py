@@ -8,8 +8,8 @@ from transformers import LlamaConfig, PhiConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
-from baton.engine.model.fields import ModelFields
-from baton.engine.model.rope import Rope, read_rope
+from baton.engine.models.config import ModelFields
+from baton.engine.models.rope import Rope, read_rope
 from baton.errors import ConfigError
 
 CPU = torch.device("cpu")

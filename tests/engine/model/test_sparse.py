@@ -22,9 +22,9 @@ from tests.engine.model.test_broken import respecified
 from tests.engine.model.test_families import DEEPSEEK_YARN
 from tests.engine.tiny import FAMILIES, tiny
 
-from baton.engine.model.build import describe
-from baton.engine.model.mixers import indexer
-from baton.engine.model.seam import IndexQuery
+from baton.engine.models import mla
+from baton.engine.models.base import IndexQuery
+from baton.engine.models.build import describe
 from baton.errors import ConfigError
 
 FAMILY = "deepseek_v32"
@@ -81,23 +81,23 @@ def requeried(change: Callable[[IndexQuery], IndexQuery]) -> Callable[[pytest.Mo
     """Chooses by something else."""
 
     def apply(patch: pytest.MonkeyPatch) -> None:
-        made = indexer.Indexer.query
-        patch.setattr(indexer.Indexer, "query", lambda self, *args: change(made(self, *args)))
+        made = mla.Indexer.query
+        patch.setattr(mla.Indexer, "query", lambda self, *args: change(made(self, *args)))
 
     return apply
 
 
 def _paired(patch: pytest.MonkeyPatch) -> None:
-    load = indexer.IndexerSpec.load
+    load = mla.IndexerSpec.load
     patch.setattr(
-        indexer.IndexerSpec,
+        mla.IndexerSpec,
         "load",
         lambda self, *args: load(replace(self, rope=replace(self.rope, is_paired_in=True)), *args),
     )
 
 
 def _unnormed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(indexer.functional, "layer_norm", lambda x, *args: x)
+    patch.setattr(mla.functional, "layer_norm", lambda x, *args: x)
 
 
 def _dense(patch: pytest.MonkeyPatch) -> None:
@@ -107,8 +107,8 @@ def _dense(patch: pytest.MonkeyPatch) -> None:
 
 CASES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "everything attended to": _dense,
-    "one token too many": respecified(indexer.IndexerSpec, num_chosen=NUM_CHOSEN + 1),
-    "one token too few": respecified(indexer.IndexerSpec, num_chosen=NUM_CHOSEN - 1),
+    "one token too many": respecified(mla.IndexerSpec, num_chosen=NUM_CHOSEN + 1),
+    "one token too few": respecified(mla.IndexerSpec, num_chosen=NUM_CHOSEN - 1),
     "index channels turned in pairs": _paired,
     "index keys not normed": _unnormed,
     "heads not weighted": requeried(lambda query: replace(query, weights=torch.ones_like(query.weights))),

@@ -19,12 +19,9 @@ from tests.engine.model.reference import (
 from tests.engine.model.test_broken import reruled, respecified, turned_otherwise
 from tests.engine.tiny import FULL, SLIDING, WINDOW, WINDOWED, windowed
 
-from baton.engine.model import sandwich
-from baton.engine.model.build import describe
-from baton.engine.model.ends import VocabularyEmbedding
-from baton.engine.model.mixers import gqa
-from baton.engine.model.mlps import clamped, routing
-from baton.engine.model.norms import NormSpec
+from baton.engine.models import gqa, layers, moe
+from baton.engine.models.build import describe
+from baton.engine.models.layers import NormSpec, VocabularyEmbedding
 from baton.errors import ConfigError
 
 CLOSE, SEEN = 1e-5, 1e-3
@@ -130,16 +127,16 @@ def _unscaled(patch: pytest.MonkeyPatch) -> None:
 
 
 def _unbiased_experts(patch: pytest.MonkeyPatch) -> None:
-    run = clamped.ClampedExperts.run
+    run = moe.ClampedExperts.run
     patch.setattr(
-        clamped.ClampedExperts,
+        moe.ClampedExperts,
         "run",
         lambda self, i, block: run(replace(self, output_bias=0 * self.output_bias), i, block),
     )
 
 
 def _bare(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sandwich.Sandwich, "join_feed", lambda self, x, fed: x + fed)
+    patch.setattr(layers.Sandwich, "join_feed", lambda self, x, fed: x + fed)
 
 
 def _first_sinks(patch: pytest.MonkeyPatch) -> None:
@@ -168,10 +165,10 @@ CASES: dict[str, Broken] = {
     "no norm after the MLP": Broken("gemma3_text", _bare),
     "sinks left out": Broken("gpt_oss", reoptioned(lambda options: replace(options, sinks=None))),
     "sinks of other heads": Broken("gpt_oss", _first_sinks, Plan(tp=2)),
-    "gates not clamped": Broken("gpt_oss", respecified(clamped.ClampedSpec, limit=1e9)),
-    "another gain": Broken("gpt_oss", respecified(clamped.ClampedSpec, gain=1.0)),
+    "gates not clamped": Broken("gpt_oss", respecified(moe.ClampedSpec, limit=1e9)),
+    "another gain": Broken("gpt_oss", respecified(moe.ClampedSpec, gain=1.0)),
     "experts without bias": Broken("gpt_oss", _unbiased_experts),
-    "weights not normed": Broken("gpt_oss", reruled(routing.Softmax, is_normed=False)),
+    "weights not normed": Broken("gpt_oss", reruled(moe.Softmax, is_normed=False)),
 }
 
 

@@ -16,7 +16,7 @@ import torch
 
 from baton.engine.attention.pools import CachePools
 from baton.engine.checkpoint import open_checkpoint
-from baton.engine.model.build import build
+from baton.engine.models.build import build
 from baton.engine.parallel.mesh import Mesh
 from baton.engine.runner import Quiet, Runner
 from baton.engine.steps import Batch, Work

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.steps import Begin
 
 MISTAKES = (

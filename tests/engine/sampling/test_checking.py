@@ -5,8 +5,7 @@ import math
 import msgspec
 import pytest
 
-from baton.engine.sampling.checking import check_params
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams, check_params
 from baton.errors import ConfigError
 
 VOCAB_SIZE = 50

@@ -2,8 +2,7 @@
 
 import pytest
 
-from baton.engine.sampling.ending import Progress, ending, ends_with
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import Progress, SamplingParams, ending, ends_with
 
 EOS_IDS = (2, 3)
 

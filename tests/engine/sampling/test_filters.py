@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from tests.engine.sampling import oracle
 from tests.engine.sampling.oracle import Case
 
-from baton.engine.sampling import choosing
-from baton.engine.sampling.history import History
-from baton.engine.sampling.params import SamplingParams
-from baton.engine.sampling.shaping import shape
+from baton.engine import sampler
+from baton.engine.sampler import History, shape
+from baton.engine.sampling_params import SamplingParams
 
 VOCAB_SIZE = 23
 # Shares that no sum of a few equal weights meets exactly: at a tie of sums rounding would decide.
@@ -24,7 +23,7 @@ SHARES = [0.0317, 0.2139, 0.5171, 0.7713, 0.9517, 0.9991, 1.0]
 def probabilities(cases: list[Case]) -> list[list[float]]:
     histories = [History(case.begin(), len(case.logits), case.eos_ids) for case in cases]
     logits = torch.tensor([case.logits for case in cases], dtype=torch.float32)
-    weights = choosing.weigh(shape(logits, histories), [case.params for case in cases])
+    weights = sampler.weigh(shape(logits, histories), [case.params for case in cases])
     return (weights / weights.sum(dim=-1, keepdim=True)).tolist()
 
 
@@ -83,7 +82,7 @@ def test_filters_beyond_the_head_are_as_the_oracle_says(seed: int, spread: int):
     for _ in range(3):
         params = wishes(random)
         params = msgspec.structs.replace(params, top_k=params.top_k * 60)
-        logits = tuple(random.randint(-spread, spread) / 4 for _ in range(choosing.HEAD + 300))
+        logits = tuple(random.randint(-spread, spread) / 4 for _ in range(sampler.HEAD + 300))
         batch.append(Case(logits, (1,), 1, params))
     for found, case in zip(probabilities(batch), batch, strict=True):
         assert_same(found, oracle.distribution(case))
@@ -139,7 +138,7 @@ def test_equal_values_across_the_border_of_the_likeliest():
     values[0, 4999] = 1
     values[1] = torch.arange(5000) // 1000
     values[2, ::2] = 1
-    best, ids = choosing.likeliest(values, 4)
+    best, ids = sampler.likeliest(values, 4)
     assert ids.tolist() == [[4999, 0, 1, 2], [4000, 4001, 4002, 4003], [0, 2, 4, 6]]
     assert best.tolist() == [[1, 0, 0, 0], [4] * 4, [1] * 4]
 
@@ -154,12 +153,12 @@ def test_extreme_temperatures_stay_finite(temperature: float):
 def test_a_draw_never_takes_what_was_filtered():
     weights = torch.tensor([[0.0, 1.0, 0.0, 0.7, 0.0]], dtype=torch.float64)
     edges = [0.0, 1 / 1.7 - 1e-12, 1 / 1.7 + 1e-12, 1 - 2**-53]
-    assert choosing.draw(weights, torch.tensor([edges], dtype=torch.float64)).tolist() == [[1, 1, 3, 3]]
+    assert sampler.draw(weights, torch.tensor([edges], dtype=torch.float64)).tolist() == [[1, 1, 3, 3]]
 
 
 def test_the_largest_uniform_number_stays_inside():
     random = Random(1)
     weights = [[1.0, random.random() * 10 ** random.randint(-9, 3), 0.0] for _ in range(5000)]
     uniforms = torch.full((len(weights), 1), 1 - 2**-53, dtype=torch.float64)
-    found = choosing.draw(torch.tensor(weights, dtype=torch.float64), uniforms)
+    found = sampler.draw(torch.tensor(weights, dtype=torch.float64), uniforms)
     assert found.unique().tolist() == [1]

@@ -8,10 +8,9 @@ import torch
 from tests.engine.sampling import oracle
 from tests.engine.sampling.oracle import Case
 
-from baton.engine.sampling import sampler as sampling
-from baton.engine.sampling.params import SamplingParams
-from baton.engine.sampling.randomness import uniform
-from baton.engine.sampling.sampler import Sampler, Want
+from baton.engine import sampler as sampling
+from baton.engine.sampler import Sampler, Want, uniform
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.steps import Begin, Sampled
 from baton.errors import EngineError
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.text.vocabularies import fallback_tokenizer, tokenizer
 
-from baton.engine.sampling.params import SamplingParams
-from baton.engine.text.answer import AnswerText
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.tokenizer import AnswerText
 
 (EOS,) = tokenizer().encode("<|endoftext|>")
 TEXT = "the quick brown fox\u4f60\u597d jumps"

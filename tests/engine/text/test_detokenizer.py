@@ -11,9 +11,8 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Fast
 from transformers import PreTrainedTokenizerFast
 
-from baton.engine.text import detokenizer as detokenizing
-from baton.engine.text.detokenizer import Detokenizer
-from baton.engine.text.tokenizer import Tokenizer
+from baton.engine import tokenizer as detokenizing
+from baton.engine.tokenizer import Detokenizer, Tokenizer
 
 VOCAB_SIZE = len(byte_level())
 BYTES = [

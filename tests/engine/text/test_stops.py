@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.text.stops import StopStrings
+from baton.engine.tokenizer import StopStrings
 
 # One number stands for stop strings and text: building them from parts would take most of the search's time.
 seeds = st.integers(0, 2**64 - 1)

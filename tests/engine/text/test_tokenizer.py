@@ -8,7 +8,7 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from baton.engine.text.tokenizer import Tokenizer
+from baton.engine.tokenizer import Tokenizer
 from baton.errors import ConfigError
 
 MESSAGES = [{"role": "user", "content": "the fox?"}]

@@ -17,7 +17,7 @@ from baton.bench.engine.peer import Peer
 from baton.engine.instance.config import InstanceConfig, derive
 from baton.engine.instance.instance import Instance
 from baton.engine.requests import Event, Generate, Piece, Told, Trouble
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.errors import EngineError
 
 PREFILL_TARGET = 1.0

@@ -21,7 +21,7 @@ from baton.engine.instance.instance import Instance
 from baton.engine.pair import ANSWER_S_MAX, Ask, Pair
 from baton.engine.requests import Event, Generate, Story, Trouble
 from baton.engine.requests import Told as Ended
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.stories import Told
 from baton.errors import EngineError
 

@@ -34,7 +34,7 @@ from baton.engine.deployment import Deployment
 from baton.engine.instance.config import InstanceConfig
 from baton.engine.pair import Ask
 from baton.engine.requests import Generate, Story
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.stories import Told, serial_s
 from baton.errors import ConfigError, EngineError
 from baton.plan.printer import human_time

@@ -18,18 +18,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.attention import index
-from baton.engine.attention.choosing import Chooser
-from baton.engine.attention.dealing import Keeping, Rows, deal_rows
-from baton.engine.attention.index import Chunk, Pages, Reads, Segment, Writes
-from baton.engine.attention.kernels import decode, explicit, prefill
-from baton.engine.attention.kernels.explicit import Partial
-from baton.engine.attention.kernels.prefill import Inputs, Sight
-from baton.engine.attention.masks import Masks
-from baton.engine.attention.operands import Answer, Source, Stored
+from baton.engine.attention import decode, prefill, slots, softmax
 from baton.engine.attention.pools import CachePools
+from baton.engine.attention.prefill import ChunkInputs, Masks, Sight
+from baton.engine.attention.slots import (
+    AttentionInputs,
+    AttentionOutput,
+    CachedRows,
+    Chunk,
+    Keeping,
+    Pages,
+    Reads,
+    Rows,
+    Segment,
+    Writes,
+    deal_rows,
+)
+from baton.engine.attention.softmax import Partial
+from baton.engine.attention.sparse import Chooser
 from baton.engine.attention.states import PassStates
-from baton.engine.model.seam import HeadOptions, IndexQuery, LatentQuery, Recurrence
+from baton.engine.models.base import HeadOptions, IndexQuery, LatentQuery, Recurrence
 from baton.engine.parallel.mesh import Mesh
 from baton.engine.steps import Batch
 from baton.errors import EngineError
@@ -41,7 +49,7 @@ ABSORBED_RATIO = 8
 
 
 class Pass:
-    """Attention of one step on one rank; see `baton.engine.model.seam.Attention`."""
+    """Attention of one step on one rank; see `baton.engine.models.base.Attention`."""
 
     def __init__(self, batch: Batch, mesh: Mesh, pools: CachePools) -> None:
         self._batch = batch
@@ -98,11 +106,13 @@ class Pass:
         if q.shape[1] == 0:
             return q.new_empty((self._own[1] - self._own[0], 0, v.shape[-1]))
         reads = self._read(keeper, form, window, q.dtype)
-        source = Source(q, k.transpose(0, 1), v.transpose(0, 1), Stored(keys, values, self._pools.scratch))
+        source = AttentionInputs(
+            q, k.transpose(0, 1), v.transpose(0, 1), CachedRows(keys, values, self._pools.scratch)
+        )
         if self._keeping.is_whole:
             return self._attend(source, reads, options)
         part = self._merged(source, reads, options)
-        out = part.out if options.sinks is None else explicit.with_sinks(part, options.sinks)
+        out = part.out if options.sinks is None else softmax.with_sinks(part, options.sinks)
         return out.to(q.dtype)
 
     def latent(
@@ -116,7 +126,7 @@ class Pass:
         """Stores latent (rows, channels), attends causally; the answer is (rows, heads, value channels)."""
         keeper = self._pools.component("latent", layer)
         rows, page_rows = self._pools.rows("latent", layer)
-        pool = Stored(rows, rows, self._pools.scratch)
+        pool = CachedRows(rows, rows, self._pools.scratch)
         every = self._cp.gather(latent, self.rows.sizes) if self.rows.is_dealt else latent
         _store(rows, self._writes(keeper, (1, page_rows)), every)
         options = HeadOptions(scale, keeper.extent.window)
@@ -131,7 +141,7 @@ class Pass:
         if self.rows.is_dealt:
             q = self._cp.gather(q, self.rows.sizes)
         own = every.unsqueeze(0)
-        part = self._merged(Source(q, own, own, pool), reads, options)
+        part = self._merged(AttentionInputs(q, own, own, pool), reads, options)
         return query.project(part.out[..., : query.num_value_channels].to(latent.dtype))
 
     def _chosen(self, layer: int, query: IndexQuery, reads: Reads) -> Reads:
@@ -144,7 +154,7 @@ class Pass:
                 weights = self._cp.gather(query.weights, self.rows.sizes)
                 query = replace(query, queries=queries, weights=weights)
         _store(rows, self._writes(self._pools.component("index_k", layer), (1, page_rows)), query.keys)
-        stored = Stored(rows, rows, self._pools.scratch)
+        stored = CachedRows(rows, rows, self._pools.scratch)
         chooser = Chooser(query, stored, None if is_whole else self._cp)
         return chooser.choose(reads, max(segment.stop for segment in self._segments))
 
@@ -163,7 +173,7 @@ class Pass:
         """By units and rows of a page."""
         key = (keeper.group, form)
         if key not in self._found:
-            self._found[key] = index.find_writes(self._pages(keeper, form), self._batch.works)
+            self._found[key] = slots.find_writes(self._pages(keeper, form), self._batch.works)
         return self._found[key]
 
     def _read(
@@ -172,14 +182,14 @@ class Pass:
         key = (keeper.group, form, window, dtype)
         if key not in self._reads:
             pages = self._pages(keeper, form)
-            self._reads[key] = index.find_reads(pages, self._segments, window, dtype)
+            self._reads[key] = slots.find_reads(pages, self._segments, window, dtype)
         return self._reads[key]
 
     def _pages(self, keeper: Component, form: tuple[int, int]) -> Pages:
         return Pages(keeper.group, *form, self._keeping, self._pools.device)
 
-    def _attend(self, source: Source, reads: Reads, options: HeadOptions) -> Tensor:
-        answer = Answer(len(source.q))
+    def _attend(self, source: AttentionInputs, reads: Reads, options: HeadOptions) -> Tensor:
+        answer = AttentionOutput(len(source.q))
         for chunk in reads.chunks:
             inputs = source.of_chunk(chunk)
             answer.put_chunk(chunk, prefill.attend(inputs, options.window, options, self._masks))
@@ -189,25 +199,25 @@ class Pass:
         return answer.whole
 
     def _attend_latent(
-        self, query: LatentQuery, every: Tensor, pool: Stored, how: tuple[Reads, HeadOptions]
+        self, query: LatentQuery, every: Tensor, pool: CachedRows, how: tuple[Reads, HeadOptions]
     ) -> Tensor:
         reads, options = how
         own = every.unsqueeze(0)
         wide = [chunk for chunk in reads.chunks if not _is_short(chunk)]
         short = [chunk for chunk in reads.chunks if _is_short(chunk)]
-        answer = Answer(self._own[1] - self._own[0])
+        answer = AttentionOutput(self._own[1] - self._own[0])
         num_values = query.num_value_channels
         if wide:
-            plain = Source(query.plain(), own, own, pool)
+            plain = AttentionInputs(query.plain(), own, own, pool)
             if plain.q.shape[1] == 0:
                 return _headless(query, plain.q)
             for chunk in wide:
                 found = plain.of_chunk(chunk)
                 keys, values = query.expand(found.k[0])
-                inputs = Inputs(found.q, keys.transpose(0, 1), values.transpose(0, 1))
+                inputs = ChunkInputs(found.q, keys.transpose(0, 1), values.transpose(0, 1))
                 answer.put_chunk(chunk, self._over(chunk, inputs, options))
         if short or reads.buckets:
-            absorbed = Source(query.absorbed(), own, own, pool)
+            absorbed = AttentionInputs(query.absorbed(), own, own, pool)
             if absorbed.q.shape[1] == 0:
                 return _headless(query, absorbed.q)
             for chunk in short:
@@ -219,13 +229,13 @@ class Pass:
                 answer.put_bucket(bucket, query.project(mixed[..., :num_values]))
         return answer.whole
 
-    def _over(self, chunk: Chunk, inputs: Inputs, options: HeadOptions) -> Tensor:
+    def _over(self, chunk: Chunk, inputs: ChunkInputs, options: HeadOptions) -> Tensor:
         """The rows of a chunk over what they see of its keys."""
         if chunk.bias is not None:
             return prefill.attend_chosen(inputs, chunk.bias, options.scale)
         return prefill.attend(inputs, options.window, options, self._masks)
 
-    def _merged(self, source: Source, reads: Reads, options: HeadOptions) -> Partial:
+    def _merged(self, source: AttentionInputs, reads: Reads, options: HeadOptions) -> Partial:
         """All rows over this rank's tokens, merged over cp; the answer has this rank's rows."""
         q = source.q
         shape = (len(q), q.shape[1], source.v.shape[-1])
@@ -248,7 +258,7 @@ class Pass:
         every = self._cp.stack(both)
         if self.rows.is_dealt:
             every = every[:, self._own[0] : self._own[1]]
-        return explicit.merge(Partial(every[..., :-1], every[..., -1]))
+        return softmax.merge(Partial(every[..., :-1], every[..., -1]))
 
 
 def _segments(batch: Batch, wanted: Range) -> list[Segment]:

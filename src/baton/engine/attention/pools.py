@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.engine.attention.scratch import Scratch
 from baton.engine.steps import PageCopy
 from baton.errors import ConfigError, EngineError
 from baton.plan.cache import Component
@@ -156,3 +155,26 @@ def _view(
     sizes.extend((dim.name, dim.size) for dim in component.dims)
     strides = [placed.stride(axis) // placed.item_bytes for axis, _ in sizes]
     return items.as_strided([count for _, count in sizes], strides, placed.offset // placed.item_bytes)
+
+
+# Room for what a layer reads out of the pools, used again by every layer and step.
+#
+# Fresh memory would be touched for the first time at every layer, which costs more than the reading itself.
+
+
+class Scratch:
+    """A buffer by name that grows; what was read under a name before is overwritten."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[str, Tensor] = {}
+
+    def read(self, name: str, pool: Tensor, slots: Tensor) -> Tensor:
+        """The pool's rows at `slots`."""
+        count = slots.numel() * pool.shape[-1]
+        room = self._rooms.get(name)
+        if room is None or room.numel() < count or room.dtype != pool.dtype:
+            # Half as much again: contexts grow by a token per step.
+            room = torch.empty(count + count // 2, dtype=pool.dtype, device=pool.device)
+            self._rooms[name] = room
+        out = room[:count].view(-1, pool.shape[-1])
+        return torch.index_select(pool, 0, slots, out=out)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.pools import CachePools
-from baton.engine.model.seam import Recurrence
+from baton.engine.models.base import Recurrence
 from baton.engine.parallel.collectives import Group
 from baton.engine.steps import Batch, Work
 from baton.errors import EngineError

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.engine.books.prefix import Node
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.steps import Tables
 
 

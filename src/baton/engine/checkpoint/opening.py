@@ -5,12 +5,11 @@ from __future__ import annotations
 import os.path
 from pathlib import Path
 
+from baton.engine.checkpoint.base import CONFIG, Checkpoint
 from baton.engine.checkpoint.demo import DEMO, fetch_demo
-from baton.engine.checkpoint.documents import CONFIG
 from baton.engine.checkpoint.dummy import SCHEME, DummyWeights
 from baton.engine.checkpoint.gguf import SUFFIX, GgufFile
 from baton.engine.checkpoint.safetensors import SafetensorsFolder
-from baton.engine.checkpoint.seam import Checkpoint
 from baton.errors import ConfigError
 from baton.plan.models import card_names
 from baton.plan.models.quoting import shown

@@ -12,8 +12,18 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from baton.engine.checkpoint.documents import CONFIG, read_config, read_generation_config, read_object
-from baton.engine.checkpoint.seam import Fingerprint, Index, absent, bounds, sample_ranges, sampled
+from baton.engine.checkpoint.base import (
+    CONFIG,
+    Fingerprint,
+    Index,
+    absent,
+    bounds,
+    read_config,
+    read_generation_config,
+    read_object,
+    sample_ranges,
+    sampled,
+)
 from baton.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
@@ -28,7 +38,7 @@ _LISTED_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """Where one tensor lies: its file, its type and shape, and its first byte in the file."""
 
     file: Path
@@ -49,13 +59,13 @@ class SafetensorsFolder:
     path: Path
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
-    tensors: Mapping[str, Stored] = field(repr=False)
+    tensors: Mapping[str, StoredTensor] = field(repr=False)
 
     @classmethod
     def open(cls, folder: Path) -> SafetensorsFolder:
         """Reads the config and the headers of the weights, and checks that all files are there and whole."""
         config = read_config(folder)
-        tensors: dict[str, Stored] = {}
+        tensors: dict[str, StoredTensor] = {}
         for file in _files(folder):
             tensors |= _header(file)
         return cls(folder, config, read_generation_config(folder), tensors)
@@ -107,7 +117,7 @@ class SafetensorsFolder:
         return identity.hex()
 
 
-def _sample(stored: Stored) -> bytes:
+def _sample(stored: StoredTensor) -> bytes:
     with stored.file.open("rb", buffering=0) as file:
         parts = []
         for start, stop in sample_ranges(stored.num_bytes):
@@ -151,7 +161,7 @@ def _shards(folder: Path) -> list[Path]:
     return [folder / name for name in files]
 
 
-def _header(file: Path) -> dict[str, Stored]:
+def _header(file: Path) -> dict[str, StoredTensor]:
     """The tensors of one file; a file that is cut short is refused here and not at the first read."""
     size = file.stat().st_size
     with file.open("rb") as opened:
@@ -165,8 +175,8 @@ def _header(file: Path) -> dict[str, Stored]:
             raise _broken(file, f"a header that cannot be read, {str(cause)!a}") from None
 
 
-def _entries(file: Path, entries: dict[str, Any], start: int, size: int) -> dict[str, Stored]:
-    found: dict[str, Stored] = {}
+def _entries(file: Path, entries: dict[str, Any], start: int, size: int) -> dict[str, StoredTensor]:
+    found: dict[str, StoredTensor] = {}
     for name, entry in entries.items():
         if name == "__metadata__":
             continue
@@ -180,7 +190,7 @@ def _entries(file: Path, entries: dict[str, Any], start: int, size: int) -> dict
                 "use a checkpoint in bf16, fp16 or fp32, or a GGUF file"
             )
         if kind in _DTYPES:
-            found[name] = Stored(file, kind, tuple(entry["shape"]), start + first)
+            found[name] = StoredTensor(file, kind, tuple(entry["shape"]), start + first)
     return found
 
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from baton.engine.books.scheduler import Scheduler
 from baton.engine.instance.record import Facts
 from baton.engine.requests import Generate, Outbound
-from baton.engine.sampling.checking import check_params
-from baton.engine.sampling.ending import Progress, ending
+from baton.engine.sampling_params import Progress, check_params, ending
 from baton.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ import torch
 from baton.engine.attention.pools import DTYPES
 from baton.engine.books.shares import Shares
 from baton.engine.checkpoint import Checkpoint, open_checkpoint
-from baton.engine.model.build import Architecture, describe, missing
+from baton.engine.models.build import Architecture, describe, missing
 from baton.engine.storage import engine_storage
 from baton.errors import ConfigError
 from baton.plan import Cache, Layout, Spec, parse_layout

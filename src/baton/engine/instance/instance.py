@@ -33,7 +33,7 @@ from baton.engine.instance.record import Facts
 from baton.engine.instance.warming import warm
 from baton.engine.rank.config import RankConfig
 from baton.engine.requests import Generate, Sink
-from baton.engine.text.tokenizer import Tokenizer
+from baton.engine.tokenizer import Tokenizer
 from baton.errors import EngineError
 
 IDLE_S = 0.5

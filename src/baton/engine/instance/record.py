@@ -8,10 +8,9 @@ import msgspec
 
 from baton.engine.books.sequence import Asked, Role, Sequence
 from baton.engine.requests import Generate, Inbound, Outbound, Piece, Sink, Story, Told, Trouble
-from baton.engine.sampling.ending import Progress, ending
+from baton.engine.sampling_params import Progress, ending
 from baton.engine.steps import Sampled
-from baton.engine.text.answer import AnswerText
-from baton.engine.text.tokenizer import Tokenizer
+from baton.engine.tokenizer import AnswerText, Tokenizer
 from baton.protocol.outcomes import Aux, Cause
 from baton.session import prompt_digest
 

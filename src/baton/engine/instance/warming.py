@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from baton.engine.requests import Event, Generate, Told, Trouble
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.errors import EngineError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from baton.engine.model.seam import Cut, Share
+from baton.engine.models.base import Cut, Share
 from baton.engine.parallel.collectives import Group, Pipe, guarded
 from baton.plan.layout import Layout
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from baton.engine.sampling.sampler import Sampler, Want
+from baton.engine.sampler import Sampler, Want
 from baton.engine.steps import Sampled, Work
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from baton.engine.attention.kernels import prefill
+from baton.engine.attention import prefill
 from baton.engine.attention.pools import DTYPES, CachePools
 from baton.engine.checkpoint import open_checkpoint
-from baton.engine.model.build import build, describe
-from baton.engine.model.seam import Stage
+from baton.engine.models.base import Stage
+from baton.engine.models.build import build, describe
 from baton.engine.parallel.mesh import Mesh, connect
 from baton.engine.rank.clock import Clock, clock_of
 from baton.engine.rank.config import RankConfig

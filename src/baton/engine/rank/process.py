@@ -24,9 +24,8 @@ from baton.engine.rank.drawing import draw
 from baton.engine.rank.handing import Part
 from baton.engine.rank.parts import Parts, attach, load
 from baton.engine.rank.pipeline import Pipeline
-from baton.engine.sampling.ending import Progress, ending
-from baton.engine.sampling.params import SamplingParams
-from baton.engine.sampling.sampler import Sampler
+from baton.engine.sampler import Sampler
+from baton.engine.sampling_params import Progress, SamplingParams, ending
 from baton.engine.steps import (
     Abort,
     Answer,

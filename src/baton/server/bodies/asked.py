@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from baton.engine.sampling.checking import BIAS_MAX, NUM_ANSWERS_MAX, NUM_LOGPROBS_MAX, PENALTY_MAX
+from baton.engine.sampling_params import BIAS_MAX, NUM_ANSWERS_MAX, NUM_LOGPROBS_MAX, PENALTY_MAX
 
 TOP_LOGPROBS_MAX = 20
 """Of a chat, as OpenAI has it."""

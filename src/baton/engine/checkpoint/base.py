@@ -1,0 +1,187 @@
+"""What a checkpoint promises, whatever it is stored as: a config, and named tensors, read in slices."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from baton.errors import ConfigError
+
+Index: TypeAlias = tuple[slice, ...]
+"""One slice per dim, of step 1; dims after the last slice are whole."""
+
+_SAMPLED_TENSORS_MAX = 512
+_SAMPLE_BYTES = 64
+# What a config says about the program that wrote it, or about where it lay.
+_CONFIG_NOISE = frozenset({"_name_or_path", "transformers_version", "_attn_implementation", "baton"})
+
+
+class Checkpoint(Protocol):
+    """A model's config and weights; tensors carry the names that Hugging Face gives them."""
+
+    @property
+    def title(self) -> str:
+        """What messages call it."""
+
+    @property
+    def path(self) -> Path | None:
+        """The folder or file that it lies in; None where nothing lies anywhere."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """What config.json says, or would say."""
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """What generation_config.json says; empty without one."""
+
+    def names(self) -> Iterable[str]:
+        """Every tensor, in the order of storage."""
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """A tensor's shape, or None where there is no such tensor."""
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """The type that `read` gives unless told, or None where there is no such tensor."""
+
+    def read(
+        self,
+        name: str,
+        index: Index = (),
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """A slice of a tensor, contiguous and the caller's own; nothing else is read."""
+
+    def fingerprint(self) -> str:
+        """Hex, equal for equal configs and weights, wherever they lie and however the files are cut."""
+
+
+def bounds(shape: Sequence[int], index: Index, name: str) -> tuple[tuple[int, int], ...]:
+    """The half-open range of each dim that `index` asks for."""
+    assert len(index) <= len(shape), f"{name} has {len(shape)} dims, {len(index)} slices were asked for"
+    whole = (slice(None),) * (len(shape) - len(index))
+    found = [each.indices(size) for each, size in zip(index + whole, shape, strict=True)]
+    assert all(step == 1 for _, _, step in found), f"{name}: slices have step 1, not {index}"
+    return tuple((start, max(start, stop)) for start, stop, _ in found)
+
+
+def absent(title: str, name: str) -> ConfigError:
+    """The error for a tensor that a model asks for in vain."""
+    return ConfigError(
+        f"{title} has no tensor {name}, which its config asks for; "
+        "the files are incomplete or belong to another config: fetch the checkpoint again"
+    )
+
+
+class Fingerprint:
+    """Config and tensors, in the order of their names, boiled down to one number."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        told = {key: value for key, value in config.items() if key not in _CONFIG_NOISE}
+        self._hash = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
+
+    def add(self, name: str, kind: str, shape: Sequence[int], sample: bytes) -> None:
+        """One tensor: its name, stored type and shape, and some bytes of it."""
+        self._hash.update(repr((name, kind, tuple(shape), sample)).encode())
+
+    def hex(self) -> str:
+        """What has been added so far."""
+        return self._hash.hexdigest()
+
+
+def sampled(names: Iterable[str]) -> tuple[list[str], frozenset[str]]:
+    """All names sorted, and the ones whose content counts: evenly spread where there are very many."""
+    ordered = sorted(names)
+    step = -(-len(ordered) // _SAMPLED_TENSORS_MAX) or 1
+    return ordered, frozenset(ordered[::step])
+
+
+def sample_ranges(num_bytes: int) -> list[tuple[int, int]]:
+    """Where a tensor of so many bytes is looked at: its beginning, its middle and its end."""
+    starts = {0, num_bytes // 2, max(0, num_bytes - _SAMPLE_BYTES)}
+    return [(start, min(num_bytes, start + _SAMPLE_BYTES)) for start in sorted(starts)]
+
+
+# JSON files of a checkpoint, read with one clear line for each way in which they can be wrong.
+
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+
+_PLAIN_QUANTISATION: tuple[object, ...] = (None, {})
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file that must exist."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except OSError as cause:
+        raise ConfigError(
+            f"{path}: cannot be read ({cause.strerror}); check the path and its rights"
+        ) from None
+    except (ValueError, RecursionError) as cause:
+        raise ConfigError(f"{path}: is not JSON ({str(cause)!a}); fetch the file again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: holds a {type(found).__name__}, not an object; fetch the file again")
+    return found
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config of a folder, of weights that are not quantised."""
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ConfigError(
+            f"folder {folder} has no {CONFIG}; name the folder that holds it beside the weights, "
+            "as a download from the Hugging Face Hub has them"
+        )
+    config = read_object(path)
+    refuse_quantised(config, str(path))
+    return config
+
+
+def read_generation_config(folder: Path) -> dict[str, Any]:
+    """The defaults for generating, empty where the folder has none."""
+    path = folder / GENERATION
+    return read_object(path) if path.is_file() else {}
+
+
+def refuse_quantised(config: Mapping[str, Any], where: str) -> None:
+    """Weights with scales beside them are no plain numbers, so they are not read as such."""
+    quantisation = config.get("quantization_config")
+    if quantisation in _PLAIN_QUANTISATION:
+        return
+    method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else quantisation
+    raise ConfigError(
+        f"{where}: the weights are quantised ({method}), which is not supported; "
+        "use a checkpoint in bf16, fp16 or fp32, or a GGUF file"
+    )
+
+
+# How large a checkpoint is, from names and shapes alone.
+
+
+def num_parameters(checkpoint: Checkpoint) -> int:
+    """Numbers in all tensors; a tied head counts once."""
+    return sum(math.prod(checkpoint.shape(name) or (0,)) for name in checkpoint.names())
+
+
+def weight_bytes(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | None = None,
+    is_counted: Callable[[str], bool] = lambda name: True,
+) -> int:
+    """Bytes of the tensors in memory as `dtype`, or as `read` gives them; some tensors only, if asked."""
+    total = 0
+    for name in checkpoint.names():
+        each = dtype or checkpoint.dtype(name)
+        if each is not None and is_counted(name):
+            total += math.prod(checkpoint.shape(name) or (0,)) * each.itemsize
+    return total

@@ -1,1 +1,0 @@
-"""Models: layers that know neither ranks nor pages."""

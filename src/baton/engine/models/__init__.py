@@ -1,0 +1,1 @@
+"""Language models as lists of layers; `families` has one file for each architecture."""

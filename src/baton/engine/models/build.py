@@ -1,0 +1,179 @@
+"""From a config to a description of the model, and from a checkpoint to what one rank runs.
+
+`describe` and `missing` read no weights, so that what cannot run is refused before any worker starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from baton.engine.models import families
+from baton.engine.models.base import Cut, Share, Stage
+from baton.engine.models.blueprint import Blueprint, Family
+from baton.engine.models.config import ModelFields
+from baton.engine.models.layers import NormSpec, VocabularyEmbedding, VocabularyHead, load_draft
+from baton.engine.models.weights import (
+    DryLoader,
+    ExpertsHook,
+    Linear,
+    Loader,
+    WeightSource,
+    cut_evenly,
+    laid_out,
+    rows,
+)
+from baton.errors import ConfigError
+from baton.plan.models.quoting import shown
+
+PROBLEMS_SHOWN = 3
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What the rest of the engine asks of a model before any weight is read."""
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    dtype: str
+    """The name of the dtype that the weights were published in."""
+    eos_ids: tuple[int, ...]
+    num_experts: int
+    """Routed experts of a mixture layer, 0 where there is none."""
+
+
+def describe(config: Mapping[str, Any], max_context: int | None = None) -> Architecture:
+    """What a config describes; raises ConfigError where it cannot be run up to `max_context` tokens."""
+    fields, blueprint = _read(config)
+    limit = max_context or fields.max_positions
+    if limit > fields.max_positions:
+        raise fields.refusal(
+            f"the maximum context of {limit} is beyond max_position_embeddings; "
+            f"use at most {fields.max_positions}"
+        )
+    dtype = fields.values.get("dtype") or fields.values.get("torch_dtype") or "float32"
+    if dtype not in DTYPES:
+        raise fields.refusal(f"dtype is {shown(dtype)}; use one of {', '.join(DTYPES)}")
+    return Architecture(
+        model_type=str(config["model_type"]),
+        num_layers=len(blueprint.layers),
+        hidden_size=blueprint.hidden_size,
+        vocab_size=blueprint.vocab_size,
+        max_positions=fields.max_positions,
+        dtype=str(dtype),
+        eos_ids=fields.numbers("eos_token_id"),
+        num_experts=blueprint.num_experts,
+    )
+
+
+def build(
+    checkpoint: WeightSource,
+    cut: Cut,
+    *,
+    max_context: int | None = None,
+    on_experts: ExpertsHook | None = None,
+    has_draft: bool = False,
+) -> Stage:
+    """What one rank runs, with its slices of the weights and nothing else read.
+
+    No position may reach `max_context`, where given; `on_experts` hears which experts each row chose; with
+    `has_draft` the last stage has the model's draft layer.
+    """
+    blueprint = _blueprint(checkpoint.config, has_draft)
+    return _load(blueprint, Loader(checkpoint, cut, max_context, on_experts))
+
+
+def missing(checkpoint: WeightSource, cut: Cut | None = None, *, has_draft: bool = False) -> None:
+    """Raises ConfigError where tensors of a rank, or of the model, are missing or of a wrong shape."""
+    blueprint = _blueprint(checkpoint.config, has_draft)
+    loader = DryLoader(checkpoint, cut or _whole(blueprint))
+    _load(blueprint, loader)
+    if loader.problems:
+        listed = "; ".join(loader.problems[:PROBLEMS_SHOWN])
+        further = len(loader.problems) - PROBLEMS_SHOWN
+        more = f"; and {further} more" if further > 0 else ""
+        raise ConfigError(f"the checkpoint does not match its config: {listed}{more}")
+
+
+def supported() -> tuple[str, ...]:
+    """The model_types that can be built."""
+    return tuple(_families())
+
+
+def _whole(blueprint: Blueprint) -> Cut:
+    return Cut((0, len(blueprint.layers)), Share(), Share(), torch.float32, torch.device("meta"))
+
+
+def _load(blueprint: Blueprint, loader: Loader) -> Stage:
+    first, last = loader.cut.layers
+    num_layers = len(blueprint.layers)
+    if not 0 <= first < last <= num_layers:
+        raise ConfigError(f"layers {first} to {last} of a model with {num_layers}; use a part of these")
+    layers = tuple(blueprint.layers[i].load(loader, i) for i in range(first, last))
+    vocabulary = (blueprint.vocab_size, blueprint.hidden_size)
+    span = cut_evenly(blueprint.vocab_size, loader.cut.heads)
+    embedding, head, draft = None, None, None
+    if first == 0 or (blueprint.draft is not None and last == num_layers):
+        weight = loader.take(rows(EMBEDDING, vocabulary, span))
+        # A head that shares it is multiplied with at every step, which weighs more than looking rows up.
+        weight = laid_out(weight) if blueprint.is_tied and last == num_layers else weight
+        is_whole = loader.cut.heads.count == 1
+        embedding = VocabularyEmbedding(weight, span[0], is_whole, blueprint.embedding_factor)
+    if last == num_layers:
+        spec = NormSpec(blueprint.hidden_size, blueprint.norm_eps, blueprint.is_norm_centred)
+        norm = spec.load(loader, f"{blueprint.norm_name}.weight")
+        is_shared = blueprint.is_tied and embedding is not None
+        name = EMBEDDING if blueprint.is_tied else HEAD
+        if is_shared and embedding:
+            output = embedding.weight
+        else:
+            output = laid_out(loader.take(rows(name, vocabulary, span)))
+        head = VocabularyHead(norm, Linear(output), blueprint.head_factor)
+        if blueprint.draft is not None and embedding is not None:
+            draft = load_draft(loader, blueprint.draft.load(loader, num_layers), spec, (embedding, head))
+    return Stage(layers, embedding if first == 0 else None, head, draft)
+
+
+def _blueprint(config: Mapping[str, Any], has_draft: bool) -> Blueprint:
+    """A model with its draft layer or without."""
+    fields, found = _read(config)
+    if has_draft and found.draft is None:
+        raise fields.refusal(
+            "there is no draft layer that can be run (num_nextn_predict_layers); decode without drafts"
+        )
+    return found if has_draft else replace(found, draft=None)
+
+
+def _read(config: Mapping[str, Any]) -> tuple[ModelFields, Blueprint]:
+    model_type = config.get("model_type")
+    known = _families()
+    if not isinstance(model_type, str) or model_type not in known:
+        raise ConfigError(
+            f"config: model_type {shown(model_type)} is not supported; "
+            f"use a model of one of {', '.join(known)}"
+        )
+    family = known[model_type]
+    fields = ModelFields(f"config of a {model_type} model", {**family.defaults, **config})
+    if fields.values.get("quantization_config") is not None:
+        raise fields.refusal("quantized weights are not supported; use a checkpoint in float32 or bfloat16")
+    return fields, family.read(fields)
+
+
+@cache
+def _families() -> dict[str, Family]:
+    """Every family by model_type: what the modules of the folder list."""
+    found: dict[str, Family] = {}
+    for module in pkgutil.iter_modules(families.__path__):
+        found |= importlib.import_module(f"{families.__name__}.{module.name}").FAMILIES
+    return dict(sorted(found.items()))

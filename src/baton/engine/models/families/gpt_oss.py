@@ -1,0 +1,67 @@
+"""gpt-oss: every other layer has a window, all have sinks and a mixture of experts with biases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from baton.engine.models.blueprint import (
+    COMMON_DEFAULTS,
+    SLIDING,
+    Blueprint,
+    Family,
+    assemble,
+    read_gqa,
+    read_pattern,
+)
+from baton.engine.models.config import ModelFields
+from baton.engine.models.moe import ClampedSpec, Softmax
+
+
+def _read(fields: ModelFields) -> Blueprint:
+    fields.require("hidden_act", "silu")
+    has_bias = fields.flag("attention_bias")
+    mixer = replace(read_gqa(fields), has_input_bias=has_bias, has_output_bias=has_bias, has_sinks=True)
+    window = fields.number("sliding_window")
+    mixers = [replace(mixer, window=window) if kind == SLIDING else mixer for kind in read_pattern(fields)]
+    mlp = _read_moe(fields)
+    made = assemble(fields, mixers, [mlp] * fields.num_layers)
+    return replace(made, num_experts=mlp.num_experts)
+
+
+def _read_moe(fields: ModelFields) -> ClampedSpec:
+    num_experts = fields.number("num_local_experts")
+    return ClampedSpec(
+        hidden_size=fields.number("hidden_size"),
+        num_experts=num_experts,
+        width=fields.number("intermediate_size"),
+        # A softmax over the chosen alone is one over all, normed.
+        rule=Softmax(fields.number("num_experts_per_tok", num_experts), is_normed=True),
+        gain=fields.positive("swiglu_alpha"),
+        limit=fields.positive("swiglu_limit"),
+    )
+
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+DEFAULTS = {
+    "attention_bias": True,
+    "head_dim": 64,
+    "max_position_embeddings": 131_072,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "num_local_experts": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": YARN,
+    "rope_theta": 150_000.0,
+    "sliding_window": 128,
+    "sliding_window_pattern": 2,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+FAMILIES = {"gpt_oss": Family(_read, {**COMMON_DEFAULTS, **DEFAULTS})}
