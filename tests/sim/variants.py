@@ -635,7 +635,7 @@ def give_up_without_asking() -> Iterator[None]:
     scenario="quiet-asked-then-grant",
     num_tries=10,
 )
-def forget_graves() -> Iterator[None]:
+def forget_tombstones() -> Iterator[None]:
     with patched(Departures, _bury=lambda self, transfer, grant, doubt: None):
         yield
 
@@ -833,7 +833,7 @@ def ignore_grant_id() -> Iterator[None]:
 
 
 @variant("only rank 0 is told the outcome", "settles", faults={}, num_tries=20)
-def lonely_verdict() -> Iterator[None]:
+def tell_only_rank_0() -> Iterator[None]:
     to_rank = CoordinatorDriver.to_rank
 
     def to_some(self: CoordinatorDriver, rank: int, message: Any) -> None:

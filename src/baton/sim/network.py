@@ -309,7 +309,7 @@ class MemberEnd:
         context = self.host.context
         if context.trace.is_on:
             transfer = getattr(message, "transfer", "")
-            context.note(self.host.name, "tell", transfer, type(message).__name__)
+            context.note(self.host.name, "member", transfer, type(message).__name__)
         context.notify("on_member_sent", self.host, message)
         delay_s = self.delay_s * (0.5 + self.host.rng.random())
         self.arrival_s = max(self.arrival_s, context.schedule.now + delay_s)

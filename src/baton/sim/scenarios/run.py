@@ -184,7 +184,7 @@ class ScenarioRun:
 
     def reroute(self, name: str, arrive: Callable[[Attempt], None]) -> None:
         """Replaces what an instance does with legs that arrive."""
-        self.world.instances[name].arrive = arrive  # type: ignore[method-assign]
+        self.world.instances[name].arrive = arrive  # type: ignore[method-assign, assignment]
 
     def kill(self, instance: str, index: int = 0) -> None:
         process = self.world.instances[instance].processes[index]
