@@ -248,7 +248,7 @@ def unopened_source_aborts(run: ScenarioRun) -> Iterator[None]:
 
 @scenario(
     "committed-source-aborts",
-    "the same, and the source cannot ask for the outcome",
+    "a committed source aborts, and cannot ask for the outcome",
     options=AHEAD_WEAK,
 )
 def committed_source_aborts(run: ScenarioRun) -> Iterator[None]:
