@@ -1,4 +1,4 @@
-"""Each checker notices what it is there for, shown to it in a world that is otherwise sound."""
+"""Each checker notices what it watches for, in a world that is otherwise sound."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from baton.protocol.messages import Opened
+from baton.protocol.messages import Commit, Opened
 from baton.protocol.outcomes import Cause, Failed, Finished, Ready, Stage, Why
-from baton.sim.engines.source import SourceEngine
+from baton.sim.checkers import CHECKERS
+from baton.sim.engines import SourceEngine
 from baton.sim.runner import make_world, options_of, run_world
-from baton.sim.transport.inbox import Inbox
+from baton.sim.transport import Inbox
 from baton.sim.world import World
 
 PLAIN = {"faults": {}, "finish_share": 0.0, "is_packing": False, "verified_share": 0.0, "held_share": 0.0}
@@ -33,17 +34,17 @@ def test_the_world_itself_is_sound() -> None:
 
 
 def test_a_byte_written_twice(monkeypatch) -> None:
-    land = Inbox.land
-    monkeypatch.setattr(Inbox, "land", lambda *args: land(*args) or land(*args))
+    write = Inbox.write
+    monkeypatch.setattr(Inbox, "write", lambda *args: write(*args) or write(*args))
     assert checker_of(world()) == "written_once"
 
 
 def test_a_source_page_that_is_given_back_too_early(monkeypatch) -> None:
-    def tidy(self, job, rank) -> None:
+    def free_pages(self, job, rank) -> None:
         if rank in job.done and rank in job.pages:
             self.give_back(job, rank, {})
 
-    monkeypatch.setattr(SourceEngine, "tidy", tidy)
+    monkeypatch.setattr(SourceEngine, "free_pages", free_pages)
     found = {checker_of(world(family=family, slowness=0.3)) for family in (28, 37, 46, 55)}
     assert found <= {"source_pages", "bytes_right", "full_ledger"}
     assert "source_pages" in found
@@ -54,7 +55,7 @@ def test_a_page_that_is_never_given_back() -> None:
 
     def keep_one() -> None:
         pool = found.instances["D0"].incarnation.pools[0]
-        pool.take({"tokens": 1}, 99, found.chance.of("test"))
+        pool.take({"tokens": 1}, 99, found.rng("test"))
 
     found.schedule.at(0.001, keep_one)
     assert checker_of(found) == "pages"
@@ -67,17 +68,17 @@ def test_a_transfer_that_never_ends(monkeypatch) -> None:
 
 
 class Said:
-    """A checker that is told outcomes of a job that really ran."""
+    """A checker that gets made-up outcomes of a job that really ran."""
 
     def __init__(self, name: str) -> None:
         found = world()
         jobs = {}
-        found.checkers.listen("changed", lambda job, rank, outcome: jobs.setdefault(job.side, job))
+        found.listen("on_outcome", lambda job, rank, outcome: jobs.setdefault(job.side, job))
         assert run_world(found) is None
-        self.world, self.jobs, self.checker = found, jobs, type(found.checkers.all[name])(found, name)
+        self.world, self.jobs, self.checker = found, jobs, CHECKERS[name](found)
 
     def tell(self, side: str, outcome, rank: int = 0) -> None:
-        self.checker.changed(self.jobs[side], rank, outcome)
+        self.checker.on_outcome(self.jobs[side], rank, outcome)
 
     @property
     def aux(self):
@@ -128,7 +129,7 @@ def test_a_failure_that_is_heard_of_late_unless_the_network_is_to_blame() -> Non
     said.world.schedule.now += 5.0
     with pytest.raises(Exception, match="later"):
         said.tell("target", LATE)
-    said.world.network.note_apart("P0", "D0")
+    said.world.network.note_loss("P0", "D0")
     said.tell("target", LATE)
 
 
@@ -153,15 +154,14 @@ def test_a_failure_where_nothing_goes_wrong() -> None:
 def test_an_admission_before_a_rank_has_opened() -> None:
     found = world()
     said = []
-    found.checkers.listen("told", lambda host, message: said.append((host, message)))
+    found.listen("on_member_sent", lambda host, message: said.append((host, message)))
     assert run_world(found) is None
-    kind = type(found.checkers.all["all_opened"])
     left_out = next(at for at, (_, message) in enumerate(said) if isinstance(message, Opened))
     for words, is_sound in ((said, True), (said[:left_out] + said[left_out + 1 :], False)):
-        checker = kind(found, "all_opened")
+        checker = CHECKERS["all_opened"](found)
         with nullcontext() if is_sound else pytest.raises(Exception, match="ranks have opened"):
             for host, message in words:
-                checker.told(host, message)
+                checker.on_member_sent(host, message)
 
 
 def test_an_admission_with_bytes_missing() -> None:
@@ -171,3 +171,58 @@ def test_an_admission_with_bytes_missing() -> None:
     job.outcomes[0] = Ready(said.aux)
     with pytest.raises(Exception, match="with 0 of"):
         said.tell("target", Ready(said.aux))
+
+
+def test_a_success_where_prompts_differ() -> None:
+    said = Said("same_prompt")
+    said.tell("source", Finished(said.aux))
+    said.tell("target", Ready(said.aux))
+    job = said.jobs["target"]
+    job.attempt = replace(job.attempt, odd_rank=("source", 1))
+    said.tell("target", LATE)
+    with pytest.raises(Exception, match="prompts differ"):
+        said.tell("target", Finished(said.aux))
+    said.jobs["source"].attempt = job.attempt
+    with pytest.raises(Exception, match="prompts differ"):
+        said.tell("source", Finished(said.aux))
+
+
+def test_a_free_page_that_is_written() -> None:
+    found = world()
+
+    def write() -> None:
+        pool = found.instances["D0"].incarnation.pools[0]
+        next(iter(pool.memory.values()))[:] = 1
+
+    found.schedule.at(found.options.faults_s, write)
+    assert checker_of(found) == "pages"
+
+
+def test_a_rank_that_ends_twice() -> None:
+    found = world()
+    said = []
+    found.listen("on_member_sent", lambda host, message: said.append((host, message)))
+    assert run_world(found) is None
+    checker = CHECKERS["rank_quiet"](found)
+    for host, message in said:
+        checker.on_member_sent(host, message)
+    commits = [(host, message) for host, message in said if isinstance(message, Commit)]
+    with pytest.raises(Exception, match="after it had ended"):
+        checker.on_member_sent(*commits[0])
+
+
+def test_an_admission_without_a_commit() -> None:
+    found = world()
+    events = []
+    for event in ("on_sent", "on_received", "on_member_sent"):
+        found.listen(event, lambda *args, event=event: events.append((event, args)))
+    assert run_world(found) is None
+    checker = CHECKERS["all_committed"](found)
+
+    def replay() -> None:
+        for event, args in events:
+            if not isinstance(args[1], Commit):
+                getattr(checker, event)(*args)
+
+    with pytest.raises(Exception, match="without the commits"):
+        replay()

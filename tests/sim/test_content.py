@@ -1,4 +1,4 @@
-"""The simulator's idea of right bytes agrees with the planner's, and its pools know their owners."""
+"""The simulator's expected bytes agree with the planner, and its pools track their owners."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from baton.plan.binding import Tables, bind
 from baton.plan.execution import execute
 from baton.plan.planner import plan
 from baton.plan.prompt import Chunk, Prompt
-from baton.sim.catalogue import NUM_FAMILIES, family
-from baton.sim.content import Copybook, pages_needed, pages_of_bytes, prefixes
-from baton.sim.pool import Pool
+from baton.sim.content import ExpectedCache, pages_needed, pages_of_bytes, prefixes
+from baton.sim.families import NUM_FAMILIES, family
+from baton.sim.pool import PagePool
 
 EVERY_LAYER = (0, 99)
 
 
 def fill(spec, dp: int, num_tokens: int, chance: random.Random, origin):
-    """Pools and copybooks of a dp group, with pages taken for one prompt."""
+    """Pools and expected caches of a dp group, with pages taken for one prompt."""
     pools, books = {}, {}
     for rank in spec.layout.group(dp):
-        pools[rank] = Pool(spec, rank)
+        pools[rank] = PagePool(spec, rank)
         tables = pools[rank].take(pages_needed(spec, rank, num_tokens), 7, chance)
-        books[rank] = Copybook(spec, rank, num_tokens, 12345, origin, tables)
+        books[rank] = ExpectedCache(spec, rank, num_tokens, 12345, origin, tables)
     return pools, books
 
 
@@ -61,7 +61,7 @@ def memory_of(pools):
 
 def spoil_one(books, pools, held) -> None:
     for rank, book in books.items():
-        for buffer, index in book.sent(held):
+        for buffer, index in book.transferred(held):
             pools[rank].memory[buffer][index[0]] ^= 1
             assert book.num_wrong(pools[rank].memory) >= 1
             return
@@ -76,7 +76,7 @@ def test_every_byte_of_a_pool_belongs_to_a_page(number: int) -> None:
 
 def test_a_pool_notices_a_page_that_is_given_back_by_a_stranger_or_twice() -> None:
     spec = family(0).targets[0]
-    pool = Pool(spec, 0)
+    pool = PagePool(spec, 0)
     taken = pool.take(pages_needed(spec, 0, 8), 3, random.Random(1))
     group, ids = next((group, ids.tolist()) for group, ids in taken.items() if len(ids))
     with pytest.raises(EngineError, match="not by 4"):
@@ -88,11 +88,11 @@ def test_a_pool_notices_a_page_that_is_given_back_by_a_stranger_or_twice() -> No
 
 def test_a_page_that_is_given_back_is_scribbled_over() -> None:
     spec = family(0).targets[0]
-    pool = Pool(spec, 0)
+    pool = PagePool(spec, 0)
     taken = pool.take(pages_needed(spec, 0, 8), 3, random.Random(1))
     for raw in pool.memory.values():
         raw.fill(1)
     for group, ids in taken.items():
         pool.give_back(group, ids.tolist(), 3)
     assert sum(int(np.count_nonzero(raw != 1)) for raw in pool.memory.values()) > 0
-    assert pool.owned() == []
+    assert pool.owners() == []

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from baton.sim.faults import fault_names
+from baton.sim.faults import FAULTS
 from baton.sim.runner import make_world, options_of, run_seeds, run_world
 
 SEEDS = (3, 8, 20, 36)
@@ -57,12 +57,12 @@ def test_a_fault_more_leaves_the_draws_of_the_others_alone() -> None:
     kept = dict(sorted(options.faults.items())[1:])
     few, all_of_them = make_world(36, options_of(36, faults=kept)), make_world(36)
     for name in ("router", "network", "copies", *(f"fault/{name}" for name in kept)):
-        assert few.chance.of(name).getstate() == all_of_them.chance.of(name).getstate(), name
+        assert few.rng(name).getstate() == all_of_them.rng(name).getstate(), name
 
 
 def test_every_fault_is_drawn_by_some_seed_and_some_seeds_have_none() -> None:
     drawn = [set(options_of(seed).faults) for seed in range(300)]
-    assert set().union(*drawn) == set(fault_names())
+    assert set().union(*drawn) == set(FAULTS)
     assert 20 < sum(not names for names in drawn) < 120
 
 

@@ -1,30 +1,46 @@
-"""Stories with a known end, under several timings."""
+"""Scenarios with a known end, under several timings."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from baton.errors import ConfigError
-from baton.sim.scenarios import play, scenario, scenario_names
-
-NUM_TIMINGS = 5
-
-
-@pytest.mark.parametrize("name", scenario_names())
-def test_the_story_ends_as_it_should(name: str) -> None:
-    for seed in range(NUM_TIMINGS):
-        _, found = play(scenario(name), seed)
-        assert found is None, f"timing {seed}: {found}"
+from baton.protocol.outcomes import Why
+from baton.sim.scenarios import SCENARIOS, run_scenario
+from baton.sim.scenarios.run import ScenarioRun
 
 
-def test_a_story_that_ends_otherwise_is_noticed() -> None:
-    ready, lost = scenario("verdict-lost"), scenario("source-dies-copying")
-    story = type(ready)(ready.name, ready.text, ready.script, lost.expect)
-    _, found = play(story)
-    assert found is not None
-    assert found.checker == "verdict-lost"
+def check(name: str, seeds: range) -> None:
+    for seed in seeds:
+        _, violation = run_scenario(name, seed)
+        assert violation is None, f"timing {seed}: {violation}"
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_scenario_ends_as_expected(name: str) -> None:
+    check(name, range(2))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_scenario_ends_as_expected_under_many_timings(name: str) -> None:
+    check(name, range(2, 12))
+
+
+def test_a_scenario_that_ends_otherwise_is_noticed() -> None:
+    def script(run: ScenarioRun) -> Iterator[None]:
+        run.request_at(0.01)
+        yield
+        run.expect_failed(1, "target", Why.PEER_LOST)
+
+    violation = ScenarioRun(replace(SCENARIOS["verdict-lost"], script=script)).run()
+    assert violation is not None
+    assert violation.checker == "verdict-lost"
 
 
 def test_an_unknown_name_is_refused_with_the_remedy() -> None:
     with pytest.raises(ConfigError, match="--list"):
-        scenario("no-such-story")
+        run_scenario("no-such-scenario")

@@ -1,19 +1,19 @@
-"""The simulated transport keeps the contract in the points that the protocol rests on."""
+"""The simulated transport keeps the parts of the transport contract on which the protocol relies."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import fields
+from functools import partial
 
 import numpy as np
 import pytest
 
 from baton.errors import TransportError
 from baton.plan.steps import Spans
-from baton.sim.schedule import Schedule
-from baton.sim.transport.endpoint import Owner, SimTransport, Strength
-from baton.sim.transport.fabric import Fabric
-from baton.sim.transport.fate import End, Fate
+from baton.sim.core import Schedule
+from baton.sim.options import Strength
+from baton.sim.transport import CopyCourse, CopyEnd, Fabric, SimTransport
 from baton.transport import (
     NOW,
     Batch,
@@ -30,42 +30,31 @@ STRONG = Strength()
 WEAK = Strength(can_enforce_grants=False, can_revoke=False)
 
 
-class Blind:
-    """A watcher that only counts."""
-
+class CountingObserver:
     def __init__(self) -> None:
         self.num_pieces = 0
 
-    def submitted(self, flight) -> None: ...
+    def on_submit(self, copy) -> None: ...
 
-    def landing(self, flight, inbox, index, read) -> None:
+    def on_write(self, copy, inbox, index, read) -> None:
         self.num_pieces += 1
 
-    def ended(self, flight, how) -> None: ...
-
-
-class Fixed:
-    """A fault that leaves nothing to chance."""
-
-    def __init__(self, fate: Fate) -> None:
-        self.fate = fate
-
-    def strike(self, flight, fate: Fate) -> None:
-        for field in fields(Fate):
-            setattr(fate, field.name, getattr(self.fate, field.name))
+    def on_end(self, copy, how) -> None: ...
 
 
 class Pair:
     """A source and a target of 64 bytes each, all of the target granted."""
 
-    def __init__(self, strength: Strength = STRONG, fate: Fate | None = None) -> None:
+    def __init__(self, strength: Strength = STRONG, course: CopyCourse | None = None) -> None:
         self.schedule = Schedule()
         self.is_cut = False
-        self.fabric = Fabric(self.schedule, random.Random(1), Blind(), lambda *ends: self.is_cut)
-        if fate is not None:
-            self.fabric.faults.append(Fixed(fate))
+        self.fabric = Fabric(self.schedule, random.Random(1), CountingObserver(), lambda *ends: self.is_cut)
+        if course is not None:
+            self.fabric.faults.append(partial(self._set_course, course))
         self.source, self.target = (
-            SimTransport(self.fabric, Owner(name, name, lambda: None, lambda: True), strength)
+            SimTransport(
+                self.fabric, name, strength, instance=name, wake=lambda: None, is_running=lambda: True
+            )
             for name in "sd"
         )
         self.given = np.arange(1, 65, dtype=np.uint8)
@@ -74,6 +63,11 @@ class Pair:
         self.invitation = self.target.invite()
         self.grant = self.target.grant(self.invitation.peer, self.written, Ranges.whole(self.written))
         self.peer = self.source.connect(self.invitation.description)
+
+    @staticmethod
+    def _set_course(course: CopyCourse, copy, drawn: CopyCourse) -> None:
+        for field in fields(CopyCourse):
+            setattr(drawn, field.name, getattr(course, field.name))
 
     def submit(self, fence=NOW, start: int = 0, deadline_s: float = 1.0):
         at = np.array([start], dtype=np.int64)
@@ -87,7 +81,7 @@ class Pair:
 
 
 def test_done_means_that_the_bytes_are_there() -> None:
-    pair = Pair(fate=Fate(0.01, 7))
+    pair = Pair(course=CopyCourse(0.01, 7))
     ticket = pair.submit()
     assert not pair.taken.any()
     assert pair.run() == [Done(ticket)]
@@ -105,16 +99,16 @@ def test_nothing_is_read_before_the_fence() -> None:
 
 
 def test_a_quiet_failure_lets_nothing_more_land() -> None:
-    pair = Pair(fate=Fate(0.01, 8, End.ERROR, share=0.5, late_s=1.0))
+    pair = Pair(course=CopyCourse(0.01, 8, CopyEnd.ERROR, share=0.5, late_s=1.0))
     pair.submit()
     assert [type(event) for event in pair.run()] == [FailedQuiet]
     assert pair.fabric.num_pending == 0
     assert 0 < np.count_nonzero(pair.taken) < 64
 
 
-@pytest.mark.parametrize("end", [End.LATE, End.HANG, End.AGAIN])
-def test_after_an_unknown_failure_the_rest_lands_with_what_the_source_holds_then(end: End) -> None:
-    pair = Pair(WEAK, Fate(0.01, 8, end, share=0.5, late_s=0.5))
+@pytest.mark.parametrize("end", [CopyEnd.LATE, CopyEnd.HANG, CopyEnd.AGAIN])
+def test_after_an_unknown_failure_the_rest_lands_with_what_the_source_holds_then(end: CopyEnd) -> None:
+    pair = Pair(WEAK, CopyCourse(0.01, 8, end, share=0.5, late_s=0.5))
     pair.submit(deadline_s=0.2)
     while not pair.source.outbox.events:
         pair.schedule.step()
@@ -127,7 +121,7 @@ def test_after_an_unknown_failure_the_rest_lands_with_what_the_source_holds_then
 
 
 def test_a_capable_target_stops_what_is_under_way() -> None:
-    pair = Pair(Strength(), Fate(0.01, 8, End.LATE, share=0.5, late_s=0.5))
+    pair = Pair(Strength(), CopyCourse(0.01, 8, CopyEnd.LATE, share=0.5, late_s=0.5))
     pair.submit()
     while not pair.source.outbox.events:
         pair.schedule.step()
@@ -138,7 +132,7 @@ def test_a_capable_target_stops_what_is_under_way() -> None:
 
 
 def test_a_weak_target_is_told_quiet_only_when_the_peer_has_left_and_all_has_drained() -> None:
-    pair = Pair(WEAK, Fate(0.01, 8, End.LATE, share=0.5, late_s=0.5))
+    pair = Pair(WEAK, CopyCourse(0.01, 8, CopyEnd.LATE, share=0.5, late_s=0.5))
     pair.submit()
     pair.run(0.02)
     assert isinstance(pair.target.ungrant(pair.invitation.peer, pair.grant), Unknown)
@@ -170,7 +164,7 @@ def test_a_write_outside_of_a_grant_is_refused_where_grants_are_enforced() -> No
 
 @pytest.mark.parametrize("strength", [STRONG, WEAK])
 def test_a_region_is_a_peers_own_once_written_where_grants_are_not_enforced(strength: Strength) -> None:
-    pair = Pair(strength, Fate(0.001, 2))
+    pair = Pair(strength, CopyCourse(0.001, 2))
     assert not pair.target.is_unchecked(pair.invitation.peer, pair.written)
     pair.submit()
     assert [type(event) for event in pair.run()] == [Done]
@@ -192,7 +186,7 @@ def test_a_region_that_was_never_granted_is_not_handed_out() -> None:
 
 
 def test_a_dead_incarnation_gets_nothing_and_its_writer_hears_of_it_within_a_second() -> None:
-    pair = Pair(WEAK, Fate(5.0, 8))
+    pair = Pair(WEAK, CopyCourse(5.0, 8))
     pair.submit(deadline_s=60.0)
     pair.schedule.at(1.0, pair.target.die, True)
     events = pair.run(2.0)
@@ -205,7 +199,7 @@ def test_a_dead_incarnation_gets_nothing_and_its_writer_hears_of_it_within_a_sec
 
 @pytest.mark.parametrize("lingers", [True, False])
 def test_copies_of_a_dead_source_land_only_if_they_linger(lingers: bool) -> None:
-    pair = Pair(WEAK, Fate(5.0, 8))
+    pair = Pair(WEAK, CopyCourse(5.0, 8))
     pair.submit(deadline_s=60.0)
     pair.run(0.001)
     pair.source.die(lingers)
@@ -214,7 +208,7 @@ def test_copies_of_a_dead_source_land_only_if_they_linger(lingers: bool) -> None
 
 
 def test_a_cut_wire_holds_copies_up_until_their_deadline() -> None:
-    pair = Pair(WEAK, Fate(0.01, 4))
+    pair = Pair(WEAK, CopyCourse(0.01, 4))
     pair.is_cut = True
     pair.submit(deadline_s=0.3)
     assert [type(event) for event in pair.run(1.0)] == [FailedUnknown]

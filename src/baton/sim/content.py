@@ -1,7 +1,8 @@
-"""What every byte of a cache has to be, by a hash of (component, layer, token, unit, place) and the prompt.
+"""The expected value of every byte of a cache: a hash of (component, layer, token, unit) and prompt.
 
-Who holds what is taken from `baton.plan.elements` and the strides of the pools, not from the planner. What
-does not depend on page tables or prompts is worked out once for a spec, a rank and a prompt length.
+Which rank holds which element comes from `baton.plan.elements` and the strides of the pools, not from the
+planner, so that the two check each other. Whatever does not depend on page tables or on the prompt's text is
+computed once for each spec, rank and prompt length.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from baton.plan.tokens import Ints
 
 SIDE = "pool"
 _FINITE = {1: 0x3F, 2: 0xBFFF, 4: 0xBFFFFFFF}
-"""Masks that keep an element from being infinite or no number, which conversion need not keep apart."""
+"""Masks that keep an element from being infinite or NaN, which a conversion need not preserve."""
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One component on one rank: where its elements lie but for the page, what they are but for the prompt.
+class ComponentContent:
+    """One component on one rank: offsets of its elements within a page, and their hashes without the prompt.
 
     Arrays are (layers, entries, elements of one entry).
     """
@@ -46,8 +47,8 @@ class Part:
     offsets: Ints
     hashes: NDArray[np.uint64]
 
-    def chosen(self, chunk: Chunk, num_tokens: int) -> tuple[Ints, Ints]:
-        """Which layers and entries belong to a chunk; a state belongs to the chunk that ends the prompt."""
+    def select(self, chunk: Chunk, num_tokens: int) -> tuple[Ints, Ints]:
+        """The layers and entries of a chunk; a state belongs to the chunk that ends the prompt."""
         layers = np.flatnonzero((self.layers >= chunk.layers[0]) & (self.layers < chunk.layers[1]))
         if self.component.extent.has_tokens:
             inside = (self.tokens >= chunk.tokens[0]) & (self.tokens < chunk.tokens[1])
@@ -55,13 +56,12 @@ class Part:
         is_last = chunk.tokens[1] >= num_tokens
         return layers, np.arange(len(self.tokens) if is_last else 0)
 
-    def place(self, table: Ints, layers: Ints, entries: Ints) -> Ints:
-        """Byte offsets of the elements."""
+    def offsets_in(self, table: Ints, layers: Ints, entries: Ints) -> Ints:
         at = table[self.pages[entries]] * self.page_stride
         return self.offsets[layers][:, entries] + at[None, :, None]
 
     def values(self, salt: int, layers: Ints, entries: Ints, dtype: str) -> Bytes:
-        """The elements of a prompt in the dtype they were computed in, one row of bytes each."""
+        """The elements of a prompt, one row of bytes each, in the dtype in which they were computed."""
         size = item_bytes(dtype)
         mixed = _mix(self.hashes[layers][:, entries] ^ np.uint64(salt)) >> np.uint64(64 - 8 * size)
         finite = (mixed & np.uint64(_FINITE[size])).astype(f"<u{size}")
@@ -69,11 +69,11 @@ class Part:
 
 
 @lru_cache(maxsize=8192)
-def parts(spec: Spec, rank: int, num_tokens: int) -> tuple[Part, ...]:
+def components_of(spec: Spec, rank: int, num_tokens: int) -> tuple[ComponentContent, ...]:
     """What a rank holds of a prompt of this length."""
     at = placements(spec, rank, SIDE)
     return tuple(
-        _part(spec, rank, number, at[component.name], num_tokens)
+        _component(spec, rank, number, at[component.name], num_tokens)
         for number, component in enumerate(spec.cache.components)
         if component.name in at
     )
@@ -84,7 +84,7 @@ def _holdings(spec: Spec) -> Holdings:
     return Holdings(spec)
 
 
-def _part(spec: Spec, rank: int, number: int, at: Placement, num_tokens: int) -> Part:
+def _component(spec: Spec, rank: int, number: int, at: Placement, num_tokens: int) -> ComponentContent:
     component = spec.cache.components[number]
     held = _holdings(spec).of(component.name, rank)
     tokens = np.flatnonzero(_owned(spec, component, rank, num_tokens)).astype(np.int64)
@@ -101,7 +101,7 @@ def _part(spec: Spec, rank: int, number: int, at: Placement, num_tokens: int) ->
         offsets = np.add.outer(offsets, steps)
         hashes = _mix(np.add.outer(hashes * np.uint64(0x9E3779B97F4A7C15), names.astype(np.uint64)))
     shape = (len(held.layers), len(tokens), -1) if hashes.size else (len(held.layers), len(tokens), 1)
-    return Part(
+    return ComponentContent(
         component=component,
         buffer=at.buffer,
         dtype=spec.storage.dtype_of(component),
@@ -120,65 +120,65 @@ def _owned(spec: Spec, component: Component, rank: int, num_tokens: int) -> NDAr
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection that spreads neighbouring values apart."""
+    """A bijection that spreads neighbouring values (the finaliser of splitmix64)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.asarray(values ^ (values >> np.uint64(31)), dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
-class Copybook:
-    """One prompt on one rank: its pages, and what it has to look like there."""
+class ExpectedCache:
+    """One prompt on one rank: its page tables and the bytes it must have there."""
 
     spec: Spec
     rank: int
     num_tokens: int
     salt: int
     origin: Spec
-    """Whose dtype the elements were computed in."""
+    """The source's spec: the elements were computed in its dtype."""
     tables: Mapping[str, Ints]
 
     def write(self, chunk: Chunk, memory: Mapping[str, Bytes]) -> None:
-        """Computes a chunk into this rank's pool."""
-        for part in parts(self.spec, self.rank, self.num_tokens):
-            layers, entries = part.chosen(chunk, self.num_tokens)
+        """Writes a chunk into the rank's pool, as prefill does."""
+        for part in components_of(self.spec, self.rank, self.num_tokens):
+            layers, entries = part.select(chunk, self.num_tokens)
             if len(layers) and len(entries):
-                offsets, values = self._both(part, layers, entries)
+                offsets, values = self._offsets_and_values(part, layers, entries)
                 memory[part.buffer][offsets] = values
 
     def write_held(self, held: Mapping[str, int], memory: Mapping[str, Bytes]) -> None:
-        """Puts the tokens that are held into this rank's pool."""
-        for part in parts(self.spec, self.rank, self.num_tokens):
+        """Writes the held prefix into the rank's pool."""
+        for part in components_of(self.spec, self.rank, self.num_tokens):
             if part.component.extent.has_tokens:
                 entries = np.flatnonzero(part.tokens < held.get(part.component.group, 0))
-                offsets, values = self._both(part, np.arange(len(part.layers)), entries)
+                offsets, values = self._offsets_and_values(part, np.arange(len(part.layers)), entries)
                 memory[part.buffer][offsets] = values
 
     def num_wrong(self, memory: Mapping[str, Bytes]) -> int:
-        """How many bytes are not what they have to be, of everything that decoding will read."""
+        """How many of the bytes that decoding reads are wrong."""
         wrong = 0
         for part, layers, entries in self._needed({}):
-            offsets, values = self._both(part, layers, entries)
+            offsets, values = self._offsets_and_values(part, layers, entries)
             wrong += int(np.count_nonzero(memory[part.buffer][offsets] != values))
         return wrong
 
-    def sent(self, held: Mapping[str, int]) -> list[tuple[str, Ints]]:
-        """The bytes that a hand-over has to bring, by buffer."""
+    def transferred(self, held: Mapping[str, int]) -> list[tuple[str, Ints]]:
+        """The bytes that a transfer has to bring, by buffer."""
         return [
             (part.buffer, self._bytes(part, layers, entries).reshape(-1))
             for part, layers, entries in self._needed(held)
         ]
 
-    def _needed(self, held: Mapping[str, int]) -> list[tuple[Part, Ints, Ints]]:
-        found = []
-        for part in parts(self.spec, self.rank, self.num_tokens):
+    def _needed(self, held: Mapping[str, int]) -> list[tuple[ComponentContent, Ints, Ints]]:
+        needed = []
+        for part in components_of(self.spec, self.rank, self.num_tokens):
             start, stop = part.component.extent.wanted(self.num_tokens, held.get(part.component.group, 0))
             entries = np.flatnonzero((part.tokens >= start) & (part.tokens < stop))
             if len(entries) and len(part.layers):
-                found.append((part, np.arange(len(part.layers)), entries))
-        return found
+                needed.append((part, np.arange(len(part.layers)), entries))
+        return needed
 
-    def _both(self, part: Part, layers: Ints, entries: Ints) -> tuple[Ints, Bytes]:
+    def _offsets_and_values(self, part: ComponentContent, layers: Ints, entries: Ints) -> tuple[Ints, Bytes]:
         given = self.origin.cache.by_name.get(part.component.name, part.component)
         dtype = self.origin.storage.dtype_of(given)
         values = part.values(self.salt, layers, entries, dtype)
@@ -186,28 +186,28 @@ class Copybook:
             values = convert(values.reshape(-1), dtype, part.dtype).reshape(-1, item_bytes(part.dtype))
         return self._bytes(part, layers, entries), values
 
-    def _bytes(self, part: Part, layers: Ints, entries: Ints) -> Ints:
-        offsets = part.place(self.tables[part.component.group], layers, entries).reshape(-1, 1)
+    def _bytes(self, part: ComponentContent, layers: Ints, entries: Ints) -> Ints:
+        offsets = part.offsets_in(self.tables[part.component.group], layers, entries).reshape(-1, 1)
         return offsets + np.arange(item_bytes(part.dtype))
 
 
 @lru_cache(maxsize=8192)
 def pages_needed(spec: Spec, rank: int, num_tokens: int) -> dict[str, int]:
-    """How many pages of each group a rank needs for a prompt; the last granule counts whole."""
+    """Pages of each group that a rank needs for a prompt; the last granule counts whole."""
     granule = spec.storage.granule
     whole = -(-num_tokens // granule) * granule
-    found: dict[str, int] = {}
+    needed: dict[str, int] = {}
     for component in spec.cache.components:
         entries = int(_owned(spec, component, rank, whole).sum())
         page = spec.storage.page_entries(component)
-        found[component.group] = max(found.get(component.group, 0), -(-entries // page))
-    return found
+        needed[component.group] = max(needed.get(component.group, 0), -(-entries // page))
+    return needed
 
 
 @lru_cache(maxsize=4096)
 def prefixes(spec: Spec, num_tokens: int) -> tuple[int, ...]:
-    """Prefixes of which every rank has whole pages, so that they can be held."""
-    component = next((found for found in spec.cache.components if found.extent.has_tokens), None)
+    """Prefix lengths that end on a page boundary on every rank, so that a target can hold them."""
+    component = next((part for part in spec.cache.components if part.extent.has_tokens), None)
     if component is None:
         return (0,)
     owned = [has_tokens(spec, component, cp, num_tokens) for cp in range(spec.layout.size("cp"))]
@@ -217,23 +217,22 @@ def prefixes(spec: Spec, num_tokens: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=2048)
 def page_bases(spec: Spec) -> dict[str, int]:
-    """The number of each group's page 0, with the pages of all groups counted through."""
-    found, base = {}, 0
+    """The number of each group's page 0 when the pages of all groups are numbered in a row."""
+    bases, base = {}, 0
     for group in spec.cache.groups:
-        found[group] = base
+        bases[group] = base
         base += spec.storage.pages_of(group)
-    return found
+    return bases
 
 
 def num_pages(spec: Spec) -> int:
-    """Pages of all groups together."""
     return sum(spec.storage.pages_of(group) for group in spec.cache.groups)
 
 
 @lru_cache(maxsize=2048)
 def pages_of_bytes(spec: Spec, rank: int) -> dict[str, Ints]:
-    """For every byte of every buffer the page that it belongs to."""
-    found = {name: np.full(size, -1, dtype=np.int64) for name, size in buffers(spec, rank, SIDE).items()}
+    """The page number of every byte of every buffer."""
+    pages = {name: np.full(size, -1, dtype=np.int64) for name, size in buffers(spec, rank, SIDE).items()}
     bases = page_bases(spec)
     for component in spec.cache.components:
         at = placements(spec, rank, SIDE).get(component.name)
@@ -252,5 +251,5 @@ def pages_of_bytes(spec: Spec, rank: int) -> dict[str, Ints]:
         for count, stride in extents:
             offsets = np.add.outer(offsets, np.arange(count) * stride)
         owners = np.broadcast_to(ids.reshape(-1, *[1] * (offsets.ndim - 1)), offsets.shape)
-        found[at.buffer][offsets.reshape(-1)] = (bases[component.group] + owners).reshape(-1)
-    return found
+        pages[at.buffer][offsets.reshape(-1)] = (bases[component.group] + owners).reshape(-1)
+    return pages

@@ -1,70 +1,161 @@
-"""An instance over all its lives: a name and an address, and whoever stands behind them now."""
+"""One life of an instance: its processes, drivers and page pools, which end together."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import random
+from collections.abc import Callable
+from functools import partial
 
 from baton.plan.ownership import Spec
-from baton.sim.engines.source import SourceEngine
-from baton.sim.engines.target import TargetEngine
-from baton.sim.incarnation import Incarnation
-from baton.sim.process import Process
-from baton.sim.request import Attempt
+from baton.plan.packing import ALWAYS_PACK, NEVER_PACK
+from baton.protocol.peer import SESSION, Party
+from baton.protocol.sender import SenderState
+from baton.session.coordinator import CoordinatorDriver, InstanceConfig
+from baton.session.handles import Sending
+from baton.session.pools import Pools
+from baton.session.rank import RankConfig, RankDriver
+from baton.session.requests import Digest
+from baton.sim.core import Clock, Context, SimProcess
+from baton.sim.network import Host, Network, address_of, join_member
+from baton.sim.pool import PagePool
+from baton.sim.router import SimPrompt
+from baton.sim.transport import NAME, Fabric, SimTransport
 
-if TYPE_CHECKING:
-    from baton.sim.world import World
+SECRET = b"a secret of the simulated kind"
+FINGERPRINT = "model"
+MEMBER_S = 0.0001
+POLL_S = 0.00003
+STAGING_BYTES = 4096
 
 
-class Instance:
-    """Starts an incarnation, and another when all of that one has ended."""
+class Incarnation:
+    """Everything that an instance is from one start to the end of its last process."""
 
-    def __init__(self, world: World, name: str, spec: Spec, is_source: bool) -> None:
-        self.world = world
+    def __init__(
+        self, context: Context, network: Network, fabric: Fabric, *, name: str, epoch: int, spec: Spec
+    ) -> None:
+        self.context = context
+        self.network = network
+        self.fabric = fabric
         self.name = name
+        self.epoch = epoch
         self.spec = spec
-        self.is_source = is_source
-        self.versions: tuple[int, int] | None = None
-        self.restart_s = 0.02
-        self.lingers = False
-        """Whether copies outlive the process that began them."""
-        self.incarnation: Incarnation | None = None
-        self.num_lives = 0
-
-    def start(self) -> None:
-        """The next incarnation."""
-        self.num_lives += 1
-        self.world.note(self.name, "start", detail=f"epoch {self.num_lives} {self.spec.layout}")
-        self.incarnation = Incarnation(self, self.num_lives)
-        self.incarnation.start()
+        self.processes: list[SimProcess] = []
+        self.coordinator: Host | None = None
+        self.hosts: dict[int, Host] = {}
+        self.drivers: dict[int, RankDriver] = {}
+        self.pools: dict[int, PagePool] = {}
+        self.transports: dict[int, SimTransport] = {}
 
     @property
-    def processes(self) -> list[Process]:
-        """Those of the present incarnation."""
-        return self.incarnation.processes if self.incarnation else []
+    def is_alive(self) -> bool:
+        return all(process.is_alive for process in self.processes)
 
-    @property
-    def engine(self) -> SourceEngine | TargetEngine | None:
-        """The present engine."""
-        return self.incarnation.engine if self.incarnation else None
+    def start(
+        self,
+        versions: tuple[int, int],
+        taken_share: float,
+        *,
+        lingers: Callable[[], bool],
+        on_death: Callable[[Incarnation], None],
+        after_call: Callable[[int], None],
+    ) -> None:
+        """Starts a process for each rank, and the coordinator in rank 0's process or in its own.
 
-    def arrive(self, attempt: Attempt) -> None:
-        """A leg comes from the router."""
-        engine = self.engine
-        if engine is None or not engine.is_alive:
-            self.world.router.leg_ended(attempt, f"{self.name} is down")
-        else:
-            engine.arrive(attempt)
+        Other work takes a share of the pages. `lingers` says whether copies outlive the process that began
+        them; `after_call` is called with a rank after each call into its driver.
+        """
+        processes = [
+            self._process(f"{self.name}/{rank}", on_death) for rank in range(self.spec.layout.num_ranks)
+        ]
+        is_apart = self.context.rng(f"place/{self.name}").random() < 0.3
+        home = self._process(f"{self.name}/c", on_death) if is_apart else processes[0]
+        coordinator = self.coordinator = self._start_coordinator(home, versions)
+        for rank, process in enumerate(processes):
+            self._start_rank(process, rank, taken_share, lingers)
+            self.hosts[rank].after_call = partial(after_call, rank)
+            introductions = (
+                self._rank_config(rank).introduction(NAME),
+                self.network.parties[coordinator.name].introduction,
+            )
+            join_member(self.hosts[rank], coordinator, introductions, MEMBER_S)
 
-    def process_died(self, incarnation: Incarnation) -> None:
-        """A process is gone: the engine's loop is broken, and once all are gone a new life begins."""
-        engine = incarnation.engine
-        if engine.is_alive:
-            engine.is_alive = False
-            self.world.died(incarnation)
-            for job in list(engine.jobs.values()):
-                self.world.router.leg_ended(job.attempt, f"{self.name} died")
-            for attempt in engine.queue:
-                self.world.router.leg_ended(attempt, f"{self.name} died")
-        if not any(process.is_alive for process in incarnation.processes):
-            self.world.note(self.name, "ended")
-            self.world.schedule.after(self.restart_s, self.start)
+    def _process(self, name: str, on_death: Callable[[Incarnation], None]) -> SimProcess:
+        offset_s, rate = self.context.draw_clock()
+        process = SimProcess(name, self.name, self.epoch, Clock(self.context.schedule, offset_s, rate))
+        process.at_death.append(partial(on_death, self))
+        self.processes.append(process)
+        return process
+
+    def _host(self, process: SimProcess, name: str) -> Host:
+        return Host(self.network, process, name, self.context.rng(f"host/{name}/{self.epoch}"))
+
+    def _start_coordinator(self, process: SimProcess, versions: tuple[int, int]) -> Host:
+        host = self._host(process, f"{self.name}/c")
+        options = self.context.options
+        config = InstanceConfig(self.name, self.epoch, self.spec, NAME, FINGERPRINT, options.timings)
+        driver = CoordinatorDriver(config, host)
+        driver.arrivals.granting.cost = ALWAYS_PACK if options.is_packing else NEVER_PACK
+        host.driver = driver
+        party = Party(
+            introduction=config.introduction(),
+            secret=SECRET,
+            accepts=frozenset({SESSION}),
+            versions=versions,
+        )
+        self.network.listeners[address_of(self.name)] = host
+        self.network.parties[host.name] = party
+        process.at_death.append(partial(self.network.on_death, host))
+        host.enter(host.driver.tick)
+        return host
+
+    def _rank_config(self, rank: int) -> RankConfig:
+        timings = self.context.options.timings
+        return RankConfig(self.name, self.epoch, rank, self.spec, FINGERPRINT, timings)
+
+    def _start_rank(
+        self, process: SimProcess, rank: int, taken_share: float, lingers: Callable[[], bool]
+    ) -> None:
+        host = self._host(process, f"{self.name}/{rank}")
+        pool = PagePool(self.spec, rank)
+        if taken_share:
+            pool.fill(taken_share, host.rng)
+        transport = SimTransport(
+            self.fabric,
+            host.name,
+            self.context.options.strength,
+            instance=process.incarnation,
+            wake=lambda: process.call_after(POLL_S, self._poll, rank),
+            is_running=process.is_running,
+        )
+        pools = Pools(pool.memory, transport, STAGING_BYTES)
+        host.driver = self.drivers[rank] = RankDriver(self._rank_config(rank), host, transport, pools)
+        self.hosts[rank], self.pools[rank], self.transports[rank] = host, pool, transport
+        process.at_death.append(lambda: transport.die(lingers()))
+
+    def _poll(self, rank: int) -> None:
+        events = self.transports[rank].poll()
+        if events:
+            self.hosts[rank].enter(self.drivers[rank].moved, events)
+
+    # What an engine calls on its ranks.
+
+    def send(self, rank: int, transfer: str, prompt: SimPrompt) -> Sending:
+        """Begins the source's end on a rank."""
+        return self.drivers[rank].send(transfer, Digest(prompt.num_tokens, prompt.digest))
+
+    def is_granted(self, rank: int, transfer: str) -> bool:
+        """Whether a source rank has got the grant of a transfer; the handle does not say."""
+        outgoing = self.drivers[rank].source.outgoing.get(transfer)
+        return outgoing is not None and outgoing.record.state is not SenderState.WAITING
+
+    def drain(self) -> None:
+        host = self.coordinator
+        assert host is not None
+        assert isinstance(host.driver, CoordinatorDriver)
+        host.process.call(host.enter, host.driver.drain, "told to")
+
+    def known_as(self, source: str) -> str:
+        """What this instance calls a source: its name or its address, always the same one."""
+        rng = random.Random(f"{self.context.seed}/{self.name}/{source}")
+        return address_of(source) if rng.random() < self.context.options.address_share else source

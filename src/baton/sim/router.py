@@ -1,131 +1,197 @@
-"""Who gives both legs of a request the same id at the same time, a new one for each attempt."""
+"""The router: it gives both legs of a request the same transfer id at the same time, a new id per attempt."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from baton.sim.catalogue import TOKENS_MAX
-from baton.sim.request import Attempt, Ends, Prompt, Request
-
-if TYPE_CHECKING:
-    from baton.sim.world import World
+from baton.plan.ownership import Spec
+from baton.protocol.outcomes import Aux
+from baton.sim.core import Context
+from baton.sim.families import TOKENS_MAX
 
 LEG_S = 0.001
 
 
+@dataclass(frozen=True, slots=True)
+class SimPrompt:
+    """A prompt as one side tokenised it."""
+
+    salt: int
+    num_tokens: int
+
+    @property
+    def digest(self) -> bytes:
+        return hashlib.blake2b(f"{self.salt}/{self.num_tokens}".encode(), digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """The instances of a request, and their dp groups."""
+
+    source: str
+    target: str
+    source_dp: int = 0
+    target_dp: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One transfer: both legs of one try."""
+
+    tag: int
+    """A positive number of its own; it marks the pages that the attempt owns."""
+    transfer: str
+    request: int
+    ends: Ends
+    source_prompt: SimPrompt
+    target_prompt: SimPrompt
+    odd_rank: tuple[str, int] | None = None
+    """A side, and the position in its group of the one rank that has another prompt than the others."""
+
+    def prompt_at(self, side: str, position: int) -> SimPrompt:
+        """The prompt that one rank of a side's group has."""
+        prompt = self.source_prompt if side == "source" else self.target_prompt
+        return SimPrompt(prompt.salt ^ 1, prompt.num_tokens) if (side, position) == self.odd_rank else prompt
+
+    @property
+    def aux(self) -> Aux:
+        """What the rank that samples sends."""
+        salt = self.source_prompt.salt
+        return Aux(tokens=(salt % 50_000,), sampler_position=self.source_prompt.num_tokens)
+
+
 @dataclass(slots=True)
-class Router:
-    """All requests of a world."""
-
-    world: World
-    chance: random.Random
-    requests: list[Request] = field(default_factory=list)
+class ClientRequest:
+    number: int
+    prompts: tuple[SimPrompt, SimPrompt]
+    """As the source and as the target tokenise it; the same unless a fault changes that."""
+    ends: Ends
     attempts: list[Attempt] = field(default_factory=list)
-    attempts_max: int = 1
-    retry_s: float = 0.0
-    mismatch: tuple[float, bool] = (0.0, False)
-    """How often the two sides tokenise differently, and whether to another length."""
-    on_attempt: list[Callable[[Attempt], None]] = field(default_factory=list)
-    num_waiting: int = 0
-    """Attempts and legs that are still to come."""
+    is_done: bool = False
 
-    def draw(self) -> None:
-        """Lays out the requests of a seed."""
-        options = self.world.options
+
+class LegServer(Protocol):
+    """An instance as the router sees it."""
+
+    spec: Spec
+    is_source: bool
+
+    def arrive(self, attempt: Attempt) -> None:
+        """Takes a leg."""
+
+    def abort(self, transfer: str, text: str) -> None:
+        """Gives a leg up."""
+
+
+class Router:
+    """All requests of a seed."""
+
+    def __init__(self, context: Context, instances: Mapping[str, LegServer]) -> None:
+        self.context = context
+        self.rng = context.rng("router")
+        self.instances = instances
+        self.requests: list[ClientRequest] = []
+        self.attempts: list[Attempt] = []
+        self.attempts_max = 1
+        self.retry_s = 0.0
+        self.mismatch: tuple[float, bool] = (0.0, False)
+        """How often the two sides tokenise differently, and whether to another length."""
+        self.draw_odd_rank: Callable[[Ends], tuple[str, int] | None] = lambda ends: None
+        """Picks a rank that gets another prompt than the other ranks of its group."""
+        self.on_attempt: list[Callable[[Attempt], None]] = []
+        self.aborted: dict[str, set[str]] = {}
+        """By transfer: the sides at which it was aborted."""
+        self.num_waiting = 0
+        """Attempts and legs that are still to come."""
+
+    def draw_requests(self) -> None:
+        """Schedules the requests of a seed."""
+        options = self.context.options
         for _ in range(options.num_requests):
             self.num_waiting += 1
-            self.world.schedule.at(options.spread_s * self.chance.random(), self._ask)
+            self.context.schedule.at(options.spread_s * self.rng.random(), self._draw_request)
 
-    def _ask(self) -> None:
+    def _draw_request(self) -> None:
         self.num_waiting -= 1
-        self.begin(self._drawn_ends(), self._drawn_prompts())
+        self.begin(self._draw_ends(), self._draw_prompts())
 
-    def begin(self, ends: Ends, prompts: tuple[Prompt, Prompt]) -> Attempt:
-        """A request comes in."""
-        request = Request(len(self.requests) + 1, prompts, ends)
+    def begin(self, ends: Ends, prompts: tuple[SimPrompt, SimPrompt]) -> Attempt:
+        """Takes a request."""
+        request = ClientRequest(len(self.requests) + 1, prompts, ends)
         self.requests.append(request)
         return self._attempt(request)
 
-    def _attempt(self, request: Request) -> Attempt:
-        number = len(request.attempts) + 1
+    def _attempt(self, request: ClientRequest) -> Attempt:
+        ends = request.ends
         attempt = Attempt(
             tag=len(self.attempts) + 1,
-            transfer=f"r{request.number}.{number}",
+            transfer=f"r{request.number}.{len(request.attempts) + 1}",
             request=request.number,
-            number=number,
-            ends=request.ends,
+            ends=ends,
             source_prompt=request.prompts[0],
             target_prompt=request.prompts[1],
+            odd_rank=self.draw_odd_rank(ends),
         )
         request.attempts.append(attempt)
         self.attempts.append(attempt)
-        self.world.note(
-            "router",
-            "request",
-            attempt.transfer,
-            f"{_where(request.ends)}, {request.prompts[0].num_tokens} tokens",
+        route = f"{ends.source}.{ends.source_dp} to {ends.target}.{ends.target_dp}"
+        self.context.note(
+            "router", "request", attempt.transfer, f"{route}, {request.prompts[0].num_tokens} tokens"
         )
-        for call in self.on_attempt:
-            call(attempt)
-        for name in (request.ends.source, request.ends.target):
+        for hook in self.on_attempt:
+            hook(attempt)
+        for name in (ends.source, ends.target):
             self.num_waiting += 1
-            self.world.schedule.after(LEG_S * self.chance.random(), self._arrive, name, attempt)
+            self.context.schedule.after(LEG_S * self.rng.random(), self._arrive, name, attempt)
         return attempt
 
     def _arrive(self, name: str, attempt: Attempt) -> None:
         self.num_waiting -= 1
-        self.world.instances[name].arrive(attempt)
+        self.instances[name].arrive(attempt)
 
     def abort(self, attempt: Attempt, sides: Sequence[str]) -> None:
-        """The client is gone, or one side wants its pages back."""
-        self.world.note("router", "abort", attempt.transfer, ",".join(sides))
-        self.world.facts.aborted.setdefault(attempt.transfer, set()).update(sides)
+        """The client is gone, or one side preempts the request."""
+        self.context.note("router", "abort", attempt.transfer, ",".join(sides))
+        self.aborted.setdefault(attempt.transfer, set()).update(sides)
         for side in sides:
             name = attempt.ends.source if side == "source" else attempt.ends.target
-            engine = self.world.instances[name].engine
-            if engine is not None and engine.is_alive:
-                engine.abort(attempt.transfer, "the client is gone")
+            self.instances[name].abort(attempt.transfer, "the client is gone")
 
     def leg_ended(self, attempt: Attempt, text: str) -> None:
-        """A leg failed: the request is tried again, or given up; the other leg is told."""
+        """A leg failed: retries the request, or gives it up."""
         request = self.requests[attempt.request - 1]
         if request.attempts[-1] is not attempt or request.is_done:
             return
-        if len(request.attempts) >= self.attempts_max:
-            request.is_done = True
-            return
-        self.world.note("router", "retry", attempt.transfer, text)
-        self.num_waiting += 1
         request.is_done = True
-        self.world.schedule.after(self.retry_s, self._again, request)
+        if len(request.attempts) >= self.attempts_max:
+            return
+        self.context.note("router", "retry", attempt.transfer, text)
+        self.num_waiting += 1
+        self.context.schedule.after(self.retry_s, self._retry, request)
 
-    def _again(self, request: Request) -> None:
+    def _retry(self, request: ClientRequest) -> None:
         self.num_waiting -= 1
         request.is_done = False
         self._attempt(request)
 
-    def _drawn_ends(self) -> Ends:
-        if self.world.options.has_same_ends and self.requests:
+    def _draw_ends(self) -> Ends:
+        if self.context.options.has_same_ends and self.requests:
             return self.requests[0].ends
-        sources = [name for name, found in sorted(self.world.instances.items()) if found.is_source]
-        targets = [name for name, found in sorted(self.world.instances.items()) if not found.is_source]
-        source, target = self.chance.choice(sources), self.chance.choice(targets)
-        groups = [self.world.instances[name].spec.layout.size("dp") for name in (source, target)]
-        return Ends(source, target, self.chance.randrange(groups[0]), self.chance.randrange(groups[1]))
+        instances = sorted(self.instances.items())
+        source = self.rng.choice([name for name, instance in instances if instance.is_source])
+        target = self.rng.choice([name for name, instance in instances if not instance.is_source])
+        groups = [self.instances[name].spec.layout.size("dp") for name in (source, target)]
+        return Ends(source, target, self.rng.randrange(groups[0]), self.rng.randrange(groups[1]))
 
-    def _drawn_prompts(self) -> tuple[Prompt, Prompt]:
-        chance = self.chance
-        num_tokens = chance.choice((1, 2, 3, 4, 6, 8, 12, 16, chance.randint(1, TOKENS_MAX), TOKENS_MAX))
-        prompt = Prompt(chance.getrandbits(63), num_tokens)
+    def _draw_prompts(self) -> tuple[SimPrompt, SimPrompt]:
+        rng = self.rng
+        num_tokens = rng.choice((1, 2, 3, 4, 6, 8, 12, 16, rng.randint(1, TOKENS_MAX), TOKENS_MAX))
+        prompt = SimPrompt(rng.getrandbits(63), num_tokens)
         probability, has_other_length = self.mismatch
-        if chance.random() >= probability:
+        if rng.random() >= probability:
             return prompt, prompt
         length = num_tokens % TOKENS_MAX + 1 if has_other_length else num_tokens
-        return prompt, Prompt(chance.getrandbits(63), length)
-
-
-def _where(ends: Ends) -> str:
-    return f"{ends.source}.{ends.source_dp} to {ends.target}.{ends.target_dp}"
+        return prompt, SimPrompt(rng.getrandbits(63), length)

@@ -1,163 +1,257 @@
-"""Everything there is in one seed, and the loop that lets time pass until all is settled."""
+"""One seed: its instances, network and transports, and the loop that runs until everything is settled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import logging
+from dataclasses import dataclass
 
-from baton.protocol.messages import AnyMessage
-from baton.protocol.outcomes import Failed, Outcome
-from baton.sim.catalogue import Family, family
-from baton.sim.chance import Chance
-from baton.sim.checkers import Checkers
-from baton.sim.engines.job import Job
-from baton.sim.faults import fault
-from baton.sim.host import Host
-from baton.sim.incarnation import Incarnation
-from baton.sim.instance import Instance
-from baton.sim.links import SessionEnd
+import numpy as np
+
+from baton.plan.execution import Bytes
+from baton.plan.ownership import Spec
+from baton.plan.tokens import Ints
+from baton.protocol.messages import VERSION_MAX, VERSION_MIN
+from baton.sim.core import Context, SimProcess
+from baton.sim.engines import SourceEngine, TargetEngine
+from baton.sim.families import Family
+from baton.sim.instance import Incarnation
 from baton.sim.network import Network
 from baton.sim.options import Options
-from baton.sim.overheard import Overheard
-from baton.sim.registry import Registry
-from baton.sim.router import Router
-from baton.sim.schedule import Schedule
-from baton.sim.trace import Trace
-from baton.sim.transport.fabric import Fabric
-from baton.sim.watch import Watch
+from baton.sim.pool import PagePool
+from baton.sim.router import Attempt, Router
+from baton.sim.transport import Fabric, Inbox, SimCopy, SimTransport
 
-ROUND_S = 0.01
-"""How often it is looked whether all is settled."""
+CHECK_S = 0.01
+"""How often the world checks whether everything is settled."""
 SETTLE_S = 6.0
-"""How long everything may take to settle once there are no faults."""
+"""How long everything may take to settle after the last fault."""
 STEPS_MAX = 400_000
+VERSIONS = (VERSION_MIN, VERSION_MAX)
 
 
-@dataclass(slots=True)
-class Facts:
-    """What the world knows of its transfers and passes on to who asks."""
+class SimInstance:
+    """A name and an address, and the incarnation behind them; a new one starts when one has ended."""
 
-    aborted: dict[str, set[str]] = field(default_factory=dict)
-    """By transfer: the sides at which it was given up."""
-    draw_clock: Callable[[], tuple[float, float]] = lambda: (0.0, 1.0)
-    """By how much the clock of a new process is off, and how fast it runs."""
-    is_scripted: bool = False
-    """Whether things go wrong on purpose that are no faults."""
-    pressure: tuple[float, float] = (0.0, 0.0)
-    """How much of new pools is taken, at sources and at targets."""
-
-
-class World:
-    """One seed."""
-
-    def __init__(self, seed: int, options: Options, *, is_traced: bool = False) -> None:
-        self.options = options
-        self.chance = Chance(seed)
-        self.schedule = Schedule()
-        self.trace = Trace(is_traced)
-        self.facts = Facts()
-        self.watch = Watch(self)
-        self.network = Network(self, self.chance.of("network"))
-        self.fabric = Fabric(self.schedule, self.chance.of("copies"), self.watch, self._is_cut)
-        self.registry = Registry(self)
-        self.router = Router(self, self.chance.of("router"))
-        self.instances: dict[str, Instance] = {}
-        self.checkers = Checkers(self)
+    def __init__(self, world: World, name: str, spec: Spec, is_source: bool) -> None:
+        self.world = world
+        self.name = name
+        self.spec = spec
+        self.is_source = is_source
+        self.versions = VERSIONS
+        self.restart_s = 0.02
+        self.lingers = False
+        """Whether copies outlive the process that began them."""
+        self.incarnation: Incarnation | None = None
+        self.engine: SourceEngine | TargetEngine | None = None
+        self.num_lives = 0
 
     @property
-    def seed(self) -> int:
-        """What everything follows from."""
-        return self.chance.seed
+    def processes(self) -> list[SimProcess]:
+        """The processes of the present incarnation."""
+        return self.incarnation.processes if self.incarnation else []
 
-    def populate(self, found: Family | None = None) -> None:
-        """Makes the instances of a family and begins the faults; nothing has started yet."""
-        found = found or family(self.options.family)
-        for letter, specs in (("P", found.sources), ("D", found.targets)):
+    def start(self) -> None:
+        """Starts the next incarnation."""
+        world = self.world
+        self.num_lives += 1
+        world.note(self.name, "start", detail=f"epoch {self.num_lives} {self.spec.layout}")
+        incarnation = Incarnation(
+            world, world.network, world.fabric, name=self.name, epoch=self.num_lives, spec=self.spec
+        )
+        engine_type = SourceEngine if self.is_source else TargetEngine
+        engine = engine_type(incarnation, world.router)
+        self.incarnation, self.engine = incarnation, engine
+        incarnation.start(
+            self.versions,
+            world.taken_shares[0 if self.is_source else 1],
+            lingers=lambda: self.lingers,
+            on_death=self._on_death,
+            after_call=engine.look,
+        )
+        for rank, transport in incarnation.transports.items():
+            world.observer.add(transport, incarnation.pools[rank])
+
+    def arrive(self, attempt: Attempt) -> None:
+        if self.engine is None or not self.engine.is_alive:
+            self.world.router.leg_ended(attempt, f"{self.name} is down")
+        else:
+            self.engine.arrive(attempt)
+
+    def abort(self, transfer: str, text: str) -> None:
+        if self.engine is not None and self.engine.is_alive:
+            self.engine.abort(transfer, text)
+
+    def _on_death(self, incarnation: Incarnation) -> None:
+        """Fails all legs at the first death, and restarts after the last."""
+        engine = self.engine
+        assert engine is not None
+        if engine.is_alive:
+            engine.is_alive = False
+            self.world.notify("on_death", incarnation)
+            for attempt in [*(job.attempt for job in engine.jobs.values()), *engine.queue]:
+                self.world.router.leg_ended(attempt, f"{self.name} died")
+        if not any(process.is_alive for process in incarnation.processes):
+            self.world.note(self.name, "ended")
+            self.world.schedule.after(self.restart_s, self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class PieceWrite:
+    """A piece of a copy that is about to be written."""
+
+    copy: SimCopy
+    pool: PagePool
+    """The target's pool."""
+    buffer: str
+    """The name of a buffer of the pool; empty for staging."""
+    index: Ints
+    source: PagePool
+    source_buffer: str
+    read: Ints
+
+
+class PageObserver:
+    """Finds the pages of copied bytes, and notifies the hooks."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._pools: dict[str, PagePool] = {}
+        self._names: dict[int, str] = {}
+        """Names of pool buffers by address."""
+
+    def add(self, transport: SimTransport, pool: PagePool) -> None:
+        self._pools[transport.incarnation] = pool
+        for name, raw in pool.memory.items():
+            self._names[_address(raw)] = name
+
+    def on_submit(self, copy: SimCopy) -> None:
+        pool = self._pools[copy.batch.source.remote.incarnation]
+        name = self._names.get(_address(copy.memory), "")
+        if name and len(copy.read):
+            copy.mark = int(pool.owners_of(name, copy.read[:1])[0])
+        self.world.notify("on_submit", copy, pool, name)
+
+    def on_write(self, copy: SimCopy, inbox: Inbox, index: Ints, read: Ints) -> None:
+        write = PieceWrite(
+            copy=copy,
+            pool=self._pools[inbox.incarnation],
+            buffer=self._names.get(_address(inbox.memory[copy.batch.target.number]), ""),
+            index=index,
+            source=self._pools[copy.batch.source.remote.incarnation],
+            source_buffer=self._names.get(_address(copy.memory), ""),
+            read=read,
+        )
+        self.world.note(inbox.node, "write", detail=f"{len(index)} bytes of {write.buffer or 'staging'}")
+        self.world.notify("on_write", write)
+        if write.buffer:
+            np.add.at(write.pool.num_writes[write.buffer], index, 1)
+
+    def on_end(self, copy: SimCopy, how: str) -> None:
+        self.world.note(copy.outbox.node, "copied", detail=f"{copy.ticket.number} {how}")
+        self.world.notify("on_copy_end", copy, how)
+
+
+def _address(raw: Bytes) -> int:
+    return int(raw.__array_interface__["data"][0])
+
+
+class DriverLog(logging.Handler):
+    """Keeps the first record that drivers must not log.
+
+    That is an exception that a driver confined to one transfer, or a peer that broke the protocol. A peer may
+    seem to have broken it where frames are lost, duplicated or reordered.
+    """
+
+    LOGGER = "baton.session"
+    CONFUSING = frozenset({"duplication", "echo", "loss", "reordering"})
+
+    def __init__(self, faults: frozenset[str]) -> None:
+        super().__init__(logging.WARNING)
+        self.text = ""
+        self._may_seem_broken = bool(faults & self.CONFUSING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_broken = "broke" in record.msg or record.msg.startswith("session with")
+        if not self.text and (record.exc_info or (is_broken and not self._may_seem_broken)):
+            self.text = logging.Formatter("%(message)s").format(record)
+
+    def __enter__(self) -> DriverLog:
+        logging.getLogger(self.LOGGER).addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger(self.LOGGER).removeHandler(self)
+
+
+class World(Context):
+    """All parts of one seed."""
+
+    def __init__(
+        self,
+        seed: int,
+        options: Options,
+        family: Family,
+        *,
+        is_scripted: bool = False,
+        is_traced: bool = False,
+    ) -> None:
+        super().__init__(seed, options, is_traced=is_traced)
+        self.is_scripted = is_scripted
+        """Whether a scenario makes things go wrong, without faults."""
+        self.taken_shares = (0.0, 0.0)
+        """The share of new page pools that other work takes, at sources and at targets."""
+        self.network = Network(self)
+        self.observer = PageObserver(self)
+        self.fabric = Fabric(self.schedule, self.rng("copies"), self.observer, self._is_cut)
+        self.instances: dict[str, SimInstance] = {}
+        self.router = Router(self, self.instances)
+        for letter, specs in (("P", family.sources), ("D", family.targets)):
             for number, spec in enumerate(specs):
                 name = f"{letter}{number}"
-                self.instances[name] = Instance(self, name, spec, is_source=letter == "P")
-        for name, config in sorted(self.options.faults.items()):
-            fault(name).install(self, config)
+                self.instances[name] = SimInstance(self, name, spec, is_source=letter == "P")
+        for _, fault in sorted(options.faults.items()):
+            fault.install(self)
 
     def run(self) -> None:
-        """Lets time pass until all is settled, or too much of it has passed."""
+        """Runs until everything is settled; raises Violation."""
         for instance in self.instances.values():
             instance.start()
-        self.schedule.after(ROUND_S, self._look_round)
-        with Overheard(frozenset(self.options.faults)) as overheard:
-            while not self.checkers.is_over and self.schedule.step():
-                if self.checkers.found is not None:
-                    raise self.checkers.found
-                if overheard.text:
-                    self.checkers.fail("escape", overheard.text)
+        self._is_settled = False
+        self.schedule.after(CHECK_S, self._check_settled)
+        with DriverLog(frozenset(self.options.faults)) as log:
+            while not self._is_settled and self.schedule.step():
+                if self.violation is not None:
+                    raise self.violation
+                if log.text:
+                    self.fail("escape", log.text)
                 if self.schedule.num_done > STEPS_MAX:
-                    self.checkers.fail("settles", f"still busy after {STEPS_MAX} steps")
+                    self.fail("settles", f"still busy after {STEPS_MAX} steps")
 
-    def _look_round(self) -> None:
-        if self.are_faults_over() and self.is_settled():
-            self.checkers.finish()
-        elif self.schedule.now > self.options.faults_s + SETTLE_S + self._queue_s():
-            self.checkers.fail("settles", self.unsettled())
+    def _check_settled(self) -> None:
+        options = self.options
+        # A source without room takes one attempt after another, and each may wait in vain for its target.
+        queue_s = len(self.router.attempts) * (options.timings.offer_s + options.timings.beat_s)
+        is_idle = not self.router.num_waiting and not self.fabric.num_pending
+        if self.are_faults_over() and is_idle and not self.unsettled():
+            self.notify("on_settled")
+            self._is_settled = True
+        elif self.schedule.now > options.faults_s + SETTLE_S + queue_s:
+            self.fail("settles", self.unsettled())
         else:
-            self.schedule.after(ROUND_S, self._look_round)
-
-    def _queue_s(self) -> float:
-        """A source without room takes one attempt after another, and each may wait in vain for its target."""
-        timings = self.options.timings
-        return len(self.router.attempts) * (timings.offer_s + timings.beat_s)
-
-    def are_faults_over(self) -> bool:
-        """Whether nothing goes wrong any more."""
-        return self.schedule.now >= self.options.faults_s
-
-    def is_settled(self) -> bool:
-        """Whether every instance lives, every transfer has ended, and nothing moves."""
-        return not self.router.num_waiting and not self.fabric.num_pending and not self.unsettled()
+            self.schedule.after(CHECK_S, self._check_settled)
 
     def unsettled(self) -> str:
-        """What has not settled yet, in words."""
-        found = []
+        """Describes the instances that are down and the transfers that have not ended."""
+        texts = []
         for name, instance in sorted(self.instances.items()):
-            incarnation = instance.incarnation
-            if incarnation is None or not incarnation.is_alive:
-                found.append(f"{name} is down")
+            engine = instance.engine
+            if engine is None or instance.incarnation is None or not instance.incarnation.is_alive:
+                texts.append(f"{name} is down")
                 continue
-            jobs = incarnation.engine.jobs
-            found += [f"{name} has {job.transfer}: {job.described()}" for _, job in sorted(jobs.items())]
-            found += [f"{name} has {attempt.transfer} waiting" for attempt in incarnation.engine.queue]
-        return "; ".join(found)
+            for _, job in sorted(engine.jobs.items()):
+                texts.append(f"{name} has {job.transfer}: {job.describe()}")
+            texts += [f"{name} has {attempt.transfer} waiting" for attempt in engine.queue]
+        return "; ".join(texts)
 
     def _is_cut(self, sender: str, receiver: str) -> bool:
-        ends = (sender.partition("/")[0], receiver.partition("/")[0])
-        return ends in self.network.cuts
-
-    # What happens, for the trace and the checkers.
-
-    def note(self, node: str, event: str, transfer: str = "", detail: str = "") -> None:
-        """One row of the trace."""
-        self.trace.add(self.schedule.now, node, event, transfer, detail)
-
-    def changed(self, job: Job, rank: int, outcome: Outcome) -> None:
-        """A rank's engine has heard how a transfer ended."""
-        if self.trace.is_on:
-            text = str(outcome.cause) if isinstance(outcome, Failed) else str(outcome.aux.tokens)
-            word = type(outcome).__name__.lower()
-            self.note(job.incarnation.hosts[rank].name, word, job.transfer, text)
-        self.checkers.tell("changed", job, rank, outcome)
-
-    def died(self, incarnation: Incarnation) -> None:
-        """A process of an incarnation is gone."""
-        self.checkers.tell("died", incarnation)
-
-    def note_message(self, end: SessionEnd, message: AnyMessage, event: str) -> None:
-        """A message was sent or came by a session link."""
-        if self.trace.is_on:
-            transfer = getattr(message, "transfer", "")
-            self.note(end.host.name, event, transfer, type(message).__name__)
-        self.checkers.tell(event, end, message)
-
-    def note_member(self, host: Host, message: AnyMessage) -> None:
-        """A message was sent by a member link."""
-        if self.trace.is_on:
-            self.note(host.name, "tell", getattr(message, "transfer", ""), type(message).__name__)
-        self.checkers.tell("told", host, message)
+        return (sender.partition("/")[0], receiver.partition("/")[0]) in self.network.cuts

@@ -1,0 +1,480 @@
+"""Engines without a model: they allocate pages, prefill, hand over, decode, and free.
+
+The source prefills in chunks of tokens and groups of layers, in any order, with fences that become ready
+later. The target reserves pages, waits for the outcome, decodes for a while, and frees.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from baton.plan.prompt import Chunk
+from baton.protocol.outcomes import Failed, Outcome, Ready, Waiting
+from baton.session.handles import Handle, Receiving, Sending
+from baton.session.requests import Digest, Request
+from baton.sim.content import ExpectedCache, components_of, pages_needed, prefixes
+from baton.sim.instance import Incarnation
+from baton.sim.pool import JUNK
+from baton.sim.router import Attempt, Router, SimPrompt
+from baton.transport import NOW, HostFence
+
+CALL_S = 0.0003
+"""How far apart the ranks of a group make the same call."""
+COMPUTE_S = 0.002
+DECODE_S = 0.01
+LAST_WORK_S = 0.01
+UNGRANTED_SHARE_MAX = 0.5
+"""The share of a source's pool that requests without a grant may hold, unless there is just one."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One transfer in one engine, over all ranks of its dp group."""
+
+    attempt: Attempt
+    incarnation: Incarnation
+    is_source: bool
+    ranks: tuple[int, ...]
+    expected: dict[int, ExpectedCache] = field(default_factory=dict)
+    held: Mapping[str, int] = field(default_factory=dict)
+    """By group: tokens of the prompt that the target holds."""
+    handles: dict[int, Handle] = field(default_factory=dict)
+    begun_s: dict[int, float] = field(default_factory=dict)
+    """By rank: when its driver was called first."""
+    pages: dict[int, dict[str, set[int]]] = field(default_factory=dict)
+    """By rank and group: pages that were not given back."""
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)
+    """Ranks whose engine does not need the pages any more."""
+    is_aborted: bool = False
+
+    @property
+    def transfer(self) -> str:
+        return self.attempt.transfer
+
+    @property
+    def side(self) -> str:
+        return "source" if self.is_source else "target"
+
+    def prompt_at(self, rank: int) -> SimPrompt:
+        return self.attempt.prompt_at(self.side, self.ranks.index(rank))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every rank has an outcome and all pages are back."""
+        return len(self.outcomes) == len(self.ranks) and not self.pages
+
+    def describe(self) -> str:
+        states = {rank: type(handle.state).__name__ for rank, handle in sorted(self.handles.items())}
+        left = {rank: sum(map(len, pages.values())) for rank, pages in sorted(self.pages.items())}
+        return f"{self.side} states {states}, pages {left}"
+
+
+class SimEngine:
+    """The scheduler of one incarnation, over all its ranks."""
+
+    is_source: bool
+
+    def __init__(self, incarnation: Incarnation, router: Router) -> None:
+        self.incarnation = incarnation
+        self.router = router
+        self.context = incarnation.context
+        self.rng = self.context.rng(f"engine/{incarnation.name}/{incarnation.epoch}")
+        self.jobs: dict[int, Job] = {}
+        """By the tag of the attempt."""
+        self.queue: deque[Attempt] = deque()
+        self.is_alive = True
+
+    def prompt_of(self, attempt: Attempt) -> SimPrompt:
+        return attempt.source_prompt if self.is_source else attempt.target_prompt
+
+    def ranks_of(self, attempt: Attempt) -> tuple[int, ...]:
+        dp = attempt.ends.source_dp if self.is_source else attempt.ends.target_dp
+        return self.incarnation.spec.layout.group(dp)
+
+    def arrive(self, attempt: Attempt) -> None:
+        """The router sent this side's leg."""
+        self.queue.append(attempt)
+        self.try_next()
+
+    def try_next(self) -> None:
+        """Begins queued attempts for which there is room."""
+        while self.is_alive and self.queue and self.can_begin(self.queue[0]):
+            attempt = self.queue.popleft()
+            side = "source" if self.is_source else "target"
+            if side not in self.router.aborted.get(attempt.transfer, ()):
+                self.begin(self._take_pages(attempt))
+
+    def can_begin(self, attempt: Attempt) -> bool:
+        """Whether every rank of the group has the pages."""
+        num_tokens = self.prompt_of(attempt).num_tokens
+        return all(
+            self.incarnation.pools[rank].can_take(pages_needed(self.incarnation.spec, rank, num_tokens))
+            for rank in self.ranks_of(attempt)
+        )
+
+    def begin(self, job: Job) -> None:
+        """Begins a job that has its pages."""
+        raise NotImplementedError
+
+    def on_outcome(self, job: Job, rank: int) -> None:
+        """A rank got its outcome."""
+        raise NotImplementedError
+
+    def free_pages(self, job: Job, rank: int) -> None:
+        """Gives back the pages of a rank that nothing needs any more."""
+        raise NotImplementedError
+
+    def call_after(self, rank: int, delay_s: float, act: Callable[..., None], *args: Any) -> None:
+        """Schedules a call in the process of a rank."""
+        self.incarnation.hosts[rank].process.call_after(delay_s, act, *args)
+
+    def _take_pages(self, attempt: Attempt) -> Job:
+        spec = self.incarnation.spec
+        job = Job(attempt, self.incarnation, self.is_source, self.ranks_of(attempt))
+        origin = self.router.instances[attempt.ends.source].spec
+        for rank in job.ranks:
+            prompt = job.prompt_at(rank)
+            wanted = pages_needed(spec, rank, prompt.num_tokens)
+            tables = self.incarnation.pools[rank].take(wanted, attempt.tag, self.rng)
+            job.expected[rank] = ExpectedCache(spec, rank, prompt.num_tokens, prompt.salt, origin, tables)
+            job.pages[rank] = {group: set(ids.tolist()) for group, ids in tables.items() if len(ids)}
+        self.jobs[attempt.tag] = job
+        return job
+
+    def give_back(self, job: Job, rank: int, kept: Mapping[str, frozenset[int]]) -> None:
+        """Frees a rank's pages, except those to keep."""
+        pages = job.pages[rank]
+        for group in sorted(pages):
+            free = sorted(pages[group] - kept.get(group, frozenset()))
+            if free:
+                self.incarnation.pools[rank].give_back(group, free, job.attempt.tag)
+                pages[group].difference_update(free)
+            if not pages[group]:
+                del pages[group]
+        if not pages:
+            job.pages.pop(rank)
+        self.context.schedule.after(0.0, self.try_next)
+
+    def job_of(self, transfer: str) -> Job | None:
+        """The latest job of a transfer."""
+        return next((job for job in reversed(self.jobs.values()) if job.transfer == transfer), None)
+
+    def look(self, rank: int) -> None:
+        """Something may have changed on a rank; a rank with the only handle stands for all."""
+        for job in list(self.jobs.values()):
+            handle = job.handles.get(rank)
+            for sharer in [sharer for sharer, other in job.handles.items() if other is handle]:
+                self._look_at(job, sharer)
+            if job.is_over and self.jobs.pop(job.attempt.tag, None) is not None:
+                self.context.schedule.after(0.0, self.try_next)
+
+    def _look_at(self, job: Job, rank: int) -> None:
+        state = job.handles[rank].state
+        if rank not in job.outcomes and not isinstance(state, Waiting):
+            job.outcomes[rank] = state
+            if self.context.trace.is_on:
+                text = str(state.cause) if isinstance(state, Failed) else str(state.aux.tokens)
+                node = self.incarnation.hosts[rank].name
+                self.context.note(node, type(state).__name__.lower(), job.transfer, text)
+            self.context.notify("on_outcome", job, rank, state)
+            self.on_outcome(job, rank)
+        self.free_pages(job, rank)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillScript:
+    """How one prompt is computed, the same on every rank except for jitter."""
+
+    chunks: tuple[Chunk, ...]
+    compute_s: tuple[float, ...]
+    sampler: int
+    is_finished: bool
+    """Whether the answer ends at the source."""
+    fenced: tuple[bool, ...]
+
+
+class SourceEngine(SimEngine):
+    """Prefills and sends."""
+
+    is_source = True
+
+    def __init__(self, incarnation: Incarnation, router: Router) -> None:
+        super().__init__(incarnation, router)
+        self.computing: Counter[tuple[int, int]] = Counter()
+        """By tag and rank: chunks that the device still computes."""
+
+    def can_begin(self, attempt: Attempt) -> bool:
+        if not super().can_begin(attempt):
+            return False
+        spec = self.incarnation.spec
+        ungranted = [job for job in self.jobs.values() if self._is_ungranted(job)]
+        for rank in self.ranks_of(attempt):
+            for group, count in pages_needed(spec, rank, attempt.source_prompt.num_tokens).items():
+                held = sum(len(job.expected[rank].tables[group]) for job in ungranted if rank in job.expected)
+                if ungranted and held + count > UNGRANTED_SHARE_MAX * spec.storage.pages_of(group):
+                    return False
+        return True
+
+    def _is_ungranted(self, job: Job) -> bool:
+        return any(
+            rank not in job.outcomes and not self.incarnation.is_granted(rank, job.transfer)
+            for rank in job.ranks
+        )
+
+    def begin(self, job: Job) -> None:
+        script = self._draw_script(job)
+        self.context.note(self.incarnation.name, "prefill", job.transfer, f"{len(script.chunks)} chunks")
+        for rank in job.ranks:
+            self.call_after(rank, CALL_S * self.rng.random(), self._send, job, rank, script)
+
+    def _send(self, job: Job, rank: int, script: PrefillScript) -> None:
+        job.handles[rank] = self.incarnation.send(rank, job.transfer, job.prompt_at(rank))
+        job.begun_s[rank] = self.context.schedule.now
+        due_s = ready_s = 0.0
+        for index in range(len(script.chunks)):
+            due_s += script.compute_s[index]
+            # Ranks are a little apart, but each computes in order.
+            ready_s = max(ready_s, due_s + CALL_S * self.rng.random())
+            self.call_after(rank, ready_s, self._ready, job, rank, script, index)
+        self.call_after(rank, due_s + 2 * CALL_S, self._seal, job, rank, script)
+
+    def _ready(self, job: Job, rank: int, script: PrefillScript, index: int) -> None:
+        sending, chunk = self._sending(job, rank), script.chunks[index]
+        if job.is_aborted or rank in job.done or not isinstance(sending.state, Waiting):
+            return
+        layers = self._layers_of(rank, chunk)
+        if layers is None:
+            return
+        computed = Chunk(layers, chunk.tokens)
+        pages = {group: ids.tolist() for group, ids in job.expected[rank].tables.items()}
+        if script.fenced[index]:
+            fence = HostFence()
+            self.computing[job.attempt.tag, rank] += 1
+            sending.ready(layers, chunk.tokens, pages, fence)
+            self.call_after(rank, COMPUTE_S * self.rng.random(), self._computed, job, rank, computed, fence)
+        else:
+            job.expected[rank].write(computed, self.incarnation.pools[rank].memory)
+            sending.ready(layers, chunk.tokens, pages, NOW)
+
+    def _computed(self, job: Job, rank: int, chunk: Chunk, fence: HostFence) -> None:
+        """The device has computed a chunk."""
+        job.expected[rank].write(chunk, self.incarnation.pools[rank].memory)
+        self.computing[job.attempt.tag, rank] -= 1
+        fence.set()
+        self.look(rank)
+
+    def _seal(self, job: Job, rank: int, script: PrefillScript) -> None:
+        """A rank has computed everything."""
+        sending = self._sending(job, rank)
+        if job.is_aborted or not isinstance(sending.state, Waiting):
+            job.done.add(rank)
+            self.look(rank)
+            return
+        is_sampler = rank == script.sampler
+        if is_sampler and script.is_finished:
+            sending.finish(job.attempt.aux)
+        else:
+            sending.commit(job.attempt.aux if is_sampler else None)
+        job.done.add(rank)
+
+    def abort(self, transfer: str, text: str) -> None:
+        """The client is gone, or the request is preempted."""
+        self.queue = deque(attempt for attempt in self.queue if attempt.transfer != transfer)
+        job = self.job_of(transfer)
+        if job is None or job.is_aborted or not job.handles:
+            return
+        job.is_aborted = True
+        self.context.note(self.incarnation.name, "abort", transfer, text)
+        # All ranks abort, or one does and the others learn of it.
+        aborting = [self.rng.choice(sorted(job.handles))] if self.rng.random() < 0.4 else job.handles
+        job.done.update(job.handles)
+        for rank in aborting:
+            self._sending(job, rank).abort(text)
+
+    def on_outcome(self, job: Job, rank: int) -> None:
+        """Stops computing."""
+        job.done.add(rank)
+
+    def free_pages(self, job: Job, rank: int) -> None:
+        """Gives back what no copy reads, after the engine and its device are done with it."""
+        if rank in job.done and rank in job.pages and not self.computing[job.attempt.tag, rank]:
+            sending = self._sending(job, rank)
+            self.give_back(job, rank, {} if sending.is_released else sending.reading())
+
+    def _draw_script(self, job: Job) -> PrefillScript:
+        rng, spec = self.rng, self.incarnation.spec
+        num_tokens = job.attempt.source_prompt.num_tokens
+        num_layers = max(stop for component in spec.cache.components for _, stop in component.layers)
+        # A granule moves with the chunk that ends it, so all of it has to be computed by then.
+        is_loose = spec.storage.granule == 1 or rng.random() < 0.5
+        unit = 1 if spec.storage.granule == 1 or not is_loose else spec.storage.granule
+        token_ranges = cut(num_tokens, rng.choice((1, 1, 2, 3)), rng, unit)
+        chunks = []
+        for tokens in token_ranges:
+            groups = cut(num_layers, rng.choice((1, 2, 2, 3)), rng)
+            if rng.random() < 0.3:
+                rng.shuffle(groups)
+            chunks += [Chunk(layers, tokens) for layers in groups]
+        if is_loose and rng.random() < 0.2:
+            rng.shuffle(chunks)
+        # A prefix that the source has cached is ready at once.
+        is_hit = rng.random() < 0.3
+        compute_s = self.context.options.slowness * COMPUTE_S
+        times = [
+            0.0 if is_hit and chunk.tokens == token_ranges[0] else compute_s * rng.random()
+            for chunk in chunks
+        ]
+        return PrefillScript(
+            chunks=tuple(chunks),
+            compute_s=tuple(times),
+            sampler=rng.choice(job.ranks),
+            is_finished=rng.random() < self.context.options.finish_share,
+            fenced=tuple(is_loose and rng.random() < 0.5 for _ in chunks),
+        )
+
+    def _layers_of(self, rank: int, chunk: Chunk) -> tuple[int, int] | None:
+        """The chunk's layers that this rank computes, as one range."""
+        held = [part.layers for part in components_of(self.incarnation.spec, rank, 1)]
+        layers = np.unique(np.concatenate(held)) if held else np.zeros(0, dtype=np.int64)
+        inside = layers[(layers >= chunk.layers[0]) & (layers < chunk.layers[1])]
+        return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else None
+
+    def _sending(self, job: Job, rank: int) -> Sending:
+        handle = job.handles[rank]
+        assert isinstance(handle, Sending)
+        return handle
+
+
+class TargetEngine(SimEngine):
+    """Receives and decodes."""
+
+    is_source = False
+
+    def arrive(self, attempt: Attempt) -> None:
+        super().arrive(attempt)
+        if attempt in self.queue:
+            wait_s = self.context.options.pages_s_max
+            self.call_after(self.ranks_of(attempt)[0], wait_s, self._decline, attempt)
+
+    def begin(self, job: Job) -> None:
+        job.held = self._draw_held(job.attempt.target_prompt)
+        request = self._draw_request(job)
+        if isinstance(request.fence, HostFence):
+            delay_s = LAST_WORK_S * self.rng.random()
+            self.call_after(job.ranks[0], delay_s, self._finish_last_work, job, request.fence)
+        for rank in job.ranks:
+            job.expected[rank].write_held(job.held, self.incarnation.pools[rank].memory)
+        num_held = max(job.held.values(), default=0)
+        self.context.note(self.incarnation.name, "reserve", job.transfer, f"held {num_held}")
+        # Each rank names its own pages, or one rank those of all and gets the only handle.
+        calls: dict[int, tuple[int, ...]] = {rank: (rank,) for rank in job.ranks}
+        is_odd = job.attempt.odd_rank is not None
+        if self.rng.random() < self.context.options.one_call_share and not is_odd:
+            calls = {self.rng.choice(job.ranks): job.ranks}
+        for rank, named in calls.items():
+            self.call_after(rank, CALL_S * self.rng.random(), self._receive, job, rank, named, request)
+
+    def _draw_held(self, prompt: SimPrompt) -> dict[str, int]:
+        """A prefix of which every rank holds whole pages, of all groups with tokens: none, part or all."""
+        spec = self.incarnation.spec
+        if self.rng.random() >= self.context.options.held_share:
+            return {}
+        lengths = prefixes(spec, prompt.num_tokens)
+        num_held = lengths[-1] if self.rng.random() < 0.3 else self.rng.choice(lengths)
+        groups = sorted({part.group for part in spec.cache.components if part.extent.has_tokens})
+        return dict.fromkeys(groups, num_held) if num_held else {}
+
+    def _draw_request(self, job: Job) -> Request:
+        rng, ends, options = self.rng, job.attempt.ends, self.context.options
+        prompt = job.attempt.target_prompt
+        return Request(
+            transfer=job.transfer,
+            source=self.incarnation.known_as(ends.source),
+            digest=Digest(prompt.num_tokens, prompt.digest),
+            pages={},
+            held=job.held,
+            source_dp=ends.source_dp if rng.random() < 0.5 else None,
+            is_verified=rng.random() < options.verified_share,
+            fence=HostFence() if rng.random() < options.fence_share else NOW,
+        )
+
+    def _finish_last_work(self, job: Job, fence: HostFence) -> None:
+        """The device still worked for the pages' last owner, and writes to them once more."""
+        for rank in job.ranks:
+            if rank in job.pages:
+                for buffer, index in job.expected[rank].transferred(job.held):
+                    self.incarnation.pools[rank].memory[buffer][index] = JUNK
+        fence.set()
+
+    def _receive(self, job: Job, rank: int, named: tuple[int, ...], request: Request) -> None:
+        tables = {owner: job.expected[owner].tables for owner in named}
+        prompt = job.prompt_at(rank)
+        request = replace(request, digest=Digest(prompt.num_tokens, prompt.digest), pages=tables)
+        handle = self.incarnation.drivers[rank].receive(request)
+        for owner in named:
+            job.handles[owner] = handle
+            job.begun_s[owner] = self.context.schedule.now
+
+    def _decline(self, attempt: Attempt) -> None:
+        if attempt not in self.queue:
+            return
+        self.context.note(self.incarnation.name, "decline", attempt.transfer)
+        self._remove(attempt)
+        self.router.leg_ended(attempt, "out of pages")
+
+    def _remove(self, attempt: Attempt) -> None:
+        """Takes an attempt out of the queue, and tells its source."""
+        self.queue.remove(attempt)
+        source = self.incarnation.known_as(attempt.ends.source)
+        rank = self.ranks_of(attempt)[0]
+        self.incarnation.drivers[rank].decline(attempt.transfer, source, "no pages in time")
+
+    def abort(self, transfer: str, text: str) -> None:
+        """The client is gone."""
+        for attempt in [attempt for attempt in self.queue if attempt.transfer == transfer]:
+            self._remove(attempt)
+        job = self.job_of(transfer)
+        if job is None or job.is_aborted or not job.handles or job.outcomes:
+            return
+        job.is_aborted = True
+        self.context.note(self.incarnation.name, "abort", transfer, text)
+        handle = job.handles[self.rng.choice(sorted(job.handles))]
+        assert isinstance(handle, Receiving)
+        handle.abort(text)
+
+    def on_outcome(self, job: Job, rank: int) -> None:
+        """Decodes once every rank is ready."""
+        outcome = job.outcomes[rank]
+        if not isinstance(outcome, Ready):
+            job.done.add(rank)
+        if isinstance(outcome, Failed):
+            self.router.leg_ended(job.attempt, str(outcome.cause))
+        elif len(job.outcomes) == len(job.ranks) and all(
+            isinstance(known, Ready) for known in job.outcomes.values()
+        ):
+            for decoder in job.ranks:
+                self.call_after(decoder, DECODE_S * self.rng.random(), self._decoded, job, decoder)
+
+    def _decoded(self, job: Job, rank: int) -> None:
+        self.context.notify("on_decoded", job, rank)
+        job.done.add(rank)
+        self.look(rank)
+
+    def free_pages(self, job: Job, rank: int) -> None:
+        """Gives the pages back after the session has released them, if the engine does not need them."""
+        if rank in job.done and rank in job.pages and job.handles[rank].is_released:
+            self.give_back(job, rank, {})
+
+
+def cut(total: int, num_parts: int, rng: random.Random, unit: int = 1) -> list[tuple[int, int]]:
+    """At most `num_parts` ranges that make up [0, total), cut at multiples of a unit."""
+    inner = (int(rng.random() * total) // unit * unit for _ in range(num_parts - 1))
+    return list(pairwise(sorted({0, total, *inner})))

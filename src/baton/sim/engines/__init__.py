@@ -1,1 +1,0 @@
-"""Engines without a model: they allocate, compute for a while, hand over, decode for a while, and free."""

@@ -1,0 +1,581 @@
+"""What can go wrong in a seed, one class each.
+
+An instance of a class says how strong the fault is, `draw` draws one, and `install` puts it into a world that
+is about to start. A fault stops by itself when `world.are_faults_over()`.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from baton.sim.network import SimFrame
+from baton.sim.router import Attempt, Ends
+from baton.sim.transport import CopyCourse, CopyEnd, SimCopy
+from baton.sim.world import VERSIONS, SimInstance, World
+
+NONE_SHARE = 0.12
+"""The share of seeds without faults: everything has to succeed there."""
+
+
+class Fault:
+    """Base of all faults."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Self:
+        """A fault of random strength."""
+        raise NotImplementedError
+
+    def install(self, world: World) -> None:
+        raise NotImplementedError
+
+    def rng(self, world: World) -> random.Random:
+        return world.rng(f"fault/{self.name}")
+
+
+# Frames.
+
+
+@dataclass(frozen=True, slots=True)
+class Delay(Fault):
+    """Frames take longer, and hold up the frames behind them."""
+
+    name = "delay"
+    probability: float
+    delay_s_max: float
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Delay:
+        return rng.choice((Delay(0.05, 0.2), Delay(0.3, 0.02), Delay(0.9, 0.004)))
+
+    def install(self, world: World) -> None:
+        rng = self.rng(world)
+
+        def change(frame: SimFrame) -> None:
+            if not world.are_faults_over() and rng.random() < self.probability:
+                late_s = self.delay_s_max * rng.random()
+                frame.arrivals = [arrival + late_s for arrival in frame.arrivals]
+
+        world.network.faults.append(change)
+
+
+@dataclass(frozen=True, slots=True)
+class Duplication(Fault):
+    """Frames arrive twice, except those of a handshake, which framing would keep out."""
+
+    name = "duplication"
+    probability: float
+    delay_s_max: float
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Duplication:
+        return cls(rng.choice((0.05, 0.3)), rng.choice((0.001, 0.1)))
+
+    def install(self, world: World) -> None:
+        rng = self.rng(world)
+
+        def change(frame: SimFrame) -> None:
+            if world.are_faults_over() or rng.random() >= self.probability:
+                return
+            if frame.arrivals and frame.message is not None:
+                frame.arrivals.append(frame.arrivals[0] + self.delay_s_max * rng.random())
+
+        world.network.faults.append(change)
+
+
+@dataclass(frozen=True, slots=True)
+class Loss(Fault):
+    """Frames are lost while their link stands."""
+
+    name = "loss"
+    probability: float
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Loss:
+        return cls(rng.choice((0.01, 0.05, 0.2)))
+
+    def install(self, world: World) -> None:
+        rng = self.rng(world)
+
+        def change(frame: SimFrame) -> None:
+            if not world.are_faults_over() and rng.random() < self.probability:
+                frame.arrivals = []
+
+        world.network.faults.append(change)
+
+
+@dataclass(frozen=True, slots=True)
+class Reordering(Fault):
+    """Frames overtake each other, except those of a handshake, which would never end."""
+
+    name = "reordering"
+    probability: float
+    delay_s_max: float
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Reordering:
+        return cls(rng.choice((0.1, 0.5)), rng.choice((0.002, 0.05)))
+
+    def install(self, world: World) -> None:
+        rng = self.rng(world)
+
+        def change(frame: SimFrame) -> None:
+            if world.are_faults_over() or frame.message is None or not frame.receiver.is_linked:
+                return
+            if rng.random() < self.probability:
+                late_s = self.delay_s_max * rng.random()
+                frame.arrivals = [arrival + late_s for arrival in frame.arrivals]
+                frame.is_ordered = False
+
+        world.network.faults.append(change)
+
+
+# Links.
+
+
+@dataclass(frozen=True, slots=True)
+class Breakage(Fault):
+    """Connections break; both ends live on and dial again."""
+
+    name = "breakage"
+    count: int
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Breakage:
+        return cls(rng.choice((1, 2, 5)))
+
+    def install(self, world: World) -> None:
+        rng = self.rng(world)
+
+        def break_link() -> None:
+            standing = world.network.standing()
+            if standing:
+                end = rng.choice(standing)
+                world.note("network", "break", detail=end.host.name)
+                world.network.sever(end)
+
+        for _ in range(self.count):
+            world.schedule.at(rng.random() * world.options.faults_s * 0.5, break_link)
+
+
+@dataclass(frozen=True, slots=True)
+class Echo(Fault):
+    """Messages of a broken link arrive on the link that took its place.
+
+    Framing keeps such messages out; here they get in, because the drivers have to bear them.
+    """
+
+    name = "echo"
+    count: int
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Echo:
+        return cls(rng.choice((3, 10, 30)))
+
+    def install(self, world: World) -> None:
+        rng = self.rng(world)
+
+        def echo() -> None:
+            if not world.network.past:
+                return
+            sender, receiver, message = rng.choice(world.network.past)
+            for dialler in world.network.standing():
+                for end in (dialler, dialler.peer):
+                    assert end is not None
+                    if end.names == (receiver, sender) and end.is_linked:
+                        transfer = getattr(message, "transfer", "")
+                        world.note(end.host.name, "echo", transfer, type(message).__name__)
+                        end.host.process.call(end.deliver, message)
+                        return
+
+        for _ in range(self.count):
+            world.schedule.at(rng.random() * world.options.faults_s, echo)
+
+
+@dataclass(frozen=True, slots=True)
+class Partition(Fault):
+    """Instances cannot reach each other for a while, in one direction or both; copies stall too."""
+
+    name = "partition"
+    count: int
+    duration_s_max: float
+    is_one_way: bool
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Partition:
+        return cls(rng.choice((1, 1, 3)), rng.choice((0.05, 0.4, 1.5)), rng.random() < 0.5)
+
+    def install(self, world: World) -> None:
+        rng = self.rng(world)
+        network = world.network
+
+        def cut(pairs: set[tuple[str, str]]) -> None:
+            world.note("network", "cut", detail=str(sorted(pairs)))
+            network.cuts |= pairs
+
+        def heal(pairs: set[tuple[str, str]]) -> None:
+            world.note("network", "heal", detail=str(sorted(pairs)))
+            network.cuts -= pairs
+
+        names = sorted(world.instances)
+        for _ in range(self.count):
+            start_s = rng.random() * world.options.faults_s
+            name, other = rng.sample(names, 2)
+            pairs = {(name, other)} if self.is_one_way else {(name, other), (other, name)}
+            world.schedule.at(start_s, cut, pairs)
+            stop_s = min(start_s + self.duration_s_max * rng.random(), world.options.faults_s)
+            world.schedule.at(stop_s, heal, pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryLoss(Fault):
+    """The registry does not answer for a while."""
+
+    name = "registry_loss"
+    start: float
+    """A share of the time of faults."""
+    duration_s: float
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> RegistryLoss:
+        return cls(rng.choice((0.0, 0.0, 0.3)), rng.choice((0.05, 0.5)))
+
+    def install(self, world: World) -> None:
+        def switch(is_up: bool) -> None:
+            world.note("registry", "up" if is_up else "down")
+            world.network.registry.is_up = is_up
+
+        start_s = self.start * world.options.faults_s
+        world.schedule.at(start_s, switch, False)
+        world.schedule.at(min(start_s + self.duration_s, world.options.faults_s), switch, True)
+
+
+# Processes.
+
+
+@dataclass(frozen=True, slots=True)
+class Crash(Fault):
+    """Processes die, and their instance comes back under the same name and address."""
+
+    name = "crash"
+    count: int
+    restart_s_max: float
+    linger_share: float
+    """How often copies outlive the process that began them."""
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Crash:
+        return cls(rng.choice((1, 1, 2)), rng.choice((0.01, 0.3)), rng.choice((0.0, 0.5, 1.0)))
+
+    def install(self, world: World) -> None:
+        rng = self.rng(world)
+
+        def crash() -> None:
+            instance = world.instances[rng.choice(sorted(world.instances))]
+            living = [process for process in instance.processes if process.is_alive]
+            if living:
+                instance.restart_s = self.restart_s_max * rng.random()
+                instance.lingers = rng.random() < self.linger_share
+                process = rng.choice(living)
+                world.note(process.name, "crash")
+                process.kill()
+
+        for _ in range(self.count):
+            # Early on, when there is most to break.
+            world.schedule.at(rng.random() ** 2 * world.options.faults_s, crash)
+
+
+@dataclass(frozen=True, slots=True)
+class Drain(Fault):
+    """An instance is told to drain; it ends by itself and starts anew."""
+
+    name = "drain"
+    moment: float
+    """A share of the time of faults."""
+    instance: float
+    """A share of the number of instances."""
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Drain:
+        return cls(rng.choice((0.03, 0.1, 0.5)), rng.random())
+
+    def install(self, world: World) -> None:
+        instance = _instance(world, self.instance)
+
+        def drain() -> None:
+            incarnation = instance.incarnation
+            if incarnation is not None and incarnation.is_alive:
+                world.note(instance.name, "drain")
+                incarnation.drain()
+
+        world.schedule.at(self.moment * world.options.faults_s, drain)
+
+
+@dataclass(frozen=True, slots=True)
+class Halt(Fault):
+    """Processes stop for a while, and go on as if nothing had happened."""
+
+    name = "halt"
+    count: int
+    duration_s_max: float
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Halt:
+        return cls(rng.choice((1, 2)), rng.choice((0.05, 0.5, 1.2)))
+
+    def install(self, world: World) -> None:
+        rng = self.rng(world)
+
+        def halt() -> None:
+            instance = world.instances[rng.choice(sorted(world.instances))]
+            living = [process for process in instance.processes if process.is_alive]
+            if living:
+                process = rng.choice(living)
+                world.note(process.name, "halt")
+                process.halt()
+                until_s = world.schedule.now + self.duration_s_max * rng.random()
+                world.schedule.at(min(until_s, world.options.faults_s), process.resume)
+
+        for _ in range(self.count):
+            world.schedule.at(rng.random() * world.options.faults_s * 0.5, halt)
+
+
+@dataclass(frozen=True, slots=True)
+class Skew(Fault):
+    """Clocks disagree, and run fast or slow."""
+
+    name = "skew"
+    offset_s_max: float
+    drift_max: float
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Skew:
+        return cls(rng.choice((5.0, 1e5)), rng.choice((0.0, 0.001, 0.05)))
+
+    def install(self, world: World) -> None:
+        rng = self.rng(world)
+        world.draw_clock = lambda: (
+            self.offset_s_max * rng.random(),
+            1.0 + self.drift_max * (2 * rng.random() - 1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Version(Fault):
+    """An instance speaks another protocol version until it is restarted: every peer refuses it."""
+
+    name = "version"
+    instance: float
+    """A share of the number of instances."""
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Version:
+        return cls(rng.random())
+
+    def install(self, world: World) -> None:
+        instance = _instance(world, self.instance)
+        instance.versions = (7, 9)
+
+        def upgrade() -> None:
+            instance.versions = VERSIONS
+            world.note(instance.name, "upgrade")
+            for process in instance.processes:
+                process.kill()
+
+        world.schedule.at(world.options.faults_s, upgrade)
+
+
+# Copies.
+
+
+@dataclass(frozen=True, slots=True)
+class Copies(Fault):
+    """Copies are slow, fail, hang, or land after they failed."""
+
+    name = "copies"
+    probability: float
+    ends: tuple[str, ...]
+    late_s: float
+    slowness: float = 1.0
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Copies:
+        ends = [end.value for end in CopyEnd if end is not CopyEnd.DONE]
+        return cls(
+            probability=rng.choice((0.0, 0.05, 0.2)),
+            ends=tuple(rng.sample(ends, rng.randint(1, len(ends)))),
+            late_s=rng.choice((0.01, 0.1, 0.5)),
+            slowness=rng.choice((1.0, 1.0, 5.0, 40.0)),
+        )
+
+    def install(self, world: World) -> None:
+        rng = self.rng(world)
+
+        def change(copy: SimCopy, course: CopyCourse) -> None:
+            del copy
+            if world.are_faults_over():
+                return
+            course.duration_s *= self.slowness
+            if rng.random() < self.probability:
+                course.end = CopyEnd(rng.choice(self.ends))
+                course.share = rng.random()
+                course.late_s = self.late_s
+                course.num_pieces += 1
+
+        world.fabric.faults.append(change)
+
+
+@dataclass(frozen=True, slots=True)
+class Drip(Fault):
+    """Copies make a little progress all the time, and do not end in time."""
+
+    name = "drip"
+    probability: float
+    num_pieces: int
+    duration_s: float
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Drip:
+        # Longer than the progress deadline, or than the total one.
+        return cls(rng.choice((0.1, 0.5)), 40, rng.choice((0.9, 4.0)))
+
+    def install(self, world: World) -> None:
+        rng = self.rng(world)
+
+        def change(copy: SimCopy, course: CopyCourse) -> None:
+            del copy
+            if not world.are_faults_over() and rng.random() < self.probability:
+                course.num_pieces = self.num_pieces
+                course.duration_s = self.duration_s
+
+        world.fabric.faults.append(change)
+
+
+# Requests.
+
+
+@dataclass(frozen=True, slots=True)
+class Aborts(Fault):
+    """Clients go away, and sources preempt requests, at any stage."""
+
+    name = "aborts"
+    probability: float
+    delay_s_max: float
+    is_preemption: bool
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Aborts:
+        return cls(rng.choice((0.3, 0.9)), rng.choice((0.002, 0.01, 0.2)), rng.random() < 0.3)
+
+    def install(self, world: World) -> None:
+        rng = self.rng(world)
+
+        def on_attempt(attempt: Attempt) -> None:
+            if world.are_faults_over() or rng.random() >= self.probability:
+                return
+            delay_s = self.delay_s_max * rng.random()
+            by_client: tuple[tuple[str, ...], ...] = (("source", "target"), ("target",))
+            sides = ("source",) if self.is_preemption else rng.choice(by_client)
+            world.schedule.after(delay_s, world.router.abort, attempt, sides)
+
+        world.router.on_attempt.append(on_attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure(Fault):
+    """Other work has filled the page pools; there is always room for one prompt."""
+
+    name = "pressure"
+    source_share: float
+    target_share: float
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Pressure:
+        return cls(rng.choice((0.0, 0.5, 0.8)), rng.choice((0.0, 0.5, 0.8)))
+
+    def install(self, world: World) -> None:
+        world.taken_shares = (self.source_share, self.target_share)
+
+
+@dataclass(frozen=True, slots=True)
+class Retries(Fault):
+    """The router retries a request under a new transfer id when a leg fails."""
+
+    name = "retries"
+    attempts_max: int
+    delay_s: float
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Retries:
+        return cls(rng.choice((2, 3)), rng.choice((0.0, 0.05)))
+
+    def install(self, world: World) -> None:
+        world.router.attempts_max = self.attempts_max
+        world.router.retry_s = self.delay_s
+
+
+@dataclass(frozen=True, slots=True)
+class RankMismatch(Fault):
+    """One rank of a group has another prompt than the others, so its digest and bytes differ."""
+
+    name = "rank_mismatch"
+    probability: float
+    source_share: float
+    """How often the rank is one of the source's."""
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> RankMismatch:
+        return cls(rng.choice((0.3, 1.0)), rng.choice((0.0, 0.5, 1.0)))
+
+    def install(self, world: World) -> None:
+        rng = self.rng(world)
+
+        def draw_odd_rank(ends: Ends) -> tuple[str, int] | None:
+            is_hit = not world.are_faults_over() and rng.random() < self.probability
+            side, name = ("target", ends.target)
+            if rng.random() < self.source_share:
+                side, name = ("source", ends.source)
+            num_ranks = len(world.instances[name].spec.layout.group(0))
+            return (side, rng.randrange(num_ranks)) if is_hit and num_ranks > 1 else None
+
+        world.router.draw_odd_rank = draw_odd_rank
+
+
+@dataclass(frozen=True, slots=True)
+class Tokeniser(Fault):
+    """The two sides tokenise a prompt differently."""
+
+    name = "tokeniser"
+    probability: float
+    has_other_length: bool
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Tokeniser:
+        return cls(rng.choice((0.3, 1.0)), rng.random() < 0.5)
+
+    def install(self, world: World) -> None:
+        world.router.mismatch = (self.probability, self.has_other_length)
+
+
+def _instance(world: World, share: float) -> SimInstance:
+    names = sorted(world.instances)
+    return world.instances[names[int(share * len(names))]]
+
+
+FAULTS: dict[str, type[Fault]] = {
+    fault.name: fault for fault in sorted(Fault.__subclasses__(), key=lambda fault: fault.name)
+}
+
+
+def draw_faults(rng: random.Random) -> dict[str, Fault]:
+    """A random choice of faults, each of random strength."""
+    draws = {name: (rng.random(), rng.getrandbits(64)) for name in FAULTS}
+    if rng.random() < NONE_SHARE:
+        return {}
+    share = rng.choice((0.08, 0.2, 0.4))
+    return {
+        name: FAULTS[name].draw(random.Random(seed)) for name, (roll, seed) in draws.items() if roll < share
+    }

@@ -1,0 +1,306 @@
+"""Processes that die or come back, transfers that are aborted, and ranks that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from baton.protocol.messages import Abort, Commit, Grant, Landed, Paths, Unquiet
+from baton.protocol.outcomes import Failed, Ready, Why
+from baton.sim.scenarios.run import PLAIN, SIDES, WEAK, ScenarioRun, Side, lost, scenario
+from baton.sim.transport import CopyEnd
+
+LOST = (Why.PEER_LOST, Why.COPY_FAILED)
+PATIENT = replace(PLAIN, timings=replace(PLAIN.timings, copy_s=2.0, progress_s=4.0, total_s=6.0))
+
+
+# Deaths.
+
+
+@scenario("target-dies-before", "the target dies before it asks")
+def target_dies_before(run: ScenarioRun) -> Iterator[None]:
+    run.at(0.005, run.kill, "D0", 1)
+    run.request_at(0.01)
+    yield
+    run.expect_failed(1, "source", Why.DEADLINE)
+
+
+@scenario("target-dies-granted", "the target dies after it granted")
+def target_dies_granted(run: ScenarioRun) -> Iterator[None]:
+    run.request_at(0.01)
+    run.when("sent", Grant, run.kill, "D0", 0)
+    run.request_at(0.2)
+    yield
+    run.expect_failed(1, "source", *LOST)
+    run.expect_ready(2)
+
+
+@scenario("target-dies-copying", "the target dies while a source writes to it")
+def target_dies_copying(run: ScenarioRun) -> Iterator[None]:
+    run.request_at(0.01)
+    run.when_written(run.kill, "D0", 1)
+    run.request_at(0.2)
+    yield
+    run.expect_failed(1, "source", *LOST)
+    run.expect_ready(2)
+
+
+@scenario("source-dies-before", "the source dies before its first layer")
+def source_dies_before(run: ScenarioRun) -> Iterator[None]:
+    run.request_at(0.01)
+    run.when("received", Grant, run.kill, "P0", 0)
+    run.request_at(0.2)
+    yield
+    run.expect_failed(1, "target", *LOST)
+    run.expect_ready(2)
+
+
+@scenario("source-dies-copying", "the source dies in the middle of a layer")
+def source_dies_copying(run: ScenarioRun) -> Iterator[None]:
+    run.request_at(0.01)
+    run.when_written(run.kill, "P0", 1)
+    run.request_at(0.2)
+    yield
+    run.expect_failed(1, "target", *LOST)
+    run.expect_ready(2)
+
+
+@scenario("source-dies-committed", "the source dies after its last write")
+def source_dies_committed(run: ScenarioRun) -> Iterator[None]:
+    run.request_at(0.01)
+    run.when("sent", Commit, run.kill, "P0", 0, nth=2)
+    run.request_at(0.2)
+    yield
+    outcome = run.outcome(1, "target")
+    is_lost = isinstance(outcome, Failed) and outcome.cause.why in LOST
+    run.check(is_lost or isinstance(outcome, Ready), "neither ready nor lost", 1)
+    run.expect_ready(2)
+
+
+@scenario("source-restarts", "the source comes back at its address with new memory")
+def source_restarts(run: ScenarioRun) -> Iterator[None]:
+    def echo_all() -> None:
+        """The new incarnation gets every message that the dead one got."""
+        for end in run.world.network.standing():
+            assert end.peer is not None
+            for sender, _, message in list(run.world.network.past):
+                receiver = end.peer if sender == end.host.process.instance else end
+                if receiver.is_linked:
+                    receiver.host.process.call(receiver.deliver, message)
+
+    run.world.instances["P0"].restart_s = 0.001
+    run.world.instances["P0"].lingers = True
+    run.request_at(0.01)
+    run.when_written(run.kill, "P0", 0)
+    run.request_at(0.03)
+    for moment in range(20):
+        run.at(0.03 + 0.002 * moment, echo_all)
+    run.request_at(0.2)
+    yield
+    run.check(run.world.instances["P0"].num_lives == 2, "the source did not come back once")
+    run.expect_failed(1, "target", *LOST)
+    run.expect_ready(3)
+
+
+# Aborts.
+
+
+@scenario("target-aborts", "the target aborts while a source writes to it")
+@scenario("target-aborts-weak", "the same without revocation", options=replace(PLAIN, strength=WEAK))
+def target_aborts(run: ScenarioRun) -> Iterator[None]:
+    run.request_at(0.01)
+    run.when_written(run.abort, 1, "target")
+    run.request_at(0.02)
+    run.request_at(0.05)
+    yield
+    run.expect_both_failed(1, Why.ABORTED)
+    run.expect_ready(2, 3)
+
+
+@scenario(
+    "abort-unpacking",
+    "the target aborts while it unpacks",
+    options=replace(PLAIN, is_packing=True),
+)
+def abort_unpacking(run: ScenarioRun) -> Iterator[None]:
+    run.world.network.job_s = 0.05
+    run.request_at(0.01)
+    run.when("received", Landed, run.abort, 1, "target")
+    yield
+    run.expect_both_failed(1, Why.ABORTED)
+
+
+@scenario("source-preempts", "the source takes pages away while they are copied")
+def source_preempts(run: ScenarioRun) -> Iterator[None]:
+    run.request_at(0.01)
+    run.when_written(run.abort, 1, "source")
+    run.request_at(0.05)
+    yield
+    run.expect_both_failed(1, Why.ABORTED)
+    run.expect_ready(2)
+
+
+@scenario("abort-unmet", "the target aborts before it has reached the source, which learns of it")
+def abort_unmet(run: ScenarioRun) -> Iterator[None]:
+    run.request_at(0.01)
+    run.at(0.0115, run.abort, 1, "target")
+    yield
+    run.expect_both_failed(1, Why.ABORTED)
+
+
+@scenario("abort-storm", "a dozen clients go away at once")
+def abort_storm(run: ScenarioRun) -> Iterator[None]:
+    for number in range(12):
+        run.request_at(0.01 + 0.0005 * number, 4)
+        run.at(0.012 + 0.0009 * number, run.abort, number + 1, *SIDES[number % 2 :])
+    run.request_at(0.2)
+    yield
+    run.expect_ready(13)
+
+
+# Ranks and copies that fail.
+
+
+@scenario("rank-fails", "one of several source ranks fails to copy")
+def rank_fails(run: ScenarioRun) -> Iterator[None]:
+    run.change_copies("P0/1", CopyEnd.ERROR, times=1)
+    run.request_at(0.01)
+    run.request_at(0.1)
+    yield
+    _expect_rank_1_failed(run)
+
+
+@scenario(
+    "rank-hangs",
+    "one of several source ranks hangs, and its copy lands later",
+    source=Side("pp2.tp2"),
+    options=replace(PLAIN, strength=WEAK),
+)
+def rank_hangs(run: ScenarioRun) -> Iterator[None]:
+    run.change_copies("P0/1", CopyEnd.HANG, times=1, late_s=0.2)
+    run.request_at(0.01)
+    run.request_at(0.6)
+    yield
+    _expect_rank_1_failed(run)
+
+
+def _expect_rank_1_failed(run: ScenarioRun) -> None:
+    run.expect_both_failed(1, Why.COPY_FAILED)
+    for side in SIDES:
+        outcome = run.outcome(1, side)
+        assert isinstance(outcome, Failed)
+        run.check(outcome.cause.rank == 1, "the cause does not name rank 1", 1)
+    run.expect_ready(2)
+
+
+@scenario(
+    "rank-joins-late",
+    "a source rank begins to prefill after the target has aborted",
+    options=replace(PLAIN, strength=WEAK, slowness=0.1),
+)
+def rank_joins_late(run: ScenarioRun) -> Iterator[None]:
+    def halt_rank() -> None:
+        process = next(process for process in run.world.instances["P0"].processes if process.name == "P0/1")
+        process.halt()
+        run.at(0.06, process.resume)
+
+    run.change_copies("P0", CopyEnd.DONE, duration_s=0.1)
+    run.at(0.009, halt_rank)
+    run.request_at(0.01)
+    run.at(0.05, run.abort, 1, "target")
+    run.at(0.25, run.world.fabric.faults.clear)
+    run.request_at(0.26)
+    yield
+    run.expect_both_failed(1, Why.ABORTED)
+    run.expect_ready(2)
+
+
+@scenario("one-hangs", "one copy of a chunk fails at once while others hang", options=PATIENT)
+def one_hangs(run: ScenarioRun) -> Iterator[None]:
+    run.change_copies("P0/0", CopyEnd.HANG, times=4, late_s=0.1)
+    run.change_copies("P0/0", CopyEnd.ERROR, times=1)
+    run.request_at(0.01)
+    yield
+    run.expect_both_failed(1, Why.COPY_FAILED)
+
+
+@scenario(
+    "doubt-stays",
+    "a source that could not vouch for a grant does not call it quiet when asked again",
+    options=replace(PLAIN, strength=WEAK),
+)
+def doubt_stays(run: ScenarioRun) -> Iterator[None]:
+    run.change_copies("P0", CopyEnd.LATE, times=1, late_s=0.4)
+    run.change_frames(Abort, lost)
+    run.change_frames(Unquiet, lost)
+    run.request_at(0.01)
+    run.at(0.05, run.abort, 1, "target")
+    run.request_at(0.1)
+    yield
+    run.expect_failed(1, "source", Why.COPY_FAILED)
+    run.expect_failed(1, "target", Why.ABORTED, Why.COPY_FAILED)
+    run.expect_ready(2)
+
+
+@scenario("paths-lost", "a grant arrives without its paths", options=replace(PLAIN, verified_share=1.0))
+def paths_lost(run: ScenarioRun) -> Iterator[None]:
+    run.change_frames(Paths, lost, times=2)
+    for number in range(3):
+        run.request_at(0.01 + 0.1 * number)
+    yield
+    run.expect_both_failed(1, Why.COPY_FAILED)
+    run.expect_ready(3)
+
+
+# Found by a seed.
+
+
+@scenario(
+    "turned-out-in-flight",
+    "a writer is revoked while half of another transfer's copy has landed (seed 1018420)",
+    source=Side("tp1"),
+    target=Side("tp1"),
+)
+def turned_out_in_flight(run: ScenarioRun) -> Iterator[None]:
+    """The second transfer's copies would have ended before their source learns of the revocation."""
+
+    def recover() -> None:
+        run.world.fabric.faults.clear()
+        run.change_copies("P0", CopyEnd.DONE, duration_s=0.06, num_pieces=8)
+
+    run.world.fabric.copy_s = 0.1
+    run.change_copies("P0", CopyEnd.LATE, duration_s=0.04, late_s=0.5)
+    run.request_at(0.01)
+    run.at(0.022, recover)
+    run.request_at(0.025)
+    run.request_at(0.4)
+    yield
+    run.expect_both_failed(1, Why.COPY_FAILED)
+    run.expect_both_failed(2, Why.COPY_FAILED)
+    run.expect_ready(3)
+
+
+@scenario(
+    "granted-while-draining",
+    "a grant arrives at a source that turned its ranks away (seed 1016035)",
+    options=PATIENT,
+)
+@scenario(
+    "asked-while-draining",
+    "a source that turned its ranks away is asked for the dp group",
+    source=Side("dp2"),
+    options=PATIENT,
+)
+def granted_while_draining(run: ScenarioRun) -> Iterator[None]:
+    def drain() -> None:
+        incarnation = run.world.instances["P0"].incarnation
+        assert incarnation is not None
+        incarnation.drain()
+
+    run.change_copies("P0", CopyEnd.DONE, duration_s=0.4)
+    run.request_at(0.01)
+    run.at(0.3, drain)
+    run.request_at(0.31)
+    yield
+    run.expect_ready(1)
+    run.expect_both_failed(2, Why.ABORTED)

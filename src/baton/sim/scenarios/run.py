@@ -1,0 +1,292 @@
+"""How a scenario is written.
+
+A scenario is a generator function: it schedules what is to happen, yields while the world runs, and checks
+how it ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from baton.plan.layout import parse_layout
+from baton.plan.ownership import Spec
+from baton.plan.storage import Storage
+from baton.protocol.messages import AnyMessage
+from baton.protocol.outcomes import Failed, Finished, Outcome, Ready, Why
+from baton.sim.checkers import attach_checkers
+from baton.sim.core import Violation
+from baton.sim.engines import Job
+from baton.sim.families import Family, cache_of
+from baton.sim.network import SimFrame
+from baton.sim.options import Options, Strength
+from baton.sim.router import Attempt, Ends, SimPrompt
+from baton.sim.runner import run_world
+from baton.sim.transport import CopyCourse, CopyEnd, SimCopy
+from baton.sim.world import World
+
+SIDES = ("source", "target")
+UNENFORCED = Strength(can_enforce_grants=False)
+WEAK = Strength(can_enforce_grants=False, can_revoke=False)
+PLAIN = Options(
+    faults_s=0.3,
+    finish_share=0.0,
+    held_share=0.0,
+    one_call_share=0.0,
+    verified_share=0.0,
+    fence_share=0.0,
+    address_share=0.0,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One instance of a scenario."""
+
+    layout: str
+    cache: str = "gqa"
+    page: int = 4
+    num_pages: int = 24
+
+    def spec(self) -> Spec:
+        cache = cache_of(self.cache)
+        storage = Storage(self.page, "bf16").with_pages(dict.fromkeys(cache.groups, self.num_pages))
+        return Spec(parse_layout(self.layout), cache, storage)
+
+
+Script = Callable[["ScenarioRun"], Iterator[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A named course of events with a known end; the seed moves its timing, not its end."""
+
+    name: str
+    text: str
+    script: Script
+    source: Side
+    target: Side
+    options: Options
+    num_targets: int
+
+
+SCENARIOS: dict[str, Scenario] = {}
+
+
+def scenario(
+    name: str,
+    text: str,
+    *,
+    source: Side = Side("tp2"),  # noqa: B008 - frozen
+    target: Side = Side("pp2"),  # noqa: B008 - frozen
+    options: Options = PLAIN,
+    num_targets: int = 1,
+) -> Callable[[Script], Script]:
+    """Registers a generator function as a scenario; one function may serve several."""
+
+    def register(script: Script) -> Script:
+        assert name not in SCENARIOS
+        SCENARIOS[name] = Scenario(name, text, script, source, target, options, num_targets)
+        return script
+
+    return register
+
+
+class ScenarioRun:
+    """One run of a scenario, with the calls that scripts and expectations use.
+
+    The source is instance P0 and the target D0 (a rival of it is D1). Attempts are numbered from 1.
+    """
+
+    def __init__(self, scenario: Scenario, seed: int = 0, *, is_traced: bool = False) -> None:
+        self.scenario = scenario
+        family = Family((scenario.source.spec(),), (scenario.target.spec(),) * scenario.num_targets)
+        self.world = World(seed, scenario.options, family, is_scripted=True, is_traced=is_traced)
+        self.checkers = attach_checkers(self.world)
+        self.outcomes: dict[tuple[int, str], list[Outcome]] = {}
+        """By attempt and side: the outcome of every rank."""
+        self.num_writes = 0
+        self.world.listen("on_outcome", self._on_outcome)
+        self.world.listen("on_write", self._on_write)
+
+    def run(self) -> Violation | None:
+        script = self.scenario.script(self)
+        next(script)
+        violation = run_world(self.world)
+        if violation is None:
+            try:
+                next(script, None)
+            except Violation as unexpected:
+                return unexpected
+        return violation
+
+    def _on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
+        del rank
+        self.outcomes.setdefault((job.attempt.tag, job.side), []).append(outcome)
+
+    def _on_write(self, write: object) -> None:
+        del write
+        self.num_writes += 1
+
+    # For scripts.
+
+    def at(self, time_s: float, act: Callable[..., Any], *args: Any) -> None:
+        self.world.schedule.at(time_s, act, *args)
+
+    def request(
+        self, num_tokens: int = 8, *, target_tokens: int | None = None, is_same: bool = True
+    ) -> Attempt:
+        """Sends a request now; the sides may tokenise it differently."""
+        number = len(self.world.router.requests)
+        prompt = SimPrompt(1000 + num_tokens + number, num_tokens)
+        other = SimPrompt(prompt.salt if is_same else prompt.salt + 7, target_tokens or num_tokens)
+        groups = [self.world.instances[name].spec.layout.size("dp") for name in ("P0", "D0")]
+        ends = Ends("P0", "D0", number % groups[0], number % groups[1])
+        return self.world.router.begin(ends, (prompt, other))
+
+    def request_at(self, time_s: float, num_tokens: int = 8) -> None:
+        """Sends a request later."""
+        router = self.world.router
+        router.num_waiting += 1
+
+        def request() -> None:
+            router.num_waiting -= 1
+            self.request(num_tokens)
+
+        self.world.schedule.at(time_s, request)
+
+    def when(
+        self, event: str, kind: type[AnyMessage], act: Callable[..., Any], *args: Any, nth: int = 1
+    ) -> None:
+        """Acts when the nth message of a kind is `sent` or `received` by a session link."""
+        num_seen = 0
+
+        def on_message(end: object, message: AnyMessage) -> None:
+            del end
+            nonlocal num_seen
+            if isinstance(message, kind):
+                num_seen += 1
+                if num_seen == nth:
+                    self.world.schedule.after(0.0, act, *args)
+
+        self.world.listen(f"on_{event}", on_message)
+
+    def when_written(self, act: Callable[..., Any], *args: Any) -> None:
+        """Acts when the first piece of a copy lands."""
+
+        def on_write(write: object) -> None:
+            del write
+            if self.num_writes == 1:
+                self.world.schedule.after(0.0, act, *args)
+
+        self.world.listen("on_write", on_write)
+
+    def reroute(self, name: str, arrive: Callable[[Attempt], None]) -> None:
+        """Replaces what an instance does with legs that arrive."""
+        self.world.instances[name].arrive = arrive  # type: ignore[method-assign, assignment]
+
+    def kill(self, instance: str, index: int = 0) -> None:
+        process = self.world.instances[instance].processes[index]
+        self.world.note(process.name, "crash")
+        process.kill()
+
+    def abort(self, number: int, *sides: str) -> None:
+        self.world.router.abort(self.attempt(number), sides)
+
+    def change_frames(
+        self, kind: type[AnyMessage], change: Callable[[SimFrame], None], *, times: int = 1
+    ) -> None:
+        """Changes the first frames that carry a message of a kind."""
+        left = times
+
+        def change_some(frame: SimFrame) -> None:
+            nonlocal left
+            if left and isinstance(frame.message, kind):
+                left -= 1
+                change(frame)
+
+        self.world.network.faults.append(change_some)
+
+    def change_copies(self, node: str, end: CopyEnd, *, times: int = 1000, **changes: float) -> None:
+        """Has the first copies of a node, or of all nodes of an instance, end like this."""
+        left = times
+
+        def change_some(copy: SimCopy, course: CopyCourse) -> None:
+            nonlocal left
+            if left and copy.outbox.node.startswith(node):
+                left -= 1
+                course.end, course.share = end, 0.5
+                for name, value in changes.items():
+                    setattr(course, name, value)
+
+        self.world.fabric.faults.append(change_some)
+
+    # For expectations.
+
+    def attempt(self, number: int) -> Attempt:
+        return self.world.router.attempts[number - 1]
+
+    def outcome(self, number: int, side: str) -> Outcome | None:
+        """The outcome of a side; a checker sees to it that all its ranks got the same."""
+        outcomes = self.outcomes.get((number, side))
+        return outcomes[0] if outcomes else None
+
+    def expect_ready(self, *numbers: int) -> None:
+        """Both sides of these attempts are ready."""
+        for number in numbers:
+            for side in SIDES:
+                is_ready = isinstance(self.outcome(number, side), Ready)
+                self.check(is_ready, f"{side} of {number} is not ready", number)
+
+    def expect_finished(self, number: int) -> None:
+        """Both sides know that the answer ended at the source."""
+        for side in SIDES:
+            is_finished = isinstance(self.outcome(number, side), Finished)
+            self.check(is_finished, f"{side} of {number} is not finished", number)
+
+    def expect_failed(self, number: int, side: str, *whys: Why) -> None:
+        """A side failed for one of these reasons."""
+        outcome = self.outcome(number, side)
+        is_expected = isinstance(outcome, Failed) and outcome.cause.why in whys
+        reasons = " or ".join(why.value for why in whys)
+        self.check(is_expected, f"{side} of {number} did not fail with {reasons}", number)
+
+    def expect_both_failed(self, number: int, *whys: Why) -> None:
+        for side in SIDES:
+            self.expect_failed(number, side, *whys)
+
+    def check(self, holds: bool, text: str, number: int = 0) -> None:
+        if not holds:
+            outcomes = [self.outcome(number, side) for side in SIDES] if number else []
+            text = f"{text}: {outcomes}" if number else text
+            raise Violation(self.world.seed, self.scenario.name, text)
+
+
+# Changes of frames.
+
+
+def later(delay_s: float) -> Callable[[SimFrame], None]:
+    """The frame arrives later, and may be overtaken."""
+
+    def change(frame: SimFrame) -> None:
+        frame.arrivals = [arrival + delay_s for arrival in frame.arrivals]
+        frame.is_ordered = False
+
+    return change
+
+
+def again(delay_s: float) -> Callable[[SimFrame], None]:
+    """The frame arrives in its turn, and once more later."""
+
+    def change(frame: SimFrame) -> None:
+        first_s = frame.sender.arrival_s = max(frame.arrivals[0], frame.sender.arrival_s)
+        frame.arrivals = [first_s, first_s + delay_s]
+        frame.is_ordered = False
+
+    return change
+
+
+def lost(frame: SimFrame) -> None:
+    """The frame never arrives."""
+    frame.arrivals = []

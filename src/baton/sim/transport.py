@@ -1,0 +1,659 @@
+"""The transport that simulated ranks use.
+
+Theory. A batch waits for its fence, then draws a course: how long it takes, in how many pieces it lands, and
+how it ends. Each piece is one scheduled call that copies the bytes when its time comes, so a source that
+changes its pages too early, or a target that uses them too late, shows in the bytes. Pieces outlive their
+batch if it failed unknown; after that only the end of the target process stops them, or a revocation, if the
+transport is capable of one.
+
+A transport without `can_enforce_grants` behaves as mapped memory does: a region is mapped by the peer when
+some of it is granted, and from then on the peer can write it, granted or not.
+
+A transport without `can_revoke` behaves as the ones over foreign libraries do: a peer is quiet only after it
+has disconnected and its writes under way have drained.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from itertools import count, pairwise
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.errors import TransportError
+from baton.plan.execution import Bytes
+from baton.plan.steps import Spans
+from baton.plan.tokens import Ints
+from baton.sim.core import Schedule, ScheduledCall
+from baton.sim.options import Strength
+from baton.transport.base import (
+    DEADLINE_S,
+    Batch,
+    Capabilities,
+    Completion,
+    Counters,
+    Description,
+    Done,
+    Event,
+    FailedQuiet,
+    FailedUnknown,
+    Fence,
+    Invitation,
+    Landed,
+    Peer,
+    Place,
+    Quiet,
+    Ranges,
+    Reach,
+    Region,
+    RemoteRegion,
+    Stillness,
+    Ticket,
+    Unknown,
+)
+from baton.transport.parts.tickets import check_batch
+
+NAME = "sim"
+RETRY_S = 0.02
+"""How often something that a cut holds up is tried again."""
+GONE_S_MAX = 0.3
+"""How long a source may take to notice that its target's process is gone."""
+
+
+class CopyEnd(Enum):
+    """How a batch ends if nothing else happens to it."""
+
+    DONE = "done"
+    ERROR = "error"
+    """FailedQuiet: the rest never lands."""
+    PARTIAL = "partial"
+    """FailedUnknown, although the rest never lands."""
+    LATE = "late"
+    """FailedUnknown, and the rest lands later."""
+    AGAIN = "again"
+    """FailedUnknown, and all of it is written once more, later."""
+    HANG = "hang"
+    """Nothing until the deadline, then FailedUnknown, and the rest lands later."""
+
+
+@dataclass(slots=True)
+class CopyCourse:
+    """What becomes of one batch, drawn when it begins to move."""
+
+    duration_s: float
+    num_pieces: int
+    end: CopyEnd = CopyEnd.DONE
+    share: float = 1.0
+    """The share of pieces that land before an end other than done."""
+    late_s: float = 0.1
+    """How long after the end the rest may land."""
+
+
+@dataclass(slots=True, eq=False)
+class SimCopy:
+    """One submitted batch: pieces that land one by one, and one completion."""
+
+    outbox: Outbox
+    ticket: Ticket
+    peer: Peer
+    batch: Batch
+    memory: Bytes
+    """The buffer that is read."""
+    read: Ints
+    """Byte by byte: where it is read..."""
+    written: Ints
+    """...and where it is written."""
+    deadline_s: float
+    receiver: tuple[Inbox, InvitedPeer] | None = None
+    """Set once it moves."""
+    is_moving: bool = False
+    is_hung: bool = False
+    is_ended: bool = False
+    is_dropped: bool = False
+    """Whether some of it never landed, so that it cannot end as Done."""
+    pending: dict[int, tuple[Ints, ScheduledCall]] = field(default_factory=dict)
+    """Pieces that may still land, by number."""
+    progress_s: float = 0.0
+    mark: int = 0
+    """The attempt whose pages it reads; the observer sets it."""
+
+    def drop(self) -> None:
+        """Nothing of it lands any more."""
+        self.is_dropped = self.is_dropped or bool(self.pending)
+        for _, call in self.pending.values():
+            call.cancel()
+        self.outbox.fabric.num_pending -= len(self.pending)
+        self.pending.clear()
+
+
+class CopyObserver(Protocol):
+    """Is told of all copies."""
+
+    def on_submit(self, copy: SimCopy) -> None:
+        """A batch was queued."""
+
+    def on_write(self, copy: SimCopy, inbox: Inbox, index: Ints, read: Ints) -> None:
+        """A piece is about to be written: bytes of the target's region, and of the source's."""
+
+    def on_end(self, copy: SimCopy, how: str) -> None:
+        """A batch completed."""
+
+
+@dataclass(slots=True)
+class Fabric:
+    """What joins all transports of a seed."""
+
+    schedule: Schedule
+    rng: random.Random
+    observer: CopyObserver
+    is_cut: Callable[[str, str], bool]
+    """Whether nothing passes from one node to another now."""
+    faults: list[Callable[[SimCopy, CopyCourse], None]] = field(default_factory=list)
+    """Each may change the course of a batch that begins to move."""
+    inboxes: dict[str, Inbox] = field(default_factory=dict)
+    """The living transports by incarnation."""
+    copy_s: float = 0.0005
+    corrupt: Callable[[Bytes], Bytes] | None = None
+    """What a bad wire makes of the bytes of a piece."""
+    num_opened: int = 0
+    num_pieces: int = 0
+    num_pending: int = 0
+    """Pieces that may still land."""
+
+    def draw_course(self, copy: SimCopy) -> CopyCourse:
+        rng = self.rng
+        course = CopyCourse(
+            duration_s=self.copy_s * (0.2 + 1.6 * rng.random()), num_pieces=rng.choice((1, 1, 2, 3))
+        )
+        for fault in self.faults:
+            fault(copy, course)
+        return course
+
+    def next_piece(self) -> int:
+        self.num_pieces += 1
+        self.num_pending += 1
+        return self.num_pieces
+
+    def new_incarnation(self) -> str:
+        self.num_opened += 1
+        return f"{self.num_opened:04x}{self.rng.getrandbits(32):08x}"
+
+
+@dataclass(slots=True, eq=False)
+class InvitedPeer:
+    """A peer that may write here: its grants, its connection, and its copies under way."""
+
+    peer: Peer
+    secret: str
+    allowed: dict[int, NDArray[np.int64]] = field(default_factory=dict)
+    """By region: how many grants cover each byte."""
+    granted: dict[int, tuple[int, Ints]] = field(default_factory=dict)
+    """By grant: the region and its bytes."""
+    num_granted: int = 0
+    caller: tuple[Outbox, int] | None = None
+    """The transport that is connected, and its number for this connection."""
+    is_revoked: bool = False
+    mapped: set[int] = field(default_factory=set)
+    """Without enforced grants: the regions that the peer has mapped."""
+    copies: list[SimCopy] = field(default_factory=list)
+
+    def add(self, region: Region, ranges: Ranges) -> int:
+        stop = ranges.start + ranges.length
+        if len(stop) and not ((ranges.start >= 0) & (ranges.length > 0) & (stop <= region.num_bytes)).all():
+            raise TransportError(f"a granted range lies outside of region {region.number}")
+        pieces = [np.arange(a, b) for a, b in zip(ranges.start.tolist(), stop.tolist(), strict=True)]
+        index = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
+        allowed = self.allowed.setdefault(region.number, np.zeros(region.num_bytes, dtype=np.int64))
+        np.add.at(allowed, index, 1)
+        self.num_granted += 1
+        self.granted[self.num_granted] = (region.number, index)
+        return self.num_granted
+
+    def remove(self, grant: int) -> tuple[int, Ints]:
+        if grant not in self.granted:
+            raise TransportError(f"grant {grant} is not one of peer {self.peer.number}")
+        number, index = self.granted.pop(grant)
+        np.subtract.at(self.allowed[number], index, 1)
+        return number, index
+
+    def may_write(self, number: int, index: Ints) -> bool:
+        """Whether every one of these bytes is granted."""
+        allowed = self.allowed.get(number)
+        return allowed is not None and bool((allowed[index] > 0).all())
+
+    def may_map(self, number: int) -> bool:
+        """Whether the peer has mapped a region, or maps it now because some of it is granted."""
+        if any(number == granted for granted, _ in self.granted.values()):
+            self.mapped.add(number)
+        return number in self.mapped
+
+    def under_way(self) -> list[SimCopy]:
+        """Copies of which something may still land."""
+        self.copies = [copy for copy in self.copies if copy.pending or not copy.is_ended]
+        return [copy for copy in self.copies if copy.pending]
+
+
+@dataclass(slots=True, eq=False)
+class Inbox:
+    """The target's half of a transport: the invited peers, and the memory that they write."""
+
+    fabric: Fabric
+    node: str
+    incarnation: str
+    capabilities: Capabilities
+    memory: dict[int, Bytes]
+    """Registered buffers by number."""
+    events: list[Event]
+    peers: dict[int, InvitedPeer] = field(default_factory=dict)
+    is_alive: bool = True
+    num_strangers: int = 0
+    num_refused: int = 0
+
+    def invited(self, peer: Peer) -> InvitedPeer:
+        invited = self.peers.get(peer.number)
+        if invited is None:
+            raise TransportError(f"peer {peer.number} was not invited, or was revoked")
+        return invited
+
+    def admit(self, description: Description) -> InvitedPeer | None:
+        """The invited peer that a description is for."""
+        invited = self.peers.get(description.peer)
+        if invited is None or invited.secret != description.secret or invited.is_revoked:
+            self.num_strangers += 1
+            return None
+        return invited
+
+    def ungrant(self, peer: Peer, grant: int) -> Stillness:
+        invited = self.invited(peer)
+        number, index = invited.remove(grant)
+        if not self.capabilities.can_revoke:
+            is_near = invited.caller is not None or bool(invited.under_way())
+            return Unknown("the peer knows the region") if is_near else Quiet()
+        for copy in invited.under_way():
+            if copy.batch.target.number == number and np.isin(copy.written, index).any():
+                return Unknown("a write of this peer is under way there")
+        return Quiet()
+
+    def revoke(self, peer: Peer) -> Stillness:
+        invited = self.peers.get(peer.number)
+        if invited is None:
+            return Quiet()
+        was_revoked, invited.is_revoked = invited.is_revoked, True
+        under_way = invited.under_way()
+        schedule, copy_s = self.fabric.schedule, self.fabric.copy_s
+        if not self.capabilities.can_revoke and (invited.caller is not None or under_way):
+            if not was_revoked and invited.caller is not None:
+                schedule.after(copy_s, self._ask_to_leave, invited)
+            return Unknown("the peer has not hung up, or its writes have not drained")
+        for copy in list(invited.copies):
+            copy.drop()
+            schedule.after(copy_s, copy.outbox.fail, copy, True, "revoked by the target")
+        del self.peers[peer.number]
+        return Quiet()
+
+    def is_unchecked(self, peer: Peer, region: Region) -> bool:
+        invited = self.peers.get(peer.number)
+        return invited is not None and region.number in invited.mapped
+
+    def _ask_to_leave(self, invited: InvitedPeer) -> None:
+        """Closes this half of the connection; the peer disconnects when it gets that."""
+        if invited.caller is None or not self.is_alive:
+            return
+        outbox, number = invited.caller
+        if self.fabric.is_cut(self.node, outbox.node) or not outbox.is_running():
+            self.fabric.schedule.after(RETRY_S, self._ask_to_leave, invited)
+        else:
+            outbox.leave(number)
+
+    def write(self, copy: SimCopy, invited: InvitedPeer, piece: Ints) -> str:
+        """Writes a piece; returns the reason if it is refused."""
+        number = copy.batch.target.number
+        index = copy.written[piece]
+        raw = self.memory.get(number)
+        if raw is None or len(raw) <= int(index.max(initial=0)):
+            return f"region {number} is not registered"
+        is_strict = self.capabilities.can_enforce_grants
+        if not (invited.may_write(number, index) if is_strict else invited.may_map(number)):
+            self.num_refused += 1
+            invited.is_revoked = True
+            return "a write outside of what was granted was refused"
+        read = copy.read[piece]
+        self.fabric.observer.on_write(copy, self, index, read)
+        carried = copy.memory[read]
+        raw[index] = carried if self.fabric.corrupt is None else self.fabric.corrupt(carried)
+        return ""
+
+    def announce(self, copy: SimCopy, invited: InvitedPeer) -> None:
+        if self.capabilities.can_announce:
+            self.events.append(Landed(invited.peer, copy.batch.tag, len(copy.written)))
+
+    def die(self) -> None:
+        """The process is gone with its memory; the writers notice soon."""
+        self.is_alive = False
+        rng = self.fabric.rng
+        for invited in self.peers.values():
+            for copy in list(invited.copies):
+                copy.drop()
+                delay_s, is_quiet = GONE_S_MAX * rng.random(), rng.random() < 0.5
+                self.fabric.schedule.after(delay_s, copy.outbox.fail, copy, is_quiet, "the target is gone")
+
+
+@dataclass(slots=True, eq=False)
+class Outbox:
+    """The source's half of a transport: its connections and batches."""
+
+    fabric: Fabric
+    node: str
+    instance: str
+    """Name and epoch of the instance."""
+    memory: dict[int, Bytes]
+    """Registered buffers by number."""
+    events: list[Event]
+    wake: Callable[[], None]
+    """Called when there is an event to poll."""
+    is_running: Callable[[], bool]
+    """Whether the process runs."""
+    targets: dict[int, Description] = field(default_factory=dict)
+    copies: dict[int, SimCopy] = field(default_factory=dict)
+    is_alive: bool = True
+
+    def connect(self, number: int, description: Description) -> None:
+        self.targets[number] = description
+        inbox = self.fabric.inboxes.get(description.incarnation)
+        invited = inbox.admit(description) if inbox else None
+        if invited is not None:
+            invited.caller = (self, number)
+
+    def disconnect(self, number: int) -> None:
+        """Ends a connection and every ticket on it."""
+        if number not in self.targets:
+            raise TransportError(f"peer {number} is not connected")
+        for copy in [copy for copy in self.copies.values() if copy.peer.number == number]:
+            self.fail(copy, True, "disconnected by the source")
+        self._hang_up(number)
+        del self.targets[number]
+
+    def leave(self, number: int) -> None:
+        """The target closed the connection: copies under way may still arrive."""
+        for copy in [copy for copy in self.copies.values() if copy.peer.number == number]:
+            self.fail(copy, not copy.is_moving, "the target hung up")
+        if number in self.targets:
+            self._hang_up(number)
+
+    def _hang_up(self, number: int) -> None:
+        description = self.targets[number]
+        inbox = self.fabric.inboxes.get(description.incarnation)
+        invited = inbox.peers.get(description.peer) if inbox else None
+        if invited is not None and invited.caller == (self, number):
+            invited.caller = None
+
+    def submit(self, ticket: Ticket, peer: Peer, batch: Batch, fence: Fence, deadline_s: float) -> None:
+        check_batch(batch, deadline_s)
+        if peer.number not in self.targets:
+            raise TransportError(f"peer {peer.number} is not connected")
+        read, written = _bytes_of(batch.spans)
+        copy = SimCopy(self, ticket, peer, batch, self.memory[batch.source.number], read, written, deadline_s)
+        self.copies[ticket.number] = copy
+        self.fabric.observer.on_submit(copy)
+        if batch.target.incarnation != peer.incarnation:
+            self._end(copy, FailedQuiet(ticket, "the region is of another incarnation"))
+        fence.call_when_ready(partial(self._begin, copy))
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Cancels a batch that waits; one that moves may complete first."""
+        copy = self.copies.get(ticket.number)
+        if copy is None:
+            return
+        if not copy.is_moving:
+            self._end(copy, FailedQuiet(ticket, "cancelled"))
+        elif not copy.is_hung and self.fabric.rng.random() < 0.6:
+            delay_s = self.fabric.copy_s * self.fabric.rng.random()
+            self.fabric.schedule.after(delay_s, self.fail, copy, True, "cancelled")
+
+    def die(self, lingers: bool) -> None:
+        """The process is gone; its copies under way still land if they linger."""
+        self.is_alive = False
+        for number in self.targets:
+            self._hang_up(number)
+        for copy in self.copies.values():
+            copy.is_ended = True
+            if not lingers:
+                copy.drop()
+
+    def fail(self, copy: SimCopy, is_quiet: bool, cause: str) -> None:
+        """Fails a batch unless it has ended; quiet means that nothing of it lands any more."""
+        if copy.is_ended:
+            return
+        if is_quiet:
+            copy.drop()
+            self._end(copy, FailedQuiet(copy.ticket, cause))
+        else:
+            self._end(copy, FailedUnknown(copy.ticket, cause))
+
+    def _end(self, copy: SimCopy, completion: Completion) -> None:
+        copy.is_ended = True
+        self.copies.pop(copy.ticket.number, None)
+        self.fabric.observer.on_end(copy, type(completion).__name__)
+        self.events.append(completion)
+        self.wake()
+
+    def _begin(self, copy: SimCopy) -> None:
+        """The fence is ready."""
+        if copy.is_ended or not self.is_alive:
+            return
+        copy.is_moving = True
+        description = self.targets[copy.peer.number]
+        inbox = self.fabric.inboxes.get(description.incarnation)
+        invited = inbox.admit(description) if inbox else None
+        schedule = self.fabric.schedule
+        if inbox is None or invited is None:
+            schedule.after(self.fabric.copy_s, self.fail, copy, True, "no target that invited this peer")
+            return
+        copy.receiver = (inbox, invited)
+        copy.progress_s = schedule.now
+        invited.copies.append(copy)
+        self._schedule_pieces(copy, self.fabric.draw_course(copy))
+        schedule.after(copy.deadline_s, self._check_progress, copy)
+
+    def _schedule_pieces(self, copy: SimCopy, course: CopyCourse) -> None:
+        """Schedules the pieces, in random order and at random moments, and the end."""
+        rng, schedule = self.fabric.rng, self.fabric.schedule
+        num_bytes = len(copy.written)
+        shares = [rng.random() for _ in range(course.num_pieces - 1)]
+        cuts = sorted({0, num_bytes, *(int(share * num_bytes) for share in shares)})
+        pieces = [np.arange(start, stop) for start, stop in pairwise(cuts)]
+        rng.shuffle(pieces)
+        is_done = course.end is CopyEnd.DONE
+        num_before = len(pieces) if is_done else int(len(pieces) * course.share)
+        for piece in pieces[:num_before]:
+            self._schedule_piece(copy, piece, rng.random() * course.duration_s)
+        end_s = course.duration_s * 1.01
+        match course.end:
+            case CopyEnd.DONE:
+                schedule.after(end_s, self._finish, copy)
+                return
+            case CopyEnd.HANG:
+                copy.is_hung = True
+                end_s = copy.deadline_s
+            case _:
+                is_quiet, cause = course.end is CopyEnd.ERROR, f"{course.end.value} on purpose"
+                schedule.after(end_s, self.fail, copy, is_quiet, cause)
+        if course.end in (CopyEnd.LATE, CopyEnd.HANG, CopyEnd.AGAIN):
+            for piece in pieces if course.end is CopyEnd.AGAIN else pieces[num_before:]:
+                self._schedule_piece(copy, piece, end_s + course.late_s * (0.01 + rng.random()))
+
+    def _schedule_piece(self, copy: SimCopy, piece: Ints, delay_s: float) -> None:
+        number = self.fabric.next_piece()
+        copy.pending[number] = (piece, self.fabric.schedule.after(delay_s, self._land, copy, number))
+
+    def _land(self, copy: SimCopy, number: int) -> None:
+        piece, _ = copy.pending.pop(number)
+        self.fabric.num_pending -= 1
+        assert copy.receiver is not None
+        inbox, invited = copy.receiver
+        if self.fabric.is_cut(self.node, inbox.node):
+            self._schedule_piece(copy, piece, RETRY_S)
+            return
+        if cause := inbox.write(copy, invited, piece):
+            copy.drop()
+            self.fail(copy, True, cause)
+            return
+        copy.progress_s = self.fabric.schedule.now
+
+    def _finish(self, copy: SimCopy) -> None:
+        if copy.is_ended or copy.is_dropped:
+            return
+        if copy.pending:
+            self.fabric.schedule.after(RETRY_S, self._finish, copy)
+            return
+        assert copy.receiver is not None
+        copy.receiver[0].announce(copy, copy.receiver[1])
+        self._end(copy, Done(copy.ticket))
+
+    def _check_progress(self, copy: SimCopy) -> None:
+        """Fails a batch that has not moved for too long."""
+        if copy.is_ended:
+            return
+        left_s = copy.progress_s + copy.deadline_s - self.fabric.schedule.now
+        if left_s > 1e-9:
+            self.fabric.schedule.after(left_s, self._check_progress, copy)
+        else:
+            self.fail(copy, False, f"no progress for {copy.deadline_s:g} s")
+
+
+def _bytes_of(spans: Spans) -> tuple[Ints, Ints]:
+    """The spans byte by byte: where each is read and where it is written."""
+    lengths = spans.length
+    if not len(lengths):
+        return np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    ends = np.cumsum(lengths)
+    within = np.arange(int(ends[-1])) - np.repeat(ends - lengths, lengths)
+    return np.repeat(spans.source, lengths) + within, np.repeat(spans.target, lengths) + within
+
+
+class SimTransport:
+    """One rank's transport, for the life of its process; `wake` is called when `poll` has an event."""
+
+    name = NAME
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        node: str,
+        strength: Strength,
+        *,
+        instance: str,
+        wake: Callable[[], None],
+        is_running: Callable[[], bool],
+    ) -> None:
+        self.incarnation = fabric.new_incarnation()
+        self.capabilities = Capabilities(
+            reach=Reach.PROCESS,
+            places=frozenset({Place.HOST}),
+            batch_spans_max=2**31,
+            can_refuse_strangers=True,
+            can_enforce_grants=strength.can_enforce_grants,
+            can_revoke=strength.can_revoke,
+            can_announce=strength.can_announce,
+            needs_allocate=False,
+        )
+        self._fabric = fabric
+        self._numbers = count(1)
+        self._regions: dict[int, Region] = {}
+        self._memory: dict[int, Bytes] = {}
+        self._events: list[Event] = []
+        self.inbox = Inbox(fabric, node, self.incarnation, self.capabilities, self._memory, self._events)
+        self.outbox = Outbox(fabric, node, instance, self._memory, self._events, wake, is_running)
+        fabric.inboxes[self.incarnation] = self.inbox
+
+    def allocate(self, num_bytes: int) -> Bytes:
+        return np.zeros(num_bytes, dtype=np.uint8)
+
+    def register(self, buffer: object) -> Region:
+        assert isinstance(buffer, np.ndarray), "simulated memory is numpy"
+        raw = buffer.reshape(-1).view(np.uint8)
+        if not len(raw):
+            raise TransportError("an empty buffer cannot be registered")
+        number = next(self._numbers)
+        region = Region(RemoteRegion(self.incarnation, number, len(raw)), Place.HOST)
+        self._regions[number], self._memory[number] = region, raw
+        return region
+
+    def unregister(self, region: Region) -> None:
+        number = region.number
+        if self._regions.get(number) != region:
+            raise TransportError(f"region {number} is not registered with this transport")
+        is_read = any(copy.batch.source == region for copy in self.outbox.copies.values())
+        granted = (of for invited in self.inbox.peers.values() for of, _ in invited.granted.values())
+        if is_read or number in granted:
+            raise TransportError(f"region {number} is in use; let tickets and grants end first")
+        del self._regions[number], self._memory[number]
+
+    def invite(self) -> Invitation:
+        number = next(self._numbers)
+        peer = Peer(number, self.incarnation)
+        secret = f"{self._fabric.rng.getrandbits(64):016x}"
+        self.inbox.peers[number] = InvitedPeer(peer, secret)
+        return Invitation(peer, Description(NAME, self.incarnation, self.inbox.node, number, secret))
+
+    def grant(self, peer: Peer, region: Region, ranges: Ranges) -> int:
+        return self.inbox.invited(peer).add(region, ranges)
+
+    def ungrant(self, peer: Peer, grant: int) -> Stillness:
+        return self.inbox.ungrant(peer, grant)
+
+    def revoke(self, peer: Peer) -> Stillness:
+        return self.inbox.revoke(peer)
+
+    def is_unchecked(self, peer: Peer, region: Region) -> bool:
+        return self.inbox.is_unchecked(peer, region)
+
+    def connect(self, description: Description) -> Peer:
+        if description.transport != NAME:
+            raise TransportError(f"{NAME} cannot connect to a peer that speaks {description.transport}")
+        number = next(self._numbers)
+        self.outbox.connect(number, description)
+        return Peer(number, description.incarnation)
+
+    def disconnect(self, peer: Peer) -> None:
+        self.outbox.disconnect(peer.number)
+
+    def submit(self, peer: Peer, batch: Batch, fence: Fence, deadline_s: float = DEADLINE_S) -> Ticket:
+        if self._regions.get(batch.source.number) != batch.source:
+            raise TransportError(f"region {batch.source.number} is not registered with this transport")
+        ticket = Ticket(next(self._numbers))
+        self.outbox.submit(ticket, peer, batch, fence, deadline_s)
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        self.outbox.cancel(ticket)
+
+    def poll(self) -> list[Event]:
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def fileno(self) -> int:
+        raise TransportError("a simulated transport has no file descriptor; it calls back when to poll")
+
+    def counters(self) -> Counters:
+        return Counters(self.inbox.num_strangers, self.inbox.num_refused)
+
+    def close(self) -> None:
+        if not self.inbox.is_alive:
+            return
+        for number in list(self.outbox.targets):
+            self.outbox.disconnect(number)
+        self.die(lingers=False)
+
+    def die(self, lingers: bool) -> None:
+        """The process is gone; its copies under way still land if they linger."""
+        self._fabric.inboxes.pop(self.incarnation, None)
+        self.inbox.die()
+        self.outbox.die(lingers)

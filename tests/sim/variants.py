@@ -1,0 +1,875 @@
+"""Deliberate defects: each is put into the production code for a while, and a checker has to notice.
+
+A variant is a generator function that patches, yields and restores. `around` wraps cells of a protocol table,
+`patched` replaces functions of a module or a class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from baton.protocol import arrival as at_target
+from baton.protocol import departure as at_source
+from baton.protocol import judgement, offer, receiver
+from baton.protocol import landing as at_target_rank
+from baton.protocol import sender as at_source_rank
+from baton.protocol.arrival import ReceiverState, UnpackAt
+from baton.protocol.coordinator import COORDINATOR, CoordinatorState, RankLost
+from baton.protocol.deadlines import Deadlines
+from baton.protocol.departure import Departure, OfferState
+from baton.protocol.landing import LANDING, LandingState, TakeBack, TakenBack
+from baton.protocol.ledger import Ledger
+from baton.protocol.machine import IGNORED, Cell, Table, replace
+from baton.protocol.messages import Abort, Commit, Quiet, Settled, Unquiet
+from baton.protocol.offer import OFFER
+from baton.protocol.outcomes import Aux, Cause, Failed, Stage, Why
+from baton.protocol.receiver import RECEIVER
+from baton.protocol.sender import SENDER, SenderState
+from baton.session import flights, loads, target
+from baton.session.arrivals import Arrivals
+from baton.session.coordinator import CoordinatorDriver
+from baton.session.departures import Departures
+from baton.session.flights import Flights
+from baton.session.handles import Sending
+from baton.session.target import TargetHalf
+from baton.sim.core import Violation
+from baton.sim.faults import Aborts, Copies, Crash, Duplication, RankMismatch, Reordering, Tokeniser
+from baton.sim.options import Strength
+from baton.sim.runner import make_world, options_of, run_world
+from baton.sim.scenarios import run_scenario
+from baton.transport import NOW, FailedQuiet, FailedUnknown
+
+Step = tuple[Any, tuple[object, ...]]
+WEAK = Strength(can_enforce_grants=False, can_revoke=False)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A defect, where to look for it, and the checkers of which one has to notice."""
+
+    name: str
+    text: str
+    broken: Callable[[], AbstractContextManager[None]]
+    checkers: tuple[str, ...]
+    scenario: str
+    options: Mapping[str, Any]
+    num_tries: int
+
+    def run(self, seed: int) -> Violation | None:
+        if self.scenario:
+            return run_scenario(self.scenario, seed)[1]
+        return run_world(make_world(seed, options_of(seed, **self.options)))
+
+    def catch(self) -> tuple[int, Violation] | None:
+        """Runs seeds with the defect until one of the checkers notices: the try, and the violation."""
+        for number in range(1, self.num_tries + 1):
+            with self.broken():
+                violation = self.run(number)
+            if violation is not None and violation.checker in self.checkers:
+                return number, violation
+        return None
+
+
+VARIANTS: dict[str, Variant] = {}
+
+
+def variant(text: str, *checkers: str, scenario: str = "", num_tries: int = 60, **options: Any) -> Any:
+    """Registers a defect; `options` are set in every seed, so that the defect has a chance to show."""
+
+    def register(broken: Callable[[], Iterator[None]]) -> Callable[[], Iterator[None]]:
+        VARIANTS[broken.__name__] = Variant(
+            broken.__name__, text, contextmanager(broken), checkers, scenario, options, num_tries
+        )
+        return broken
+
+    return register
+
+
+@contextmanager
+def patched(owner: Any, **changes: Any) -> Iterator[None]:
+    """Sets attributes of a module or a class."""
+    before = {name: owner.__dict__[name] for name in changes}
+    for name, value in changes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextmanager
+def around(table: Table[Any], wrong: Callable[..., Step] | None, *keys: tuple[Any, type]) -> Iterator[None]:
+    """Has cells do `wrong(right, record, event, now)` instead, or nothing if `wrong` is None."""
+    cells: Any = table.cells
+    before = {key: cells[key] for key in keys}
+    for key, entry in before.items():
+        cells[key] = IGNORED if wrong is None else _wrapped(wrong, entry, table)
+    try:
+        yield
+    finally:
+        cells.update(before)
+
+
+def _wrapped(wrong: Callable[..., Step], entry: Any, table: Table[Any]) -> Cell:
+    right = entry.act if isinstance(entry, Cell) else lambda record, event, now: (record, ())
+    return Cell(lambda record, event, now: wrong(right, record, event, now), tuple(table.states))
+
+
+# The target admits too early.
+
+
+@variant(
+    "a target admits when every source rank has committed, without a look at its ledger",
+    "bytes_right",
+    "full_ledger",
+    faults={"reordering": Reordering(0.5, 0.02)},
+    is_packing=True,
+    finish_share=0.0,
+)
+def admit_on_count() -> Iterator[None]:
+    def is_counted(account: Any, terms: Any) -> bool:
+        return account.aux is not None and account.commits.keys() >= terms.sources
+
+    with patched(receiver, is_complete=is_counted):
+        yield
+
+
+@variant(
+    "a target admits when its ledger is full, without the commits",
+    "all_committed",
+    faults={"reordering": Reordering(0.5, 0.02)},
+    finish_share=0.0,
+)
+def admit_without_commits() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        after, effects = right(record, event, now)
+        account = after.account
+        if after.state is not ReceiverState.GRANTED or account.aux is None or not account.ledger.is_full:
+            return after, effects
+        return receiver._admit(after, account)
+
+    with around(RECEIVER, wrong, (ReceiverState.GRANTED, at_target.ChunkLanded)):
+        yield
+
+
+@variant(
+    "a transfer that was granted ahead is ready before every rank has opened",
+    "all_opened",
+    scenario="written-unopened",
+)
+def admit_unopened() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        return right(replace(record, opened=record.ranks), event, now)
+
+    events = (at_target.ChunkLanded, at_target.SourceCommitted, at_target.AuxArrived)
+    with around(RECEIVER, wrong, *((ReceiverState.GRANTED, event) for event in events)):
+        yield
+
+
+@variant(
+    "a transfer is ready without its aux record",
+    "agreement",
+    faults={"reordering": Reordering(0.5, 0.05)},
+)
+def admit_without_aux() -> Iterator[None]:
+    admit = receiver._admit
+
+    def is_complete(account: Any, terms: Any) -> bool:
+        return judgement.is_complete(replace(account, aux=account.aux or Aux()), terms)
+
+    def admit_anyhow(record: Any, account: Any) -> Any:
+        return admit(record, replace(account, aux=account.aux or Aux()))
+
+    with patched(receiver, is_complete=is_complete, _admit=admit_anyhow):
+        yield
+
+
+@variant(
+    "a chunk that is reported twice counts twice",
+    "bytes_right",
+    faults={"duplication": Duplication(0.3, 0.001), "reordering": Reordering(0.5, 0.05)},
+    is_packing=True,
+    verified_share=0.0,
+)
+def count_duplicates() -> Iterator[None]:
+    enter_landed = judgement.enter_landed
+
+    def enter_anew(account: Any, terms: Any, landed: Any) -> Any:
+        if (landed.source_rank, landed.chunk) in account.chunks:
+            landed = msgspec.structs.replace(landed, chunk=1000 + len(account.chunks))
+        return enter_landed(account, terms, landed)
+
+    def entered(self: Ledger, pair: Any, chunk: Any) -> Ledger:
+        missing = dict(self.missing)
+        left = missing.pop(pair, 0) - sum(part.area for part in self._wanted(pair, chunk))
+        if left > 0:
+            missing[pair] = left
+        return replace(self, missing=missing)
+
+    with patched(receiver, enter_landed=enter_anew), patched(Ledger, entered=entered):
+        yield
+
+
+@variant(
+    "a staged chunk counts before it is unpacked",
+    "bytes_right",
+    faults={},
+    is_packing=True,
+    verified_share=0.0,
+)
+def admit_before_unpack() -> Iterator[None]:
+    enter_landed = judgement.enter_landed
+
+    def enter_at_once(account: Any, terms: Any, landed: Any) -> Any:
+        after, _ = enter_landed(account, replace(terms, worked=frozenset()), landed)
+        if after is account:
+            return account, ()
+        targets = terms.targets.get(landed.source_rank, ())
+        worked = (rank for rank in targets if (landed.source_rank, rank) in terms.worked)
+        return after, tuple(UnpackAt(rank, landed) for rank in worked if rank in landed.staged)
+
+    with patched(receiver, enter_landed=enter_at_once):
+        yield
+
+
+@variant("checksums are not compared", "bytes_right", scenario="bad-wire", num_tries=10)
+def ignore_checksums() -> Iterator[None]:
+    with patched(target, checksums=lambda *args: {}):
+        yield
+
+
+# Prompts.
+
+
+@variant(
+    "a differing digest is accepted, at both ends",
+    "bytes_right",
+    "same_prompt",
+    faults={"tokeniser": Tokeniser(1.0, False)},
+    held_share=0.0,
+)
+def ignore_digest() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        return right(record, replace(event, num_tokens=record.num_tokens, digest=record.digest), now)
+
+    states = (ReceiverState.PREPARING, ReceiverState.OPENING, ReceiverState.GRANTED)
+    with (
+        patched(Departure, mismatch=lambda record, prefill: None),
+        around(RECEIVER, wrong, *((state, at_target.Offered) for state in states)),
+    ):
+        yield
+
+
+@variant(
+    "an answer that ended at the source is given to a target with another prompt",
+    "same_prompt",
+    faults={"tokeniser": Tokeniser(1.0, False)},
+    finish_share=1.0,
+)
+def answer_any_prompt() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        return right(replace(record, prefill=None), event, now)
+
+    with around(OFFER, wrong, (OfferState.DECIDED, at_source.GrantArrived)):
+        yield
+
+
+@variant(
+    "an answer counts as soon as one rank has ended it, whatever the others prefilled",
+    "same_prompt",
+    scenario="rank-mismatch-finished",
+)
+def believe_one_rank() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        return right(replace(record, ranks=record.joined), event, now)
+
+    with around(OFFER, wrong, (OfferState.OPEN, at_source.AuxGiven)):
+        yield
+
+
+@variant(
+    "a source does not compare what its ranks prefilled",
+    "same_prompt",
+    "bytes_right",
+    faults={"rank_mismatch": RankMismatch(1.0, 1.0)},
+    finish_share=0.0,
+)
+def ignore_odd_rank() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        return right(record, replace(event, prefill=record.prefill or event.prefill), now)
+
+    states = (OfferState.OPEN, OfferState.RUNNING)
+    with around(OFFER, wrong, *((state, at_source.RankOffered) for state in states)):
+        yield
+
+
+# Chunks, fences and staging.
+
+
+@variant(
+    "the chunk that ends a prompt is not copied",
+    "bytes_right",
+    "full_ledger",
+    "written_once",
+    verified_share=0.0,
+)
+def drop_last_chunk() -> Iterator[None]:
+    make_loads = loads.make_loads
+
+    def without_last(terms: Any, source_rank: int, table: Any, box: Any) -> Any:
+        made = make_loads(terms, source_rank, table, box)
+        if box.tokens[1] < terms.prompt.num_tokens:
+            return made
+        return [replace(load, copies=(), packs=()) for load in made]
+
+    with patched(flights, make_loads=without_last):
+        yield
+
+
+@variant("copies do not wait for their fences", "bytes_right", verified_share=0.0)
+def ignore_fence() -> Iterator[None]:
+    dispatch = Flights._dispatch
+
+    def at_once(self: Flights, found: Any, flight: Any, load: Any, fence: Any) -> None:
+        dispatch(self, found, flight, load, NOW)
+
+    with patched(Flights, _dispatch=at_once):
+        yield
+
+
+@variant(
+    "pages are granted before the device is done with them",
+    "bytes_right",
+    faults={},
+    slowness=0.3,
+    verified_share=0.0,
+)
+def early_grant() -> Iterator[None]:
+    begin = TargetHalf.begin
+
+    def at_once(self: TargetHalf, receiving: Any, request: Any) -> None:
+        begin(self, receiving, replace(request, fence=NOW))
+
+    with patched(TargetHalf, begin=at_once):
+        yield
+
+
+@variant(
+    "source staging is used anew while it is read",
+    "bytes_right",
+    "clean",
+    faults={"copies": Copies(0.0, ("late",), 0.1, 5.0)},
+    is_packing=True,
+    num_requests=4,
+    spread_s=0.0,
+    verified_share=0.0,
+)
+def staging_reused() -> Iterator[None]:
+    packed = Flights._packed
+
+    def let_go(self: Flights, *args: Any) -> None:
+        packed(self, *args)
+        _, flight, _, lease, _ = args
+        if lease in flight.leases:
+            flight.leases.remove(lease)
+            self.rank.pools.staging.give_back(lease)
+            self._feed_starved()
+
+    with patched(Flights, _packed=let_go):
+        yield
+
+
+# Source pages.
+
+
+@variant(
+    "source pages are free as soon as the engine commits",
+    "source_pages",
+    "bytes_right",
+    "clean",
+)
+def free_at_commit() -> Iterator[None]:
+    reading = Sending.reading
+
+    def until_commit(self: Sending) -> dict[str, frozenset[int]]:
+        return {} if self._is_sealed else reading(self)
+
+    with patched(Sending, reading=until_commit):
+        yield
+
+
+@variant("the pages of a chunk are free as soon as its copy begins", "source_pages", "bytes_right")
+def let_go_when_a_copy_begins() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        after, effects = right(record, event, now)
+        begun = tuple(effect.chunk.index for effect in effects if isinstance(effect, at_source_rank.Submit))
+        return after, (*effects, at_source_rank.LetGo(begun))
+
+    with around(SENDER, wrong, (SenderState.COPYING, at_source_rank.ChunkReady)):
+        yield
+
+
+# A source rank says too much.
+
+
+@variant("a rank commits while it copies", "rank_quiet", slowness=0.3, finish_share=0.0)
+def commit_while_copying() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        after, effects = right(record, event, now)
+        if after.state is SenderState.COMMITTED:
+            return after, effects
+        commit = Commit(
+            transfer=record.transfer,
+            grant=record.grant,
+            source_rank=record.rank,
+            num_chunks=record.num_chunks,
+            num_bytes={},
+        )
+        return replace(after, state=SenderState.COMMITTED), (*effects, at_source_rank.Tell(commit))
+
+    with around(SENDER, wrong, (SenderState.COPYING, at_source_rank.Sealed)):
+        yield
+
+
+@variant(
+    "a rank says quiet while it copies",
+    "rank_quiet",
+    "final_quiet",
+    faults={"aborts": Aborts(0.9, 0.02, False), "copies": Copies(0.0, ("late",), 0.1, 5.0)},
+)
+def quiet_while_copying() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        after, effects = right(record, event, now)
+        quiet = Quiet(transfer=record.transfer, grant=record.grant, source_rank=record.rank)
+        return replace(after, state=SenderState.ENDED), (*effects, at_source_rank.Tell(quiet))
+
+    with around(SENDER, wrong, (SenderState.COPYING, at_source_rank.VerdictHeard)):
+        yield
+
+
+@variant(
+    "a rank copies under a grant that comes after its end",
+    "final_quiet",
+    "rank_quiet",
+    "no_late_write",
+    "escape",
+    faults={"aborts": Aborts(0.9, 0.005, True)},
+    slowness=0.3,
+)
+def copy_after_the_end() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        return SENDER.step(replace(record, state=SenderState.WAITING), event, now)
+
+    with around(SENDER, wrong, (SenderState.ENDED, at_source_rank.Granted)):
+        yield
+
+
+@variant(
+    "a copy that failed unknown is taken for quiet by the rank's driver",
+    "no_late_write",
+    "final_quiet",
+    "bytes_right",
+    faults={"copies": Copies(0.2, ("late", "again"), 0.2, 1.0)},
+    strength=WEAK,
+)
+def error_is_quiet() -> Iterator[None]:
+    moved = Flights.moved
+
+    def trusting(self: Flights, event: Any) -> None:
+        known = FailedQuiet(event.ticket, event.cause) if isinstance(event, FailedUnknown) else event
+        moved(self, known)
+
+    with patched(Flights, moved=trusting):
+        yield
+
+
+@variant(
+    "a rank forgets that it cannot vouch for a copy",
+    "no_late_write",
+    "final_quiet",
+    "bytes_right",
+    faults={"copies": Copies(0.2, ("late", "again"), 0.2, 1.0)},
+    strength=WEAK,
+)
+def forget_the_doubt() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        return right(record, replace(event, doubt=""), now)
+
+    states = (SenderState.COPYING, SenderState.DRAINING)
+    with around(SENDER, wrong, *((state, at_source_rank.ChunkFailed) for state in states)):
+        yield
+
+
+@variant(
+    "a rank forgets an aborted transfer before it has the outcome",
+    "agreement",
+    "settles",
+    "escape",
+    "final_quiet",
+    "rank_quiet",
+    "id-aborted-again",
+    scenario="id-aborted-again",
+)
+def retire_before_the_verdict() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        after, effects = right(record, event, now)
+        return replace(after, is_heard=True), (*effects, at_source_rank.Retire())
+
+    with around(SENDER, wrong, (SenderState.WAITING, at_source_rank.Aborted)):
+        yield
+
+
+# A source coordinator.
+
+
+@variant(
+    "a source says quiet when it has asked its ranks to stop",
+    "no_late_write",
+    "final_quiet",
+    "bytes_right",
+    faults={"aborts": Aborts(0.9, 0.02, False), "copies": Copies(0.0, ("late",), 0.1, 40.0)},
+)
+def early_quiet() -> Iterator[None]:
+    quiet_if_all = offer._quiet_if_all
+
+    def at_once(record: Any, effects: Any) -> Any:
+        return quiet_if_all(replace(record, quiet=record.quiet | record.joined), effects)
+
+    with patched(offer, _quiet_if_all=at_once):
+        yield
+
+
+@variant(
+    "a source says quiet when its first rank is",
+    "no_late_write",
+    "final_quiet",
+    "bytes_right",
+    faults={"aborts": Aborts(0.9, 0.02, False), "copies": Copies(0.0, ("late",), 0.1, 40.0)},
+)
+def quiet_when_the_first_rank_is() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        return right(replace(record, joined=frozenset({event.rank})), event, now)
+
+    with around(OFFER, wrong, (OfferState.STOPPING, at_source.RankQuiet)):
+        yield
+
+
+@variant(
+    "a source gives its grant to a rank that joins after the stop",
+    "final_quiet",
+    "no_late_write",
+    "rank_quiet",
+    "escape",
+    scenario="rank-joins-late",
+)
+def grant_a_late_rank() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        after, effects = right(record, event, now)
+        return after, (at_source.ToRank(event.rank, record.grant), *effects)
+
+    with around(OFFER, wrong, (OfferState.STOPPING, at_source.RankOffered)):
+        yield
+
+
+@variant(
+    "a source forgets the commit of a rank that it has asked to stop",
+    "settles",
+    "prompt_failure",
+    faults={"copies": Copies(0.2, ("error",), 0.01, 5.0)},
+)
+def forget_a_late_commit() -> Iterator[None]:
+    with around(OFFER, None, (OfferState.STOPPING, at_source.RankCommitted)):
+        yield
+
+
+@variant(
+    "a source ignores that its target gave up",
+    "prompt_failure",
+    "settles",
+    faults={"aborts": Aborts(0.9, 0.02, False), "copies": Copies(0.0, ("late",), 0.1, 40.0)},
+)
+def ignore_the_target() -> Iterator[None]:
+    with around(OFFER, None, (OfferState.RUNNING, at_source.TargetAborted)):
+        yield
+
+
+@variant(
+    "a source that stops does not answer a target that asks for the dp group",
+    "prompt_failure",
+    "settles",
+    "rival-asks-late",
+    scenario="rival-asks-late",
+)
+def leave_an_asker_waiting() -> Iterator[None]:
+    with around(OFFER, None, (OfferState.STOPPING, at_source.Inquired)):
+        yield
+
+
+@variant(
+    "a committed source whose deadline passes does not leave the outcome to its target",
+    "verdict-slow",
+    scenario="verdict-slow",
+)
+def give_up_without_asking() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        if not record.deadlines.passed(now):
+            return right(record, event, now)
+        cause = Cause(Why.DEADLINE, Stage.COMMIT, record.instance)
+        return OFFER.step(record, at_source.TargetSettled(Failed(cause)), now)
+
+    with around(OFFER, wrong, (OfferState.COMMITTED, at_source.Ticked)):
+        yield
+
+
+@variant(
+    "tombstones are forgotten",
+    "final_quiet",
+    "no_late_write",
+    "quiet-asked-then-grant",
+    scenario="quiet-asked-then-grant",
+    num_tries=10,
+)
+def forget_tombstones() -> Iterator[None]:
+    with patched(Departures, _bury=lambda self, transfer, grant, doubt: None):
+        yield
+
+
+@variant(
+    "a doubt is lifted when the source gets the grant again",
+    "final_quiet",
+    "no_late_write",
+    scenario="doubt-stays",
+    num_tries=10,
+)
+def lift_doubt() -> Iterator[None]:
+    bury = Departures._bury
+
+    def forgetful(self: Departures, transfer: str, grant: bytes, doubt: str) -> None:
+        self.graves.pop(grant, None)
+        bury(self, transfer, grant, doubt)
+
+    with patched(Departures, _bury=forgetful):
+        yield
+
+
+@variant(
+    "a source accepts grants of a channel that is gone",
+    "final_quiet",
+    scenario="old-channel",
+    num_tries=10,
+)
+def ignore_epoch() -> Iterator[None]:
+    fault = Departures._fault
+
+    def blind(self: Departures, session: Any, grant: Any) -> Any:
+        return fault(self, session, msgspec.structs.replace(grant, channel=session.channel))
+
+    with patched(Departures, _fault=blind):
+        yield
+
+
+@variant(
+    "one rank's failure is ignored by its coordinator",
+    "prompt_failure",
+    "settles",
+    faults={"copies": Copies(0.2, ("error",), 0.01, 1.0)},
+)
+def ignore_rank_failure() -> Iterator[None]:
+    heard = Departures.heard
+
+    def deaf(self: Departures, rank: int, message: Any) -> None:
+        if not isinstance(message, Abort | Quiet | Unquiet):
+            heard(self, rank, message)
+
+    with patched(Departures, heard=deaf):
+        yield
+
+
+# Target pages.
+
+
+@variant(
+    "target pages are free as soon as a transfer fails",
+    "no_late_write",
+    "bytes_right",
+    faults={"aborts": Aborts(0.9, 0.01, False), "copies": Copies(0.0, ("late",), 0.1, 10.0)},
+)
+def release_on_error() -> Iterator[None]:
+    quarantine = receiver._quarantine
+
+    def released(record: Any, outcome: Any, now: float, effects: Any) -> Any:
+        after, wanted = quarantine(record, outcome, now, effects)
+        return after, (*wanted, at_target.Release())
+
+    with patched(receiver, _quarantine=released):
+        yield
+
+
+@variant(
+    "a grant that was sent ahead is taken for one that was not sent",
+    "no_late_write",
+    "bytes_right",
+    "escape",
+    scenario="unopened-target-aborts",
+)
+def take_ahead_for_unsent() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        return right(record if record.opened else replace(record, state=ReceiverState.OPENING), event, now)
+
+    events = (at_target.RankFailed, at_target.CallerAborted)
+    with around(RECEIVER, wrong, *((ReceiverState.GRANTED, event) for event in events)):
+        yield
+
+
+@variant(
+    "the pages of a lost source's transfers are free at once",
+    "no_late_write",
+    "bytes_right",
+    faults={"crash": Crash(2, 0.3, 1.0), "copies": Copies(0.0, ("late",), 0.1, 40.0)},
+    faults_s=0.1,
+    strength=WEAK,
+)
+def no_quarantine() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        return right(replace(record, closing=replace(record.closing, is_quiet=True)), event, now)
+
+    with around(RECEIVER, wrong, (ReceiverState.GRANTED, at_target.SessionLost)):
+        yield
+
+
+@variant(
+    "a rank says that writers are quiet without asking its transport",
+    "no_late_write",
+    "bytes_right",
+    faults={"copies": Copies(0.3, ("late", "hang", "again"), 0.3, 1.0)},
+    strength=WEAK,
+)
+def trust_transport() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        return right(record, TakenBack(is_still=True), now)
+
+    with around(LANDING, wrong, (LandingState.CLOSING, TakenBack)):
+        yield
+
+
+@variant(
+    "a rank closes a grant while it still unpacks",
+    "escape",
+    "pages",
+    scenario="abort-unpacking",
+)
+def close_while_unpacking() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        after, _ = right(record, event, now)
+        return after, (TakeBack(event.must_still),)
+
+    with around(LANDING, wrong, (LandingState.OPEN, at_target_rank.CloseAsked)):
+        yield
+
+
+@variant(
+    "a rank whose opening failed says that the writers of a grant sent ahead are quiet",
+    "no_late_write",
+    "bytes_right",
+    scenario="unopened-late",
+)
+def quiet_unopened() -> Iterator[None]:
+    expect = TargetHalf._expect
+
+    def expect_nobody(self: TargetHalf, grant: bytes, lanes: Any) -> Any:
+        expected = expect(self, grant, lanes)
+        if "agree" in vars(self):  # the opening is going to fail
+            expected.bays.clear()
+        return expected
+
+    with patched(TargetHalf, _expect=expect_nobody):
+        yield
+
+
+# Instances and messages.
+
+
+@variant(
+    "an instance goes on without a rank",
+    "ends_together",
+    "settles",
+    faults={"crash": Crash(2, 0.01, 0.0)},
+)
+def ignore_lost_rank() -> Iterator[None]:
+    with around(
+        COORDINATOR, lambda right, record, event, now: (record, ()), (CoordinatorState.SERVING, RankLost)
+    ):
+        yield
+
+
+@variant(
+    "a target takes messages under an old grant for messages under the new one",
+    "bytes_right",
+    "full_ledger",
+    "written_once",
+    "all_committed",
+    "id-reused",
+    scenario="id-reused",
+    num_tries=10,
+)
+def ignore_grant_id() -> Iterator[None]:
+    received = Arrivals.received
+
+    def by_transfer(self: Arrivals, session: Any, message: Any) -> None:
+        coming = self.coming.get(getattr(message, "transfer", ""))
+        grant = getattr(message, "grant", None)
+        if coming is not None and coming.record.grant is not None and grant:
+            self.grants[grant] = coming
+        received(self, session, message)
+
+    with patched(Arrivals, received=by_transfer):
+        yield
+
+
+@variant("only rank 0 is told the outcome", "settles", faults={}, num_tries=20)
+def tell_only_rank_0() -> Iterator[None]:
+    to_rank = CoordinatorDriver.to_rank
+
+    def to_some(self: CoordinatorDriver, rank: int, message: Any) -> None:
+        if not isinstance(message, Settled) or rank == 0:
+            to_rank(self, rank, message)
+
+    with patched(CoordinatorDriver, to_rank=to_some):
+        yield
+
+
+@variant(
+    "a target that fails because its source aborted after the commit does not say so",
+    "committed-source-aborts",
+    scenario="committed-source-aborts",
+)
+def tell_a_committed_source_nothing() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        after, effects = right(record, event, now)
+        return after, tuple(effect for effect in effects if not isinstance(effect, at_target.ToSource))
+
+    with around(RECEIVER, wrong, (ReceiverState.GRANTED, at_target.SourceAborted)):
+        yield
+
+
+@variant(
+    "the progress deadline runs from the start",
+    "patience",
+    "clean",
+    faults={},
+    slowness=120.0,
+    num_requests=2,
+)
+def timer_from_start() -> Iterator[None]:
+    def passed(self: Deadlines, now: float) -> str:
+        patience_s = self._patience_s
+        return f"no progress for {patience_s:g} s" if now - self.began >= patience_s else ""
+
+    with patched(Deadlines, passed=passed):
+        yield
