@@ -24,9 +24,9 @@ from baton.transport import (
     Unknown,
     open_transport,
 )
-from baton.transport.parts.proof import CHALLENGE_BYTES, KNOCK, WELCOME_BYTES, make_hello
-from baton.transport.tcp.frames import PartHeader, goodbye, landed, read_words
-from baton.transport.tcp.wire import receive_exactly, send_all
+from baton.transport.common.handshake import CHALLENGE_BYTES, CONNECT_PROBE, WELCOME_BYTES, make_hello
+from baton.transport.common.listener import receive_exactly
+from baton.transport.tcp.wire import PartHeader, goodbye, landed, read_replies, send_all
 
 MIB = 1 << 20
 
@@ -52,7 +52,7 @@ class Forger:
         sock = socket.create_connection((host, int(port)), timeout=5)
         self.socks.append(sock)
         challenge = receive_exactly(sock, CHALLENGE_BYTES)
-        sock.sendall(KNOCK + make_hello(description, stream, bytes(challenge)))
+        sock.sendall(CONNECT_PROBE + make_hello(description, stream, bytes(challenge)))
         self.welcome = receive_exactly(sock, WELCOME_BYTES)
         return sock
 
@@ -74,7 +74,7 @@ def heard(sock: socket.socket) -> list[int | str]:
             raw += more
     except ConnectionResetError:
         pass
-    return list(read_words(raw))
+    return list(read_replies(raw))
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def test_source_speaks_first_so_that_its_kernel_tells_it_of_a_target_that_stoppe
         world.source.connect(description)
         sock, _ = listener.accept()
         sock.settimeout(10)
-        assert sock.recv(100) == KNOCK
+        assert sock.recv(100) == CONNECT_PROBE
         sock.close()
     listener.close()
 
@@ -293,14 +293,14 @@ def test_words_survive_any_cut():
         found, waiting = [], bytearray()
         for start in range(0, len(said), size):
             waiting += said[start : start + size]
-            found += list(read_words(waiting))
+            found += list(read_replies(waiting))
         assert found == [5, 2**64 - 1, "it is over"]
         assert not waiting
 
 
 def test_words_that_no_target_says_are_refused():
     with pytest.raises(RemoteProtocolError):
-        list(read_words(bytearray(b"\x09" * 16)))
+        list(read_replies(bytearray(b"\x09" * 16)))
 
 
 @pytest.mark.parametrize(

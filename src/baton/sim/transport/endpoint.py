@@ -41,7 +41,7 @@ from baton.transport.base import (
     Reach,
     Region,
     RemoteRegion,
-    Stillness,
+    RevokeResult,
     Ticket,
 )
 
@@ -141,11 +141,11 @@ class SimTransport:
         """Lets an invited peer write these bytes too."""
         return self.inbox.writer(peer).add(region, ranges)
 
-    def ungrant(self, peer: Peer, grant: int) -> Stillness:
+    def ungrant(self, peer: Peer, grant: int) -> RevokeResult:
         """Takes one grant back."""
         return self.inbox.ungrant(peer, grant)
 
-    def revoke(self, peer: Peer) -> Stillness:
+    def revoke(self, peer: Peer) -> RevokeResult:
         """Ends an invited peer with all its grants."""
         return self.inbox.revoke(peer)
 

@@ -22,7 +22,7 @@ from baton.transport.base import (
     Quiet,
     Ranges,
     Region,
-    Stillness,
+    RevokeResult,
     Unknown,
 )
 
@@ -126,7 +126,7 @@ class Inbox:
             return None
         return found
 
-    def ungrant(self, peer: Peer, grant: int) -> Stillness:
+    def ungrant(self, peer: Peer, grant: int) -> RevokeResult:
         """Takes one grant back."""
         writer = self.writer(peer)
         number, index = writer.remove(grant)
@@ -138,7 +138,7 @@ class Inbox:
                 return Unknown("a write of this peer is under way there")
         return Quiet()
 
-    def revoke(self, peer: Peer) -> Stillness:
+    def revoke(self, peer: Peer) -> RevokeResult:
         """Ends an invited peer."""
         writer = self.writers.get(peer.number)
         if writer is None:

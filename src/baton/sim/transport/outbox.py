@@ -27,7 +27,7 @@ from baton.transport.base import (
     Peer,
     Ticket,
 )
-from baton.transport.parts.tickets import check_batch
+from baton.transport.common.tickets import check_batch
 
 CUT_RETRY_S = 0.02
 GIVEN_UP = "cancelled"

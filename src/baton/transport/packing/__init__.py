@@ -1,8 +1,9 @@
 """Pack and Unpack carried out with torch, on the host or on a GPU.
 
 Buffers are tensors of bytes with one dim: views of registered memory, both of one device. Work goes to the
-current stream and the host never waits for it. What a step needs beside the buffers is made once by `prepare`
-and can run many times, over layers whose buffers begin elsewhere or over requests with the same pages.
+current stream and the host never waits for it. What a step needs beside the buffers is made once by
+`prepare` and can run many times, over layers whose buffers begin elsewhere or over requests with the same
+pages.
 """
 
 from __future__ import annotations
@@ -16,10 +17,8 @@ from baton.errors import TransportError
 from baton.plan.dtypes import item_bytes
 from baton.plan.steps import Pack, Spans, Unpack
 from baton.plan.tokens import Ints
-from baton.transport.packing.casts import Cast, cast_rows
-from baton.transport.packing.moves import Uploads, make_move
-from baton.transport.packing.rows import equal_rows
-from baton.transport.packing.scales import ScaledCasts, Scales, cut_by_page
+from baton.transport.packing.casts import Cast, ScaledCasts, Scales, cast_rows, cut_by_page
+from baton.transport.packing.moves import Uploads, equal_rows, make_move
 
 __all__ = [
     "Prepared",
