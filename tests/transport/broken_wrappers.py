@@ -27,7 +27,7 @@ class ReportsUnarrived(Throttled):
         ticket = super().submit(*how)
         with self.lock:
             self.batches[ticket].has_arrived = True
-            self._deliver_from(self.batches[ticket].on, self.clock.now_s())
+            self._deliver_from(self.batches[ticket].link, self.clock.now_s())
             self._set_alarm()
         return ticket
 
@@ -57,7 +57,7 @@ class CountsFromSubmission(Throttled):
         ticket = super().submit(peer, batch, fence, deadline_s)
         with self.lock:
             batch = self.batches[ticket]
-            if batch.on is None:
+            if batch.link is None:
                 self._enter_link(batch, self.clock.now_s())
         return ticket
 

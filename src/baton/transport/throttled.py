@@ -246,6 +246,8 @@ class Link(Generic[ItemT]):
     def __init__(self, bytes_per_s: float, latency_s: float) -> None:
         self._bytes_per_s = bytes_per_s
         self._latency_s = latency_s
+        self.scheduled_s = math.inf
+        """For the caller: the last `next_due_s` that it acted on."""
         self._free_s = -math.inf
         self._queue: deque[ItemT] = deque()
         self._crossed: deque[ItemT] = deque()
@@ -321,20 +323,12 @@ class ThrottledConfig:
             raise ConfigError(f"latency_s has to be a number of seconds, 0 or more; got {self.latency_s}")
 
 
-@dataclass(slots=True, eq=False)
-class _LinkState:
-    """A link, and when the first of its items that have arrived is due."""
-
-    link: Link[_LinkBatch]
-    due_s: float = math.inf
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class _LinkBatch(LinkItem):
     ticket: Ticket
     peer: Peer
-    on: _LinkState | None = None
-    """The link that it crosses; None before its fence is ready."""
+    link: Link[_LinkBatch] | None = None
+    """None before its fence is ready."""
     arrived_s: float = 0.0
     is_due: bool = False
     is_cancelled: bool = False
@@ -346,9 +340,9 @@ class Throttled(TransportWrapper):
     def __init__(self, inner: Transport, config: ThrottledConfig, clock: Clock | None = None) -> None:
         super().__init__(inner, clock or SystemClock())
         self.config = config
-        self.links: dict[Peer | None, _LinkState] = {}
+        self.links: dict[Peer | None, Link[_LinkBatch]] = {}
         self.batches: dict[Ticket, _LinkBatch] = {}
-        self._due: list[tuple[float, int, _LinkState]] = []
+        self._due: list[tuple[float, int, Link[_LinkBatch]]] = []
         self._numbers = itertools.count()
         self._alarm_s = math.inf
         self._alarm = self.clock.alarm()
@@ -424,8 +418,8 @@ class Throttled(TransportWrapper):
             self._finish(batch)
         else:
             now_s = self.clock.now_s()
-            state = batch.on or self._enter_link(batch, now_s)  # the inner fence callback may come first
-            self._deliver_from(state, now_s)
+            link = batch.link or self._enter_link(batch, now_s)  # the inner fence callback may come first
+            self._deliver_from(link, now_s)
             self._set_alarm()
 
     def end_held(self, peer: Peer | None, cause: str) -> None:
@@ -436,41 +430,41 @@ class Throttled(TransportWrapper):
     def _on_ready(self, batch: _LinkBatch) -> None:
         now_s = self.clock.now_s()
         with self.lock:
-            if batch.on is None and not batch.is_dropped:
+            if batch.link is None and not batch.is_dropped:
                 self._enter_link(batch, now_s)
 
-    def _enter_link(self, batch: _LinkBatch, ready_s: float) -> _LinkState:
+    def _enter_link(self, batch: _LinkBatch, ready_s: float) -> Link[_LinkBatch]:
         key = None if self.config.is_shared else batch.peer
-        state = self.links.get(key)
-        if state is None:
-            state = self.links[key] = _LinkState(Link(self.config.bytes_per_s, self.config.latency_s))
-        batch.on = state
-        state.link.put(batch, ready_s)
-        return state
+        link = self.links.get(key)
+        if link is None:
+            link = self.links[key] = Link(self.config.bytes_per_s, self.config.latency_s)
+        batch.link = link
+        link.put(batch, ready_s)
+        return link
 
     def _deliver(self, now_s: float) -> None:
         """Reports what is due and has arrived, on all links."""
         while self._due and self._due[0][0] <= now_s:
-            due_s, _, state = heapq.heappop(self._due)
-            if due_s == state.due_s:
-                self._deliver_from(state, now_s)
+            due_s, _, link = heapq.heappop(self._due)
+            if due_s == link.scheduled_s:
+                self._deliver_from(link, now_s)
         self._set_alarm()
 
-    def _deliver_from(self, state: _LinkState, now_s: float) -> None:
-        for batch in state.link.take_due(now_s):
+    def _deliver_from(self, link: Link[_LinkBatch], now_s: float) -> None:
+        for batch in link.take_due(now_s):
             batch.is_due = True
             if batch.has_arrived:
                 self._finish(batch)
-        self._schedule(state)
+        self._schedule(link)
 
-    def _schedule(self, state: _LinkState) -> None:
-        due_s = state.link.next_due_s()
-        if due_s != state.due_s and due_s < math.inf:
-            heapq.heappush(self._due, (due_s, next(self._numbers), state))
-        state.due_s = due_s
+    def _schedule(self, link: Link[_LinkBatch]) -> None:
+        due_s = link.next_due_s()
+        if due_s != link.scheduled_s and due_s < math.inf:
+            heapq.heappush(self._due, (due_s, next(self._numbers), link))
+        link.scheduled_s = due_s
 
     def _set_alarm(self) -> None:
-        while self._due and self._due[0][0] != self._due[0][2].due_s:
+        while self._due and self._due[0][0] != self._due[0][2].scheduled_s:
             heapq.heappop(self._due)  # its link is due at another time by now
         due_s = self._due[0][0] if self._due else math.inf
         if due_s != self._alarm_s:
@@ -489,10 +483,10 @@ class Throttled(TransportWrapper):
     def _forget(self, batch: _LinkBatch) -> None:
         del self.batches[batch.ticket]
         batch.is_dropped = True
-        if batch.on is not None and not batch.is_due:
-            batch.on.link.drop(batch, self.clock.now_s())
-            if batch.on.due_s < math.inf:
-                self._schedule(batch.on)
+        if batch.link is not None and not batch.is_due:
+            batch.link.drop(batch, self.clock.now_s())
+            if batch.link.scheduled_s < math.inf:
+                self._schedule(batch.link)
                 self._set_alarm()
 
 

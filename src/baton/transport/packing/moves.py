@@ -1,17 +1,17 @@
 """Spans as rows of one length, and the torch operation that moves such rows from one buffer to another.
 
-Theory. Spans of one step nearly always have one length, so they are a matrix of rows that lies at one set of
-offsets in the source and at another in the target. Two patterns are worth telling apart:
+Theory. The spans of a step nearly always have one length, so they are a matrix of rows at one set of offsets
+in the source and another in the target. Two patterns are distinguished:
 
-- nested: offsets are an outer sum of a few arithmetic sequences at both ends at once (layers x pages x
+- nested: at both ends the offsets are an outer sum of the same few arithmetic sequences (layers x pages x
   tokens with pages in order); the whole step is then one strided copy;
-- anything else (pages as the allocator gave them out): one end, mostly staging, is still a plain sequence
+- any other (pages in the order of the allocator): one end, mostly staging, is still an arithmetic sequence
   once the rows are sorted by it, and the other end is picked by an index.
 
-Lengths differ where neighbouring pages happened to be joined or where the last page is not full; then rows
-are cut to a common divisor, unless that is so small that an index of it would cost more than it saves.
+Lengths differ if neighbouring pages happened to be joined or the last page is not full. Rows are then cut to
+a common divisor, unless that is so small that its index would cost more than it saves.
 
-A kernel of our own would be one more `Move` here, chosen in `make_move` by device and pattern.
+A kernel of our own would be another `Move` here, chosen in `make_move` by device and pattern.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of `source_bytes` that become `target_bytes`, where they lie, and the span that each is of."""
+    """Rows of `source_bytes` that become `target_bytes`: their offsets at both ends, and their spans."""
 
     source: Ints
     target: Ints
@@ -61,28 +61,28 @@ class Level:
 
 def equal_rows(spans: Spans, items: tuple[int, int] = (1, 1)) -> list[Rows]:
     """The spans as few sets of rows, each of one length; `items` are the element sizes at either end."""
-    which = np.arange(len(spans), dtype=np.int64)
-    # Nearly always so, and much cheaper to see than to sort out.
+    chosen = np.arange(len(spans), dtype=np.int64)
+    # Nearly always the case, and much cheaper to check than to sort by length.
     if len(spans) and spans.length[0] and (spans.length == spans.length[0]).all():
-        return [_cut(spans, which, int(spans.length[0]), items)]
-    which = np.flatnonzero(spans.length)
-    lengths = np.unique(spans.length[which])
+        return [_cut(spans, chosen, int(spans.length[0]), items)]
+    chosen = np.flatnonzero(spans.length)
+    lengths = np.unique(spans.length[chosen])
     if len(lengths) > 1:
         unit = int(np.gcd.reduce(lengths))
         num_rows = spans.num_bytes // unit
         is_fine = unit >= CUT_BYTES_MIN and num_rows <= max(CUT_ROWS_MAX, 4 * len(spans))
         if is_fine or len(lengths) > LENGTHS_MAX:
-            return [_cut(spans, which, unit, items)]
-    return [_cut(spans, which[spans.length[which] == length], int(length), items) for length in lengths]
+            return [_cut(spans, chosen, unit, items)]
+    return [_cut(spans, chosen[spans.length[chosen] == length], int(length), items) for length in lengths]
 
 
-def _cut(spans: Spans, which: Ints, source_bytes: int, items: tuple[int, int]) -> Rows:
-    """Rows of `source_bytes` from the spans that `which` names, in their order."""
+def _cut(spans: Spans, chosen: Ints, source_bytes: int, items: tuple[int, int]) -> Rows:
+    """Rows of `source_bytes` from the spans that `chosen` names, in their order."""
     target_bytes = source_bytes // items[0] * items[1]
-    counts = spans.length[which] // source_bytes
+    counts = spans.length[chosen] // source_bytes
     if (counts == 1).all():
-        return Rows(spans.source[which], spans.target[which], source_bytes, target_bytes, which)
-    span = np.repeat(which, counts)
+        return Rows(spans.source[chosen], spans.target[chosen], source_bytes, target_bytes, chosen)
+    span = np.repeat(chosen, counts)
     nth = np.arange(len(span), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
     source = spans.source[span] + nth * source_bytes
     target = spans.target[span] + nth * target_bytes
@@ -138,13 +138,13 @@ def common_step(offsets: Ints) -> int:
 def alignment(*offsets: Ints | int) -> int:
     """The largest power of two, at most ALIGNMENT_MAX, that divides every offset."""
     bits = ALIGNMENT_MAX
-    for found in offsets:
-        bits |= found if isinstance(found, int) else int(np.bitwise_or.reduce(found, initial=0))
+    for values in offsets:
+        bits |= values if isinstance(values, int) else int(np.bitwise_or.reduce(values, initial=0))
     return bits & -bits
 
 
 class Uploads:
-    """Index arrays on their way to a device, copied from pinned memory behind the stream that asked."""
+    """Index arrays uploaded to a device from pinned memory, on the stream that was current at the start."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -157,21 +157,21 @@ class Uploads:
         host = torch.from_numpy(np.ascontiguousarray(values))
         if self._stream is None:
             return host
-        found = host.pin_memory().to(self.device, non_blocking=True)
-        self._sent.append(found)
+        uploaded = host.pin_memory().to(self.device, non_blocking=True)
+        self._sent.append(uploaded)
         self._done = self._stream.record_event()
-        return found
+        return uploaded
 
     def order(self) -> None:
-        """Puts the current stream behind the uploads, and keeps their memory until it is through."""
+        """Makes the current stream wait for the uploads, and keeps their memory until it has used them."""
         if self._stream is None or self._done is None:
             return
         current = torch.cuda.current_stream(self.device)
         if current == self._stream:
             return
         current.wait_event(self._done)
-        for found in self._sent:
-            found.record_stream(current)
+        for uploaded in self._sent:
+            uploaded.record_stream(current)
 
 
 class Move(Protocol):
@@ -206,7 +206,6 @@ class Nested:
     width: int
 
     def run(self, source: Tensor, target: Tensor) -> None:
-        """Copies every row on the current stream."""
         source, target = widened(self.width, source, target)
         num_elements = self.row_bytes // source.element_size()
         read, written = nested_views(source, target, self.starts, self.levels, num_elements)
@@ -224,7 +223,6 @@ class Gather:
     width: int
 
     def run(self, source: Tensor, target: Tensor) -> None:
-        """Copies every row on the current stream."""
         source, target = widened(self.width, source, target)
         rows = self.target.view(target, self.row_bytes)
         torch.index_select(self.source.view(source, self.row_bytes), 0, self.picked, out=rows)
@@ -241,7 +239,6 @@ class Scatter:
     width: int
 
     def run(self, source: Tensor, target: Tensor) -> None:
-        """Copies every row on the current stream."""
         source, target = widened(self.width, source, target)
         rows = self.source.view(source, self.row_bytes)
         self.target.view(target, self.row_bytes).index_copy_(0, self.picked, rows)
@@ -256,7 +253,6 @@ class Both:
     num_bytes: int
 
     def run(self, source: Tensor, target: Tensor) -> None:
-        """Copies every row on the current stream."""
         between = torch.empty(self.num_bytes, dtype=torch.uint8, device=source.device)
         self.gather.run(source, between)
         self.scatter.run(between, target)
@@ -285,7 +281,7 @@ def make_move(source: Ints, target: Ints, row_bytes: int, uploads: Uploads) -> M
 
 
 def _picked(offsets: Ints, uploads: Uploads) -> tuple[Line, Tensor]:
-    """The coarsest line that passes through all offsets, and which of its rows they are."""
+    """The coarsest line that passes through all offsets, and the indexes of their rows on it."""
     start = int(offsets.min())
     places = offsets - start
     step = int(np.gcd.reduce(places)) or ALIGNMENT_MAX

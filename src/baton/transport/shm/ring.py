@@ -141,8 +141,8 @@ def receive_packet(sock: socket.socket) -> RingPacket | None:
     if not raw:
         return None
     try:
-        kind, is_silent, *numbers = _PACKET.unpack(raw)
-        return RingPacket(PacketKind(kind), *numbers, is_silent=bool(is_silent))
+        kind, is_silent, batch, region, slot, num_spans, batch_bytes, tag = _PACKET.unpack(raw)
+        return RingPacket(PacketKind(kind), batch, region, slot, num_spans, batch_bytes, tag, bool(is_silent))
     except (struct.error, ValueError) as cause:
         raise RemoteProtocolError(f"not a packet of a ring: {raw!r} ({cause})") from None
 

@@ -79,9 +79,7 @@ class MessageKind(IntEnum):
     REFUSED = 3  # target: text
     LANDED = 4  # source: tag, number of bytes
     LEFT = 5  # source: it has unmapped everything
-    STAGED = (
-        6  # target: number and size of the ring's slots, the region's size; first time, the ring's socket
-    )
+    STAGED = 6  # target: number and size of the ring's slots, the region's size; at first the ring's socket
 
 
 @dataclass(frozen=True, slots=True)
