@@ -129,7 +129,7 @@ def hundred_thousand_spans(world: World) -> None:
 
 @check(Variant("AnnouncesEarly"))
 def million_small_writes_are_there_when_announced(world: World) -> None:
-    """10^6 writes of 8 bytes: each batch is looked at in the moment in which the target hears of it."""
+    """10^6 writes of 8 bytes: each batch is checked as soon as the target gets its Landed event."""
     num_slots, batch_slots = 1_000_000, 1000
     slots = np.random.default_rng(5).permutation(num_slots)
     link = world.link(world.target(), num_slots * 8)

@@ -156,16 +156,16 @@ class World:
 
 def completions(end: End, tickets: list[Ticket], timeout_s: float = 120.0) -> dict[Ticket, Completion]:
     """How these tickets ended, each once; fails when one does not end in time."""
-    found: dict[Ticket, Completion] = {}
-    while len(found) < len(tickets):
+    ended: dict[Ticket, Completion] = {}
+    while len(ended) < len(tickets):
         events = end.events(1, timeout_s)
-        assert events, f"{len(tickets) - len(found)} of {len(tickets)} tickets did not end in {timeout_s} s"
+        assert events, f"{len(tickets) - len(ended)} of {len(tickets)} tickets did not end in {timeout_s} s"
         for event in events:
             if isinstance(event, Done | FailedQuiet | FailedUnknown):
-                assert event.ticket not in found, f"{event.ticket} ended twice"
+                assert event.ticket not in ended, f"{event.ticket} ended twice"
                 assert event.ticket in tickets, f"{event.ticket} is not ours"
-                found[event.ticket] = event
-    return found
+                ended[event.ticket] = event
+    return ended
 
 
 def expect_done(end: End, tickets: list[Ticket], timeout_s: float = 120.0) -> None:
@@ -187,7 +187,7 @@ def spans_of(source: Any, target: Any, length: Any) -> Spans:
 
 
 def apply(spans: Spans, source: np.ndarray, target: np.ndarray) -> None:
-    """What a batch means, one span after the other."""
+    """Copies a batch the plain way, span by span."""
     triples = zip(spans.source.tolist(), spans.target.tolist(), spans.length.tolist(), strict=True)
     for read, write, length in triples:
         target[write : write + length] = source[read : read + length]
