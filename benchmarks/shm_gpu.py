@@ -29,7 +29,7 @@ import torch
 from baton.bench.record import commit, machine
 from baton.plan.steps import Spans
 from baton.transport import Batch, Done, Landed, Ranges, open_transport, wait_for_events
-from baton.transport.parts.cuda_fences import CudaFence
+from baton.transport.fences import CudaFence
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 REGION_BYTES = GIB

@@ -19,7 +19,7 @@ say_skipped() { # name, cause, remedy
 
 # Whether the transport finds its library, the way the transport itself looks for it.
 is_there() { # module
-    "$python" -c 'import sys; from baton.transport.parts.foreign.native import import_native as find
+    "$python" -c 'import sys; from baton.transport.library.base import import_native as find
 find((sys.argv[1],))' "$1" >"$work/found" 2>&1
 }
 

@@ -29,6 +29,7 @@ from tests.session.handover_world import (
     without_leaks,
     worlds,
 )
+from tests.transport.faulty import Faults, Faulty, FaultyConfig
 
 from baton.errors import LayoutError
 from baton.plan import plan
@@ -38,8 +39,6 @@ from baton.session.link_sockets import SocketConfig
 from baton.session.registry import RegistryClient, RegistryError
 from baton.session.requests import Digest, prompt_digest
 from baton.transport import Batch, Done, Event, HostFence, Region, Ticket, Transport
-from baton.transport.wrappers import wrap
-from baton.transport.wrappers.faulty import Faults, Faulty, FaultyConfig
 
 TOLD_S_MAX = 5.0
 """Far less than the silence after which a peer counts as lost: somebody said something."""
@@ -450,7 +449,7 @@ class Sabotage:
     def __call__(self, rank: int, transport: Transport) -> Transport:
         if rank != self.rank:
             return transport
-        found = wrap("faulty", transport, **self.faults)
+        found = Faulty(transport, FaultyConfig(**self.faults))
         assert isinstance(found, Faulty)
         self.made.append(found)
         return found

@@ -1,24 +1,23 @@
-"""Wrappers that break their promise, one promise each: what the tests of the wrappers have to catch."""
+"""Wrappers that break one promise each, which the tests of the wrappers have to catch."""
 
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 
 import numpy as np
-from tests.transport.lies import Liar
+from tests.transport.broken import BrokenTransport
+from tests.transport.faulty import Faulty
 
 from baton.transport import Done, Event, FailedQuiet, FailedUnknown
-from baton.transport.wrappers.faulty import Faulty
-from baton.transport.wrappers.throttled import Throttled, ThrottledConfig
+from baton.transport.throttled import Throttled, ThrottledConfig
 
 
 class ReportsEarly(Throttled):
     """Lets Done through as it comes."""
 
-    def hear(self, event: Event) -> None:
-        self.mailbox.put(event)
+    def on_event(self, event: Event) -> None:
+        self.events.put(event)
 
 
 class ReportsUnarrived(Throttled):
@@ -27,21 +26,21 @@ class ReportsUnarrived(Throttled):
     def submit(self, *how):
         ticket = super().submit(*how)
         with self.lock:
-            self.loads[ticket].has_arrived = True
-            self._deliver_from(self.loads[ticket].road, self.time.now_s())
+            self.batches[ticket].has_arrived = True
+            self._deliver_from(self.batches[ticket].link, self.clock.now_s())
             self._set_alarm()
         return ticket
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         return
 
 
 class HasNoQueue(Throttled):
     """Gives every batch a link of its own."""
 
-    def _road(self, peer):
-        self.roads.clear()
-        return super()._road(peer)
+    def _enter_link(self, batch, ready_s):
+        self.links.clear()
+        return super()._enter_link(batch, ready_s)
 
 
 class ForgetsLatency(Throttled):
@@ -57,9 +56,9 @@ class CountsFromSubmission(Throttled):
     def submit(self, peer, batch, fence, deadline_s=5.0):
         ticket = super().submit(peer, batch, fence, deadline_s)
         with self.lock:
-            load = self.loads[ticket]
-            if load.road is None:
-                self._enter(load, self.time.now_s())
+            batch = self.batches[ticket]
+            if batch.link is None:
+                self._enter_link(batch, self.clock.now_s())
         return ticket
 
 
@@ -68,16 +67,6 @@ class IsSlow(Throttled):
 
     def __init__(self, inner, config, clock=None):
         super().__init__(inner, ThrottledConfig(config.bytes_per_s * 0.9, config.latency_s), clock)
-
-
-class TellsLate(Throttled):
-    """Says when a batch was done, and lets its caller wait for that word."""
-
-    def poll(self):
-        found = super().poll()
-        if found:
-            time.sleep(0.015)
-        return found
 
 
 class KeepsCancelled(Throttled):
@@ -98,36 +87,36 @@ class ForgetsItsSeed(Faulty):
 class WritesAfterError(Faulty):
     """Says FailedQuiet, and writes later."""
 
-    def _refuse(self, flight, cause):
+    def _refuse(self, batch, cause):
         with self.lock:
-            self._end(flight, FailedQuiet(flight.ticket, cause))
-        self.time.call_at(self.time.now_s() + 0.01, flight.gate.set)
+            self._end(batch, FailedQuiet(batch.ticket, cause))
+        self.timer.call_at(self.clock.now_s() + 0.01, batch.gate.set)
 
 
 class CallsUnknownQuiet(Faulty):
     """Has no word for what may still arrive."""
 
-    def _end(self, flight, completion):
+    def _end(self, batch, completion):
         match completion:
             case FailedUnknown(ticket, cause):
                 completion = FailedQuiet(ticket, cause)
-        super()._end(flight, completion)
+        super()._end(batch, completion)
 
 
 class EndsTwice(Faulty):
     """Reports a failure a second time."""
 
-    def _end(self, flight, completion):
-        super()._end(flight, completion)
+    def _end(self, batch, completion):
+        super()._end(batch, completion)
         if not isinstance(completion, Done):
-            self.mailbox.put(completion)
+            self.events.put(completion)
 
 
 class SaysDone(Faulty):
     """Calls a partial batch done."""
 
-    def _end_unknown(self, flight, cause):
-        self._end(flight, Done(flight.ticket))
+    def _end_unknown(self, batch, cause):
+        self._end(batch, Done(batch.ticket))
 
 
 class WritesAfterRevoke(Faulty):
@@ -135,19 +124,19 @@ class WritesAfterRevoke(Faulty):
 
     memory: np.ndarray
 
-    def _strike(self, flight):
-        super()._strike(flight)
-        self.time.call_at(self.time.now_s() + self.config.late_s, lambda: self.memory.fill(7))
+    def _strike(self, batch):
+        super()._strike(batch)
+        self.timer.call_at(self.clock.now_s() + self.config.late_s, lambda: self.memory.fill(7))
 
 
 class HangsForGood(Faulty):
     """Has no deadline."""
 
-    def _end_hang(self, flight):
+    def _end_hang(self, batch):
         return
 
 
-class Retags(Liar):
+class Retags(BrokenTransport):
     """Sends everything under one tag."""
 
     def submit(self, peer, batch, fence, deadline_s=5.0):

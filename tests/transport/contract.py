@@ -1,4 +1,4 @@
-"""The shape of the contract suite: a check, the lies it has to catch, and the world it runs in."""
+"""The parts of the contract suite: a check, the broken variants it has to catch, and the world it runs in."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from baton.transport import (
 
 
 @dataclass(frozen=True, slots=True)
-class Lie:
-    """A lie at one side, told through a subject on which the check must notice it."""
+class Variant:
+    """A broken variant (of broken.py) at one side of a subject, which the check must catch."""
 
     name: str
     side: str = "source"
@@ -44,20 +44,20 @@ class Check:
 
     name: str
     run: Callable[[World], None]
-    lies: tuple[Lie, ...]
+    variants: tuple[Variant, ...]
 
 
 CHECKS: dict[str, Check] = {}
 
 
-def check(*lies: Lie) -> Callable[[Callable[[World], None]], Callable[[World], None]]:
-    """Adds a function to the suite, with the lies that it catches."""
+def check(*variants: Variant) -> Callable[[Callable[[World], None]], Callable[[World], None]]:
+    """Adds a function to the suite, with the broken variants that it catches."""
 
     def add(run: Callable[[World], None]) -> Callable[[World], None]:
         name = run.__name__
-        assert lies, f"{name} needs a lie that it catches"
+        assert variants, f"{name} needs a broken variant that it catches"
         assert inspect.getdoc(run), f"{name} needs a sentence"
-        CHECKS[name] = Check(name, run, lies)
+        CHECKS[name] = Check(name, run, variants)
         return run
 
     return add
@@ -83,12 +83,14 @@ class Link:
 class World:
     """A source in this process, and targets and writers in as many others as a check asks for."""
 
-    def __init__(self, subject: str, source_lie: str | None = None, target_lie: str | None = None) -> None:
+    def __init__(
+        self, subject: str, source_variant: str | None = None, target_variant: str | None = None
+    ) -> None:
         self.subject = subject
-        self.target_lie = target_lie
+        self.target_variant = target_variant
         self.stack = ExitStack()
         try:
-            self.source = open_end(subject, source_lie)
+            self.source = open_end(subject, source_variant)
         except ConfigError as cause:
             pytest.skip(f"{subject} cannot run here: {cause}")
         self.stack.callback(self.source.close)
@@ -110,12 +112,12 @@ class World:
 
     def target(self, **options: Any) -> Handle:
         """A target, in a process of its own where the transport reaches that far."""
-        return self._end(self.target_lie, options)
+        return self._end(self.target_variant, options)
 
     def restartable_target(self) -> RemoteEnd:
-        """A target that a later one of the same kind takes the addresses of."""
+        """A target whose addresses a later one gets."""
         self.needs_processes()
-        end = self._end(self.target_lie, self.options)
+        end = self._end(self.target_variant, self.options)
         assert isinstance(end, RemoteEnd)
         return end
 
@@ -137,8 +139,8 @@ class World:
         if self.is_one_process:
             pytest.skip(f"{self.subject} lives in one process: there is nobody to kill or stop")
 
-    def _end(self, lie: str | None, options: dict[str, Any]) -> Handle:
-        end = (LocalEnd if self.is_one_process else RemoteEnd)(self.subject, lie, options)
+    def _end(self, variant: str | None, options: dict[str, Any]) -> Handle:
+        end = (LocalEnd if self.is_one_process else RemoteEnd)(self.subject, variant, options)
         self.stack.callback(end.end)
         return end
 
@@ -154,16 +156,16 @@ class World:
 
 def completions(end: End, tickets: list[Ticket], timeout_s: float = 120.0) -> dict[Ticket, Completion]:
     """How these tickets ended, each once; fails when one does not end in time."""
-    found: dict[Ticket, Completion] = {}
-    while len(found) < len(tickets):
+    ended: dict[Ticket, Completion] = {}
+    while len(ended) < len(tickets):
         events = end.events(1, timeout_s)
-        assert events, f"{len(tickets) - len(found)} of {len(tickets)} tickets did not end in {timeout_s} s"
+        assert events, f"{len(tickets) - len(ended)} of {len(tickets)} tickets did not end in {timeout_s} s"
         for event in events:
             if isinstance(event, Done | FailedQuiet | FailedUnknown):
-                assert event.ticket not in found, f"{event.ticket} ended twice"
+                assert event.ticket not in ended, f"{event.ticket} ended twice"
                 assert event.ticket in tickets, f"{event.ticket} is not ours"
-                found[event.ticket] = event
-    return found
+                ended[event.ticket] = event
+    return ended
 
 
 def expect_done(end: End, tickets: list[Ticket], timeout_s: float = 120.0) -> None:
@@ -185,7 +187,7 @@ def spans_of(source: Any, target: Any, length: Any) -> Spans:
 
 
 def apply(spans: Spans, source: np.ndarray, target: np.ndarray) -> None:
-    """What a batch means, one span after the other."""
+    """Copies a batch the plain way, span by span."""
     triples = zip(spans.source.tolist(), spans.target.tolist(), spans.length.tolist(), strict=True)
     for read, write, length in triples:
         target[write : write + length] = source[read : read + length]

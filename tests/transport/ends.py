@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from tests.transport import lies
-from tests.transport.nursery import nursery
+from tests.transport.broken import BROKEN
+from tests.transport.fork_server import fork_server
 from tests.transport.subjects import SUBJECTS
 
 from baton.plan.steps import Spans
@@ -36,7 +36,7 @@ from baton.transport import (
     Ranges,
     Region,
     RemoteRegion,
-    Stillness,
+    RevokeResult,
     Ticket,
     Transport,
     wait_for_events,
@@ -89,10 +89,10 @@ class End:
         region = self.regions[number]
         return self.transport.grant(peer, region, ranges or Ranges.whole(region))
 
-    def ungrant(self, peer: Peer, grant: int) -> Stillness:
+    def ungrant(self, peer: Peer, grant: int) -> RevokeResult:
         return self.transport.ungrant(peer, grant)
 
-    def revoke(self, peer: Peer) -> Stillness:
+    def revoke(self, peer: Peer) -> RevokeResult:
         return self.transport.revoke(peer)
 
     def is_unchecked(self, peer: Peer, number: int) -> bool:
@@ -120,8 +120,8 @@ class End:
         limit = time.monotonic() + timeout_s
         while len(self.waiting) < count and time.monotonic() < limit:
             self.waiting += wait_for_events(self.transport, limit - time.monotonic())
-        found, self.waiting = self.waiting[:count], self.waiting[count:]
-        return found
+        events, self.waiting = self.waiting[:count], self.waiting[count:]
+        return events
 
     def check_landed(self, number: int, slots: np.ndarray, batch_slots: int, timeout_s: float) -> list[str]:
         """At each Landed with tag k: whether the k-th run of 8-byte slots holds what it should, at once."""
@@ -171,8 +171,8 @@ class LocalEnd:
 
     pid = None
 
-    def __init__(self, subject: str, lie: str | None, options: dict[str, Any]) -> None:
-        self.inner = open_end(subject, lie, options)
+    def __init__(self, subject: str, variant: str | None, options: dict[str, Any]) -> None:
+        self.inner = open_end(subject, variant, options)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.inner, method)(*args, **kwargs)
@@ -188,10 +188,10 @@ class LocalEnd:
 class RemoteEnd:
     """An End in a child process."""
 
-    def __init__(self, subject: str, lie: str | None, options: dict[str, Any]) -> None:
+    def __init__(self, subject: str, variant: str | None, options: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self.child = nursery().start(theirs, subject, lie, options)
+            self.child = fork_server().start(theirs, subject, variant, options)
         self.pid = self.child.pid
         self.pipe = Connection(ours.detach())
         self.call("usage")
@@ -226,9 +226,9 @@ class RemoteEnd:
         self.child.close()
 
 
-def open_end(subject: str, lie: str | None, options: dict[str, Any] | None = None) -> End:
+def open_end(subject: str, variant: str | None, options: dict[str, Any] | None = None) -> End:
     transport = SUBJECTS[subject](**(options or {}))
-    return End(lies.LIES[lie](transport) if lie else transport)
+    return End(BROKEN[variant](transport) if variant else transport)
 
 
 def serve(pipe: Connection, end: End) -> None:

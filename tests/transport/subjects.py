@@ -1,34 +1,49 @@
-"""What the contract is run on: every transport in the package, and every wrapper around one of them."""
+"""What the contract is run on: every transport in the package, and wrappers around some of them."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tests.transport.staged import open_staged
+from tests.transport.faulty import Faulty, FaultyConfig
 
-from baton.transport import Transport, open_transport, transport_names
-from baton.transport.wrappers import wrap
+from baton.transport import Batch, Transport, open_transport, transport_names
+from baton.transport.shm import ShmConfig, ShmTransport
+from baton.transport.throttled import throttle
+
+
+class StagedShm(ShmTransport):
+    """shm with every batch through the ring, in small slots, from host memory to host memory."""
+
+    def __init__(self, config: ShmConfig) -> None:
+        super().__init__(config)
+        self.staging = replace(self.staging, is_needed=lambda batch: True)
+
+    def can_stream_wait(self, batch: Batch) -> bool:
+        return True
+
+
+def open_staged(**options: Any) -> Transport:
+    return StagedShm(ShmConfig(**{"slot_bytes": 1 << 20, "num_slots": 4, **options}))
+
+
+def open_throttled(name: str, **options: Any) -> Transport:
+    return throttle(open_transport(name, **options), bytes_per_s=10e9, latency_s=20e-6)
+
+
+def open_faulty(name: str, **options: Any) -> Transport:
+    """The wrapper without faults."""
+    return Faulty(open_transport(name, **options), FaultyConfig())
+
 
 SUBJECTS: dict[str, Callable[..., Transport]] = {
-    name: partial(open_transport, name) for name in transport_names()
-}
-SUBJECTS["shm-staged"] = open_staged
-
-WRAPPED: dict[str, dict[str, Any]] = {"throttled": {"bytes_per_s": 10e9, "latency_s": 20e-6}, "faulty": {}}
-
-
-def open_wrapped(wrapper: str, name: str, **options: Any) -> Transport:
-    """A wrapper that changes nothing but time, around a transport."""
-    return wrap(wrapper, open_transport(name, **options), **WRAPPED[wrapper])
-
-
-SUBJECTS |= {
-    f"{wrapper}-{name}": partial(open_wrapped, wrapper, name)
-    for wrapper in WRAPPED
-    for name in ("memory", "shm", "tcp")
+    **{name: partial(open_transport, name) for name in transport_names()},
+    "shm-staged": open_staged,
+    **{f"throttled-{name}": partial(open_throttled, name) for name in ("memory", "shm", "tcp")},
+    **{f"faulty-{name}": partial(open_faulty, name) for name in ("memory", "shm", "tcp")},
 }
 
 
@@ -36,5 +51,5 @@ def restart_options(subject: str) -> dict[str, Any]:
     """Options under which a second target gets the addresses of the first."""
     if not any(name in subject for name in ("tcp", "mooncake", "nixl")):
         return {}
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return {"port": found.getsockname()[1]}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return {"port": server.getsockname()[1]}

@@ -1,36 +1,37 @@
-"""Every check on every transport and wrapper, and every check on the lies that it has to catch."""
+"""Every check on every transport and wrapper, and every check on the broken variants that it has to catch."""
 
 import pytest
-from tests.transport import checks_content, checks_cost, checks_failure, checks_lifecycle
-from tests.transport.contract import CHECKS, Check, Lie, World
-from tests.transport.lies import LIES
+from tests.transport import checks  # noqa: F401  # fills CHECKS
+from tests.transport.broken import BROKEN
+from tests.transport.contract import CHECKS, Check, Variant, World
 from tests.transport.subjects import SUBJECTS
 
-SUITES = (checks_content, checks_lifecycle, checks_failure, checks_cost)
-
-# Ours by themselves in `make test`; through libraries of others, and through wrappers, in `make contract`.
+# Our own transports run in `make test`; other libraries, and the other wrappers, in `make contract`.
 OURS = ("memory", "shm", "shm-staged", "tcp", "throttled-memory", "faulty-memory")
-ASKED = [name if name in OURS else pytest.param(name, marks=pytest.mark.contract) for name in SUBJECTS]
-LYING = [(check, lie) for check in CHECKS.values() for lie in check.lies]
+PARAMETERS = [name if name in OURS else pytest.param(name, marks=pytest.mark.contract) for name in SUBJECTS]
+VARIANTS = [(check, variant) for check in CHECKS.values() for variant in check.variants]
 
 
-@pytest.mark.parametrize("subject", ASKED)
+@pytest.mark.parametrize("subject", PARAMETERS)
 @pytest.mark.parametrize("check", CHECKS.values(), ids=lambda check: check.name)
 def test_contract(check: Check, subject: str):
     with World(subject) as world:
         check.run(world)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("check", "lie"), LYING, ids=[f"{check.name}-{lie.name}-{lie.subject}" for check, lie in LYING]
+    ("check", "variant"),
+    VARIANTS,
+    ids=[f"{check.name}-{variant.name}-{variant.subject}" for check, variant in VARIANTS],
 )
-def test_check_catches_lie(check: Check, lie: Lie):
-    if lie.subject not in SUBJECTS:
-        pytest.skip(f"no {lie.subject} here")
-    lies = {f"{lie.side}_lie": lie.name}
-    with pytest.raises((AssertionError, pytest.fail.Exception)), World(lie.subject, **lies) as world:
+def test_check_catches_variant(check: Check, variant: Variant):
+    if variant.subject not in SUBJECTS:
+        pytest.skip(f"no {variant.subject} here")
+    sides = {f"{variant.side}_variant": variant.name}
+    with pytest.raises((AssertionError, pytest.fail.Exception)), World(variant.subject, **sides) as world:
         check.run(world)
 
 
-def test_every_lie_is_told():
-    assert set(LIES) == {lie.name for check in CHECKS.values() for lie in check.lies}
+def test_every_variant_has_a_check():
+    assert set(BROKEN) == {variant.name for check in CHECKS.values() for variant in check.variants}

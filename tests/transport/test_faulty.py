@@ -1,4 +1,4 @@
-"""What faulty adds to the contract: faults that a seed repeats, and of which every word is true."""
+"""The faulty wrapper: faults that a seed repeats, and completions that are true."""
 
 import itertools
 import time
@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.transport import broken_wrappers as broken
+from tests.transport.clocks import VirtualClock
 from tests.transport.contract import Link, one_span, random_spans, spans_of
 from tests.transport.ends import End, LocalEnd
+from tests.transport.faulty import HIDDEN_TAG, Fault, Faults, Faulty, FaultyConfig, take_head
 
-from baton.errors import TransportError
+from baton.errors import ConfigError, TransportError
 from baton.transport import (
     Done,
     Event,
@@ -28,9 +30,6 @@ from baton.transport import (
     open_transport,
     wait_for_events,
 )
-from baton.transport.wrappers import wrap
-from baton.transport.wrappers.faulty import HIDDEN_TAG, Fault, FaultyConfig, faulty, take_head
-from baton.transport.wrappers.timing import VirtualTime
 
 KIB, MIB = 1 << 10, 1 << 20
 NOTHING_S = 0.05
@@ -46,9 +45,9 @@ class Bench:
     """A faulty source, a plain target of the same process, and a clock that stands."""
 
     stack: ExitStack
-    make: Make = faulty
+    make: Make = Faulty
     inner: str = "memory"
-    clock: VirtualTime | None = field(default_factory=VirtualTime)
+    clock: VirtualClock | None = field(default_factory=VirtualClock)
 
     def link(self, num_bytes: int = MIB, **options: float) -> Link:
         transport = self.make(open_transport(self.inner), FaultyConfig(**options), self.clock)
@@ -237,7 +236,7 @@ def check_late(make: Make, stack: ExitStack) -> None:
 
 def test_parts_are_not_announced_by_a_faulty_target(bench: Bench):
     link = bench.only(Fault.PARTIAL)
-    target = link.target.inner.transport = wrap("faulty", link.target.inner.transport)
+    target = link.target.inner.transport = Faulty(link.target.inner.transport, FaultyConfig())
     bench.stack.callback(target.close)
     link.send(link.source.load(MIB, 1), one_span(MIB))
     assert isinstance(one_event(link), FailedUnknown)
@@ -329,9 +328,10 @@ def test_misuse_is_raised_at_once(fault: Fault, bench: Bench):
 
 @pytest.mark.parametrize("check", [check_repeats, check_error, check_hang, check_late, check_revoke])
 def test_fault(check: Callable[..., None], stack: ExitStack):
-    check(faulty, stack)
+    check(Faulty, stack)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("check", "make"),
     [
@@ -390,9 +390,29 @@ def test_words_hold(inner: str, seed: int, stack: ExitStack):
     check_words(Bench(stack, inner=inner, clock=None), seed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "make", [broken.CallsUnknownQuiet, broken.EndsTwice, broken.SaysDone, broken.WritesAfterError]
 )
 def test_words_that_do_not_hold_are_caught(make: Make, stack: ExitStack):
     with pytest.raises(AssertionError):
         check_words(Bench(stack, make, clock=None), 0)
+
+
+def test_probabilities_are_checked():
+    for wrong in ({"error_probability": 1.1}, {"hang_probability": -0.1}, {"late_s": -1.0}):
+        with pytest.raises(ConfigError):
+            FaultyConfig(**wrong)
+    with pytest.raises(ConfigError, match=r"add up to at most 1; got 1\.200"):
+        FaultyConfig(error_probability=0.6, late_probability=0.6)
+
+
+def test_faults_are_as_frequent_as_configured():
+    faults = Faults(
+        FaultyConfig(seed=3, error_probability=0.1, late_probability=0.25, delay_probability=0.05)
+    )
+    drawn = [faults.draw() for _ in range(20_000)]
+    shares = {fault: sum(drawn_fault is fault for drawn_fault, _ in drawn) / len(drawn) for fault in Fault}
+    expected = {Fault.ERROR: 0.1, Fault.LATE: 0.25, Fault.DELAY: 0.05, Fault.NONE: 0.6}
+    assert shares == pytest.approx({fault: expected.get(fault, 0.0) for fault in Fault}, abs=0.01)
+    assert np.mean([strength for _, strength in drawn]) == pytest.approx(0.5, abs=0.01)

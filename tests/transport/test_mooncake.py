@@ -31,8 +31,8 @@ from baton.transport import (
     RemoteRegion,
     open_transport,
 )
-from baton.transport.mooncake import EngineInlet, EngineOutlet, Mooncake, MooncakeConfig, MooncakeTransport
-from baton.transport.parts.buffers import memory_of
+from baton.transport.common.regions import memory_of
+from baton.transport.mooncake import EngineReceiver, EngineSender, Mooncake, MooncakeConfig, MooncakeTransport
 
 ROOT = Path(__file__).parent.parent.parent
 MIB = 1 << 20
@@ -51,22 +51,22 @@ class Pair:
     """Two engines of this process, one written to by the other, without the transport."""
 
     def __init__(self, library: Mooncake, num_bytes: int) -> None:
-        self.inlet: EngineInlet = library.open_inlet("target")
-        self.outlet: EngineOutlet = library.open_outlet("source")
+        self.receiver: EngineReceiver = library.open_receiver("target")
+        self.sender: EngineSender = library.open_sender("source")
         self.source = np.full(num_bytes, 7, dtype=np.uint8)
         self.target = np.zeros(num_bytes, dtype=np.uint8)
-        self.access = self.inlet.expose(1, memory_of(self.target))
-        self.outlet.load(1, memory_of(self.source))
-        self.wait(self.outlet.aim(1, self.access))
+        self.access = self.receiver.expose(1, memory_of(self.target))
+        self.sender.register(1, memory_of(self.source))
+        self.wait(self.sender.open_region(1, self.access))
 
     def wait(self, token: object) -> None:
-        while not self.outlet.is_done(token):
+        while not self.sender.is_done(token):
             time.sleep(1e-3)
 
     def begin(self) -> object:
         """A write of everything in one piece, of which something has arrived when this returns."""
         length = len(self.source)
-        token = self.outlet.post(1, 1, one_span(length))
+        token = self.sender.post(1, 1, one_span(length))
         limit = time.monotonic() + 5.0
         while not self.target[0] and time.monotonic() < limit:
             time.sleep(1e-4)
@@ -75,8 +75,8 @@ class Pair:
         return token
 
     def close(self) -> None:
-        self.outlet.close()
-        self.inlet.close()
+        self.sender.close()
+        self.receiver.close()
 
 
 @pytest.fixture
@@ -94,10 +94,10 @@ def make_pair(library: Mooncake) -> Iterator[Callable[[int], Pair]]:
 
 def test_a_write_that_begins_after_unregistering_is_refused(make_pair: Callable[[int], Pair]):
     pair = make_pair(MIB)
-    pair.wait(pair.outlet.post(1, 1, one_span(1)))
-    pair.inlet.withdraw(1)
+    pair.wait(pair.sender.post(1, 1, one_span(1)))
+    pair.receiver.withdraw(1)
     with pytest.raises(TransportError):
-        pair.wait(pair.outlet.post(1, 1, one_span(MIB)))
+        pair.wait(pair.sender.post(1, 1, one_span(MIB)))
     assert not pair.target[1:].any()
 
 
@@ -105,7 +105,7 @@ def test_a_write_under_way_outlives_unregistering(make_pair: Callable[[int], Pai
     """Why revoking is more than unregistering."""
     pair = make_pair(256 * MIB)
     token = pair.begin()
-    pair.inlet.withdraw(1)
+    pair.receiver.withdraw(1)
     pair.wait(token)
     assert pair.target.all()
 
@@ -113,7 +113,7 @@ def test_a_write_under_way_outlives_unregistering(make_pair: Callable[[int], Pai
 def test_a_write_under_way_ends_with_the_targets_engine(make_pair: Callable[[int], Pair]):
     pair = make_pair(256 * MIB)
     token = pair.begin()
-    pair.inlet.close()
+    pair.receiver.close()
     before = pair.target.copy()
     with pytest.raises(TransportError):
         pair.wait(token)
@@ -125,7 +125,7 @@ def test_a_write_under_way_ends_with_the_targets_engine(make_pair: Callable[[int
 def test_a_write_under_way_ends_with_the_sources_engine(make_pair: Callable[[int], Pair]):
     pair = make_pair(256 * MIB)
     pair.begin()
-    pair.outlet.close()
+    pair.sender.close()
     pair.source[:] = 9
     time.sleep(0.2)
     assert not (pair.target == 9).any()
@@ -136,7 +136,7 @@ def test_engines_end_without_holding_the_interpreter_up(library: Mooncake):
     """The library's own way takes up to a second with the lock held, half a second on average."""
     started_s = time.monotonic()
     for _ in range(20):
-        library.open_inlet("target").close()
+        library.open_receiver("target").close()
     assert time.monotonic() - started_s < 5.0
 
 
@@ -160,14 +160,14 @@ def test_unregistered_memory_that_a_peer_knows_lives_until_the_peer_is_gone(libr
         peer = source.connect(invitation.description)
         ticket = source.send(peer, held, region, one_span(MIB))
         assert isinstance(completions(source, [ticket])[ticket], Done)
-        writer = target.transport.incoming[invitation.peer]
+        writer = target.transport.writers[invitation.peer]
         target.ungrant(invitation.peer, grant)
         target.forget(region.number)
-        assert writer.lent
+        assert writer.exposed
         ticket = source.send(peer, held, region, one_span(MIB))
         assert isinstance(completions(source, [ticket])[ticket], FailedUnknown)
         target.revoke(invitation.peer)
-        assert not writer.lent
+        assert not writer.exposed
 
 
 @contextmanager
@@ -298,16 +298,18 @@ def test_the_library_alone_writes_to_a_successor(library: Mooncake, start: Calla
     offsets = np.arange(256) * MIB
 
     def send(told: dict[str, Any]) -> Callable[[], None]:
-        outlet = library.open_outlet("source")
-        outlet.load(1, memory_of(source))
-        opening = outlet.aim(1, FIXED_ADDRESS.to_bytes(8, "little") + told["door"].encode())
-        while not outlet.is_done(opening):
+        sender = library.open_sender("source")
+        sender.register(1, memory_of(source))
+        first_transfer = sender.open_region(
+            1, FIXED_ADDRESS.to_bytes(8, "little") + told["endpoint"].encode()
+        )
+        while not sender.is_done(first_transfer):
             time.sleep(1e-3)
-        outlet.post(1, 1, spans_of(offsets, offsets, np.full(256, MIB)))
+        sender.post(1, 1, spans_of(offsets, offsets, np.full(256, MIB)))
 
         def finish() -> None:
             time.sleep(1.5)
-            outlet.close()
+            sender.close()
 
         return finish
 
@@ -376,31 +378,33 @@ def run_target() -> None:
     region = transport.register(buffer)
     invitation = transport.invite()
     transport.grant(invitation.peer, region, Ranges.whole(region))
-    writer = transport.incoming[invitation.peer]
+    writer = transport.writers[invitation.peer]
     before = listening_ports()
-    writer.inlet = transport.library.open_inlet("target")  # before anybody asks, so that its ports are known
-    writer.inlet.expose(region.number, memory_of(buffer))
-    door = writer.inlet.door.decode()
-    (data_port,) = listening_ports() - before - {int(door.rpartition(":")[2])}
+    writer.receiver = transport.library.open_receiver(
+        "target"
+    )  # before anybody asks, so that its ports are known
+    writer.receiver.expose(region.number, memory_of(buffer))
+    endpoint = writer.receiver.endpoint.decode()
+    (data_port,) = listening_ports() - before - {int(endpoint.rpartition(":")[2])}
     say(
         {
             "description": invitation.description.to_json(),
             "region": region.remote.to_json(),
             "data_port": data_port,
-            "door": door,
+            "endpoint": endpoint,
         }
     )
     sys.stdin.read()
 
 
-def open_on(library: Mooncake, port: int) -> EngineInlet:
+def open_on(library: Mooncake, port: int) -> EngineReceiver:
     """An engine for which the library happened to choose this port, if it matters."""
     while True:
         with suppress(TransportError):
-            inlet = library.open_inlet("successor")
+            receiver = library.open_receiver("successor")
             if not port or port in listening_ports():
-                return inlet
-            inlet.close()
+                return receiver
+            receiver.close()
 
 
 def run_successor(port: int) -> None:
@@ -409,8 +413,8 @@ def run_successor(port: int) -> None:
     buffer = fixed_buffer()
     buffer[:] = 0
     say("waiting")
-    inlet = open_on(library, port)
-    inlet.expose(1, memory_of(buffer))
+    receiver = open_on(library, port)
+    receiver.expose(1, memory_of(buffer))
     say("open")
     for _ in sys.stdin:
         say(int(np.count_nonzero(buffer)))

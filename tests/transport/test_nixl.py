@@ -20,9 +20,9 @@ from tests.transport.ends import End, RemoteEnd
 
 from baton.errors import ConfigError, TransportError
 from baton.transport import Done, Quiet, Unknown, open_transport
+from baton.transport.common.regions import memory_of
+from baton.transport.library import target as library_target
 from baton.transport.nixl import Nixl, NixlConfig, NixlTransport
-from baton.transport.parts.buffers import memory_of
-from baton.transport.parts.foreign import target as foreign_target
 
 ROOT = Path(__file__).parent.parent.parent
 MIB = 1 << 20
@@ -82,16 +82,16 @@ class Writing:
     """An agent of this process that writes one value after the other to a child's memory."""
 
     def __init__(self, ucx: str, child: Child) -> None:
-        self.outlet = Nixl(NixlConfig(ucx=ucx)).open_outlet("source")
+        self.sender = Nixl(NixlConfig(ucx=ucx)).open_sender("source")
         self.source = np.zeros(MIB, dtype=np.uint8)
-        self.outlet.load(1, memory_of(self.source))
-        self.outlet.aim(1, child.access)
+        self.sender.register(1, memory_of(self.source))
+        self.sender.open_region(1, child.access)
 
     def write(self, value: int) -> None:
         self.source[:] = value
-        token = self.outlet.post(1, 1, one_span(MIB))
+        token = self.sender.post(1, 1, one_span(MIB))
         limit = time.monotonic() + 5.0
-        while not self.outlet.is_done(token):
+        while not self.sender.is_done(token):
             assert time.monotonic() < limit
             time.sleep(1e-4)
 
@@ -110,11 +110,11 @@ def test_on_one_kernel_a_write_needs_neither_registration_nor_agent(start: Calla
     with suppress(TransportError):
         writing.write(3)
         assert child.ask("value") == 3
-    writing.outlet.close()
+    writing.sender.close()
 
 
 def test_over_tcp_a_write_needs_the_agent_and_no_registration(start: Callable[[str], Child]):
-    """Why withdrawing a region is no promise, and closing the inlet is one."""
+    """Why withdrawing a region is no promise, and closing the receiver is one."""
     child = start(TCP)
     writing = Writing(TCP, child)
     writing.write(1)
@@ -125,7 +125,7 @@ def test_over_tcp_a_write_needs_the_agent_and_no_registration(start: Callable[[s
     with pytest.raises(TransportError):
         writing.write(3)
     assert child.ask("value") == 2
-    writing.outlet.close()
+    writing.sender.close()
 
 
 class Linked:
@@ -168,7 +168,7 @@ def test_stopped_source_on_this_kernel_is_not_called_quiet():
 
 
 def test_source_on_another_kernel_is_quiet_without_its_agent(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(foreign_target, "is_this_kernel", lambda other: False)
+    monkeypatch.setattr(library_target, "is_this_kernel", lambda other: False)
     source = RemoteEnd("nixl", None, {})
     linked = Linked(source)
     source.signal(signal.SIGSTOP)
@@ -181,9 +181,9 @@ def test_memory_of_a_target_that_closed_on_a_stopped_source_is_never_given_back(
     source = RemoteEnd("nixl", None, {})
     linked = Linked(source)
     source.signal(signal.SIGSTOP)
-    num_before = len(foreign_target._at_large)
+    num_before = len(library_target._leaked)
     linked.target.close()
-    assert len(foreign_target._at_large) == num_before + 1
+    assert len(library_target._leaked) == num_before + 1
     source.end()
 
 
@@ -222,15 +222,15 @@ def test_it_says_what_it_cannot_do():
 
 def run(ucx: str) -> None:
     """The child: exposes a buffer, and does what it is told."""
-    inlet = Nixl(NixlConfig(ucx=ucx)).open_inlet("target")
+    receiver = Nixl(NixlConfig(ucx=ucx)).open_receiver("target")
     buffer = np.zeros(MIB, dtype=np.uint8)
-    print(json.dumps(inlet.expose(1, memory_of(buffer)).hex()), flush=True)
+    print(json.dumps(receiver.expose(1, memory_of(buffer)).hex()), flush=True)
     for line in sys.stdin:
         match line.strip():
             case "withdraw":
-                inlet.withdraw(1)
+                receiver.withdraw(1)
             case "close":
-                inlet.close()
+                receiver.close()
         values = np.unique(buffer).tolist()
         print(json.dumps(values[0] if len(values) == 1 else values), flush=True)
 

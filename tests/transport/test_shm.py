@@ -153,9 +153,9 @@ def test_a_batch_that_is_not_announced_lands_in_silence(name: str):
         ]
         ended: list[Event] = []
         while len(ended) < len(tickets):
-            ended += told(source)
+            ended += all_events(source)
         assert ended == [Done(ticket) for ticket in tickets]
-        landed = [event for event in told(target) if isinstance(event, Landed)]
+        landed = [event for event in all_events(target) if isinstance(event, Landed)]
         assert [(event.tag, event.num_bytes) for event in landed] == [(39, 32)]
         assert pool.tolist() == list(range(64))
     finally:
@@ -163,7 +163,7 @@ def test_a_batch_that_is_not_announced_lands_in_silence(name: str):
         target.close()
 
 
-def told(end: Transport) -> list[Event]:
-    """What an end has to tell; copies of one peer land in order, so the last word comes after the others."""
+def all_events(end: Transport) -> list[Event]:
+    """All events of an end; copies of one peer land in order, so its last event comes after the others."""
     assert select.select([end.fileno()], [], [], 10)[0], "nothing came"
     return end.poll()

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.transport.contract import World, apply, one_span, random_spans, spans_of
-from tests.transport.staged import StagedShm
+from tests.transport.subjects import StagedShm
 
 from baton.plan.steps import Spans
 from baton.transport import (
@@ -30,11 +30,11 @@ from baton.transport import (
     open_transport,
     wait_for_events,
 )
-from baton.transport.parts.cuda_fences import CudaFence
-from baton.transport.shm.transport import ShmConfig, ShmTransport
+from baton.transport.fences import CudaFence
+from baton.transport.shm import ShmConfig, ShmTransport
 
 torch = pytest.importorskip("torch", reason="torch is not installed here")
-streams = pytest.importorskip("baton.transport.shm.staged.streams")
+streams = pytest.importorskip("baton.transport.shm.cuda")
 
 MIB = 1 << 20
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
@@ -61,8 +61,8 @@ class HostStream:
     def wait(self, event: Any) -> None:
         event.synchronize()
 
-    def record(self, *, is_slept_for: bool) -> HostStream:
-        self.were_slept_for.append(is_slept_for)
+    def record(self, *, is_blocking: bool) -> HostStream:
+        self.were_slept_for.append(is_blocking)
         return self
 
     def synchronize(self) -> None:
@@ -114,7 +114,7 @@ class HostDevice:
 
 
 class BrokenStream(HostStream):
-    def record(self, *, is_slept_for: bool) -> HostStream:
+    def record(self, *, is_blocking: bool) -> HostStream:
         raise RuntimeError("out of order")
 
 
@@ -148,7 +148,7 @@ class Pair:
 def stand_in(device: HostDevice) -> ShmTransport:
     transport = StagedShm(ShmConfig(slot_bytes=1 << 16, num_slots=4))
     transport.staging = replace(
-        transport.staging, open_mover=lambda memory, ring: streams.StreamMover(device, ring)
+        transport.staging, open_copier=lambda memory, ring: streams.StreamCopier(device, ring)
     )
     return transport
 

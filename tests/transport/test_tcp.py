@@ -24,9 +24,9 @@ from baton.transport import (
     Unknown,
     open_transport,
 )
-from baton.transport.parts.proof import CHALLENGE_BYTES, KNOCK, WELCOME_BYTES, make_hello
-from baton.transport.tcp.frames import PartHeader, goodbye, landed, read_words
-from baton.transport.tcp.wire import receive_exactly, send_all
+from baton.transport.common.handshake import CHALLENGE_BYTES, CONNECT_PROBE, WELCOME_BYTES, make_hello
+from baton.transport.common.listener import receive_exactly
+from baton.transport.tcp.wire import PartHeader, goodbye, landed, read_replies, send_all
 
 MIB = 1 << 20
 
@@ -35,7 +35,7 @@ FORGERS: list["Forger"] = []
 
 
 class Forger:
-    """A peer that was invited and then says what it likes."""
+    """A peer that was invited and then sends what it likes."""
 
     def __init__(self, target: Transport, *, num_bytes: int = MIB) -> None:
         self.target = target
@@ -52,7 +52,7 @@ class Forger:
         sock = socket.create_connection((host, int(port)), timeout=5)
         self.socks.append(sock)
         challenge = receive_exactly(sock, CHALLENGE_BYTES)
-        sock.sendall(KNOCK + make_hello(description, stream, bytes(challenge)))
+        sock.sendall(CONNECT_PROBE + make_hello(description, stream, bytes(challenge)))
         self.welcome = receive_exactly(sock, WELCOME_BYTES)
         return sock
 
@@ -67,14 +67,14 @@ def ranges(start: list[int], length: list[int]) -> Ranges:
 
 
 def heard(sock: socket.socket) -> list[int | str]:
-    """Everything the target says until it hangs up."""
+    """Everything the target sends until it hangs up."""
     raw = bytearray()
     try:
         while more := sock.recv(4096):
             raw += more
     except ConnectionResetError:
         pass
-    return list(read_words(raw))
+    return list(read_replies(raw))
 
 
 @pytest.fixture
@@ -105,8 +105,8 @@ FORGED = {
 def test_forged_part_touches_nothing_and_ends_the_peer(target: Transport, forged: str):
     forger = Forger(target)
     sock, other = forger.connect(), forger.connect(stream=1)
-    found = FORGED[forged]
-    sent = found if isinstance(found, bytes) else forger.part(found[0], found[1], **found[2])
+    forgery = FORGED[forged]
+    sent = forgery if isinstance(forgery, bytes) else forger.part(forgery[0], forgery[1], **forgery[2])
     sock.sendall(sent + b"\1" * 100)
     words = heard(sock)
     assert len(words) == 1
@@ -117,7 +117,7 @@ def test_forged_part_touches_nothing_and_ends_the_peer(target: Transport, forged
     assert isinstance(target.revoke(forger.invitation.peer), Quiet)
 
 
-def test_too_many_spans_are_not_waited_for(target: Transport):
+def test_too_many_spans_are_refused_at_once(target: Transport):
     forger = Forger(target)
     sock = forger.connect()
     sock.sendall(replace(PartHeader(1, 1, 1, 1, 1, 1), num_spans=2**32 - 1).to_bytes())
@@ -141,7 +141,7 @@ def test_stream_that_ends_in_a_part_leaves_the_region_free(target: Transport):
     target.unregister(forger.region)
 
 
-def test_ungrant_tells_of_a_write_under_way(target: Transport):
+def test_ungrant_reports_a_write_in_progress(target: Transport):
     forger = Forger(target)
     number = target.grant(forger.invitation.peer, forger.region, ranges([5000], [1000]))
     sock = forger.connect()
@@ -172,7 +172,7 @@ def test_a_stream_index_is_good_for_one_connection(target: Transport):
     assert forger.welcome is None
 
 
-def test_silence_at_the_door_does_not_keep_others_out(target: Transport):
+def test_a_silent_connection_does_not_keep_others_out(target: Transport):
     forger = Forger(target)
     host, _, port = forger.invitation.description.address.rpartition(":")
     silent = [socket.create_connection((host, int(port))) for _ in range(20)]
@@ -200,19 +200,19 @@ def test_source_does_not_send_to_an_impostor():
     impostor.close()
 
 
-def test_source_speaks_first_so_that_its_kernel_tells_it_of_a_target_that_stopped_listening():
+def test_source_sends_the_connect_probe_first():
     listener = socket.create_server(("127.0.0.1", 0))
     description = Description("tcp", "ab" * 8, f"127.0.0.1:{listener.getsockname()[1]}", 1, "11" * 16)
     with World("tcp") as world:
         world.source.connect(description)
         sock, _ = listener.accept()
         sock.settimeout(10)
-        assert sock.recv(100) == KNOCK
+        assert sock.recv(100) == CONNECT_PROBE
         sock.close()
     listener.close()
 
 
-def test_hello_without_a_knock_is_a_stranger_s(target: Transport):
+def test_hello_without_a_connect_probe_is_refused(target: Transport):
     forger = Forger(target)
     host, _, port = forger.invitation.description.address.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=5) as sock:
@@ -287,20 +287,20 @@ def test_one_stream_and_many():
             assert target.call("read", region.number) == content.tobytes()
 
 
-def test_words_survive_any_cut():
+def test_replies_survive_any_cut():
     said = landed(5) + landed(2**64 - 1) + goodbye("it is over")
     for size in range(1, len(said)):
-        found, waiting = [], bytearray()
+        replies, waiting = [], bytearray()
         for start in range(0, len(said), size):
             waiting += said[start : start + size]
-            found += list(read_words(waiting))
-        assert found == [5, 2**64 - 1, "it is over"]
+            replies += list(read_replies(waiting))
+        assert replies == [5, 2**64 - 1, "it is over"]
         assert not waiting
 
 
-def test_words_that_no_target_says_are_refused():
+def test_invalid_replies_are_refused():
     with pytest.raises(RemoteProtocolError):
-        list(read_words(bytearray(b"\x09" * 16)))
+        list(read_replies(bytearray(b"\x09" * 16)))
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_malformed_addresses_are_refused(address: str):
     transport.close()
 
 
-def test_port_in_use_is_said():
+def test_port_in_use_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         transport = open_transport("tcp", port=taken.getsockname()[1])
         with pytest.raises(TransportError, match="cannot listen"):

@@ -8,7 +8,7 @@ from baton.errors import BatonError
 from baton.protocol.landing import Landing
 from baton.session.loads import Terms
 from baton.session.staging import Lease
-from baton.transport import Invitation, Quiet, Stillness
+from baton.transport import Invitation, Quiet, RevokeResult
 
 
 class PathGoneError(BatonError):
@@ -44,7 +44,7 @@ class Bay:
     guest: Guest
     permissions: list[int] = field(default_factory=list)
     lease: Lease | None = None
-    stillness: Stillness = field(default_factory=Quiet)
+    stillness: RevokeResult = field(default_factory=Quiet)
     """What the transport said when the permissions were taken back."""
 
 

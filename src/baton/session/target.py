@@ -50,7 +50,7 @@ from baton.session.handles import Receiving
 from baton.session.loads import Terms, decode_tables, encode_pages, make_unload, writable_by
 from baton.session.moving import checksums, run_unpacks
 from baton.session.requests import Request
-from baton.transport import Bytes, Quiet, Ranges, Stillness, Unknown
+from baton.transport import Bytes, Quiet, Ranges, RevokeResult, Unknown
 
 if TYPE_CHECKING:
     from baton.session.rank import RankDriver
@@ -180,7 +180,7 @@ class TargetHalf:
                 if guest.is_gone:
                     del self.guests[guest.number]
 
-    def _revoke(self, guest: Guest) -> Stillness:
+    def _revoke(self, guest: Guest) -> RevokeResult:
         if guest.is_gone:
             return Quiet()
         guest.is_revoked = True
@@ -334,7 +334,7 @@ class TargetHalf:
             found += [guest.number] if guest.is_unchecked else []
         return tuple(found)
 
-    def _ungrant(self, bay: Bay) -> Stillness:
+    def _ungrant(self, bay: Bay) -> RevokeResult:
         """Takes a lane's permissions back, once; a revoked peer has none left."""
         if bay.guest.is_revoked:
             return self._revoke(bay.guest)

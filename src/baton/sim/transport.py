@@ -53,11 +53,11 @@ from baton.transport.base import (
     Reach,
     Region,
     RemoteRegion,
-    Stillness,
+    RevokeResult,
     Ticket,
     Unknown,
 )
-from baton.transport.parts.tickets import check_batch
+from baton.transport.common.tickets import check_batch
 
 NAME = "sim"
 RETRY_S = 0.02
@@ -269,7 +269,7 @@ class Inbox:
             return None
         return invited
 
-    def ungrant(self, peer: Peer, grant: int) -> Stillness:
+    def ungrant(self, peer: Peer, grant: int) -> RevokeResult:
         invited = self.invited(peer)
         number, index = invited.remove(grant)
         if not self.capabilities.can_revoke:
@@ -280,7 +280,7 @@ class Inbox:
                 return Unknown("a write of this peer is under way there")
         return Quiet()
 
-    def revoke(self, peer: Peer) -> Stillness:
+    def revoke(self, peer: Peer) -> RevokeResult:
         invited = self.peers.get(peer.number)
         if invited is None:
             return Quiet()
@@ -605,10 +605,10 @@ class SimTransport:
     def grant(self, peer: Peer, region: Region, ranges: Ranges) -> int:
         return self.inbox.invited(peer).add(region, ranges)
 
-    def ungrant(self, peer: Peer, grant: int) -> Stillness:
+    def ungrant(self, peer: Peer, grant: int) -> RevokeResult:
         return self.inbox.ungrant(peer, grant)
 
-    def revoke(self, peer: Peer) -> Stillness:
+    def revoke(self, peer: Peer) -> RevokeResult:
         return self.inbox.revoke(peer)
 
     def is_unchecked(self, peer: Peer, region: Region) -> bool:

@@ -1,4 +1,4 @@
-"""Ways to move spans between registered buffers, one module each, all under the contract in base.py."""
+"""Transports that move spans between registered buffers, one module each; base.py has their contract."""
 
 from __future__ import annotations
 
@@ -32,13 +32,12 @@ from baton.transport.base import (
     Reach,
     Region,
     RemoteRegion,
-    Stillness,
+    RevokeResult,
     Ticket,
     Transport,
     Unknown,
 )
-from baton.transport.fences import NOW, HostFence
-from baton.transport.parts.cuda_fences import CudaFence
+from baton.transport.fences import NOW, CudaFence, HostFence
 
 __all__ = [
     "DEADLINE_S",
@@ -65,7 +64,7 @@ __all__ = [
     "Reach",
     "Region",
     "RemoteRegion",
-    "Stillness",
+    "RevokeResult",
     "Ticket",
     "Transport",
     "Unknown",
@@ -76,12 +75,12 @@ __all__ = [
     "wait_for_events",
 ]
 
-SHARED = frozenset({"base", "fences", "packing", "parts", "wrappers"})
-"""What is in this package and is no transport."""
+SHARED = frozenset({"base", "common", "fences", "library", "packing", "throttled"})
+"""Modules of this package that are not transports."""
 
 
 def open_transport(name: str, **options: Any) -> Transport:
-    """The transport of this name, with options of its config."""
+    """Opens the transport of this name; the options are the fields of its config."""
     known = option_names(name)
     module = importlib.import_module(f"{__name__}.{name}")
     for option in options:
@@ -93,7 +92,7 @@ def open_transport(name: str, **options: Any) -> Transport:
 
 
 def option_names(name: str) -> list[str]:
-    """What a transport of this name can be told."""
+    """The fields of a transport's config."""
     if name not in transport_names():
         raise ConfigError(f"transport '{name}' is not known; write one of {', '.join(transport_names())}")
     module = importlib.import_module(f"{__name__}.{name}")
@@ -101,7 +100,7 @@ def option_names(name: str) -> list[str]:
 
 
 def parse_transport(text: str) -> tuple[str, dict[str, str]]:
-    """`nixl:ucx=TLS=tcp` is nixl with an option of its config; options are joined by semicolons."""
+    """`nixl:ucx=TLS=tcp` is nixl with one option; semicolons separate options."""
     name, _, rest = text.partition(":")
     options = {}
     for part in rest.split(";") if rest else []:
@@ -114,12 +113,13 @@ def parse_transport(text: str) -> tuple[str, dict[str, str]]:
 
 @cache
 def transport_names() -> tuple[str, ...]:
-    """The transports there are: every module here but the shared ones."""
-    return tuple(sorted(found.name for found in pkgutil.iter_modules(__path__) if found.name not in SHARED))
+    """Every module of this package except the shared ones."""
+    names = {module.name for module in pkgutil.iter_modules(__path__)}
+    return tuple(sorted(names - SHARED))
 
 
 def wait_for_events(transport: Transport, timeout_s: float) -> list[Event]:
-    """What `poll` says, after sleeping until it says something or the time is up."""
+    """The result of `poll`, after waiting until there is an event or the time is up."""
     events = transport.poll()
     if events:
         return events

@@ -1,33 +1,32 @@
-"""What every transport promises.
+"""The contract that every transport keeps.
 
-Theory. A transport moves bytes between buffers that were registered with it, and knows nothing of what they
-mean. The two ends of a connection are not alike: the *target* owns the memory, invites a peer and grants it
-ranges; the *source* connects with the description that the invitation holds, and submits batches of spans.
+Theory. A transport moves bytes between buffers that were registered with it; it does not know what the bytes
+mean. The two ends of a connection differ: the *target* owns the memory, invites a peer and grants it ranges;
+the *source* connects with the description inside the invitation and submits batches of spans.
 
-Three things are said by types, because the rest of the system rests on the difference:
+The types of the completions carry the guarantees that the rest of the system relies on:
 
     Done             the bytes are in the registered target buffer
-    FailedQuiet      they may be there in part, and nothing of this batch will move any more
-    FailedUnknown    something of this batch may still arrive, after this completion was reported
+    FailedQuiet      some bytes may be there, and nothing more of this batch will be written
+    FailedUnknown    something of this batch may still be written after this completion was reported
 
-A ticket ends in exactly one of these. A source says FailedQuiet only of what it can vouch for: that it did
-the copying itself and has stopped, that no byte left it, or that the target said so after it had drained.
-Where a connection was lost with bytes under way it is FailedUnknown, and the word falls to the target:
-`revoke` answers Quiet when no write of that peer can land any more, else Unknown, and may be asked again.
+A ticket ends in exactly one of these. A source reports FailedQuiet only if it knows: it did the copying
+itself and has stopped, no byte left it, or the target said so after it had drained. If a connection was lost
+with bytes in flight, the completion is FailedUnknown, and only the target can settle the question: `revoke`
+returns Quiet if no write of that peer can land any more, else Unknown, and can be called again.
 
-Names do not survive their owner. Every opened transport has a random incarnation, part of its descriptions
-and of the names of its regions; connections are made once and never re-made behind the caller's back. A batch
-for a dead incarnation therefore fails, and cannot land in its successor, whatever address that one has.
+A name is valid as long as its owner lives. Every opened transport has a random incarnation, which is part of
+its descriptions and of its regions; a connection is made once and never re-established implicitly. A batch
+for a dead incarnation therefore fails, and cannot land in its successor, even at the same address.
 
-Time. A ticket's clock starts when its fence is ready, restarts with every sign of progress on it (or, while
-it waits its turn, on its connection), and fails the ticket when `deadline_s` pass without one. A fence that
-never comes is for the caller to cancel: the peer is not to blame for it. A killed peer shows as a failure
-within a second, a hung one at the deadline.
+Time. A ticket's clock starts when its fence is ready and restarts with every sign of progress of the ticket
+(or, while it is queued, of its connection). The ticket fails when `deadline_s` pass without progress. A
+fence that never becomes ready is for the caller to cancel; the peer is not blamed for it. A killed peer
+shows as a failure within a second, a hung one at the deadline.
 
-Threads. Every method may be called from any thread; none but `disconnect`, `revoke` and `close` waits for
-another one, and those wait for threads of this process alone, never for the network. `poll` never blocks;
-`fileno` is a file descriptor that is readable while `poll` has something to say, so that nobody needs to
-spin.
+Threads. Every method may be called from any thread. Only `disconnect`, `revoke` and `close` wait for other
+threads, and only for threads of this process, never for the network. `poll` never blocks; `fileno` is
+readable while `poll` has something to return, so no caller has to spin.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from baton.plan.steps import Spans
 from baton.plan.tokens import Ints
 
 DEADLINE_S = 5.0
-"""How long a ticket may go without progress unless its caller says otherwise."""
+"""How long a ticket may go without progress, by default."""
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -68,18 +67,18 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a transport can do and, as plainly, what it cannot."""
+    """What a transport can do."""
 
     reach: Reach
     places: frozenset[Place]
     batch_spans_max: int
-    """Spans that the backend takes at once; larger batches are split inside."""
+    """Spans that the backend takes at once; the transport splits larger batches."""
     can_refuse_strangers: bool
-    """Whether someone without an invitation is kept from writing; if not, the network has to be trusted."""
+    """Whether a peer without an invitation cannot write; if not, the network has to be trusted."""
     can_enforce_grants: bool
-    """Whether the target itself refuses an invited peer's write outside of what it was granted."""
+    """Whether the target refuses an invited peer's write outside of its grants."""
     can_revoke: bool
-    """Whether `revoke` can stop a peer that is alive, and so be Quiet."""
+    """Whether `revoke` can stop a peer that is alive, and return Quiet."""
     can_announce: bool
     """Whether the target's `poll` reports Landed."""
     needs_allocate: bool
@@ -92,37 +91,34 @@ class Wireable:
     __slots__ = ()
 
     def to_json(self) -> dict[str, Any]:
-        """The fields by name."""
         return asdict(self)  # type: ignore[call-overload, no-any-return]
 
     def to_bytes(self) -> bytes:
-        """The fields as JSON text."""
         return json.dumps(self.to_json()).encode()
 
     @classmethod
-    def from_json(cls, found: object) -> Self:
-        """The opposite of `to_json`; raises on anything that does not have this form."""
-        wanted = {field.name: field.type for field in fields(cls)}  # type: ignore[arg-type]
-        if not isinstance(found, dict) or set(found) != set(wanted):
-            raise TransportError(f"{cls.__name__} needs the fields {', '.join(wanted)}; got {found!r}")
-        for name, kind in wanted.items():
-            if type(found[name]).__name__ != kind:
-                raise TransportError(f"{cls.__name__}.{name} has to be {kind}; got {found[name]!r}")
-        return cls(**found)
+    def from_json(cls, values: object) -> Self:
+        """The opposite of `to_json`; raises on missing or extra fields and on wrong types."""
+        types = {field.name: field.type for field in fields(cls)}  # type: ignore[arg-type]
+        if not isinstance(values, dict) or set(values) != set(types):
+            raise TransportError(f"{cls.__name__} needs the fields {', '.join(types)}; got {values!r}")
+        for name, type_name in types.items():
+            if type(values[name]).__name__ != type_name:
+                raise TransportError(f"{cls.__name__}.{name} has to be {type_name}; got {values[name]!r}")
+        return cls(**values)
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
-        """The opposite of `to_bytes`."""
         try:
-            found = json.loads(raw)
+            values = json.loads(raw)
         except ValueError as cause:
             raise TransportError(f"{cls.__name__}: not JSON ({cause})") from None
-        return cls.from_json(found)
+        return cls.from_json(values)
 
 
 @dataclass(frozen=True, slots=True)
 class Description(Wireable):
-    """What one peer needs to connect; it holds a secret, so only an authenticated channel may carry it."""
+    """What a peer needs to connect. It holds a secret: send it over an authenticated channel only."""
 
     transport: str
     incarnation: str
@@ -133,13 +129,13 @@ class Description(Wireable):
 
 @dataclass(frozen=True, slots=True)
 class RemoteRegion(Wireable):
-    """A region as its peers name it."""
+    """A region of a target, as its peers name it."""
 
     incarnation: str
     number: int
     num_bytes: int
     access: str = ""
-    """What else the transport needs to reach it, in its own notation."""
+    """What else the transport needs to reach it, in the transport's own format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +147,10 @@ class Region:
 
     @property
     def number(self) -> int:
-        """Which region of its transport this is."""
         return self.remote.number
 
     @property
     def num_bytes(self) -> int:
-        """The size of the buffer."""
         return self.remote.num_bytes
 
 
@@ -166,12 +160,12 @@ class Peer:
 
     number: int
     incarnation: str
-    """The target's, at either end."""
+    """The incarnation of the target, at both ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """A peer that may connect to this target, once, and the description with which it does."""
+    """A peer that may connect to this target once, and the description that it connects with."""
 
     peer: Peer
     description: Description
@@ -179,32 +173,32 @@ class Invitation:
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Byte ranges of one region: where they start and how long they are."""
+    """Byte ranges of one region."""
 
     start: Ints
     length: Ints
 
     @staticmethod
     def whole(region: Region) -> Ranges:
-        """All of a region."""
         return Ranges(np.zeros(1, dtype=np.int64), np.full(1, region.num_bytes, dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Spans from a region of the source to one of the target, and the tag they are announced under."""
+    """Spans to copy from a region of the source to one of the target."""
 
     source: Region
     target: RemoteRegion
     spans: Spans
     tag: int = 0
+    """What the target's Landed event carries."""
     is_announced: bool = True
-    """Whether the target's `poll` is to tell of it; if not, a transport may spare both ends the news."""
+    """Whether the target needs a Landed event; if not, a transport may skip the message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """One submitted batch; numbers are not used twice by a transport."""
+    """One submitted batch; a transport never reuses a number."""
 
     number: int
 
@@ -215,12 +209,12 @@ class Done:
 
     ticket: Ticket
     at_s: float = field(default=0.0, compare=False)
-    """When the transport knew, on the monotonic clock or that of its wrapper; 0: it does not say."""
+    """When the transport knew, on the monotonic clock or the wrapper's clock; 0 if not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedQuiet:
-    """The batch failed and nothing of it will move any more."""
+    """The batch failed, and nothing more of it will be written."""
 
     ticket: Ticket
     cause: str
@@ -228,7 +222,7 @@ class FailedQuiet:
 
 @dataclass(frozen=True, slots=True)
 class FailedUnknown:
-    """The batch failed and something of it may still arrive."""
+    """The batch failed, and something of it may still be written."""
 
     ticket: Ticket
     cause: str
@@ -236,7 +230,7 @@ class FailedUnknown:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """At the target: the batch that a peer tagged so is in the buffer."""
+    """At the target: the batch with this tag is in the buffer."""
 
     peer: Peer
     tag: int
@@ -259,86 +253,84 @@ class Unknown:
     cause: str
 
 
-Stillness: TypeAlias = Quiet | Unknown
+RevokeResult: TypeAlias = Quiet | Unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What a target turned away since it was opened."""
+    """What a target refused since it was opened."""
 
     num_strangers: int = 0
     num_writes_refused: int = 0
 
 
 class Fence(Protocol):
-    """What a copy waits for before it reads its source."""
+    """A condition that has to hold before a batch may read its source."""
 
     def is_ready(self) -> bool:
-        """Whether the source may be read now; once true it stays so."""
+        """Whether the source may be read now; once true, it stays true."""
 
     def call_when_ready(self, callback: Callable[[], None]) -> None:
-        """Calls back once: now if ready, else later and from any thread."""
+        """Calls back once: now if ready, else later, from any thread."""
 
 
 class Transport(Protocol):
-    """Moves spans between registered buffers; see the head of this file for what it owes its caller."""
+    """Moves spans between registered buffers; the docstring of this module states the guarantees."""
 
     @property
     def name(self) -> str:
-        """The module it was found by."""
+        """The name of its module."""
 
     @property
     def incarnation(self) -> str:
-        """Unlike that of any transport opened before or elsewhere."""
+        """A random name, unique to this opened transport."""
 
     @property
-    def capabilities(self) -> Capabilities:
-        """What it can do."""
+    def capabilities(self) -> Capabilities: ...
 
     def allocate(self, num_bytes: int) -> Bytes:
         """Zeroed host memory that peers can write into once it is registered."""
 
     def register(self, buffer: object) -> Region:
-        """Makes a contiguous numpy array or torch tensor known, to read from and to write into."""
+        """Registers a contiguous numpy array or torch tensor for reading and writing."""
 
     def unregister(self, region: Region) -> None:
-        """Forgets a region; raises while a ticket reads it or a peer may write it."""
+        """Removes a region; raises while a ticket reads it or a peer may write it."""
 
     def invite(self) -> Invitation:
         """At the target: admits one more peer."""
 
     def grant(self, peer: Peer, region: Region, ranges: Ranges) -> int:
-        """At the target: lets an invited peer write these bytes too; the answer is for `ungrant`."""
+        """At the target: allows an invited peer to write these bytes; returns a number for `ungrant`."""
 
-    def ungrant(self, peer: Peer, grant: int) -> Stillness:
-        """At the target: takes one grant back; Quiet when no write of this peer is under way inside it."""
+    def ungrant(self, peer: Peer, grant: int) -> RevokeResult:
+        """At the target: takes one grant back; Quiet if no write of this peer is in progress inside it."""
 
-    def revoke(self, peer: Peer) -> Stillness:
-        """At the target: ends an invited peer with all its grants; may be asked again."""
+    def revoke(self, peer: Peer) -> RevokeResult:
+        """At the target: removes an invited peer and all its grants; can be called again."""
 
     def is_unchecked(self, peer: Peer, region: Region) -> bool:
-        """At the target: whether this peer reaches a region by itself: `revoke` ends that, and no grant."""
+        """At the target: whether this peer can write a region regardless of grants, until `revoke`."""
 
     def connect(self, description: Description) -> Peer:
-        """At the source: begins a connection; if that fails, what is submitted on it fails."""
+        """At the source: starts a connection; if it fails, what is submitted on it fails."""
 
     def disconnect(self, peer: Peer) -> None:
         """At the source: ends a connection and every ticket on it."""
 
     def submit(self, peer: Peer, batch: Batch, fence: Fence, deadline_s: float = DEADLINE_S) -> Ticket:
-        """At the source: queues a batch; raises on local misuse alone."""
+        """At the source: queues a batch; raises on local misuse only."""
 
     def cancel(self, ticket: Ticket) -> None:
-        """Asks that a batch be given up; its ticket ends in one completion all the same."""
+        """Asks the transport to give a batch up; its ticket still ends in one completion."""
 
     def poll(self) -> list[Event]:
-        """What happened since the last call, each event once."""
+        """The events since the last call, each once."""
 
     def fileno(self) -> int:
-        """Readable while `poll` has something; valid until `close`."""
+        """Readable while `poll` has something to return; valid until `close`."""
 
-    def counters(self) -> Counters:
-        """What was turned away so far."""
+    def counters(self) -> Counters: ...
 
     def close(self) -> None:
-        """Ends every ticket, connection and invitation; `poll` still tells how the tickets ended."""
+        """Ends every ticket, connection and invitation; `poll` still returns how the tickets ended."""

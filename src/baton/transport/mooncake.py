@@ -1,19 +1,19 @@
 """Mooncake's transfer engine carries the bytes, over TCP or RDMA; for a trusted network.
 
-Theory. See parts/foreign for what stands beside the library. Of Mooncake itself, seen with 0.3.13:
+Theory. See baton.transport.library for what Baton adds to the library. Mooncake itself, seen with 0.3.13:
 
-- A peer is "host:port" and a target is a raw address: whoever reaches the port may write whatever the engine
-  behind it has registered. Hence an engine per peer, which registers what that peer was granted, and
-  `can_refuse_strangers` is False all the same.
-- Unregistering refuses writes that begin later; one whose header was accepted goes on to its end. Destroying
-  the engine ends it. That takes the interpreter's lock for as long as the engine's handshake thread sleeps in
-  accept(), a second at most, hence `_wake_handshake`.
-- A call for many spans waits by spinning on their states, and returns at the first error while the others go
-  on. Here every span is a transfer of its own that is looked at now and then: that leaves the processor to
-  the library's threads, shows progress, and can be given up at any time.
+- A peer is "host:port" and a target is a raw address: any process that reaches the port can write everything
+  that the engine behind it has registered. So each peer gets its own engine, which registers only what that
+  peer was granted; `can_refuse_strangers` is still False.
+- Unregistering refuses writes that start later; a write whose header was accepted runs to its end. Destroying
+  the engine ends it. That holds the GIL for as long as the engine's handshake thread sleeps in accept(), up
+  to a second; see `_wake_handshake`.
+- A call for many spans spins until all are done, and returns at the first error while the others go on. Here
+  every span is a transfer of its own that is polled: that leaves the CPU to the library's threads, shows
+  progress, and can be given up at any time.
 - More than about 2,000 transfers in one peer's queue fail. At most 512 are in it here.
-- The first transfer to a peer asks it for its ports and may wait for a minute; it is an empty one, and waits
-  on a thread of its own.
+- The first transfer to a peer asks it for its ports and may block for a minute; it is an empty one, on a
+  thread of its own.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from typing import Any
 from baton.errors import ConfigError, TransportError
 from baton.plan.steps import Spans
 from baton.transport.base import Capabilities, Place, Reach
-from baton.transport.parts.buffers import Memory
-from baton.transport.parts.foreign.library import Limits
-from baton.transport.parts.foreign.native import import_native
-from baton.transport.parts.foreign.transport import ForeignTransport, Listening
+from baton.transport.common.listener import check_address
+from baton.transport.common.regions import Memory
+from baton.transport.library import LibraryTransport
+from baton.transport.library.base import Limits, import_native
 
 _ADDRESS = struct.Struct("<Q")
 _NO_DEVICE = "none"
-"""A list of devices that names none: without one Mooncake prefers whatever RDMA device it finds."""
-_QUIET = 3
+"""A device list that matches no device; with an empty list Mooncake prefers any RDMA device it finds."""
+_LOG_FATAL = 3
 _ACCEPT_S = struct.pack("@ll", 0, 1000)
 
 
 @dataclass(frozen=True, slots=True)
 class MooncakeConfig:
-    """Where a target listens, and by which of Mooncake's protocols the bytes go."""
+    """Where a target listens, and which of Mooncake's protocols carries the bytes."""
 
     host: str = "127.0.0.1"
     """The one address of this machine that peers use."""
     port: int = 0
-    """Where sources say who they are; 0 takes any free one. Mooncake takes its own from 15000 to 17000."""
+    """The port of the handshake; 0 takes any free one. Mooncake takes its own from 15000 to 17000."""
     protocol: str = "tcp"
     devices: str = ""
-    """RDMA devices, separated by commas; all that there are when empty."""
+    """RDMA devices, separated by commas; empty for all."""
 
     def __post_init__(self) -> None:
-        """Refuses what Mooncake cannot be opened with."""
+        check_address("mooncake", self.host, self.port)
         if self.protocol not in ("tcp", "rdma"):
             raise ConfigError(f"mooncake protocol '{self.protocol}': use tcp or rdma")
         if self.devices and self.protocol == "tcp":
@@ -68,61 +68,58 @@ class MooncakeConfig:
 
 
 class Mooncake:
-    """The library, loaded."""
+    """The imported library."""
 
     can_bypass = False
-    limits = Limits(piece_bytes=1 << 20, parcel_bytes=4 << 20, parcel_spans=64, num_parcels=8)
+    limits = Limits(span_bytes_max=1 << 20, post_bytes_max=4 << 20, post_spans_max=64, num_posts_max=8)
 
     def __init__(self, config: MooncakeConfig) -> None:
         self.config = config
         self.module = import_native(("mooncake.engine",))
         self.log_level = _find_log_level()
 
-    def open_inlet(self, name: str) -> EngineInlet:
-        """An engine to be written to."""
-        return EngineInlet(self.config.host, self._open())
+    def open_receiver(self, name: str) -> EngineReceiver:
+        return EngineReceiver(self.config.host, self._open())
 
-    def open_outlet(self, name: str) -> EngineOutlet:
-        """An engine to write with."""
-        return EngineOutlet(self._open(), needs_registration=self.config.protocol == "rdma")
+    def open_sender(self, name: str) -> EngineSender:
+        return EngineSender(self._open(), needs_registration=self.config.protocol == "rdma")
 
     def _open(self) -> Any:
         engine = self.module.TransferEngine()
         devices = self.config.devices if self.config.protocol == "rdma" else _NO_DEVICE
-        self._hush()
+        self._silence_log()
         code = engine.initialize(self.config.host, "P2PHANDSHAKE", self.config.protocol, devices)
-        self._hush()
+        self._silence_log()
         if code:
             raise TransportError(f"mooncake cannot open {self.config.protocol} on {self.config.host}: {code}")
         return engine
 
-    def _hush(self) -> None:
-        """What matters comes back as a status; the library logs a page per engine, and undoes this once."""
+    def _silence_log(self) -> None:
+        """Errors are returned as a status; the library logs a page per engine, and resets this once."""
         if self.log_level is not None:
-            self.log_level.value = _QUIET
+            self.log_level.value = _LOG_FATAL
 
 
-class EngineInlet:
+class EngineReceiver:
     """An engine that one peer writes to."""
 
     def __init__(self, host: str, engine: Any) -> None:
         self.engine: Any | None = engine
-        self.door = f"{host}:{engine.get_rpc_port()}".encode()
+        self.endpoint = f"{host}:{engine.get_rpc_port()}".encode()
         self.registered: dict[int, Memory] = {}
 
     def expose(self, number: int, memory: Memory) -> bytes:
-        """Registers a region, unless what is registered covers it."""
+        """Registers a region, unless a registered one covers it."""
         assert self.engine is not None
         is_known = number in self.registered
-        if not is_known and not any(_covers(one, memory) for one in self.registered.values()):
+        if not is_known and not any(_covers(region, memory) for region in self.registered.values()):
             code = self.engine.register_memory(memory.address, len(memory.bytes))
             if code:
                 raise TransportError(f"mooncake cannot register region {number}: {code}")
             self.registered[number] = memory
-        return _ADDRESS.pack(memory.address) + self.door
+        return _ADDRESS.pack(memory.address) + self.endpoint
 
     def withdraw(self, number: int) -> None:
-        """Unregisters a region."""
         memory = self.registered.pop(number, None)
         if memory is not None and self.engine is not None:
             self.engine.unregister_memory(memory.address)
@@ -135,35 +132,34 @@ class EngineInlet:
 
 
 @dataclass(slots=True, eq=False)
-class Opening:
-    """The first transfer to a target, which waits for that target's answer."""
+class FirstTransfer:
+    """The first transfer to a target, which waits for that target's reply."""
 
     engine: Any
-    door: str
+    endpoint: str
     thread: threading.Thread | None = None
-    is_open: bool = False
+    has_succeeded: bool = False
 
-    def start(self) -> Opening:
-        """Asks on a thread of its own, which may outlive everybody's interest in the answer."""
-        self.thread = threading.Thread(target=self._run, name="mooncake-opening", daemon=True)
+    def start(self) -> FirstTransfer:
+        """Runs on a thread of its own, which may outlive the connection."""
+        self.thread = threading.Thread(target=self._run, name="mooncake-connect", daemon=True)
         self.thread.start()
         return self
 
     def _run(self) -> None:
         engine, self.engine = self.engine, None
-        batch = engine.transfer_submit_write(self.door, 0, 0, 0)
-        self.is_open = bool(batch) and engine.transfer_check_status(batch) == 1
+        batch = engine.transfer_submit_write(self.endpoint, 0, 0, 0)
+        self.has_succeeded = bool(batch) and engine.transfer_check_status(batch) == 1
 
     def is_done(self) -> bool:
-        """Whether the target has answered."""
         if self.thread is None or self.thread.is_alive():
             return False
-        if not self.is_open:
-            raise TransportError(f"mooncake cannot reach {self.door}")
+        if not self.has_succeeded:
+            raise TransportError(f"mooncake cannot reach {self.endpoint}")
         return True
 
 
-class EngineOutlet:
+class EngineSender:
     """An engine that writes to one target."""
 
     def __init__(self, engine: Any, *, needs_registration: bool) -> None:
@@ -171,10 +167,10 @@ class EngineOutlet:
         self.needs_registration = needs_registration
         self.sources: dict[int, Memory] = {}
         self.targets: dict[int, int] = {}
-        self.opening: Opening | None = None
+        self.first_transfer: FirstTransfer | None = None
 
-    def load(self, number: int, memory: Memory) -> None:
-        """Notes where a region is; only RDMA has to have it registered."""
+    def register(self, number: int, memory: Memory) -> None:
+        """Records the address of a region; only RDMA needs it registered."""
         if number in self.sources:
             return
         if self.needs_registration and self.engine is not None:
@@ -183,35 +179,34 @@ class EngineOutlet:
                 raise TransportError(f"mooncake cannot register region {number}: {code}")
         self.sources[number] = memory
 
-    def forget(self, number: int) -> None:
-        """The opposite of `load`."""
+    def unregister(self, number: int) -> None:
         memory = self.sources.pop(number, None)
         if memory is not None and self.needs_registration and self.engine is not None:
             self.engine.unregister_memory(memory.address)
 
-    def aim(self, number: int, access: bytes) -> Opening:
-        """Notes where a region of the target is; the first one opens the way there."""
+    def open_region(self, number: int, access: bytes) -> FirstTransfer:
+        """Records the address of a target region; the first one also connects to the target."""
         (self.targets[number],) = _ADDRESS.unpack_from(access)
-        if self.opening is None:
-            self.opening = Opening(self.engine, access[_ADDRESS.size :].decode()).start()
-        return self.opening
+        if self.first_transfer is None:
+            self.first_transfer = FirstTransfer(self.engine, access[_ADDRESS.size :].decode()).start()
+        return self.first_transfer
 
     def post(self, source: int, target: int, spans: Spans) -> deque[int]:
-        """Begins a transfer for each span."""
+        """Starts one transfer per span."""
         assert self.engine is not None
-        assert self.opening is not None
-        begin, door = self.engine.transfer_submit_write, self.opening.door
+        assert self.first_transfer is not None
+        submit, endpoint = self.engine.transfer_submit_write, self.first_transfer.endpoint
         reads = (spans.source + self.sources[source].address).tolist()
         writes = (spans.target + self.targets[target]).tolist()
         triples = zip(reads, writes, spans.length.tolist(), strict=True)
-        batches = deque(begin(door, read, write, length) for read, write, length in triples)
-        if 0 in batches:
-            raise TransportError("mooncake did not take a transfer")
-        return batches
+        transfers = deque(submit(endpoint, read, write, length) for read, write, length in triples)
+        if 0 in transfers:
+            raise TransportError("mooncake did not accept a transfer")
+        return transfers
 
     def is_done(self, token: object) -> bool:
-        """Whether every transfer of a parcel is done; a transfer must not be asked again after that."""
-        if isinstance(token, Opening):
+        """Whether every transfer of a post is done; the status of a done transfer must not be read again."""
+        if isinstance(token, FirstTransfer):
             return token.is_done()
         assert isinstance(token, deque)
         assert self.engine is not None
@@ -232,43 +227,42 @@ class EngineOutlet:
             _wake_handshake(engine)
 
 
-def _covers(one: Memory, other: Memory) -> bool:
-    end, other_end = one.address + len(one.bytes), other.address + len(other.bytes)
-    return one.address <= other.address and other_end <= end
+def _covers(outer: Memory, inner: Memory) -> bool:
+    outer_end, inner_end = outer.address + len(outer.bytes), inner.address + len(inner.bytes)
+    return outer.address <= inner.address and inner_end <= outer_end
 
 
 def _wake_handshake(engine: Any) -> None:
-    """Makes the handshake thread of an engine that is to be destroyed look up every millisecond.
+    """Makes the handshake thread of an engine that is about to be destroyed wake up every millisecond.
 
-    It sleeps in accept() for a second at a time, and who destroys the engine waits for it with the
-    interpreter's lock. A shorter time for that socket counts from the next accept(), which one connection
-    brings about.
+    It sleeps in accept() for a second at a time, and the engine's destructor waits for it with the GIL held.
+    A shorter timeout of that socket applies from the next accept(); one connection makes the thread call it.
     """
     port = engine.get_rpc_port()
-    found = _find_listener(port)
-    if found is None:
+    listener = _find_listener(port)
+    if listener is None:
         return
-    with found, contextlib.suppress(OSError):
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _ACCEPT_S)
+    with listener, contextlib.suppress(OSError):
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _ACCEPT_S)
         with socket.create_connection(("127.0.0.1", port), 1.0):
             pass
     time.sleep(0.001)
 
 
 def _find_listener(port: int) -> socket.socket | None:
-    """A second handle on the socket of this process that listens on a port."""
+    """A duplicate of the socket of this process that listens on a port."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
-            found = _socket_of(os.dup(int(name)))
-            if found is not None and _listens_on(found, port):
-                return found
+            sock = _socket_of(os.dup(int(name)))
+            if sock is not None and _listens_on(sock, port):
+                return sock
     return None
 
 
 def _socket_of(fd: int) -> socket.socket | None:
-    """A socket object for a descriptor, which another thread may have made something else meanwhile."""
+    """A socket object for a descriptor; None if it is no socket any more."""
     try:
         return socket.socket(fileno=fd)
     except OSError:
@@ -277,16 +271,16 @@ def _socket_of(fd: int) -> socket.socket | None:
 
 
 def _listens_on(sock: socket.socket, port: int) -> bool:
-    """Whether this is the socket sought; closed if not."""
-    is_found = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockname()[1] == port
-    if is_found and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+    """Whether this socket listens on the port; closes it if not."""
+    has_port = sock.family in (socket.AF_INET, socket.AF_INET6) and sock.getsockname()[1] == port
+    if has_port and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
         return True
     sock.close()
     return False
 
 
 def _find_log_level() -> ctypes.c_int | None:
-    """The variable by which the library's copy of glog is told what to print."""
+    """The log level variable of the library's copy of glog."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.partition("/")[2]
         if "/libglog" in path:
@@ -295,14 +289,14 @@ def _find_log_level() -> ctypes.c_int | None:
     return None
 
 
-class MooncakeTransport(ForeignTransport):
+class MooncakeTransport(LibraryTransport):
     """One opened mooncake transport."""
 
     name = "mooncake"
     capabilities = Capabilities(
         reach=Reach.ANYWHERE,
         places=frozenset({Place.HOST}),
-        batch_spans_max=Mooncake.limits.parcel_spans * Mooncake.limits.num_parcels,
+        batch_spans_max=Mooncake.limits.post_spans_max * Mooncake.limits.num_posts_max,
         can_refuse_strangers=False,
         can_enforce_grants=False,
         can_revoke=True,
@@ -311,7 +305,7 @@ class MooncakeTransport(ForeignTransport):
     )
 
     def __init__(self, config: MooncakeConfig) -> None:
-        super().__init__(Mooncake(config), Listening(config.host, config.port))
+        super().__init__(Mooncake(config), config.host, config.port)
 
 
 CONFIG = MooncakeConfig

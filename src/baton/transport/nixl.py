@@ -1,16 +1,16 @@
 """NIXL carries the bytes, by default with UCX; for a trusted network.
 
-Theory. See parts/foreign for what stands beside the library. Of NIXL itself, seen with 1.5.1 and UCX:
+Theory. See baton.transport.library for what Baton adds to the library. NIXL itself, seen with 1.5.1 and UCX:
 
-- Between processes of one kernel UCX copies with process_vm_writev: the target's agent has no part in it, and
-  the copy goes on after that agent deregistered the memory, and after it was destroyed. Over TCP a write to
-  deregistered memory is carried out too; destroying the agent refuses it. Hence `can_bypass`: such a source
-  is quiet when it has hung up, and not before.
-- A target has to progress its agent to be written to over TCP, and to be connected to at all. The library's
-  progress thread does that, and sleeps in between if it is given a time to sleep for; the library's own
-  Python layer gives it none, so that it spins. This is why the bindings are used here without that layer.
-- A source progresses its agent by asking for the state of a transfer, so it needs no such thread.
-- A connection that broke is not made again by the library: its transfers fail.
+- Between processes of one kernel UCX copies with process_vm_writev: the target's agent is not involved, and
+  the copy goes on after that agent deregistered the memory or was destroyed. Over TCP a write to deregistered
+  memory succeeds too; destroying the agent refuses it. Therefore `can_bypass`: such a source is quiet once it
+  has hung up, and not before.
+- A target has to progress its agent to accept connections, and writes over TCP. The library's progress thread
+  does that, and sleeps in between if it is given a delay; the library's own Python layer sets none, so the
+  thread spins. The bindings are therefore used without that layer.
+- A source progresses its agent by reading the status of a transfer, so it needs no such thread.
+- The library does not re-establish a broken connection: its transfers fail.
 """
 
 from __future__ import annotations
@@ -27,59 +27,59 @@ from baton.errors import TransportError
 from baton.plan.steps import Spans
 from baton.plan.tokens import Ints
 from baton.transport.base import Capabilities, Place, Reach
-from baton.transport.parts.buffers import Memory
-from baton.transport.parts.foreign.library import Limits
-from baton.transport.parts.foreign.native import import_native
-from baton.transport.parts.foreign.transport import ForeignTransport, Listening
+from baton.transport.common.listener import check_address
+from baton.transport.common.regions import Memory
+from baton.transport.library import LibraryTransport
+from baton.transport.library.base import Limits, import_native
 
 _ADDRESS = struct.Struct("<Q")
 _SLEEP_US = 100_000
-"""How long a progress thread may sleep without looking; what happens on its sockets wakes it before."""
+"""How long the progress thread may sleep; events on its sockets wake it earlier."""
 
 
 @dataclass(frozen=True, slots=True)
 class NixlConfig:
-    """Where a target listens, and what UCX is told."""
+    """Where a target listens, and the settings of UCX."""
 
     host: str = "127.0.0.1"
     """The one address of this machine that peers use."""
     port: int = 0
-    """Where sources say who they are; 0 takes any free one. UCX chooses its own ports and devices."""
+    """The port of the handshake; 0 takes any free one. UCX chooses its own ports and devices."""
     ucx: str = ""
     """Settings of UCX without their UCX_, such as TLS=tcp or NET_DEVICES=eth0, separated by commas."""
 
+    def __post_init__(self) -> None:
+        check_address("nixl", self.host, self.port)
+
 
 class Nixl:
-    """The library, loaded."""
+    """The imported library."""
 
     can_bypass = True
-    limits = Limits(piece_bytes=16 << 20, parcel_bytes=16 << 20, parcel_spans=4096, num_parcels=2)
+    limits = Limits(span_bytes_max=16 << 20, post_bytes_max=16 << 20, post_spans_max=4096, num_posts_max=2)
 
     def __init__(self, config: NixlConfig) -> None:
         self.config = config
         self.bindings: Any = import_native(("nixl_cu13._bindings", "nixl_cu12._bindings"))
-        found = vars(self.bindings).items()
+        names = vars(self.bindings).items()
         self.errors: tuple[type[Exception], ...] = tuple(
-            value for name, value in found if name.startswith("nixl") and name.endswith("Error")
+            value for name, value in names if name.startswith("nixl") and name.endswith("Error")
         )
 
-    def open_inlet(self, name: str) -> AgentInlet:
-        """An agent to be written to."""
-        return AgentInlet(self, self._open(name, has_thread=True))
+    def open_receiver(self, name: str) -> AgentReceiver:
+        return AgentReceiver(self, self._open(name, has_thread=True))
 
-    def open_outlet(self, name: str) -> AgentOutlet:
-        """An agent to write with."""
-        return AgentOutlet(self, self._open(name, has_thread=False))
+    def open_sender(self, name: str) -> AgentSender:
+        return AgentSender(self, self._open(name, has_thread=False))
 
     def ranges(self, memory: Memory) -> Any:
-        """A region in the library's terms."""
+        """A registration list with one region."""
         return self.bindings.nixlRegDList(
             self.bindings.DRAM_SEG, [(memory.address, len(memory.bytes), 0, "")]
         )
 
-    def error(self, what: str, cause: Exception) -> TransportError:
-        """An error of the library as one of ours."""
-        return TransportError(f"nixl {what}: {cause}")
+    def error(self, action: str, cause: Exception) -> TransportError:
+        return TransportError(f"nixl {action}: {cause}")
 
     def _open(self, name: str, *, has_thread: bool) -> Any:
         config = self.bindings.nixlAgentConfig()
@@ -95,7 +95,7 @@ class Nixl:
         return agent
 
 
-class AgentInlet:
+class AgentReceiver:
     """An agent that one peer writes to."""
 
     def __init__(self, library: Nixl, agent: Any) -> None:
@@ -104,7 +104,7 @@ class AgentInlet:
         self.registered: dict[int, Memory] = {}
 
     def expose(self, number: int, memory: Memory) -> bytes:
-        """Registers a region; the answer holds its address and the agent's metadata."""
+        """Registers a region; returns its address and the agent's metadata."""
         assert self.agent is not None
         ranges = self.library.ranges(memory)
         try:
@@ -117,20 +117,20 @@ class AgentInlet:
         return _ADDRESS.pack(memory.address) + metadata
 
     def withdraw(self, number: int) -> None:
-        """Deregisters a region, which hardware respects and software may not."""
+        """Deregisters a region; hardware enforces that, software paths may not."""
         memory = self.registered.pop(number, None)
         if memory is not None and self.agent is not None:
             with contextlib.suppress(*self.library.errors):
                 self.agent.deregisterMem(self.library.ranges(memory), [])
 
     def close(self) -> None:
-        """Destroys the agent, and with it what the peer is connected to."""
+        """Destroys the agent, and with it the peer's connection."""
         for number in list(self.registered):
             self.withdraw(number)
         self.agent = None
 
 
-class AgentOutlet:
+class AgentSender:
     """An agent that writes to one target."""
 
     def __init__(self, library: Nixl, agent: Any) -> None:
@@ -141,8 +141,7 @@ class AgentOutlet:
         self.targets: dict[int, int] = {}
         self.transfers: set[int] = set()
 
-    def load(self, number: int, memory: Memory) -> None:
-        """Registers a region."""
+    def register(self, number: int, memory: Memory) -> None:
         if number in self.sources:
             return
         assert self.agent is not None
@@ -152,15 +151,14 @@ class AgentOutlet:
             raise self.library.error(f"cannot register region {number}", cause) from None
         self.sources[number] = memory
 
-    def forget(self, number: int) -> None:
-        """The opposite of `load`."""
+    def unregister(self, number: int) -> None:
         memory = self.sources.pop(number, None)
         if memory is not None and self.agent is not None:
             with contextlib.suppress(*self.library.errors):
                 self.agent.deregisterMem(self.library.ranges(memory), [])
 
-    def aim(self, number: int, access: bytes) -> None:
-        """Takes the target's metadata in; the library connects with the first transfer."""
+    def open_region(self, number: int, access: bytes) -> None:
+        """Loads the target's metadata; the library connects with the first transfer."""
         assert self.agent is not None
         (self.targets[number],) = _ADDRESS.unpack_from(access)
         try:
@@ -169,7 +167,7 @@ class AgentOutlet:
             raise self.library.error("cannot read the target's metadata", cause) from None
 
     def post(self, source: int, target: int, spans: Spans) -> int:
-        """Begins one transfer of all spans; on one kernel it is over when this returns."""
+        """Starts one transfer of all spans; on one kernel it is done when this returns."""
         assert self.agent is not None
         bindings = self.library.bindings
         reads = self._list(spans.source + self.sources[source].address, spans.length)
@@ -179,11 +177,11 @@ class AgentOutlet:
             self.transfers.add(transfer)
             self.agent.postXferReq(transfer, b"")
         except self.library.errors as cause:
-            raise self.library.error("cannot begin a transfer", cause) from None
+            raise self.library.error("cannot start a transfer", cause) from None
         return transfer
 
     def is_done(self, token: object) -> bool:
-        """Whether a transfer is done; it is released then."""
+        """Whether a transfer is done; a done transfer is released."""
         if token is None:
             return True
         assert isinstance(token, int)
@@ -202,7 +200,7 @@ class AgentOutlet:
         return True
 
     def close(self) -> None:
-        """Gives up what is under way and destroys the agent."""
+        """Gives up what is in flight and destroys the agent."""
         agent, self.agent = self.agent, None
         if agent is None:
             return
@@ -224,14 +222,14 @@ class AgentOutlet:
         return self.library.bindings.nixlXferDList(self.library.bindings.DRAM_SEG, rows)
 
 
-class NixlTransport(ForeignTransport):
+class NixlTransport(LibraryTransport):
     """One opened nixl transport."""
 
     name = "nixl"
     capabilities = Capabilities(
         reach=Reach.ANYWHERE,
         places=frozenset({Place.HOST}),
-        batch_spans_max=Nixl.limits.parcel_spans,
+        batch_spans_max=Nixl.limits.post_spans_max,
         can_refuse_strangers=False,
         can_enforce_grants=False,
         can_revoke=False,
@@ -240,7 +238,7 @@ class NixlTransport(ForeignTransport):
     )
 
     def __init__(self, config: NixlConfig) -> None:
-        super().__init__(Nixl(config), Listening(config.host, config.port))
+        super().__init__(Nixl(config), config.host, config.port)
 
 
 CONFIG = NixlConfig

@@ -9,7 +9,7 @@ import numpy as np
 from baton.bench.baselines.child import Baseline, Child, offer
 from baton.errors import TransportError
 from baton.plan.steps import Spans
-from baton.transport.parts.foreign.native import import_native
+from baton.transport.library.base import import_native
 
 HOST = "127.0.0.1"
 _kept: list[Any] = []

@@ -9,7 +9,7 @@ import numpy as np
 from baton.bench.baselines.child import Baseline, Child, offer
 from baton.errors import TransportError
 from baton.plan.steps import Spans
-from baton.transport.parts.foreign.native import import_native
+from baton.transport.library.base import import_native
 
 _kept: list[Any] = []
 """Agents and memory of the child, which must outlive the call that made them."""

@@ -32,7 +32,7 @@ from baton.session.endpoint import Endpoint, EndpointConfig
 from baton.session.handles import Handle, Receiving, Sending
 from baton.session.requests import Digest, Request, prompt_digest
 from baton.transport import Transport, open_transport, parse_transport
-from baton.transport.wrappers import wrap
+from baton.transport.throttled import throttle
 
 MARK = "baton "
 BUSY_S_MAX = 5.0
@@ -278,7 +278,7 @@ def _transport(scene: Scene, side: str) -> tuple[Recorded, Any]:
     if not scene.link_bytes_per_s:
         return inner, inner
     # A rank has one network card: all its peers share the link.
-    slow = wrap("throttled", inner, bytes_per_s=scene.link_bytes_per_s, is_shared=True)
+    slow = throttle(inner, bytes_per_s=scene.link_bytes_per_s, is_shared=True)
     return inner, Recorded(slow) if side == "source" else slow
 
 

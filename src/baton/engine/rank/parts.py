@@ -26,7 +26,7 @@ from baton.plan.models.config import read_cache
 from baton.plan.ownership import buffers
 from baton.session import Endpoint, EndpointConfig, SocketConfig, Timings
 from baton.transport import Transport, open_transport, option_names, parse_transport
-from baton.transport.wrappers import wrap
+from baton.transport.throttled import throttle
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def _transport(config: RankConfig) -> Transport:
     plain = open_transport(name, **options)
     if not config.link_bytes_per_s:
         return plain
-    return wrap("throttled", plain, bytes_per_s=config.link_bytes_per_s, is_shared=True)
+    return throttle(plain, bytes_per_s=config.link_bytes_per_s, is_shared=True)
 
 
 def _pools(spec: Spec, rank: int, transport: Transport, device: torch.device) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Pack and Unpack carried out with torch, on the host or on a GPU.
 
-Buffers are tensors of bytes with one dim: views of registered memory, both of one device. Work goes to the
-current stream and the host never waits for it. What a step needs beside the buffers is made once by `prepare`
-and can run many times, over layers whose buffers begin elsewhere or over requests with the same pages.
+Buffers are 1-D tensors of bytes: views of registered memory, both on one device. Work goes to the current
+stream and the host never waits for it. `prepare` computes once what a step needs besides the buffers; the
+result can run many times, over layers whose buffers start elsewhere or over requests with the same pages.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from baton.errors import TransportError
 from baton.plan.dtypes import item_bytes
 from baton.plan.steps import Pack, Spans, Unpack
 from baton.plan.tokens import Ints
-from baton.transport.packing.casts import Cast, cast_rows
-from baton.transport.packing.moves import Uploads, make_move
-from baton.transport.packing.rows import equal_rows
-from baton.transport.packing.scales import ScaledCasts, Scales, cut_by_page
+from baton.transport.packing.casts import Cast, ScaledCasts, Scales, cast_rows, cut_by_page
+from baton.transport.packing.moves import Uploads, equal_rows, make_move
 
 __all__ = [
     "Prepared",
@@ -47,7 +45,7 @@ def unpack(step: Unpack, staging: Tensor, target: Tensor, scales: Scales | None 
 
 
 def prepare(step: Pack | Unpack, device: torch.device) -> Prepared:
-    """A step ready to run on a device, as often as one likes; fp8 is cast without scales."""
+    """A step ready to run on a device any number of times; fp8 is cast without scales."""
     dtypes = step.dtypes if isinstance(step, Unpack) else ("fp8", "fp8")
     uploads = Uploads(device)
     if dtypes[0] == dtypes[1]:
@@ -61,7 +59,7 @@ def prepare(step: Pack | Unpack, device: torch.device) -> Prepared:
 
 
 def prepare_scaled(step: Unpack, device: torch.device, pages: Ints) -> PreparedScaled:
-    """An Unpack to or from fp8 with a scale for each page, `pages` naming the one of every span."""
+    """An Unpack to or from fp8 with a scale per page; `pages` holds the page of every span."""
     uploads = Uploads(device)
     items = (item_bytes(step.dtypes[0]), item_bytes(step.dtypes[1]))
     return PreparedScaled(ScaledCasts(step, pages, uploads), _Reach(step.spans, items), uploads)
@@ -74,7 +72,7 @@ class _Part(Protocol):
 
 
 class _Reach:
-    """How far a step's spans go at either end, held against every pair of buffers."""
+    """How far a step's spans reach at both ends, checked against every pair of buffers."""
 
     def __init__(self, spans: Spans, items: tuple[int, int]) -> None:
         target_length = spans.length // items[0] * items[1]
@@ -83,7 +81,7 @@ class _Reach:
         self._first = int(min(spans.source.min(initial=0), spans.target.min(initial=0)))
 
     def check(self, source: Tensor, target: Tensor, device: torch.device) -> None:
-        """Raises TransportError where a span lies outside of its buffer: a view could go beyond it unseen."""
+        """Raises TransportError if a span lies outside of its buffer; a strided view would not notice."""
         for name, buffer, reach in (("source", source, self._source), ("target", target, self._target)):
             assert buffer.dtype == torch.uint8, "buffers are tensors of bytes"
             assert buffer.dim() == 1, "with one dim"
@@ -107,7 +105,7 @@ class Prepared:
     def run(self, source: Tensor, target: Tensor) -> None:
         """Moves every span from one buffer to the other, on the current stream."""
         self._reach.check(source, target, self._uploads.device)
-        # Pools made under inference mode may be written only under it; others do not mind.
+        # Pools created in inference mode can be written only in it.
         with torch.inference_mode():
             self._uploads.order()
             for part in self._parts:

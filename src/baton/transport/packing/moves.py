@@ -1,6 +1,17 @@
-"""Rows of bytes from one buffer to another, unchanged, by the torch operation that fits their pattern.
+"""Spans as rows of one length, and the torch operation that moves such rows from one buffer to another.
 
-A kernel of our own would be one more `Move` here, chosen in `make_move` by device and pattern.
+Theory. The spans of a step nearly always have one length, so they are a matrix of rows at one set of offsets
+in the source and another in the target. Two patterns are distinguished:
+
+- nested: at both ends the offsets are an outer sum of the same few arithmetic sequences (layers x pages x
+  tokens with pages in order); the whole step is then one strided copy;
+- any other (pages in the order of the allocator): one end, mostly staging, is still an arithmetic sequence
+  once the rows are sorted by it, and the other end is picked by an index.
+
+Lengths differ if neighbouring pages happened to be joined or the last page is not full. Rows are then cut to
+a common divisor, unless that is so small that its index would cost more than it saves.
+
+A kernel of our own would be another `Move` here, chosen in `make_move` by device and pattern.
 """
 
 from __future__ import annotations
@@ -12,15 +23,128 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baton.plan.steps import Spans
 from baton.plan.tokens import Ints
-from baton.transport.packing.rows import ALIGNMENT_MAX, Level, alignment, common_step, nested
 
+ALIGNMENT_MAX = 16
+"""The widest element that is moved at once."""
+CUT_BYTES_MIN = 256
+CUT_ROWS_MAX = 1 << 16
+LENGTHS_MAX = 8
+LEVELS_MAX = 6
 # complex128 is torch's only element of 16 bytes; nothing computes with it.
 ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of `source_bytes` that become `target_bytes`: their offsets at both ends, and their spans."""
+
+    source: Ints
+    target: Ints
+    source_bytes: int
+    target_bytes: int
+    span: Ints
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One arithmetic sequence of a nested pattern, with its step in bytes at either end."""
+
+    count: int
+    source_step: int
+    target_step: int
+
+
+def equal_rows(spans: Spans, items: tuple[int, int] = (1, 1)) -> list[Rows]:
+    """The spans as few sets of rows, each of one length; `items` are the element sizes at either end."""
+    chosen = np.arange(len(spans), dtype=np.int64)
+    # Nearly always the case, and much cheaper to check than to sort by length.
+    if len(spans) and spans.length[0] and (spans.length == spans.length[0]).all():
+        return [_cut(spans, chosen, int(spans.length[0]), items)]
+    chosen = np.flatnonzero(spans.length)
+    lengths = np.unique(spans.length[chosen])
+    if len(lengths) > 1:
+        unit = int(np.gcd.reduce(lengths))
+        num_rows = spans.num_bytes // unit
+        is_fine = unit >= CUT_BYTES_MIN and num_rows <= max(CUT_ROWS_MAX, 4 * len(spans))
+        if is_fine or len(lengths) > LENGTHS_MAX:
+            return [_cut(spans, chosen, unit, items)]
+    return [_cut(spans, chosen[spans.length[chosen] == length], int(length), items) for length in lengths]
+
+
+def _cut(spans: Spans, chosen: Ints, source_bytes: int, items: tuple[int, int]) -> Rows:
+    """Rows of `source_bytes` from the spans that `chosen` names, in their order."""
+    target_bytes = source_bytes // items[0] * items[1]
+    counts = spans.length[chosen] // source_bytes
+    if (counts == 1).all():
+        return Rows(spans.source[chosen], spans.target[chosen], source_bytes, target_bytes, chosen)
+    span = np.repeat(chosen, counts)
+    nth = np.arange(len(span), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    source = spans.source[span] + nth * source_bytes
+    target = spans.target[span] + nth * target_bytes
+    return Rows(source, target, source_bytes, target_bytes, span)
+
+
+def blocks(rows: Rows, bytes_max: int) -> list[Rows]:
+    """The rows in order, in parts of at most `bytes_max` at their wider end, or of one row."""
+    count = max(1, bytes_max // max(rows.source_bytes, rows.target_bytes))
+    ends = (rows.source_bytes, rows.target_bytes)
+    parts = [slice(first, first + count) for first in range(0, len(rows), count)]
+    return [Rows(rows.source[part], rows.target[part], *ends, rows.span[part]) for part in parts]
+
+
+def nested(source: Ints, target: Ints) -> tuple[Level, ...] | None:
+    """The levels, outermost first, whose sums are the offsets at both ends in this order, or None.
+
+    Found from the inside out: the first run of equal steps is as long as the innermost level, or goes on
+    through outer levels that continue it, and those continue it everywhere or nowhere.
+    """
+    levels: list[Level] = []
+    while len(source) > 1:
+        steps = (int(source[1] - source[0]), int(target[1] - target[0]))
+        count = min(_run_length(source, steps[0]), _run_length(target, steps[1]))
+        # torch has no negative strides, and a target step of 0 would write one place twice.
+        if steps[0] < 0 or steps[1] <= 0 or len(source) % count or len(levels) == LEVELS_MAX:
+            return None
+        nth = np.arange(count, dtype=np.int64)
+        source, target = source.reshape(-1, count), target.reshape(-1, count)
+        is_source, is_target = (
+            bool((offsets == offsets[:, :1] + nth * step).all())
+            for offsets, step in zip((source, target), steps, strict=True)
+        )
+        if not (is_source and is_target):
+            return None
+        levels.append(Level(count, *steps))
+        source, target = source[:, 0], target[:, 0]
+    return tuple(reversed(levels))
+
+
+def _run_length(offsets: Ints, step: int) -> int:
+    """How many offsets from the first on are `step` apart."""
+    breaks = np.diff(offsets) != step
+    return int(breaks.argmax()) + 1 if breaks.any() else len(offsets)
+
+
+def common_step(offsets: Ints) -> int:
+    """The distance between ascending offsets where it is the same everywhere, else 0."""
+    step = int(offsets[1] - offsets[0])
+    return step if step > 0 and _run_length(offsets, step) == len(offsets) else 0
+
+
+def alignment(*offsets: Ints | int) -> int:
+    """The largest power of two, at most ALIGNMENT_MAX, that divides every offset."""
+    bits = ALIGNMENT_MAX
+    for values in offsets:
+        bits |= values if isinstance(values, int) else int(np.bitwise_or.reduce(values, initial=0))
+    return bits & -bits
+
+
 class Uploads:
-    """Index arrays on their way to a device, copied from pinned memory behind the stream that asked."""
+    """Index arrays uploaded to a device from pinned memory, on the stream that was current at the start."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -33,21 +157,21 @@ class Uploads:
         host = torch.from_numpy(np.ascontiguousarray(values))
         if self._stream is None:
             return host
-        found = host.pin_memory().to(self.device, non_blocking=True)
-        self._sent.append(found)
+        uploaded = host.pin_memory().to(self.device, non_blocking=True)
+        self._sent.append(uploaded)
         self._done = self._stream.record_event()
-        return found
+        return uploaded
 
     def order(self) -> None:
-        """Puts the current stream behind the uploads, and keeps their memory until it is through."""
+        """Makes the current stream wait for the uploads, and keeps their memory until it has used them."""
         if self._stream is None or self._done is None:
             return
         current = torch.cuda.current_stream(self.device)
         if current == self._stream:
             return
         current.wait_event(self._done)
-        for found in self._sent:
-            found.record_stream(current)
+        for uploaded in self._sent:
+            uploaded.record_stream(current)
 
 
 class Move(Protocol):
@@ -82,7 +206,6 @@ class Nested:
     width: int
 
     def run(self, source: Tensor, target: Tensor) -> None:
-        """Copies every row on the current stream."""
         source, target = widened(self.width, source, target)
         num_elements = self.row_bytes // source.element_size()
         read, written = nested_views(source, target, self.starts, self.levels, num_elements)
@@ -100,7 +223,6 @@ class Gather:
     width: int
 
     def run(self, source: Tensor, target: Tensor) -> None:
-        """Copies every row on the current stream."""
         source, target = widened(self.width, source, target)
         rows = self.target.view(target, self.row_bytes)
         torch.index_select(self.source.view(source, self.row_bytes), 0, self.picked, out=rows)
@@ -117,7 +239,6 @@ class Scatter:
     width: int
 
     def run(self, source: Tensor, target: Tensor) -> None:
-        """Copies every row on the current stream."""
         source, target = widened(self.width, source, target)
         rows = self.source.view(source, self.row_bytes)
         self.target.view(target, self.row_bytes).index_copy_(0, self.picked, rows)
@@ -132,7 +253,6 @@ class Both:
     num_bytes: int
 
     def run(self, source: Tensor, target: Tensor) -> None:
-        """Copies every row on the current stream."""
         between = torch.empty(self.num_bytes, dtype=torch.uint8, device=source.device)
         self.gather.run(source, between)
         self.scatter.run(between, target)
@@ -161,7 +281,7 @@ def make_move(source: Ints, target: Ints, row_bytes: int, uploads: Uploads) -> M
 
 
 def _picked(offsets: Ints, uploads: Uploads) -> tuple[Line, Tensor]:
-    """The coarsest line that passes through all offsets, and which of its rows they are."""
+    """The coarsest line that passes through all offsets, and the indexes of their rows on it."""
     start = int(offsets.min())
     places = offsets - start
     step = int(np.gcd.reduce(places)) or ALIGNMENT_MAX

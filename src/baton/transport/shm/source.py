@@ -1,6 +1,7 @@
 """The source's half: one thread per target, which maps its segments and copies straight into them.
 
-Whatever fails here fails quietly: this thread does the stores itself, and has stopped when it says so.
+Every failure on this path is FailedQuiet: this thread does the stores itself, and has stopped when it
+reports one. Batches from or to a device go through a ring instead (ring_writer.py).
 """
 
 from __future__ import annotations
@@ -14,54 +15,62 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from baton.errors import RemoteProtocolError, TransportError
+from baton.errors import ConfigError, RemoteProtocolError, TransportError
 from baton.transport.base import DEADLINE_S, Bytes, Completion, Description, Done, FailedQuiet, Peer
-from baton.transport.parts.copying import copy_spans
-from baton.transport.parts.lanes import Lane
-from baton.transport.parts.proof import CHALLENGE_BYTES, WELCOME_BYTES, is_welcome, make_hello
-from baton.transport.parts.tickets import CANCELLED, Job
-from baton.transport.shm.messages import Kind, Message, receive_message, send_message
-from baton.transport.shm.segments import Mapping, map_segment
-from baton.transport.shm.staged.movers import Event
-from baton.transport.shm.staged.source import Feeder, read_shape
+from baton.transport.common.handshake import CHALLENGE_BYTES, WELCOME_BYTES, make_hello, verify_welcome
+from baton.transport.common.spans import copy_spans
+from baton.transport.common.threads import Watcher, WorkerThread
+from baton.transport.common.tickets import CANCELLED, Job, Tickets
+from baton.transport.fences import CudaEvent
+from baton.transport.shm.ring import RingShape, Staging
+from baton.transport.shm.ring_writer import RingWriter
+from baton.transport.shm.segments import (
+    Mapping,
+    MessageKind,
+    ShmMessage,
+    map_segment,
+    receive_message,
+    send_message,
+)
 
 T = TypeVar("T")
 
-LOOK_S = 0.05
-"""How often a thread that waits for its target looks whether tickets in its queue are overdue."""
+CHECK_S = 0.05
+"""How often a thread that waits for its target checks for overdue tickets in its queue."""
 
 
-class Source:
+class ShmConnection:
     """The connection to one target."""
 
-    def __init__(self, peer: Peer, description: Description, feeder: Feeder) -> None:
-        tickets, watcher = feeder.tickets, feeder.watcher
+    def __init__(
+        self, peer: Peer, description: Description, tickets: Tickets, watcher: Watcher, staging: Staging
+    ) -> None:
         self.peer = peer
-        self.feeder = feeder
         self.tickets = tickets
         self.watcher = watcher
+        self.staging = staging
+        self.ring_writer = RingWriter(peer, tickets, watcher, staging)
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.mappings: dict[int, Mapping] = {}
         self.regions: dict[int, Bytes] = {}
         self.lost = ""
-        self.lane = Lane(f"shm-source-{peer.number}")
-        self.lane.put(partial(self._connect, description))
+        self.worker = WorkerThread(f"shm-source-{peer.number}")
+        self.worker.put(partial(self._connect, description))
 
     def put(self, job: Job) -> None:
-        """Queues a copy."""
         job.progress_s = time.monotonic()
-        self.lane.put(partial(self._carry, job))
+        self.worker.put(partial(self._carry, job))
 
-    def put_behind(self, job: Job, event: Event) -> None:
+    def put_behind(self, job: Job, event: CudaEvent) -> None:
         """Queues a copy from a device, whose stream waits for the event."""
-        self.lane.put(partial(self._carry, job, event))
+        self.worker.put(partial(self._carry, job, event))
 
     def close(self, cause: str) -> None:
-        """Stops the copy under way, unmaps, says so, and hangs up."""
+        """Stops the copy in progress, unmaps, tells the target, and hangs up."""
         self.lost = self.lost or cause
-        self.feeder.lose(self.lost)
-        self.lane.put(self._leave)
-        self.lane.close()
+        self.ring_writer.lose(self.lost)
+        self.worker.put(self._leave)
+        self.worker.close()
         self.watcher.call(self._unwatch)
         self.sock.close()
 
@@ -76,64 +85,63 @@ class Source:
         except OSError as cause:
             self._lose(f"cannot connect to {description.address}: {cause}")
             return
-        if not is_welcome(welcome, description, hello, challenge):
+        if not verify_welcome(welcome, description, hello, challenge):
             self._lose(f"{description.address} did not accept this invitation")
             return
-        self.watcher.watch(self.sock.fileno(), select.EPOLLRDHUP, self._hear_hangup)
+        self.watcher.watch(self.sock.fileno(), select.EPOLLRDHUP, self._on_hangup)
 
-    def _hear_hangup(self, mask: int) -> None:
+    def _on_hangup(self, mask: int) -> None:
         """On the watcher's thread: the target died, or wants this source to leave."""
         self._unwatch()
         self._lose("the target hung up")
-        self.lane.put(self._leave)
+        self.worker.put(self._leave)
 
     def _unwatch(self) -> None:
         self.watcher.unwatch(self.sock.fileno())
 
     def _lose(self, cause: str) -> None:
         self.lost = self.lost or cause
-        self.feeder.lose(self.lost)
-        for job in self.tickets.unended(self.peer):
-            self.tickets.end_waiting(job, self.lost)
+        self.ring_writer.lose(self.lost)
+        self.tickets.end_all_waiting(self.peer, self.lost)
 
     def _leave(self) -> None:
         self.regions.clear()
         while self.mappings:
             _, mapping = self.mappings.popitem()
-            found = mapping.map
-            del mapping  # the array in it keeps the map from being closed
-            found.close()
-        self.feeder.close()
+            mapped = mapping.map
+            del mapping  # its array keeps the map from being closed
+            mapped.close()
+        self.ring_writer.close()
         with suppress(OSError):
-            send_message(self.sock, Message(Kind.LEFT))
+            send_message(self.sock, ShmMessage(MessageKind.LEFT))
 
-    def _carry(self, job: Job, event: Event | None = None) -> None:
+    def _carry(self, job: Job, event: CudaEvent | None = None) -> None:
         if self.lost:
             self.tickets.end_waiting(job, self.lost)
         elif not self.tickets.begin(job):
             return
-        elif self.feeder.staging.is_needed(job.batch):
+        elif self.staging.is_needed(job.batch):
             self._stage(job, event)
         else:
             completion: Completion = FailedQuiet(job.ticket, "the copy crashed; see the log")
             try:
-                completion = self._move(job)
+                completion = self._copy(job)
             finally:
                 self.tickets.end(job, completion)
 
-    def _move(self, job: Job) -> Completion:
-        """Copies and announces; the socket is the kernel object that orders the stores before the news.
+    def _copy(self, job: Job) -> Completion:
+        """Copies and announces; the system call orders the stores before the message.
 
-        Where nothing is announced, any other kernel object by which the caller passes the news on does that.
+        If nothing is announced, the system call by which the caller passes on the completion does that.
         """
         batch, spans = job.batch, job.batch.spans
         is_stopped = partial(self._is_stopped, job)
-        landed = Message(Kind.LANDED, (batch.tag, spans.num_bytes, 0, 0))
+        landed = ShmMessage(MessageKind.LANDED, (batch.tag, spans.num_bytes, 0, 0))
         try:
             target = self.regions.get(batch.target.number)
             if target is None:
                 target = self._map(batch.target.number, job.deadline_s, is_stopped)
-            if batch.target.num_bytes > len(target):  # up to its size the spans were checked on submission
+            if batch.target.num_bytes > len(target):  # `submit` checked the spans up to `num_bytes`
                 return FailedQuiet(job.ticket, f"region {batch.target.number} has {len(target)} bytes")
             if not copy_spans(spans, job.source, target, is_stopped):
                 return FailedQuiet(job.ticket, CANCELLED if job.is_cancelled else self.lost)
@@ -151,13 +159,13 @@ class Source:
     def _is_stopped(self, job: Job) -> bool:
         return job.is_cancelled or bool(self.lost)
 
-    def _stage(self, job: Job, event: Event | None) -> None:
-        """Hands a job to the ring, which ends it, or ends it here where there is none for its region."""
+    def _stage(self, job: Job, event: CudaEvent | None) -> None:
+        """Hands a job to the ring, which ends it, or ends it here if its region cannot be reached."""
         number = job.batch.target.number
         try:
-            if number not in self.feeder.region_bytes:
+            if number not in self.ring_writer.region_bytes:
                 self._join_ring(number, job.deadline_s)
-            num_bytes = self.feeder.region_bytes[number]
+            num_bytes = self.ring_writer.region_bytes[number]
             if job.batch.target.num_bytes > num_bytes:
                 raise TransportError(f"region {number} has {num_bytes} bytes")
         except OSError as cause:
@@ -167,19 +175,25 @@ class Source:
         except (TransportError, RemoteProtocolError) as cause:
             self.tickets.end(job, FailedQuiet(job.ticket, str(cause)))
             return
-        self.feeder.carry(job, event)
+        self.ring_writer.carry(job, event)
 
     def _join_ring(self, number: int, deadline_s: float) -> None:
-        """Asks whether a region may be reached through the ring; the first answer brings the ring."""
+        """Asks whether a region may be reached through the ring; the first reply brings the ring."""
         message, fd = self._ask(number, deadline_s, is_staged=True)
-        if not self.feeder.has_ring:
+        num_slots, slot_bytes, region_bytes, _ = message.numbers
+        if not self.ring_writer.has_ring:
             if fd is None:
                 raise TransportError("the target has no ring for this source")
-            self.feeder.attach(socket.socket(fileno=fd), read_shape(message.numbers))
-        self.feeder.region_bytes[number] = message.numbers[2]
+            channel = socket.socket(fileno=fd)
+            try:
+                shape = RingShape(num_slots, slot_bytes)
+            except ConfigError as cause:
+                raise TransportError(f"the target's ring is invalid: {cause}") from None
+            self.ring_writer.attach(channel, shape)
+        self.ring_writer.region_bytes[number] = region_bytes
 
     def _map(self, number: int, deadline_s: float, is_stopped: Callable[[], bool]) -> Bytes:
-        """The target's bytes, asked for when they are first needed."""
+        """Maps a region of the target, when it is first needed."""
         message, fd = self._ask(number, deadline_s, is_staged=False)
         if fd is None:
             raise TransportError(f"region {number} came without its memory")
@@ -189,25 +203,25 @@ class Source:
                 self.mappings[segment] = map_segment(fd, segment_bytes, is_stopped)
         finally:
             os.close(fd)
-        found = self.regions[number] = self.mappings[segment].bytes[offset : offset + num_bytes]
-        return found
+        region = self.regions[number] = self.mappings[segment].bytes[offset : offset + num_bytes]
+        return region
 
-    def _ask(self, number: int, deadline_s: float, *, is_staged: bool) -> tuple[Message, int | None]:
-        send_message(self.sock, Message(Kind.MAP, (number, int(is_staged), 0, 0)))
+    def _ask(self, number: int, deadline_s: float, *, is_staged: bool) -> tuple[ShmMessage, int | None]:
+        send_message(self.sock, ShmMessage(MessageKind.MAP, (number, int(is_staged), 0, 0)))
         try:
             message, fd = self._retry(partial(receive_message, self.sock), select.POLLIN, deadline_s)
         except TimeoutError as cause:
-            # The answer to this question, should it come, would be taken for that to the next.
+            # A late reply to this request would be taken for the reply to the next.
             self._lose(str(cause))
             raise
         if message is None:
             raise ConnectionResetError("it hung up")
-        if message.kind is Kind.REFUSED:
+        if message.kind is MessageKind.REFUSED:
             raise TransportError(f"region {number} was refused: {message.text}")
         return message, fd
 
     def _retry(self, action: Callable[[], T], mask: int, deadline_s: float) -> T:
-        """Does something with the socket as soon as it can be done."""
+        """Repeats an action on the socket until it does not block."""
         limit_s = time.monotonic() + deadline_s
         while True:
             try:
@@ -218,11 +232,9 @@ class Source:
     def _wait(self, mask: int, limit_s: float) -> None:
         poller = select.poll()
         poller.register(self.sock, mask)
-        if poller.poll(LOOK_S * 1e3):
+        if poller.poll(CHECK_S * 1e3):
             return
         now_s = time.monotonic()
         if now_s > limit_s or self.lost:
             raise TimeoutError("the target did not react within the deadline")
-        for job in self.tickets.unended(self.peer):
-            if job.progress_s and now_s > job.progress_s + job.deadline_s:
-                self.tickets.end_waiting(job, f"no progress on this connection for {job.deadline_s} s")
+        self.tickets.end_overdue(self.peer, now_s)

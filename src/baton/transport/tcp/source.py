@@ -1,9 +1,9 @@
-"""The source's half: streams that each send parts on a thread of their own, and one verdict on all of them.
+"""The source's half: streams that each send parts on a thread of their own.
 
-Threads. Senders block in sendmsg. The watcher's thread reads what the target says, keeps the deadlines, and
-is the only one that gives a connection up: it shuts the sockets, waits until no sender reads source memory
-any more, and then says how each batch ended. A batch of which bytes may be under way is FailedUnknown, unless
-the target said goodbye, which it does after it has stopped all writing.
+Threads. Senders block in sendmsg. The watcher's thread reads the target's replies, checks the deadlines, and
+is the only one that ends a connection: it shuts the sockets down, waits until no sender reads source memory
+any more, and then ends the tickets. A batch whose bytes may be in flight ends as FailedUnknown, unless the
+target said goodbye, which it does after it has stopped all writing.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ import select
 import socket
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+
 from baton.errors import RemoteProtocolError, TransportError
+from baton.plan.steps import Spans
 from baton.transport.base import (
     DEADLINE_S,
+    Bytes,
     Completion,
     Description,
     Done,
@@ -26,58 +32,163 @@ from baton.transport.base import (
     FailedUnknown,
     Peer,
 )
-from baton.transport.parts.proof import CHALLENGE_BYTES, KNOCK, WELCOME_BYTES, is_welcome, make_hello
-from baton.transport.parts.tickets import CANCELLED, Job, Tickets
-from baton.transport.parts.watcher import Watcher
-from baton.transport.tcp.frames import read_words
-from baton.transport.tcp.parcels import Delivery, Parcels, Part, make_parts, send_part
-from baton.transport.tcp.wire import acknowledged_bytes, receive_exactly
+from baton.transport.common.handshake import (
+    CHALLENGE_BYTES,
+    CONNECT_PROBE,
+    WELCOME_BYTES,
+    make_hello,
+    verify_welcome,
+)
+from baton.transport.common.listener import receive_exactly
+from baton.transport.common.spans import coalesce, copy_spans, join_ranges, split
+from baton.transport.common.threads import Watcher
+from baton.transport.common.tickets import CANCELLED, Job, Tickets
+from baton.transport.tcp.wire import (
+    PART_SPANS_MAX,
+    PartHeader,
+    acknowledged_bytes,
+    is_scattered,
+    read_replies,
+    send_all,
+    views_by_call,
+)
 
-HEARD_BYTES_MAX = 1 << 16
+PART_BYTES_MIN = 1 << 20
+PART_BYTES_MAX = 16 << 20
+RECEIVE_BYTES = 1 << 16
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
-    """One socket, the thread that sends on it, and what is under way."""
+class SentBatch:
+    """A batch that was cut into parts, and how many of them are neither acknowledged nor dropped."""
+
+    job: Job
+    num_parts: int
+    num_left: int
+    is_on_wire: bool = False
+    is_cut_short: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one stream sends at a time."""
+
+    batch: SentBatch
+    spans: Spans
+
+
+def make_parts(job: Job, num_streams: int) -> list[Part]:
+    """A batch in parts that keep all streams busy; an empty batch is one part, so that it is announced."""
+    spans = coalesce(job.batch.spans)
+    share = -(-spans.num_bytes // num_streams)
+    part_bytes = min(max(share, PART_BYTES_MIN), PART_BYTES_MAX)
+    parts = list(split(spans, part_bytes, PART_SPANS_MAX)) or [spans]
+    batch = SentBatch(job, len(parts), len(parts))
+    return [Part(batch, part) for part in parts]
+
+
+def send_part(sock: socket.socket, part: Part) -> None:
+    job, spans = part.batch.job, part.spans
+    table = np.stack(join_ranges(spans.target, spans.length), axis=1).astype("<i8", copy=False)
+    header = PartHeader(
+        region=job.batch.target.number,
+        ticket=job.ticket.number,
+        tag=job.batch.tag,
+        num_parts=part.batch.num_parts,
+        num_spans=len(table),
+        num_bytes=spans.num_bytes,
+    )
+    front = [memoryview(header.to_bytes()), memoryview(table.tobytes())]
+    for views in _payload(spans, job.source):
+        send_all(sock, front + views)
+        front = []
+    if front:
+        send_all(sock, front)
+
+
+def _payload(spans: Spans, source: Bytes) -> Iterator[list[memoryview]]:
+    """The bytes of a part, one list for each system call; very short spans are gathered first."""
+    start, length = join_ranges(spans.source, spans.length)
+    if is_scattered(length):
+        gathered = np.empty(int(length.sum()), dtype=np.uint8)
+        copy_spans(Spans(start, np.cumsum(length) - length, length), source, gathered, lambda: False)
+        source, start, length = gathered, start[:1] * 0, np.array([len(gathered)])
+    yield from views_by_call(source, start, length)
+
+
+class SendQueue:
+    """Jobs and parts in the order in which they are to be sent."""
+
+    def __init__(self) -> None:
+        self._items: deque[Job | Part] = deque()
+        self._changed = threading.Condition()
+        self._is_open = True
+
+    def put(self, job: Job) -> None:
+        with self._changed:
+            self._items.append(job)
+            self._changed.notify()
+
+    def put_first(self, parts: list[Part]) -> None:
+        with self._changed:
+            self._items.extendleft(reversed(parts))
+            self._changed.notify(len(parts))
+
+    def take(self) -> Job | Part | None:
+        """Waits for the next item; None once closed."""
+        with self._changed:
+            while self._is_open and not self._items:
+                self._changed.wait()
+            return self._items.popleft() if self._is_open else None
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_open = False
+            self._items.clear()
+            self._changed.notify_all()
+
+
+@dataclass(slots=True, eq=False)
+class SendStream:
+    """One socket, the thread that sends on it, and what it has in flight."""
 
     index: int
     sock: socket.socket
     thread: threading.Thread = field(default_factory=threading.Thread)
-    heard: bytearray = field(default_factory=bytearray)
-    under_way: list[Delivery] = field(default_factory=list)
-    """Of the parts that were begun and not acknowledged, in order."""
+    received: bytearray = field(default_factory=bytearray)
+    in_flight: list[SentBatch] = field(default_factory=list)
+    """The batch of each part that was begun and is not acknowledged, in order."""
     acknowledged_bytes: int = 0
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of a target."""
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise TransportError(f"'{address}' is not host:port")
     return host, int(port)
 
 
-class Source:
+class TcpConnection:
     """The connection to one target."""
 
     def __init__(self, peer: Peer, tickets: Tickets, watcher: Watcher) -> None:
         self.peer = peer
         self.tickets = tickets
         self.watcher = watcher
-        self.parcels = Parcels()
-        self.deliveries: dict[int, Delivery] = {}
+        self.queue = SendQueue()
+        self.batches: dict[int, SentBatch] = {}
         self.lock = threading.Lock()
-        self.streams: list[Stream] = []
+        self.streams: list[SendStream] = []
         self.are_started = threading.Event()
         self.progress_s = 0.0
         self.lost = ""
 
     def open(self, description: Description, num_streams: int) -> None:
-        """Starts a thread per stream, each of which connects first."""
+        """Starts a thread per stream, which connects first."""
         host, _ = parse_address(description.address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         for index in range(num_streams):
-            stream = Stream(index, socket.socket(family, socket.SOCK_STREAM))
+            stream = SendStream(index, socket.socket(family, socket.SOCK_STREAM))
             name = f"tcp-source-{self.peer.number}-{index}"
             stream.thread = threading.Thread(
                 target=self._run, args=(stream, description), name=name, daemon=True
@@ -88,133 +199,129 @@ class Source:
         self.are_started.set()
 
     def put(self, job: Job) -> None:
-        """Queues a batch; cutting it up is left to a sender."""
+        """Queues a batch; a sender thread cuts it into parts."""
         job.progress_s = time.monotonic()
         if self.lost:
             self.tickets.end_waiting(job, self.lost)
             return
-        self.parcels.put(job)
-        self.watcher.start_clock(self._tick)
+        self.queue.put(job)
+        self.watcher.start_timer(self._tick)
 
     def close(self, cause: str) -> None:
-        """Ends the connection; what is under way may still arrive."""
+        """Ends the connection; bytes in flight may still arrive."""
         self.watcher.call(partial(self._lose, cause))
 
-    def _run(self, stream: Stream, description: Description) -> None:
-        """A sender's life."""
-        self.are_started.wait()  # who gives the connection up joins them all
+    def _run(self, stream: SendStream, description: Description) -> None:
+        """The thread of a sender."""
+        self.are_started.wait()  # `_lose` joins all of the threads
         try:
             self._connect(stream, description)
         except (OSError, TransportError) as cause:
             self.watcher.post(partial(self._lose, f"cannot connect to {description.address}: {cause}"))
             return
         try:
-            while (item := self.parcels.take()) is not None:
-                part = self._part_of(item)
+            while (item := self.queue.take()) is not None:
+                part = self._next_part(item)
                 if part is not None:
-                    part.delivery.is_on_wire = True
-                    stream.under_way.append(part.delivery)
+                    part.batch.is_on_wire = True
+                    stream.in_flight.append(part.batch)
                     send_part(stream.sock, part)
         except OSError as cause:
-            self.watcher.post(partial(self._hear_last, stream, f"the connection was lost: {cause}"))
+            self.watcher.post(partial(self._on_send_error, stream, f"the connection was lost: {cause}"))
 
-    def _connect(self, stream: Stream, description: Description) -> None:
+    def _connect(self, stream: SendStream, description: Description) -> None:
         if self.lost:
             raise TransportError(self.lost)
         sock = stream.sock
         sock.settimeout(DEADLINE_S)
         sock.connect(parse_address(description.address))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.sendall(KNOCK)
+        sock.sendall(CONNECT_PROBE)
         challenge = receive_exactly(sock, CHALLENGE_BYTES)
         hello = make_hello(description, stream.index, bytes(challenge or b""))
         sock.sendall(hello)
         welcome = receive_exactly(sock, WELCOME_BYTES)
-        if challenge is None or not is_welcome(bytes(welcome or b""), description, hello, bytes(challenge)):
+        if challenge is None or not verify_welcome(
+            bytes(welcome or b""), description, hello, bytes(challenge)
+        ):
             raise TransportError("it did not accept this invitation")
         sock.settimeout(None)
-        self.watcher.watch(sock.fileno(), select.EPOLLIN, lambda mask: self._hear(stream))
+        self.watcher.watch(sock.fileno(), select.EPOLLIN, lambda mask: self._receive(stream))
 
-    def _part_of(self, item: Job | Part) -> Part | None:
-        """What to send for an item of the queue, if anything."""
+    def _next_part(self, item: Job | Part) -> Part | None:
+        """The part to send for an item of the queue, if any."""
         if isinstance(item, Job):
             if not self.tickets.begin(item):
                 return None
             item, *others = make_parts(item, len(self.streams))
             with self.lock:
-                self.deliveries[item.delivery.job.ticket.number] = item.delivery
-            self.parcels.put_first(others)
-        if item.delivery.job.is_cancelled:
-            item.delivery.is_cut_short = True
-            self._account_for(item.delivery)
+                self.batches[item.batch.job.ticket.number] = item.batch
+            self.queue.put_first(others)
+        if item.batch.job.is_cancelled:
+            item.batch.is_cut_short = True
+            self._finish_part(item.batch)
             return None
         return item
 
-    def _account_for(self, delivery: Delivery) -> None:
-        """One part less to wait for; with the last one the batch is over."""
+    def _finish_part(self, batch: SentBatch) -> None:
+        """Counts a part that was acknowledged or dropped; the last one ends the ticket."""
         with self.lock:
-            delivery.num_left -= 1
-            if delivery.num_left:
+            batch.num_left -= 1
+            if batch.num_left:
                 return
-            self.deliveries.pop(delivery.job.ticket.number, None)
-        ticket = delivery.job.ticket
-        self.tickets.end(
-            delivery.job, FailedQuiet(ticket, CANCELLED) if delivery.is_cut_short else Done(ticket)
-        )
+            self.batches.pop(batch.job.ticket.number, None)
+        ticket = batch.job.ticket
+        self.tickets.end(batch.job, FailedQuiet(ticket, CANCELLED) if batch.is_cut_short else Done(ticket))
 
-    def _hear(self, stream: Stream) -> None:
-        """On the watcher's thread: what the target says."""
+    def _receive(self, stream: SendStream) -> None:
+        """On the watcher's thread: reads the target's replies."""
         try:
-            raw = stream.sock.recv(HEARD_BYTES_MAX, socket.MSG_DONTWAIT)
+            raw = stream.sock.recv(RECEIVE_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return
         except OSError as cause:
             self._lose(f"the connection was lost: {cause}")
             return
-        stream.heard += raw
+        stream.received += raw
         try:
-            for word in read_words(stream.heard):
-                self._obey(stream, word)
+            for reply in read_replies(stream.received):
+                self._on_reply(stream, reply)
         except RemoteProtocolError as cause:
             self._lose(str(cause))
         if not raw:
             self._lose("the target hung up")
 
-    def _obey(self, stream: Stream, word: int | str) -> None:
-        if isinstance(word, str):
-            self._lose(word, is_quiet=True)
+    def _on_reply(self, stream: SendStream, reply: int | str) -> None:
+        if isinstance(reply, str):
+            self._lose(reply, is_quiet=True)
             return
-        if not stream.under_way or stream.under_way[0].job.ticket.number != word:
-            raise RemoteProtocolError(f"the target acknowledged ticket {word} out of turn")
+        if not stream.in_flight or stream.in_flight[0].job.ticket.number != reply:
+            raise RemoteProtocolError(f"the target acknowledged ticket {reply} out of order")
         self._note_progress(stream)
-        self._account_for(stream.under_way.pop(0))
+        self._finish_part(stream.in_flight.pop(0))
 
-    def _note_progress(self, stream: Stream) -> None:
+    def _note_progress(self, stream: SendStream) -> None:
         self.progress_s = time.monotonic()
-        for delivery in stream.under_way:
-            delivery.job.progress_s = self.progress_s
+        for batch in stream.in_flight:
+            batch.job.progress_s = self.progress_s
 
-    def _look_for_progress(self) -> None:
-        """A stream whose target's kernel takes bytes is alive, though a part be long and the link slow."""
-        for stream in self.streams:
-            if stream.under_way:
-                num_bytes = acknowledged_bytes(stream.sock)
-                if num_bytes != stream.acknowledged_bytes:
-                    stream.acknowledged_bytes = num_bytes
-                    self._note_progress(stream)
-
-    def _hear_last(self, stream: Stream, cause: str) -> None:
+    def _on_send_error(self, stream: SendStream, cause: str) -> None:
         """On the watcher's thread: a sender failed; the target may have said why."""
         if not self.lost:
-            self._hear(stream)
+            self._receive(stream)
         self._lose(cause)
 
     def _tick(self) -> None:
-        """On the watcher's thread: fails what has gone without progress for too long."""
-        self.watcher.stop_clock(self._tick)  # before looking, so that a job put meanwhile starts it again
+        """On the watcher's thread: fails what made no progress until its deadline."""
+        self.watcher.stop_timer(self._tick)  # first, so that a job put in the meantime starts it again
         if self.lost:
             return
-        self._look_for_progress()
+        for stream in self.streams:
+            # A stream whose target's kernel takes bytes makes progress, however long the part.
+            num_bytes = acknowledged_bytes(stream.sock) if stream.in_flight else stream.acknowledged_bytes
+            if num_bytes != stream.acknowledged_bytes:
+                stream.acknowledged_bytes = num_bytes
+                self._note_progress(stream)
         now_s = time.monotonic()
         is_busy = False
         for job in self.tickets.unended(self.peer):
@@ -222,20 +329,20 @@ class Source:
                 continue
             is_busy = True
             cause = f"no progress for {job.deadline_s} s"
-            if job.ticket.number in self.deliveries:
-                if now_s > job.progress_s + job.deadline_s:
+            if job.ticket.number in self.batches:
+                if job.is_overdue(now_s):
                     self._lose(cause)
-            elif now_s > max(job.progress_s, self.progress_s) + job.deadline_s:
+            elif job.is_overdue(now_s, self.progress_s):
                 self.tickets.end_waiting(job, cause)
         if is_busy and not self.lost:
-            self.watcher.start_clock(self._tick)
+            self.watcher.start_timer(self._tick)
 
     def _lose(self, cause: str, *, is_quiet: bool = False) -> None:
         """On the watcher's thread: ends the connection and everything on it."""
         if self.lost:
             return
         self.lost = cause
-        self.parcels.close()
+        self.queue.close()
         for stream in self.streams:
             with suppress(OSError):
                 stream.sock.shutdown(socket.SHUT_RDWR)
@@ -244,11 +351,9 @@ class Source:
         for stream in self.streams:
             self.watcher.unwatch(stream.sock.fileno())
             stream.sock.close()
-        deliveries, self.deliveries = self.deliveries, {}
-        for delivery in deliveries.values():
-            is_known = is_quiet or not delivery.is_on_wire
-            ticket = delivery.job.ticket
+        batches, self.batches = self.batches, {}
+        for batch in batches.values():
+            ticket, is_known = batch.job.ticket, is_quiet or not batch.is_on_wire
             completion: Completion = FailedQuiet(ticket, cause) if is_known else FailedUnknown(ticket, cause)
-            self.tickets.end(delivery.job, completion)
-        for job in self.tickets.unended(self.peer):
-            self.tickets.end_waiting(job, cause)
+            self.tickets.end(batch.job, completion)
+        self.tickets.end_all_waiting(self.peer, cause)

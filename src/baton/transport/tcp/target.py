@@ -1,9 +1,9 @@
-"""The target's half: a thread per stream that reads parts straight into granted memory.
+"""The target's half: a thread per stream that receives parts straight into granted memory.
 
-A part names its ranges before its bytes come, and is looked at as a whole: what lies outside of a registered
-region or of what was granted to this very peer is refused before a byte of it is written. The refusal ends
-the peer: its other streams are stopped too, then it is told goodbye, and what it still sends is read by
-nobody.
+A part names its ranges before its bytes, and is checked as a whole. If a range lies outside of a registered
+region or of what was granted to this peer, the part is refused before a byte of it is written. A refusal
+ends the peer: its other streams are stopped too, then it is sent a goodbye, and nothing more is read from
+it.
 """
 
 from __future__ import annotations
@@ -11,44 +11,46 @@ from __future__ import annotations
 import select
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from baton.errors import RemoteProtocolError
 from baton.plan.steps import Spans
-from baton.transport.base import Bytes, Landed, Peer, Quiet, Ranges, Stillness, Unknown
-from baton.transport.parts.copying import copy_spans
-from baton.transport.parts.grants import Granted, Grants, overlap
-from baton.transport.parts.mailbox import Mailbox
-from baton.transport.parts.regions import Regions
-from baton.transport.parts.spans import are_inside
-from baton.transport.parts.tally import Tally
-from baton.transport.tcp.frames import (
+from baton.transport.base import Bytes, Landed, Peer, Quiet, Ranges, RevokeResult, Unknown
+from baton.transport.common.listener import receive_all, receive_exactly
+from baton.transport.common.regions import Grant, Grants, Regions, do_ranges_overlap
+from baton.transport.common.spans import are_inside, copy_spans
+from baton.transport.common.tickets import EventQueue
+from baton.transport.common.transport import Refusals
+from baton.transport.tcp.wire import (
     PART_HEADER_BYTES,
     TABLE_ROW_BYTES,
     PartHeader,
     goodbye,
+    is_scattered,
     landed,
+    views_by_call,
 )
-from baton.transport.tcp.wire import is_scattered, receive_all, receive_exactly, windows
 
 STREAMS_MAX = 64
-LOOK_MS = 50
+POLL_MS = 50
 
 
 @dataclass(slots=True, eq=False)
-class Receiver:
-    """One stream: its socket, its thread, and where it is writing."""
+class ReceiveStream:
+    """One stream: its socket, its thread, and the ranges that it is writing."""
 
     sock: socket.socket
     thread: threading.Thread
-    writing: Granted | None = None
+    writing: Grant | None = None
 
 
 @dataclass(slots=True)
-class Arrival:
+class ReceivedBatch:
     """A batch of which some parts have landed."""
 
     num_left: int
@@ -56,149 +58,142 @@ class Arrival:
 
 
 @dataclass(slots=True, eq=False)
-class Writer:
+class TcpWriter:
     """One invited peer."""
 
     peer: Peer
     secret: str
     regions: Regions
-    mailbox: Mailbox
-    tally: Tally
+    events: EventQueue
+    refusals: Refusals
     grants: Grants = field(default_factory=Grants)
-    receivers: dict[int, Receiver | None] = field(default_factory=dict)
-    arrivals: dict[int, Arrival] = field(default_factory=dict)
+    streams: dict[int, ReceiveStream | None] = field(default_factory=dict)
+    batches: dict[int, ReceivedBatch] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    expelling: threading.Lock = field(default_factory=threading.Lock)
-    is_expelled: bool = False
+    ending: threading.Lock = field(default_factory=threading.Lock)
+    is_ended: bool = False
 
-    def is_still(self, granted: Granted) -> Stillness:
-        """Whether no stream is writing there: each says where before it asks whether it may."""
+    def check_quiet(self, grant: Grant) -> RevokeResult:
+        """Whether no stream is writing there; a stream sets `writing` before it checks the grants."""
         with self.lock:
-            writing = [receiver.writing for receiver in self.receivers.values() if receiver]
-        for found in writing:
-            if found and found.region == granted.region and overlap(found.ranges, granted.ranges):
-                return Unknown("a write that was allowed before is under way")
+            writing = [stream.writing for stream in self.streams.values() if stream]
+        for write in writing:
+            if write and write.region == grant.region and do_ranges_overlap(write.ranges, grant.ranges):
+                return Unknown("a write that was allowed before is in progress")
         return Quiet()
 
-    def revoke(self, cause: str) -> Stillness:
-        """Stops every stream; when it returns nothing is written any more."""
-        self.expel(cause)
-        return Quiet()
+    def revoke(self, cause: str) -> RevokeResult:
+        """Stops every stream and says goodbye; nothing is written after it returns.
 
-    def expel(self, cause: str) -> None:
-        """Ends the peer from any thread but its receivers'."""
-        with self.expelling:
+        It must not be called from a thread of a stream.
+        """
+        with self.ending:
             with self.lock:
-                self.is_expelled = True
-                receivers = [receiver for receiver in self.receivers.values() if receiver]
-                self.receivers.clear()
-                _wake(receivers)
-            for receiver in receivers:
-                receiver.thread.join()
-            for receiver in receivers:
+                self.is_ended = True
+                streams = [stream for stream in self.streams.values() if stream]
+                self.streams.clear()
+                for stream in streams:
+                    with suppress(OSError):
+                        stream.sock.shutdown(socket.SHUT_RD)  # blocked reads return; goodbye can be sent
+            for stream in streams:
+                stream.thread.join()
+            for stream in streams:
                 with suppress(OSError):
-                    receiver.sock.send(goodbye(cause), socket.MSG_DONTWAIT)
-                receiver.sock.close()
+                    stream.sock.send(goodbye(cause), socket.MSG_DONTWAIT)
+                stream.sock.close()
+        return Quiet()
 
-    def attach(self, index: int, sock: socket.socket) -> Receiver | None:
-        """Takes a stream on, the current thread with it; each index is good for one."""
+    def attach(self, index: int, sock: socket.socket) -> Callable[[], None] | None:
+        """Takes over a stream with the current thread; each index can be used once."""
         with self.lock:
-            if self.is_expelled or index in self.receivers or index >= STREAMS_MAX:
+            if self.is_ended or index in self.streams or index >= STREAMS_MAX:
                 return None
-            receiver = self.receivers[index] = Receiver(sock, threading.current_thread())
-            return receiver
+            stream = self.streams[index] = ReceiveStream(sock, threading.current_thread())
+            return partial(self._receive, index, stream)
 
-    def receive(self, index: int, receiver: Receiver) -> None:
-        """A receiver's life."""
+    def _receive(self, index: int, stream: ReceiveStream) -> None:
         try:
-            while not self.is_expelled and self._receive_part(receiver):
+            while not self.is_ended and self._receive_part(stream):
                 pass
         except OSError:
-            pass  # the source is gone; what it meant to send is its own affair
+            pass  # the source is gone
         except RemoteProtocolError as refused:
             with self.lock:
-                is_first, self.is_expelled = not self.is_expelled, True
+                is_first, self.is_ended = not self.is_ended, True
             if is_first:
-                self.tally.add_refused_write()
-            threading.Thread(target=self.expel, args=(str(refused),), daemon=True).start()
+                self.refusals.add_write()
+            threading.Thread(target=self.revoke, args=(str(refused),), daemon=True).start()
             return
         with self.lock:
-            if not self.is_expelled:
-                self.receivers[index] = None
-                receiver.sock.close()
+            if not self.is_ended:
+                self.streams[index] = None
+                stream.sock.close()
 
-    def _receive_part(self, receiver: Receiver) -> bool:
-        """One part; false when the stream has ended."""
-        raw = receive_exactly(receiver.sock, PART_HEADER_BYTES)
+    def _receive_part(self, stream: ReceiveStream) -> bool:
+        """Receives one part; false if the stream has ended."""
+        raw = receive_exactly(stream.sock, PART_HEADER_BYTES)
         if raw is None:
             return False
         header = PartHeader.from_bytes(bytes(raw))
-        table = receive_exactly(receiver.sock, header.num_spans * TABLE_ROW_BYTES)
+        table = receive_exactly(stream.sock, header.num_spans * TABLE_ROW_BYTES)
         if table is None:
             return False
         rows = np.frombuffer(table, dtype="<i8").astype(np.int64).reshape(-1, 2)
         ranges = Ranges(rows[:, 0].copy(), rows[:, 1].copy())
-        memory = self.regions.use_number(header.region)
+        memory = self.regions.acquire_number(header.region)
         if memory is None:
             raise RemoteProtocolError(f"region {header.region} is not registered")
         try:
-            receiver.writing = Granted(header.region, ranges)
+            stream.writing = Grant(header.region, ranges)
             self._check(header, ranges, len(memory))
-            if not self._fill(receiver.sock, memory, ranges):
+            if not self._fill(stream.sock, memory, ranges):
                 return False
         finally:
-            receiver.writing = None
-            self.regions.leave(header.region)
-        self._account_for(header)
-        self._say(receiver.sock, landed(header.ticket))
+            stream.writing = None
+            self.regions.release(header.region)
+        self._finish_part(header)
+        self._send(stream.sock, landed(header.ticket))
         return True
 
     def _check(self, header: PartHeader, ranges: Ranges, region_bytes: int) -> None:
         if not are_inside(ranges.start, ranges.length, region_bytes):
             raise RemoteProtocolError(f"a write outside of region {header.region} was refused")
         if int(ranges.length.sum()) != header.num_bytes:
-            raise RemoteProtocolError(f"a part of {header.num_bytes} bytes has ranges for another number")
+            raise RemoteProtocolError(f"the ranges of a part do not add up to its {header.num_bytes} bytes")
         if not self.grants.allow(header.region, ranges.start, ranges.length):
             raise RemoteProtocolError(f"a write to region {header.region} that was not granted was refused")
 
     def _fill(self, sock: socket.socket, memory: Bytes, ranges: Ranges) -> bool:
-        """Reads the bytes of a part to where they belong; false when the stream ends."""
+        """Receives the bytes of a part into place; false if the stream ends."""
         if is_scattered(ranges.length):
-            swept = receive_exactly(sock, int(ranges.length.sum()))
-            if swept is None:
+            gathered = receive_exactly(sock, int(ranges.length.sum()))
+            if gathered is None:
                 return False
             start = np.cumsum(ranges.length) - ranges.length
             spans = Spans(start, ranges.start, ranges.length)
-            return copy_spans(spans, np.frombuffer(swept, dtype=np.uint8), memory, lambda: self.is_expelled)
-        for views in windows(memory, ranges.start, ranges.length):
-            if self.is_expelled or not receive_all(sock, views):
+            return copy_spans(spans, np.frombuffer(gathered, dtype=np.uint8), memory, lambda: self.is_ended)
+        for views in views_by_call(memory, ranges.start, ranges.length):
+            if self.is_ended or not receive_all(sock, views):
                 return False
         return True
 
-    def _account_for(self, header: PartHeader) -> None:
-        """With the last part of a batch the batch is announced."""
+    def _finish_part(self, header: PartHeader) -> None:
+        """Announces a batch with its last part."""
         with self.lock:
-            arrival = self.arrivals.setdefault(header.ticket, Arrival(header.num_parts))
-            arrival.num_left -= 1
-            arrival.num_bytes += header.num_bytes
-            if arrival.num_left > 0:
+            batch = self.batches.setdefault(header.ticket, ReceivedBatch(header.num_parts))
+            batch.num_left -= 1
+            batch.num_bytes += header.num_bytes
+            if batch.num_left > 0:
                 return
-            del self.arrivals[header.ticket]
-        self.mailbox.put(Landed(self.peer, header.tag, arrival.num_bytes))
+            del self.batches[header.ticket]
+        self.events.put(Landed(self.peer, header.tag, batch.num_bytes))
 
-    def _say(self, sock: socket.socket, word: bytes) -> None:
-        """Sends a few bytes, which waits only for a source that has stopped listening."""
-        while word and not self.is_expelled:
+    def _send(self, sock: socket.socket, raw: bytes) -> None:
+        """Sends a few bytes; blocks only if the source has stopped reading."""
+        while raw and not self.is_ended:
             try:
-                word = word[sock.send(word, socket.MSG_DONTWAIT) :]
+                raw = raw[sock.send(raw, socket.MSG_DONTWAIT) :]
             except BlockingIOError:
                 poller = select.poll()
                 poller.register(sock, select.POLLOUT)
-                poller.poll(LOOK_MS)
-
-
-def _wake(receivers: list[Receiver]) -> None:
-    """Makes blocked reads return; goodbye can still be said."""
-    for receiver in receivers:
-        with suppress(OSError):
-            receiver.sock.shutdown(socket.SHUT_RD)
+                poller.poll(POLL_MS)

@@ -1,0 +1,1 @@
+"""What the transports share: regions and grants, tickets, span copies, threads and the handshake."""

@@ -1,0 +1,290 @@
+"""The source's half: one thread per target, which posts to the library and polls what it posted.
+
+A batch that failed with a post in flight ends as FailedUnknown: the library's instance is closed by then and
+reads no memory, but what it sent before may still arrive. The connection ends with it. Only a refusal, and a
+cancellation, which waits for what is in flight, leave the connection open.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from baton.errors import RemoteProtocolError, TransportError
+from baton.transport.base import (
+    DEADLINE_S,
+    Completion,
+    Description,
+    Done,
+    FailedQuiet,
+    FailedUnknown,
+    Peer,
+)
+from baton.transport.common.handshake import (
+    CHALLENGE_BYTES,
+    CONNECT_PROBE,
+    WELCOME_BYTES,
+    make_hello,
+    verify_welcome,
+)
+from baton.transport.common.spans import are_inside, coalesce, cut, split
+from baton.transport.common.threads import Watcher, WorkerThread
+from baton.transport.common.tickets import CANCELLED, Job, Tickets
+from baton.transport.library.base import (
+    HEADER_BYTES,
+    FrameHeader,
+    FrameKind,
+    Library,
+    LibrarySender,
+    encode_frame,
+    this_kernel,
+)
+
+CHECK_S = 0.05
+"""How often a thread that waits checks for overdue tickets in its queue."""
+NAP_S = 50e-6
+NUM_EAGER_POLLS = 20
+"""Polls without a nap in between: a small write is done before a nap would end."""
+
+
+class RefusedError(TransportError):
+    """The target refuses this batch; the connection stays usable."""
+
+
+class LibraryConnection:
+    """The connection to one target."""
+
+    def __init__(self, peer: Peer, tickets: Tickets, watcher: Watcher, library: Library) -> None:
+        self.peer = peer
+        self.tickets = tickets
+        self.watcher = watcher
+        self.library = library
+        self.worker = WorkerThread(f"library-source-{peer.number}")
+        self.sock: socket.socket | None = None
+        self.sender: LibrarySender | None = None
+        self.region_bytes: dict[int, int] = {}
+        """The sizes of the target's regions that were opened."""
+        self.progress_s = 0.0
+        self.lost = ""
+
+    def open(self, description: Description) -> None:
+        self.worker.put(partial(self._connect, description))
+
+    def put(self, job: Job) -> None:
+        job.progress_s = time.monotonic()
+        self.worker.put(partial(self._carry, job))
+
+    def unregister(self, number: int) -> None:
+        """Unregisters a region of this side, later."""
+        self.worker.put(partial(self._unregister, number))
+
+    def close(self, cause: str) -> None:
+        """Gives up what is in flight, closes the library's instance, and hangs up."""
+        self.lost = self.lost or cause
+        self.worker.put(self._leave)
+        self.worker.close()
+
+    def _connect(self, description: Description) -> None:
+        host, _, port = description.address.rpartition(":")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = self.sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            self._connect_socket(sock, (host.strip("[]"), int(port)))
+            self._send(sock, CONNECT_PROBE, DEADLINE_S)
+            challenge = self._receive(sock, CHALLENGE_BYTES, DEADLINE_S)
+            hello = make_hello(description, 0, challenge)
+            self._send(sock, hello, DEADLINE_S)
+            welcome = self._receive(sock, WELCOME_BYTES, DEADLINE_S)
+            if not verify_welcome(welcome, description, hello, challenge):
+                raise TransportError("it did not accept this invitation")
+            self.sender = self.library.open_sender(f"source-{os.getpid()}-{self.peer.number}")
+        except (OSError, TransportError) as cause:
+            self._lose(f"cannot connect to {description.address}: {cause}")
+            self._leave()
+            return
+        self.watcher.watch(sock.fileno(), select.EPOLLRDHUP, self._on_hangup)
+
+    def _connect_socket(self, sock: socket.socket, address: tuple[str, int]) -> None:
+        code = sock.connect_ex(address)
+        if code == errno.EINPROGRESS:
+            self._wait_for_socket(sock, select.POLLOUT, time.monotonic() + DEADLINE_S)
+            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def _on_hangup(self, mask: int) -> None:
+        """On the watcher's thread: the target died, or wants this source to leave."""
+        self._unwatch()
+        self._lose("the target hung up")
+        self.worker.put(self._leave)
+
+    def _unwatch(self) -> None:
+        if self.sock is not None:
+            self.watcher.unwatch(self.sock.fileno())
+
+    def _lose(self, cause: str) -> None:
+        self.lost = self.lost or cause
+        self.tickets.end_all_waiting(self.peer, self.lost)
+
+    def _leave(self) -> None:
+        """Hangs up last: to the target that means that nothing here writes any more."""
+        if self.sender is not None:
+            self.sender.close()
+            self.sender = None
+        if self.sock is not None:
+            self.watcher.call(self._unwatch)
+            with suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+            self.sock.close()
+            self.sock = None
+
+    def _unregister(self, number: int) -> None:
+        if self.sender is not None:
+            self.sender.unregister(number)
+
+    def _carry(self, job: Job) -> None:
+        if self.lost:
+            self.tickets.end_waiting(job, self.lost)
+        elif self.tickets.begin(job):
+            completion: Completion = FailedUnknown(job.ticket, "the copy crashed; see the log")
+            try:
+                completion = self._write(job)
+            finally:
+                self.tickets.end(job, completion)
+            if isinstance(completion, Done):
+                self._announce(job)
+
+    def _announce(self, job: Job) -> None:
+        """Tells the target after the ticket ended: waking the other process takes time."""
+        assert self.sock is not None
+        landed = encode_frame(FrameKind.LANDED, job.batch.tag, job.batch.spans.num_bytes)
+        try:
+            self._send(self.sock, landed, job.deadline_s)
+        except (OSError, TransportError) as cause:
+            self._lose(f"the target is gone: {cause}")
+            self._leave()
+
+    def _write(self, job: Job) -> Completion:
+        posts: deque[object] = deque()
+        assert self.sock is not None
+        assert self.sender is not None
+        try:
+            self._prepare(job, self.sock, self.sender)
+            is_whole = self._post_all(job, self.sender, posts)
+        except RefusedError as cause:
+            return FailedQuiet(job.ticket, str(cause))
+        except (OSError, TransportError, RemoteProtocolError) as cause:
+            self._lose(str(cause))
+            self._leave()
+            failed = FailedUnknown if posts else FailedQuiet
+            return failed(job.ticket, self.lost)
+        return Done(job.ticket) if is_whole else FailedQuiet(job.ticket, CANCELLED)
+
+    def _prepare(self, job: Job, sock: socket.socket, sender: LibrarySender) -> None:
+        """Registers both regions with the library, and checks the batch against the target's real size."""
+        source, target, spans = job.batch.source, job.batch.target, job.batch.spans
+        if target.number not in self.region_bytes:
+            self._open_region(job, sock, sender)
+        num_bytes = self.region_bytes[target.number]
+        # `submit` checked the spans against the size that the caller passed.
+        if target.num_bytes > num_bytes and not are_inside(spans.target, spans.length, num_bytes):
+            raise RefusedError(f"a span lies outside of region {target.number}")
+        memory = self.tickets.regions.find(source.number)
+        assert memory is not None, "a job keeps its region registered"
+        sender.register(source.number, memory)
+
+    def _open_region(self, job: Job, sock: socket.socket, sender: LibrarySender) -> None:
+        """Asks the target for access to a region."""
+        number = job.batch.target.number
+        self._send(sock, encode_frame(FrameKind.ASK, number, payload=this_kernel()), job.deadline_s)
+        header = FrameHeader.from_bytes(self._receive(sock, HEADER_BYTES, job.deadline_s))
+        payload = self._receive(sock, header.payload_bytes, job.deadline_s)
+        if header.kind is FrameKind.REFUSED:
+            raise RefusedError(f"region {number} was refused: {payload.decode(errors='replace')}")
+        if header.kind is not FrameKind.GIVEN or header.first != number:
+            raise RemoteProtocolError(f"unexpected reply of the target: {header}")
+        token = sender.open_region(number, payload)
+        self._wait_for_library(job, partial(sender.is_done, token))
+        self.region_bytes[number] = header.second
+
+    def _post_all(self, job: Job, sender: LibrarySender, posts: deque[object]) -> bool:
+        """Posts a batch and waits for everything that was posted; false if it was cancelled."""
+        batch, limits = job.batch, self.library.limits
+        is_whole = True
+        pieces = cut(coalesce(batch.spans), limits.span_bytes_max)
+        for spans in split(pieces, limits.post_bytes_max, limits.post_spans_max):
+            if len(posts) >= limits.num_posts_max:
+                self._wait_for_post(job, sender, posts)
+            if self.lost:
+                raise TransportError(self.lost)
+            if job.is_cancelled:
+                is_whole = False
+                break
+            posts.append(None)  # if the call itself fails, the post counts as in flight
+            posts[-1] = sender.post(batch.source.number, batch.target.number, spans)
+        while posts:
+            self._wait_for_post(job, sender, posts)
+        return is_whole
+
+    def _wait_for_post(self, job: Job, sender: LibrarySender, posts: deque[object]) -> None:
+        self._wait_for_library(job, partial(sender.is_done, posts[0]))
+        posts.popleft()
+
+    def _wait_for_library(self, job: Job, is_done: Callable[[], bool]) -> None:
+        """Polls until an operation is done, which counts as progress."""
+        checked_s = 0.0
+        num_polls = 0
+        while not is_done():
+            num_polls += 1
+            time.sleep(0 if num_polls < NUM_EAGER_POLLS else NAP_S)
+            now_s = time.monotonic()
+            if self.lost:
+                raise TransportError(self.lost)
+            if now_s > max(job.progress_s, self.progress_s) + job.deadline_s:
+                raise TransportError(f"no progress for {job.deadline_s} s")
+            if now_s > checked_s + CHECK_S:
+                checked_s = now_s
+                self.tickets.end_overdue(self.peer, now_s, self.progress_s)
+        self.progress_s = time.monotonic()
+
+    def _send(self, sock: socket.socket, raw: bytes, deadline_s: float) -> None:
+        limit_s = time.monotonic() + deadline_s
+        while raw:
+            try:
+                raw = raw[sock.send(raw) :]
+            except BlockingIOError:
+                self._wait_for_socket(sock, select.POLLOUT, limit_s)
+
+    def _receive(self, sock: socket.socket, num_bytes: int, deadline_s: float) -> bytes:
+        limit_s = time.monotonic() + deadline_s
+        received = b""
+        while len(received) < num_bytes:
+            try:
+                raw = sock.recv(num_bytes - len(received))
+            except BlockingIOError:
+                self._wait_for_socket(sock, select.POLLIN, limit_s)
+                continue
+            if not raw:
+                raise ConnectionResetError("the target hung up")
+            received += raw
+        return received
+
+    def _wait_for_socket(self, sock: socket.socket, mask: int, limit_s: float) -> None:
+        poller = select.poll()
+        poller.register(sock, mask)
+        while not poller.poll(CHECK_S * 1e3):
+            now_s = time.monotonic()
+            if self.lost:
+                raise TransportError(self.lost)
+            if now_s > limit_s:
+                raise TransportError("the target did not react within the deadline")
+            self.tickets.end_overdue(self.peer, now_s, self.progress_s)

@@ -1,1 +1,0 @@
-"""What the transports are made of: buffers, spans, copies, tickets, grants and proofs."""

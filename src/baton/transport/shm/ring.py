@@ -1,0 +1,250 @@
+"""A ring of slots between two processes, for device memory that the other process cannot store into.
+
+Theory. The target makes a ring of host memory for each source that needs one: a few slots, each with a table
+of the spans in it. Both processes map it, and pin their mapping if a device copies from or to it. The source
+gathers a slotful of spans into a free slot and, when the copy is complete, sends a packet over the ring's
+own socket. The target checks the table against its grants, scatters the slot into its region and, when that
+is complete, frees the slot. A freed slot therefore means that its bytes are in place: a batch is Done when
+all of its slots were freed, and a batch that was given up is quiet then.
+
+The two ends wait for each other only through slots, and only a thread inside the wait of one event waits for
+a device. The stream that reads the source waits for a fence that is a CUDA event. Streams keep their order,
+and so do the fences of one connection: a batch waits for those submitted before it.
+
+The source maps the ring only, never the region itself. A target therefore enforces grants on this path, and
+a peer is Quiet, even while alive, as soon as the slots taken from it are scattered.
+"""
+
+from __future__ import annotations
+
+import importlib
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.errors import ConfigError, RemoteProtocolError
+from baton.plan.steps import Spans
+from baton.transport.base import Batch, Bytes, Place
+from baton.transport.common.regions import Memory
+from baton.transport.common.spans import coalesce, copy_spans, split
+from baton.transport.common.threads import WorkerThread
+from baton.transport.fences import CudaEvent
+from baton.transport.shm.segments import map_segment
+
+TABLE_SPANS = 8192
+"""Spans that fit into a slot, however short they are."""
+LONG_BYTES = 32 << 10
+"""Spans of this mean length are worth a copy each."""
+CUDA = "cuda"
+"""The `access` of a region on a device."""
+_TABLE_BYTES = TABLE_SPANS * 16
+_PAGE_BYTES = 4096
+_PACKET = struct.Struct("<BB6x6Q")
+_NUM_SLOTS_MAX = 256
+
+
+@dataclass(frozen=True, slots=True)
+class RingShape:
+    num_slots: int
+    slot_bytes: int
+
+    def __post_init__(self) -> None:
+        """A source takes these numbers from a target, so they are checked."""
+        if not 2 <= self.num_slots <= _NUM_SLOTS_MAX:
+            raise ConfigError(f"a ring has 2 to {_NUM_SLOTS_MAX} slots; got {self.num_slots}")
+        if self.slot_bytes < _PAGE_BYTES or self.slot_bytes % _PAGE_BYTES:
+            raise ConfigError(f"a slot is a multiple of {_PAGE_BYTES} bytes; got {self.slot_bytes}")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole ring, its tables included."""
+        return self.num_slots * (self.slot_bytes + _TABLE_BYTES)
+
+    def slotfuls(self, spans: Spans) -> list[Spans]:
+        """A batch by slots; an empty batch takes one empty slot, so that it is announced too."""
+        if not len(spans):
+            return [spans]
+        joined = coalesce(spans)
+        # Spans of one length are gathered by one index: do not lose that for a few that happen to adjoin.
+        has_one_length = bool((spans.length == spans.length[0]).all())
+        if has_one_length and 4 * len(joined) > len(spans) and not are_long(joined):
+            joined = spans
+        return list(split(joined, self.slot_bytes, TABLE_SPANS))
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One slot as this process has it mapped."""
+
+    index: int
+    bytes: Bytes
+    table: NDArray[np.int64]
+
+
+class Ring:
+    """A ring as this process has it mapped; unmapped when the last array of it is dropped."""
+
+    def __init__(self, fd: int, shape: RingShape) -> None:
+        self.shape = shape
+        self.bytes = map_segment(fd, shape.num_bytes, lambda: False).bytes
+        tables = self.bytes[: shape.num_slots * _TABLE_BYTES].view(np.int64).reshape(-1, 2, TABLE_SPANS)
+        slots = self.bytes[shape.num_slots * _TABLE_BYTES :].reshape(-1, shape.slot_bytes)
+        self.slots = [Slot(index, slots[index], tables[index]) for index in range(shape.num_slots)]
+
+
+def are_long(spans: Spans) -> bool:
+    """Whether the spans are long enough on average to be copied one by one."""
+    return spans.num_bytes >= LONG_BYTES * max(1, len(spans))
+
+
+def slot_offsets(length: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where spans of these lengths start in a slot that holds them one after the other."""
+    return np.cumsum(length) - length
+
+
+class PacketKind(IntEnum):
+    FILLED = 1  # source: a slot holds spans of a batch
+    FREED = 2  # target: the spans of a slot are in their region; the slot may be filled again
+    DROPPED = 3  # source: no more slots of this batch will come
+
+
+@dataclass(frozen=True, slots=True)
+class RingPacket:
+    """One packet about a batch; besides the batch, FREED names only its slot and DROPPED only its region."""
+
+    kind: PacketKind
+    batch: int
+    region: int = 0
+    slot: int = 0
+    num_spans: int = 0
+    batch_bytes: int = 0
+    tag: int = 0
+    is_silent: bool = False
+    """Whether the target need not announce the batch."""
+
+
+def send_packet(sock: socket.socket, packet: RingPacket) -> None:
+    """Sends without blocking: there are fewer packets in flight than the socket holds."""
+    numbers = (packet.batch, packet.region, packet.slot, packet.num_spans, packet.batch_bytes, packet.tag)
+    sock.send(_PACKET.pack(packet.kind, packet.is_silent, *numbers), socket.MSG_DONTWAIT)
+
+
+def receive_packet(sock: socket.socket) -> RingPacket | None:
+    """Waits for the next packet; None once the other side has hung up."""
+    raw = sock.recv(_PACKET.size + 1)
+    if not raw:
+        return None
+    try:
+        kind, is_silent, batch, region, slot, num_spans, batch_bytes, tag = _PACKET.unpack(raw)
+        return RingPacket(PacketKind(kind), batch, region, slot, num_spans, batch_bytes, tag, bool(is_silent))
+    except (struct.error, ValueError) as cause:
+        raise RemoteProtocolError(f"not a packet of a ring: {raw!r} ({cause})") from None
+
+
+OnCopied: TypeAlias = Callable[[str], None]
+"""Called when a copy is complete, with why it failed, or nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCopy:
+    """Spans between a region and a slot, in the direction of the batch."""
+
+    spans: Spans
+    region: Memory
+    fence: CudaEvent | None = None
+
+
+class SlotCopier(Protocol):
+    """Copies between the slots of one ring and one device; calls back in order, from its own thread."""
+
+    def fill(self, copy: SlotCopy, slot: Slot, on_copied: OnCopied) -> None:
+        """From the region into the slot, once the fence is ready."""
+
+    def drain(self, copy: SlotCopy, slot: Slot, on_copied: OnCopied) -> None:
+        """From the slot into the region."""
+
+    def after(self, on_copied: OnCopied) -> None:
+        """Calls back when everything before is complete."""
+
+    def close(self) -> None:
+        """Completes what it was given and releases the ring."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """How a transport stages: the rings it makes, which batches go through one, and what copies them."""
+
+    shape: RingShape
+    is_needed: Callable[[Batch], bool]
+    open_copier: Callable[[Memory, Ring], SlotCopier]
+
+
+class HostCopier:
+    """Copies host memory, with one thread."""
+
+    def __init__(self) -> None:
+        self._worker = WorkerThread("shm-staged-host")
+
+    def fill(self, copy: SlotCopy, slot: Slot, on_copied: OnCopied) -> None:
+        def run() -> None:
+            if copy.fence is not None:
+                copy.fence.synchronize()
+            copy_spans(copy.spans, copy.region.bytes, slot.bytes, lambda: False)
+            on_copied("")
+
+        self._worker.put(run)
+
+    def drain(self, copy: SlotCopy, slot: Slot, on_copied: OnCopied) -> None:
+        def run() -> None:
+            copy_spans(copy.spans, slot.bytes, copy.region.bytes, lambda: False)
+            on_copied("")
+
+        self._worker.put(run)
+
+    def after(self, on_copied: OnCopied) -> None:
+        self._worker.put(lambda: on_copied(""))
+
+    def close(self) -> None:
+        self._worker.close()
+
+
+class Copiers:
+    """The copiers of one ring, one for each device, opened when first needed."""
+
+    def __init__(self, staging: Staging, ring: Ring) -> None:
+        self._staging = staging
+        self._ring = ring
+        self._copiers: dict[str, SlotCopier] = {}
+
+    def get(self, memory: Memory) -> SlotCopier:
+        """The copier for regions on the same device as this one."""
+        is_on_device = memory.place is Place.CUDA
+        device = str(getattr(memory.owner, "device", "")) if is_on_device else Place.HOST.value
+        if device not in self._copiers:
+            self._copiers[device] = self._staging.open_copier(memory, self._ring)
+        return self._copiers[device]
+
+    def close(self) -> None:
+        for copier in self._copiers.values():
+            copier.close()
+        self._copiers.clear()
+
+
+def open_copier(memory: Memory, ring: Ring) -> SlotCopier:
+    """A copier for regions on the same device as this one."""
+    if memory.place is Place.HOST:
+        return HostCopier()
+    # torch is an optional extra; a process with a region on a device has it.
+    copier: SlotCopier = importlib.import_module("baton.transport.shm.cuda").open_cuda_copier(memory, ring)
+    return copier
+
+
+def is_staging_needed(batch: Batch) -> bool:
+    """Whether one end of a batch is on a device."""
+    return batch.source.place is Place.CUDA or batch.target.access == CUDA
