@@ -11,12 +11,12 @@ from torch import Tensor
 
 from baton.engine.attention.pools import CachePools
 from baton.engine.checkpoint import open_checkpoint
+from baton.engine.config import engine_storage
 from baton.engine.model.build import build
 from baton.engine.model.seam import Stage
 from baton.engine.parallel.mesh import Mesh
 from baton.engine.runner import Quiet, Runner
 from baton.engine.steps import Batch, PageCopy, Work
-from baton.engine.storage import engine_storage
 from baton.errors import EngineError
 from baton.plan import Spec, parse_layout
 from baton.plan.models.config import read_config

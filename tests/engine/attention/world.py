@@ -12,10 +12,10 @@ from torch import Tensor
 
 from baton.engine.attention.passes import Pass
 from baton.engine.attention.pools import CachePools
+from baton.engine.config import engine_storage
 from baton.engine.model.seam import HeadOptions, IndexQuery
 from baton.engine.parallel.mesh import Mesh
 from baton.engine.steps import Batch, Work
-from baton.engine.storage import engine_storage
 from baton.plan import Cache, Spec
 from baton.plan.kinds import Index, Latent, Paged
 from baton.plan.ownership import buffers

@@ -13,9 +13,16 @@ from tests.engine.e2e.house import Heard, House, Listener, Side, ask_one, check_
 from tests.engine.e2e.prompts import prompt
 from tests.engine.tiny import oracle, tiny
 
-from baton.engine.instance.instance import Instance
-from baton.engine.pair import Pair
-from baton.engine.requests import Generate, Inbound, Outbound, Piece, Told, Trouble
+from baton.engine.deployment import Pair
+from baton.engine.instance import Instance
+from baton.engine.requests import (
+    EngineRequest,
+    InboundHandoff,
+    OutboundHandoff,
+    OutputChunk,
+    RequestError,
+    RequestFinished,
+)
 from baton.engine.sampling.params import SamplingParams
 from baton.protocol.outcomes import Why
 
@@ -53,8 +60,8 @@ def stuck(house: House, slow: Pair, folder: Path) -> Pair:
 
 
 def settled_s(listener: Listener) -> float:
-    record = listener.instance.desk._records.get(listener.number)
-    return record.story.settled_s if record else -1.0
+    record = listener.instance.core.requests.get(listener.number)
+    return record.trace.settled_s if record else -1.0
 
 
 def firsts(listener: Listener, count: int) -> Heard:
@@ -62,14 +69,14 @@ def firsts(listener: Listener, count: int) -> Heard:
     heard = Heard()
     while len(heard.answers) < count:
         event = listener.next()
-        assert isinstance(event, Piece), event
+        assert isinstance(event, OutputChunk), event
         heard.add(event)
     assert settled_s(listener) == 0.0, "the cache was there before the first tokens"
     return heard
 
 
 def test_all_first_tokens_come_early_and_once(slow: Pair) -> None:
-    request = Generate(tuple(prompt(LENGTH)), SAMPLED)
+    request = EngineRequest(tuple(prompt(LENGTH)), SAMPLED)
     alone = ask_one(slow.decode, replace(request, salt="alone"))
     handed = Handed(slow, request)
     heard = firsts(handed.decode, SAMPLED.n)
@@ -78,9 +85,9 @@ def test_all_first_tokens_come_early_and_once(slow: Pair) -> None:
         heard.answers[index] += answer
     assert heard.tokens == alone.tokens
     assert rest.finishes == alone.finishes
-    story = rest.stories["both"]
+    story = rest.traces["both"]
     assert story.token_s < story.settled_s < story.stepped_s
-    assert isinstance(handed.prefill.until(Told), Told)
+    assert isinstance(handed.prefill.until(RequestFinished), RequestFinished)
     check_idle(slow.prefill, slow.decode)
 
 
@@ -88,35 +95,35 @@ def test_not_early_where_that_is_not_wanted(slow: Pair, folder: Path) -> None:
     asked = prompt(LENGTH, "late")
     heard = ask_one(slow, greedy(asked, 4), first_token="decode")
     assert heard.tokens == [oracle(folder, [asked], 4)[0]]
-    assert heard.stories["decode"].token_s >= heard.stories["decode"].settled_s > 0
+    assert heard.traces["decode"].token_s >= heard.traces["decode"].settled_s > 0
     early = ask_one(slow, greedy(asked, 4, salt="early"))
     assert early.tokens == heard.tokens
-    assert early.stories["decode"].token_s < early.stories["decode"].settled_s
+    assert early.traces["decode"].token_s < early.traces["decode"].settled_s
 
 
 def test_a_hand_over_that_fails_after_its_first_token(stuck: Pair) -> None:
     handed = Handed(stuck, greedy(prompt(LENGTH), 8))
     firsts(handed.decode, 1)
     stuck.prefill.abort(handed.prefill.number, "the source had enough")
-    trouble = handed.decode.until(Trouble)
-    assert isinstance(trouble, Trouble)
+    trouble = handed.decode.until(RequestError)
+    assert isinstance(trouble, RequestError)
     assert trouble.cause is not None
     assert trouble.cause.why is Why.ABORTED
     assert "the source had enough" in trouble.text
-    assert isinstance(handed.decode.until(Told), Told)
+    assert isinstance(handed.decode.until(RequestFinished), RequestFinished)
     check_idle(stuck.prefill, stuck.decode)
 
 
 def test_an_abort_between_the_first_token_and_the_cache(stuck: Pair) -> None:
-    handed = Handed(stuck, Generate(tuple(prompt(LENGTH)), SAMPLED))
+    handed = Handed(stuck, EngineRequest(tuple(prompt(LENGTH)), SAMPLED))
     firsts(handed.decode, SAMPLED.n)
     until(lambda: stuck.decode.load().pages.leased > 0, "the target's pages are leased")
     stuck.decode.abort(handed.decode.number)
     heard = handed.decode.heard()
     assert heard.finishes == dict.fromkeys(range(SAMPLED.n), "abort")
     assert not any(heard.answers.values())
-    trouble = handed.prefill.until(Trouble)
-    assert isinstance(trouble, Trouble)
+    trouble = handed.prefill.until(RequestError)
+    assert isinstance(trouble, RequestError)
     assert trouble.cause is not None
     check_idle(stuck.prefill, stuck.decode)
     for instance in (stuck.prefill, stuck.decode):
@@ -149,13 +156,13 @@ def test_a_source_with_less_context(house: House, slow: Pair, folder: Path) -> N
 
 def test_another_number_of_answers_at_the_source(slow: Pair) -> None:
     transfer, request = secrets.token_hex(8), greedy(prompt(20), 8)
-    inbound = Inbound(transfer, slow.prefill.address)
+    inbound = InboundHandoff(transfer, slow.prefill.address)
     two = SamplingParams(max_tokens=8, n=2, ignore_eos=True, temperature=0.0)
-    decode = Listener(slow.decode, replace(request, params=two, hand=inbound))
-    prefill = Listener(slow.prefill, replace(request, hand=Outbound(transfer)))
+    decode = Listener(slow.decode, replace(request, params=two, handoff=inbound))
+    prefill = Listener(slow.prefill, replace(request, handoff=OutboundHandoff(transfer)))
     tokens, end = end_of(decode)
     assert tokens == []
-    assert isinstance(end, Trouble)
+    assert isinstance(end, RequestError)
     assert end.cause is not None
     assert end.cause.why is Why.REFUSED_PROMPT
     end_of(prefill)

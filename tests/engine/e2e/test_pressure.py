@@ -14,8 +14,8 @@ from tests.engine.e2e.house import House, Listener, Side, ask_all, check_idle, g
 from tests.engine.e2e.prompts import NUM_TOKENS, PAGE, check_tokens, prompt
 from tests.engine.tiny import oracle, tiny
 
-from baton.engine.pair import Pair
-from baton.engine.requests import Generate, Piece, Told
+from baton.engine.deployment import Pair
+from baton.engine.requests import EngineRequest, OutputChunk, RequestFinished
 from baton.engine.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.engine
@@ -69,7 +69,7 @@ def test_abort_of_hand_overs_at_random_moments(pair: Pair, folder: Path, seed: i
         tokens = ends[1][0]
         assert tokens == answer[: len(tokens)]
         if index not in doomed:
-            assert all(isinstance(end, Told) for _, end in ends)
+            assert all(isinstance(end, RequestFinished) for _, end in ends)
             assert tokens == answer
     check_idle(pair.prefill, pair.decode)
 
@@ -86,17 +86,17 @@ def test_abort_on_one_instance(pair: Pair, folder: Path, seed: int) -> None:
         time.sleep(chance.random() * 0.05)  # a moment that nobody chose
         where.abort(listener.number)
     for listener in listeners:
-        assert isinstance(end_of(listener)[1], Told)
+        assert isinstance(end_of(listener)[1], RequestFinished)
     check_idle(where)
 
 
 def test_an_aborted_request_says_so(pair: Pair) -> None:
     listener = Listener(pair.decode, greedy(prompt(40), 2000))
-    assert isinstance(listener.until(Piece), Piece)
+    assert isinstance(listener.until(OutputChunk), OutputChunk)
     pair.decode.abort(listener.number)
     finish = None
-    while not isinstance(event := listener.next(), Told):
-        assert isinstance(event, Piece)
+    while not isinstance(event := listener.next(), RequestFinished):
+        assert isinstance(event, OutputChunk)
         finish = event.finish
     assert finish == "abort"
     check_idle(pair.decode)
@@ -117,7 +117,7 @@ def test_preempted_samples_are_the_same(tight: Pair, pair: Pair) -> None:
     params = SamplingParams(
         temperature=0.9, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True, repetition_penalty=1.2, logprobs=1
     )
-    requests = [Generate(tuple(each), params, salt="samples") for each in prompts("samples")]
+    requests = [EngineRequest(tuple(each), params, salt="samples") for each in prompts("samples")]
     before = tight.decode.counts()["preempted"]
     pressed, roomy = ask_all(tight, requests), ask_all(pair.prefill, requests)
     assert [each.tokens for each in pressed] == [each.tokens for each in roomy]
@@ -157,6 +157,6 @@ def test_all_at_once_both_ways(tight: Pair, folder: Path, seed: int) -> None:
     wanted = oracle(folder, [asked for asked, _, _ in running], NUM_TOKENS)
     for (_, listener, is_doomed), answer in zip(running, wanted, strict=True):
         answers, end = ends_of(listener)
-        assert is_doomed or isinstance(end, Told), end
+        assert is_doomed or isinstance(end, RequestFinished), end
         assert all(tokens == answer[: len(tokens)] for tokens in answers.values())
     check_idle(tight.prefill, tight.decode)

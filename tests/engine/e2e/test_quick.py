@@ -16,8 +16,8 @@ from tests.engine.e2e.house import House, Side, ask_all, ask_one, check_idle, gr
 from tests.engine.e2e.prompts import LENGTHS, PAGE, check_tokens, prompt
 from tests.engine.tiny import oracle, tiny
 
-from baton.engine.pair import Pair
-from baton.engine.requests import Generate, Piece, Trouble
+from baton.engine.deployment import Pair
+from baton.engine.requests import EngineRequest, OutputChunk, RequestError
 from baton.engine.sampling.params import SamplingParams
 
 NUM_TOKENS = 24
@@ -44,15 +44,15 @@ def test_tokens(family: str, prefill: str, decode: str) -> None:
         check_tokens(folder, asked, handed, NUM_TOKENS)
         again = ask_one(pair, greedy(longer, NUM_TOKENS))
         check_tokens(folder, [longer], [again], NUM_TOKENS)
-        for copies in again.stories["prefill"].copies.values():
+        for copies in again.traces["prefill"].copies.values():
             routes = [(copy.chunk, copy.target_rank) for copy in copies]
             assert len(set(routes)) == len(routes), "K and V of a group go in one copy"
-        assert again.stories["prefill"].num_cached >= LONG - LONG % (2 * PAGE)
+        assert again.traces["prefill"].num_cached >= LONG - LONG % (2 * PAGE)
         if "dp" not in decode:
-            assert again.stories["decode"].num_held >= LONG - LONG % (2 * PAGE)
+            assert again.traces["decode"].num_held >= LONG - LONG % (2 * PAGE)
         whole = ask_all(pair.decode, [greedy(each, NUM_TOKENS, salt="whole") for each in asked])
         check_tokens(folder, asked, whole, NUM_TOKENS)
-        request = Generate(tuple(asked[-2]), SAMPLED)
+        request = EngineRequest(tuple(asked[-2]), SAMPLED)
         assert ask_one(pair, request).answers.keys() == {0, 1, 2}
         assert ask_one(pair, request).tokens == ask_one(pair.decode, request).tokens
         check_idle(pair.prefill, pair.decode)
@@ -67,7 +67,7 @@ def test_ends() -> None:
         assert (stopped.tokens, stopped.finishes) == ([wanted[:1]], {0: "stop"})
         single = ask_one(pair, greedy(asked, 1))
         assert (single.tokens, single.finishes) == ([wanted[:1]], {0: "length"})
-        assert "decode" not in single.stories
+        assert "decode" not in single.traces
         for side in (0, 1):
             handed = Handed(pair, greedy(prompt(LONG), 2000))
             listener = handed.sides[side]
@@ -76,10 +76,10 @@ def test_ends() -> None:
                 end_of(each)
             check_idle(pair.prefill, pair.decode)
         dying = Handed(pair, greedy(asked, 2000))
-        assert isinstance(dying.decode.until(Piece), Piece)
+        assert isinstance(dying.decode.until(OutputChunk), OutputChunk)
         os.kill(pair.decode.pids[1], signal.SIGKILL)
-        trouble = dying.decode.until(Trouble, timeout_s=10.0)
-        assert isinstance(trouble, Trouble)
+        trouble = dying.decode.until(RequestError, timeout_s=10.0)
+        assert isinstance(trouble, RequestError)
         assert "rank 1" in trouble.text  # lost by its instance, or by the hand-over that is not over yet
         check_idle(pair.prefill)
 

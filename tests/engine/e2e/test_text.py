@@ -12,8 +12,8 @@ from tests.engine.e2e.house import Heard, House, Side, ask_all, check_idle, open
 from tests.engine.text.vocabularies import byte_level
 from tests.engine.tiny import tiny
 
-from baton.engine.pair import Pair
-from baton.engine.requests import Generate
+from baton.engine.deployment import Pair
+from baton.engine.requests import EngineRequest
 from baton.engine.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.engine
@@ -38,10 +38,10 @@ def pair(house: House, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return house.pair(plain, replace(plain, name="two"))
 
 
-def requests(**params: Any) -> list[Generate]:
+def requests(**params: Any) -> list[EngineRequest]:
     tokens = tuple(byte_level().encode(PROMPT))
     wanted = {"temperature": 0.8, "max_tokens": 40, "ignore_eos": True, **params}
-    return [Generate(tokens, SamplingParams(seed=seed, **wanted)) for seed in range(NUM_ASKED)]
+    return [EngineRequest(tokens, SamplingParams(seed=seed, **wanted)) for seed in range(NUM_ASKED)]
 
 
 def check_same(found: list[Heard], wanted: list[Heard]) -> None:
