@@ -61,9 +61,8 @@ class InFlightStep:
 
     step: Step
     batches: list[Batch | None]
-    missing: set[int]
-    """Ranks that have not replied."""
     replies: dict[int, StepDone] = field(default_factory=dict)
+    """By rank."""
 
 
 @dataclass(slots=True)
@@ -154,12 +153,9 @@ class EngineCore:
         """Reserves pages for received prompts, and gives every pipeline stage a step."""
         self._reserve_pages(now_s)
         has_free_stage = len(self._in_flight) < self._num_stages
-        while len(self._in_flight) < self._num_stages:
-            step = self._schedule(now_s)
-            if step is None:
-                break
-            self._in_flight.append(step)
-            self._send(step.step)
+        while len(self._in_flight) < self._num_stages and (scheduled := self._schedule(now_s)):
+            self._in_flight.append(scheduled)
+            self._send(scheduled.step)
         self._update_load(has_free_stage, now_s)
         if not self.requests and not self._is_checked:
             self._is_checked = True
@@ -171,10 +167,9 @@ class EngineCore:
         """Takes a message of a worker."""
         match reply:
             case StepDone():
-                step = next(step for step in self._in_flight if step.step.number == reply.number)
-                step.missing.discard(reply.rank)
-                step.replies[reply.rank] = reply
-                while self._in_flight and not self._in_flight[0].missing:
+                computed = next(s for s in self._in_flight if s.step.number == reply.number)
+                computed.replies[reply.rank] = reply
+                while self._in_flight and len(self._in_flight[0].replies) == self._layout.num_ranks:
                     self._postprocess(self._in_flight.popleft(), now_s)
             case Changed():
                 self._on_handoff(reply, now_s)
@@ -203,14 +198,14 @@ class EngineCore:
         if not any(batches):
             return None
         step = Step(next(self._step_numbers), [batch or Batch() for batch in batches])
-        return InFlightStep(step, batches, set(range(self._layout.num_ranks)))
+        return InFlightStep(step, batches)
 
-    def _postprocess(self, step: InFlightStep, now_s: float) -> None:
+    def _postprocess(self, computed: InFlightStep, now_s: float) -> None:
         """Appends what a step sampled and outputs it."""
-        for dp, batch in enumerate(step.batches):
+        for dp, batch in enumerate(computed.batches):
             if batch is None:
                 continue
-            replies = [step.replies[rank] for rank in self._layout.group(dp)]
+            replies = [computed.replies[rank] for rank in self._layout.group(dp)]
             output = StepOutput()
             for reply in replies:  # one rank of the group samples
                 output.samples |= reply.samples

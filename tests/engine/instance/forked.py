@@ -9,9 +9,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 
-def main(connection: Connection, what: str) -> None:
-    """Does what its word says."""
-    match what:
+def main(connection: Connection, behaviour: str) -> None:
+    """Behaves as named."""
+    match behaviour:
         case "tell":
             name = Path("/proc/self/comm").read_text()
             connection.send((dict(os.environ), os.getpid(), os.getsid(0), name))

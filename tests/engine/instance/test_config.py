@@ -84,5 +84,5 @@ def test_windowed_models_have_their_own_pages_and_say_that_prefixes_are_not_kept
 def test_an_index_shares_the_pages_of_its_latent_and_prefixes_are_kept(tmp_path: Path) -> None:
     sizes = derive_sizes(EngineConfig(str(tiny("deepseek_v32", tmp_path)), pool_tokens=1024))
     assert list(sizes.num_pages) == ["tokens"]
-    assert {each.name for each in sizes.cache.components} == {"latent", "index_k"}
+    assert {component.name for component in sizes.cache.components} == {"latent", "index_k"}
     assert not any("prefixes" in line for line in sizes.lines())

@@ -31,14 +31,14 @@ PRELOAD = executor.WORKER[0]
 class Forked:
     """A forked process with its pipe and its words."""
 
-    def __init__(self, server: ForkServer, what: str, **environment: str) -> None:
+    def __init__(self, server: ForkServer, behaviour: str, **environment: str) -> None:
         ours, theirs = socket.socketpair()
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this
         with theirs:
             self.process: ForkedProcess = server.spawn(theirs.fileno(), self.errors.fileno())
         self.connection = Connection(ours.detach())
         request = SpawnRequest(
-            "baton rank 7", "tests.engine.instance.forked", (what,), ENVIRONMENT | environment
+            "baton rank 7", "tests.engine.instance.forked", (behaviour,), ENVIRONMENT | environment
         )
         self.connection.send_bytes(msgspec.msgpack.encode(request))
 
@@ -64,19 +64,22 @@ def is_gone(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    found = ForkServer(ENVIRONMENT, PRELOAD)
-    yield found
-    found.close()
+    server = ForkServer(ENVIRONMENT, PRELOAD)
+    yield server
+    server.close()
 
 
 def test_a_process_has_its_own_environment_session_and_name(server: ForkServer):
-    one, other = Forked(server, "tell", MINE="a"), Forked(server, "tell", YOURS="b")
-    (first, pid, session, name), (second, *_) = one.connection.recv(), other.connection.recv()
+    first_process, second_process = Forked(server, "tell", MINE="a"), Forked(server, "tell", YOURS="b")
+    (first, pid, session, name), (second, *_) = (
+        first_process.connection.recv(),
+        second_process.connection.recv(),
+    )
     assert first == ENVIRONMENT | {"MINE": "a"}
     assert second == ENVIRONMENT | {"YOURS": "b"}
-    assert pid == one.process.pid == session
+    assert pid == first_process.process.pid == session
     assert name == "baton rank 7\n"
-    assert (one.process.wait(LIMIT_S), other.process.wait(LIMIT_S)) == (0, 0)
+    assert (first_process.process.wait(LIMIT_S), second_process.process.wait(LIMIT_S)) == (0, 0)
 
 
 def test_how_a_process_ended_is_told_with_its_last_words(server: ForkServer):
@@ -107,23 +110,23 @@ def test_waiting_has_an_end_and_kill_brings_it_about(server: ForkServer):
 def test_no_process_holds_the_pipe_of_another(server: ForkServer):
     """An end of a pipe is heard although younger ones live, and none has more descriptors than the first."""
     forked = [Forked(server, "listen") for _ in range(3)]
-    held = [each.connection.recv() for each in forked]
+    held = [process.connection.recv() for process in forked]
     assert held[0] == held[1] == held[2]
     assert held[0] == ["", "file", "file", "file", "socket"]
     forked[0].connection.close()
     assert forked[0].process.wait(LIMIT_S) == 0
     assert forked[1].process.poll() is None
-    for each in forked[1:]:
-        each.connection.close()
-        assert each.process.wait(LIMIT_S) == 0
+    for process in forked[1:]:
+        process.connection.close()
+        assert process.process.wait(LIMIT_S) == 0
 
 
 def test_variables_read_at_import_need_another_server_and_a_dead_one_is_replaced():
     pool = ForkServerPool(PRELOAD)
     first = pool.get(ENVIRONMENT)
     assert pool.get(ENVIRONMENT | {"SOMETHING": "else"}) is first
-    other = pool.get(ENVIRONMENT | {"OMP_NUM_THREADS": "2"})
-    assert other is not first
+    second_process = pool.get(ENVIRONMENT | {"OMP_NUM_THREADS": "2"})
+    assert second_process is not first
     assert pool.get(ENVIRONMENT) is first
     forked = Forked(first, "linger")
     pid = forked.connection.recv()
@@ -138,13 +141,13 @@ def test_variables_read_at_import_need_another_server_and_a_dead_one_is_replaced
     assert Forked(again, "tell").process.wait(LIMIT_S) == 0
     pool.close()
     assert not again.is_alive
-    assert not other.is_alive
+    assert not second_process.is_alive
 
 
 def test_a_server_ends_at_once_even_while_it_imports():
-    found = ForkServer(ENVIRONMENT, PRELOAD)
-    found.close()
-    assert not found.is_alive
+    server = ForkServer(ENVIRONMENT, PRELOAD)
+    server.close()
+    assert not server.is_alive
 
 
 def test_a_server_that_cannot_import_says_why(tmp_path: Path):

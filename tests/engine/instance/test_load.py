@@ -52,69 +52,71 @@ def sequence(number: int, role: SequenceRole, num_tokens: int, salt: str = "") -
 def pages(*schedulers: Scheduler) -> PageUse:
     monitor = LoadMonitor()
     monitor.update(schedulers, [], 0, 1.0)
-    found = monitor.load.pages
-    assert found.free + found.used + found.leased + found.quarantined == found.total
-    assert found.total == NUM_PAGES * len(schedulers)
-    assert found.cached <= found.free
-    return found
+    use = monitor.load.pages
+    assert use.free + use.used + use.leased + use.quarantined == use.total
+    assert use.total == NUM_PAGES * len(schedulers)
+    assert use.cached <= use.free
+    return use
 
 
 def test_pages_by_what_they_are_for() -> None:
-    found = make_scheduler()
-    assert pages(found) == PageUse(free=NUM_PAGES, total=NUM_PAGES)
-    found.add(sequence(1, SequenceRole.LOCAL, 2 * PAGE, "local"))
-    batch = found.schedule()
+    scheduler = make_scheduler()
+    assert pages(scheduler) == PageUse(free=NUM_PAGES, total=NUM_PAGES)
+    scheduler.add(sequence(1, SequenceRole.LOCAL, 2 * PAGE, "local"))
+    batch = scheduler.schedule()
     assert batch is not None
-    assert pages(found).used == 2
-    found.complete(batch, {1: [5]})
-    found.finish(1)
-    assert pages(found) == PageUse(free=NUM_PAGES, cached=2, total=NUM_PAGES)
-    assert found.reserve(sequence(2, SequenceRole.TARGET, 3 * PAGE)) is not None
-    assert (pages(found).leased, pages(found).quarantined) == (3, 0)
-    found.abort(2)
-    assert (pages(found).leased, pages(found).quarantined) == (0, 3), "the hand-over may still write them"
-    found.release(2)
-    assert pages(found) == PageUse(free=NUM_PAGES, cached=2, total=NUM_PAGES)
+    assert pages(scheduler).used == 2
+    scheduler.complete(batch, {1: [5]})
+    scheduler.finish(1)
+    assert pages(scheduler) == PageUse(free=NUM_PAGES, cached=2, total=NUM_PAGES)
+    assert scheduler.reserve(sequence(2, SequenceRole.TARGET, 3 * PAGE)) is not None
+    assert (pages(scheduler).leased, pages(scheduler).quarantined) == (3, 0)
+    scheduler.abort(2)
+    assert (pages(scheduler).leased, pages(scheduler).quarantined) == (0, 3), (
+        "the hand-over may still write them"
+    )
+    scheduler.release(2)
+    assert pages(scheduler) == PageUse(free=NUM_PAGES, cached=2, total=NUM_PAGES)
 
 
 def test_pages_that_sequences_share_count_once() -> None:
-    found = make_scheduler()
-    found.add(sequence(1, SequenceRole.LOCAL, 4 * PAGE))
-    batch = found.schedule()
+    scheduler = make_scheduler()
+    scheduler.add(sequence(1, SequenceRole.LOCAL, 4 * PAGE))
+    batch = scheduler.schedule()
     assert batch is not None
-    found.complete(batch, {1: [5]})
+    scheduler.complete(batch, {1: [5]})
     for number in (2, 3):
-        assert found.reserve(sequence(number, SequenceRole.TARGET, 4 * PAGE)) is not None
-    assert (pages(found).used, pages(found).leased) == (0, 4), "all four are in a hand-over too"
-    found.abort(2)
-    assert (pages(found).leased, pages(found).quarantined) == (4, 0), "another hand-over goes on"
-    found.abort(3)
-    assert (pages(found).leased, pages(found).quarantined) == (0, 4)
-    found.release(2)
-    found.release(3)
-    assert pages(found).used == 4
-    assert pages(found, make_scheduler()).total == 2 * NUM_PAGES
+        assert scheduler.reserve(sequence(number, SequenceRole.TARGET, 4 * PAGE)) is not None
+    assert (pages(scheduler).used, pages(scheduler).leased) == (0, 4), "all four are in a hand-over too"
+    scheduler.abort(2)
+    assert (pages(scheduler).leased, pages(scheduler).quarantined) == (4, 0), "another hand-over goes on"
+    scheduler.abort(3)
+    assert (pages(scheduler).leased, pages(scheduler).quarantined) == (0, 4)
+    scheduler.release(2)
+    scheduler.release(3)
+    assert pages(scheduler).used == 4
+    assert pages(scheduler, make_scheduler()).total == 2 * NUM_PAGES
 
 
 def test_who_runs_and_who_waits() -> None:
-    found, monitor = make_scheduler(), LoadMonitor()
+    scheduler, monitor = make_scheduler(), LoadMonitor()
     for number in range(6):
-        found.add(sequence(number, SequenceRole.LOCAL, PAGE, f"{number}"))
-    assert found.schedule() is not None
-    monitor.update([found], [30, 40], 8, 1.0)
+        scheduler.add(sequence(number, SequenceRole.LOCAL, PAGE, f"{number}"))
+    assert scheduler.schedule() is not None
+    monitor.update([scheduler], [30, 40], 8, 1.0)
     assert (monitor.load.num_running, monitor.load.num_waiting) == (4, 4)
     assert monitor.load.num_tokens == 6 * PAGE + 70
-    assert found.num_slots == 0
+    assert scheduler.num_slots == 0
 
 
 def test_a_snapshot_is_taken_now_and_then() -> None:
-    found, monitor = make_scheduler(), LoadMonitor()
-    monitor.update([found], [], 0, 1.0)
+    scheduler, monitor = make_scheduler(), LoadMonitor()
+    monitor.update([scheduler], [], 0, 1.0)
     assert monitor.is_fresh
-    monitor.update([found], [], 5, 1.0 + SNAPSHOT_S / 2)
+    monitor.update([scheduler], [], 5, 1.0 + SNAPSHOT_S / 2)
     assert not monitor.is_fresh, "somebody has to look again"
     assert monitor.load.num_running == 0
-    monitor.update([found], [], 5, 1.0 + SNAPSHOT_S)
+    monitor.update([scheduler], [], 5, 1.0 + SNAPSHOT_S)
     assert monitor.is_fresh
     assert monitor.load.num_running == 5
 
@@ -146,19 +148,19 @@ def test_overlapping_steps_take_their_time_once() -> None:
 
 
 def test_how_long_one_more_would_wait() -> None:
-    found, monitor = make_scheduler(), LoadMonitor()
+    scheduler, monitor = make_scheduler(), LoadMonitor()
     monitor.record_step(40, 0.0, 1.0)
-    monitor.update([found], [], 0, 1.0)
+    monitor.update([scheduler], [], 0, 1.0)
     assert monitor.load.wait_s == 0.0, "nobody waits"
     for number in range(6):
-        found.add(sequence(number, SequenceRole.LOCAL, PAGE, f"{number}"))
-    batch = found.schedule()
+        scheduler.add(sequence(number, SequenceRole.LOCAL, PAGE, f"{number}"))
+    batch = scheduler.schedule()
     assert batch is not None
-    monitor.update([found], [], 6, 2.0)
+    monitor.update([scheduler], [], 6, 2.0)
     assert monitor.load.wait_s == pytest.approx(2 * PAGE / 40), "two prompts wait to be computed"
-    found.complete(batch, {number: [5] for number in range(4)})
+    scheduler.complete(batch, {number: [5] for number in range(4)})
     monitor.record_decode(0.1)
-    monitor.update([found], [], 6, 3.0)
+    monitor.update([scheduler], [], 6, 3.0)
     assert monitor.load.wait_s == pytest.approx(2 * PAGE / 40 + 3 * 7 * 0.1 / 4), "and for answers to end"
 
 

@@ -36,19 +36,19 @@ def make_cache(name: str) -> Cache:
     return Cache(2, tuple(sorted(parts, key=lambda part: part.name)))
 
 
-def with_next(found: Iterable[int], following: Iterable[int]) -> list[int]:
+def with_next(plain: Iterable[int], following: Iterable[int]) -> list[int]:
     """Entries of a model and its draft, which sees the token that follows each."""
-    return [hash((entry, token)) for entry, token in zip(found, following, strict=True)]
+    return [hash((entry, token)) for entry, token in zip(plain, following, strict=True)]
 
 
 def entries(salt: str, tokens: Iterable[int]) -> list[int]:
     """The cache entry of every token."""
-    found: list[int] = []
+    cells: list[int] = []
     last = hash(("salt", salt))
     for token in tokens:
         last = hash((last, token))
-        found.append(last)
-    return found
+        cells.append(last)
+    return cells
 
 
 @lru_cache(maxsize=4096)
@@ -58,14 +58,14 @@ def spots(
     """Rank and slot of each token; mirrors count as one rank."""
     num_ranks = layout.size("cp")
     counts = [0] * num_ranks
-    found: list[tuple[int, int]] = []
+    places: list[tuple[int, int]] = []
     for token in range(num_tokens):
         owner = 0
         if num_ranks > 1:
             owner = _owner(layout, page_tokens, token, prompt_tokens)
-        found.append((owner, counts[owner]))
+        places.append((owner, counts[owner]))
         counts[owner] += 1
-    return tuple(found)
+    return tuple(places)
 
 
 def _owner(layout: Layout, page_tokens: int, token: int, prompt_tokens: int) -> int:
@@ -113,15 +113,15 @@ class Memory:
         """Asserts that the pages hold these entries, from token 0 on, as far as anything looks at them."""
         for group, extent in self.extents.items():
             if not extent.has_tokens:
-                found = self.cells.get((group, 0, pages[group][0], 0))
-                assert not wanted or found == wanted[-1], (
+                stored = self.cells.get((group, 0, pages[group][0], 0))
+                assert not wanted or stored == wanted[-1], (
                     f"{name}: state of {len(wanted)} tokens is not there"
                 )
                 continue
             first = max(0, len(wanted) - extent.window) if isinstance(extent, Window) else 0
             for token in range(first, len(wanted)):
-                found = self.cells.get(self._cell(group, pages, token, prompt_tokens))
-                assert found == wanted[token], (
+                stored = self.cells.get(self._cell(group, pages, token, prompt_tokens))
+                assert stored == wanted[token], (
                     f"{name}: {group} of token {token} of {len(wanted)} is not there"
                 )
 

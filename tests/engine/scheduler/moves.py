@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 LAYOUTS = ("tp2", "cp2", "cp2:stripe1", "cp3:stripe3", "cp2:stripe2", "cp2:split", "cp3:split", "cp2:mirror")
 TOKENS_MAX = 14
-FLYING_MAX = 3
+IN_FLIGHT_MAX = 3
 STEMS = ((0, 1, 2, 0, 1, 2, 2, 2, 1, 1, 0, 0, 1, 2), (0, 1, 2, 0, 2, 0, 0, 1, 1, 2, 0, 1, 0, 0))
 """Prompts begin alike, so that prefixes are found."""
 
 
-def one_of(found: list[T], pick: Pick) -> T | None:
-    return found[pick(len(found))] if found else None
+def one_of(items: list[T], pick: Pick) -> T | None:
+    return items[pick(len(items))] if items else None
 
 
 def make_setting(layout: str, pick: Pick) -> Setting:
@@ -68,7 +68,7 @@ def disturb(world: World, pick: Pick) -> None:
 
 
 def schedule(world: World, pick: Pick) -> None:
-    if len(world.flying) < FLYING_MAX:
+    if len(world.in_flight) < IN_FLIGHT_MAX:
         world.schedule((None, None, 1, 2)[pick(4)])
 
 
@@ -80,7 +80,7 @@ def run(world: World, pick: Pick) -> None:
 
 def complete(world: World, pick: Pick) -> None:
     del pick
-    if world.flying:
+    if world.in_flight:
         world.complete()
 
 
@@ -91,15 +91,19 @@ def abort(world: World, pick: Pick) -> None:
 
 
 def grant(world: World, pick: Pick) -> None:
-    sources = [one for one in world.scheduler.sequences.values() if one.role is SequenceRole.SOURCE]
+    sources = [
+        sequence for sequence in world.scheduler.sequences.values() if sequence.role is SequenceRole.SOURCE
+    ]
     sequence = one_of(sources, pick)
     if sequence is not None:
         world.scheduler.grant(sequence.number)
 
 
 def release(world: World, pick: Pick) -> None:
-    found = [lent for lent in world.lent.values() if lent.sequence.status is not SequenceStatus.RECEIVING]
-    lent = one_of(found, pick)
+    releasable = [
+        lent for lent in world.lent.values() if lent.sequence.status is not SequenceStatus.RECEIVING
+    ]
+    lent = one_of(releasable, pick)
     if lent is not None:
         world.release(lent)
 

@@ -48,12 +48,12 @@ def _repeat_a_page(scheduler: Scheduler) -> None:
 
 
 def _share_a_partial_page(scheduler: Scheduler) -> None:
-    one, other = scheduler.sequences[1], scheduler.sequences[11]
-    scheduler.kv_cache.pools["tokens"].free(other.pages["tokens"][1:])
-    scheduler.kv_cache.pools["tokens"].hold(one.pages["tokens"][1:])
-    other.pages["tokens"][1:] = one.pages["tokens"][1:]
+    parent, child = scheduler.sequences[1], scheduler.sequences[11]
+    scheduler.kv_cache.pools["tokens"].free(child.pages["tokens"][1:])
+    scheduler.kv_cache.pools["tokens"].hold(parent.pages["tokens"][1:])
+    child.pages["tokens"][1:] = parent.pages["tokens"][1:]
     for batch in scheduler.in_flight:
-        batch.works[1].pages["tokens"][1:] = other.pages["tokens"][1:]
+        batch.works[1].pages["tokens"][1:] = child.pages["tokens"][1:]
 
 
 def _free_a_held_page(scheduler: Scheduler) -> None:

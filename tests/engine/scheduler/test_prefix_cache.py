@@ -82,12 +82,12 @@ def test_the_least_recently_used_leaf_goes_first() -> None:
     cached.put([1, 1, 3, 3])
     cached.put([5, 5])
     cached.prefix.unpin(cached.prefix.pin(cached.prefix.lookup([1, 1, 2, 2]).node))
-    found = []
+    after_each = []
     while cached.prefix.evict():
         cached.prefix.check_integrity()
         known = ([1, 1, 2, 2], [1, 1, 3, 3], [5, 5])
-        found.append([cached.num_found(tokens) for tokens in known])
-    assert found == [[4, 2, 2], [4, 2, 0], [2, 2, 0], [0, 0, 0]]
+        after_each.append([cached.num_found(tokens) for tokens in known])
+    assert after_each == [[4, 2, 2], [4, 2, 0], [2, 2, 0], [0, 0, 0]]
     assert cached.pool.num_free == cached.pool.num_pages
 
 

@@ -73,7 +73,7 @@ def test_a_step_is_no_larger_than_asked() -> None:
         scheduler.add(make(number, 9))
     assert spans(step(scheduler)) == [(1, 0, 8, 0), (2, 0, 2, 0)]
     assert spans(step(scheduler)) == [(1, 8, 9, 1), (2, 2, 10 - 1, 1)]
-    assert {one.number for one in scheduler.waiting} == {3}, "two sequences at once"
+    assert {sequence.number for sequence in scheduler.waiting} == {3}, "two sequences at once"
     scheduler.finish(1)
     assert spans(step(scheduler)) == [(2, 9, 10, 1), (3, 0, 8, 0)]
 
@@ -83,7 +83,7 @@ def test_who_began_is_told_once() -> None:
     scheduler.add(make(1, 20))
     assert scheduler.take_changes().started == []
     step(scheduler)
-    assert [one.number for one in scheduler.take_changes().started] == [1]
+    assert [sequence.number for sequence in scheduler.take_changes().started] == [1]
     step(scheduler)
     assert scheduler.take_changes().started == []
 
@@ -136,7 +136,7 @@ def test_forks_share_whole_pages_and_copy_the_last() -> None:
     children = scheduler.fork(1, [2, 3], [11, 12])
     scheduler.check_integrity()
     parent = scheduler.sequences[1]
-    assert [(one.index, one.generated, one.status) for one in children] == [
+    assert [(sequence.index, sequence.generated, sequence.status) for sequence in children] == [
         (1, [2], SequenceStatus.RUNNING),
         (2, [3], SequenceStatus.RUNNING),
     ]
@@ -147,7 +147,7 @@ def test_forks_share_whole_pages_and_copy_the_last() -> None:
         (partial, child.pages["tokens"][1]) for child in children
     ]
     assert all(child.pages["tokens"][0] == whole for child in children)
-    assert len({one.pages["tokens"][1] for one in (parent, *children)}) == 3
+    assert len({sequence.pages["tokens"][1] for sequence in (parent, *children)}) == 3
     assert spans(batch) == [(1, 6, 7, 1), (11, 6, 7, 1), (12, 6, 7, 1)]
     done(scheduler, batch)
     assert scheduler.schedule().copies == []
@@ -215,7 +215,7 @@ def test_the_youngest_gives_its_pages_to_the_oldest() -> None:
     assert spans(step(scheduler)) == [(1, 8, 9, 1)]
     young = scheduler.sequences[2]
     assert young.status is SequenceStatus.WAITING
-    assert [one.number for one in scheduler.take_changes().preempted] == [2]
+    assert [sequence.number for sequence in scheduler.take_changes().preempted] == [2]
     while len(scheduler.sequences[1].generated) < 7:
         assert all(work.sequence == 1 for work in step(scheduler).works)
     scheduler.finish(1)
@@ -277,7 +277,7 @@ def test_a_source_holds_its_pages_until_released() -> None:
     scheduler.add(source)
     batch = scheduler.schedule()
     (begun,) = scheduler.take_changes().started
-    assert len(begun.pages["tokens"]) == 2, "its hand-over is told all pages at the start"
+    assert len(begun.pages["tokens"]) == 2, "its hand-over gets all pages at the start"
     done(scheduler, batch)
     assert source.status is SequenceStatus.SENT
     assert source.generated == [1]
@@ -336,10 +336,10 @@ def test_a_reservation_says_what_is_held() -> None:
         step(scheduler)
     scheduler.finish(1)
     target = Sequence(2, (*range(100, 120), 5), SamplingParams(), role=SequenceRole.TARGET)
-    found = scheduler.reserve(target)
+    reservation = scheduler.reserve(target)
     scheduler.check_integrity()
-    assert found.held == {"tokens": 16}, "whole pages on both ranks"
-    assert len(found.pages["tokens"]) == 3
+    assert reservation.held == {"tokens": 16}, "whole pages on both ranks"
+    assert len(reservation.pages["tokens"]) == 3
     assert target.status is SequenceStatus.RECEIVING
     scheduler.admit(2, 4)
     scheduler.check_integrity()
@@ -468,9 +468,9 @@ def test_pages_before_the_window_come_back() -> None:
 
 def test_a_target_reserves_only_the_last_window() -> None:
     scheduler = make_scheduler(cache="window", **{"tokens": 16, "tokens.w5": 8})
-    found = scheduler.reserve(make(1, 30, SequenceRole.TARGET))
-    assert found.held == {}
-    assert len(found.pages["tokens.w5"]) == len(found.pages["tokens"]) == 8
+    reservation = scheduler.reserve(make(1, 30, SequenceRole.TARGET))
+    assert reservation.held == {}
+    assert len(reservation.pages["tokens.w5"]) == len(reservation.pages["tokens"]) == 8
     assert scheduler.page_counts()["tokens.w5"].num_used == 2
     scheduler.check_integrity()
 

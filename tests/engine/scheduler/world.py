@@ -61,8 +61,8 @@ class World:
         self.scheduled: dict[int, int] = {}
         self.pending: list[Batch] = []
         """In flight, and the ranks have not come to them."""
-        self.flying: list[Batch] = []
-        self.told: set[int] = set()
+        self.in_flight: list[Batch] = []
+        self.started: set[int] = set()
         self.forked: set[int] = set()
         """Forks that nothing was computed of yet."""
         self.lent: dict[int, Lent] = {}
@@ -91,21 +91,21 @@ class World:
 
     def reserve(self, sequence: Sequence) -> bool:
         try:
-            found = self.scheduler.reserve(sequence)
+            reservation = self.scheduler.reserve(sequence)
         except ConfigError:
             assert not self.can_fit(sequence), "refused what fits"
             return False
-        if found is None:
+        if reservation is None:
             return False
         self._know(sequence, list(sequence.prompt))
-        self.told.add(sequence.number)
+        self.started.add(sequence.number)
         self.scheduled[sequence.number] = sequence.num_prompt
-        num_held = max(found.held.values(), default=0)
+        num_held = max(reservation.held.values(), default=0)
         self.seen["held"] += num_held > 0
-        self.lent[sequence.number] = Lent(sequence, found.pages, num_held)
+        self.lent[sequence.number] = Lent(sequence, reservation.pages, num_held)
         wanted = self.entries_of(sequence)
         if num_held:
-            self.memory.check(found.pages, wanted[:num_held], sequence.num_prompt, "what is held")
+            self.memory.check(reservation.pages, wanted[:num_held], sequence.num_prompt, "what is held")
         return True
 
     def admit(self, sequence: Sequence) -> None:
@@ -139,7 +139,7 @@ class World:
         assert limit is None or sum(kinds) <= limit
         self.seen["copies"] += len(batch.copies)
         self.pending.append(batch)
-        self.flying.append(batch)
+        self.in_flight.append(batch)
         return True
 
     def run(self) -> None:
@@ -148,7 +148,7 @@ class World:
         self.memory.run(batch, {work.sequence: self._written(work) for work in batch.works})
 
     def complete(self) -> None:
-        batch = self.flying.pop(0)
+        batch = self.in_flight.pop(0)
         if self.pending and self.pending[0] is batch:
             self.run()
         samples = {work.sequence: self._drawn(work) for work in batch.works if work.num_samples}
@@ -160,9 +160,9 @@ class World:
             is not None
         }
         live = {
-            number: one
-            for number, one in self.scheduler.sequences.items()
-            if one.status is not SequenceStatus.ENDED
+            number: sequence
+            for number, sequence in self.scheduler.sequences.items()
+            if sequence.status is not SequenceStatus.ENDED
         }
         self.scheduler.complete(batch, samples, proposals)
         for work in batch.works:
@@ -186,7 +186,7 @@ class World:
     # What is there.
 
     def in_state(self, *statuses: SequenceStatus) -> list[Sequence]:
-        return [one for one in self.scheduler.sequences.values() if one.status in statuses]
+        return [sequence for sequence in self.scheduler.sequences.values() if sequence.status in statuses]
 
     def awaited(self) -> list[Lent]:
         """Reserved and not admitted; some of it may have been given up."""
@@ -233,7 +233,7 @@ class World:
                 self.memory.check(lent.pages, lent.sent, lent.sequence.num_prompt, name)
         ungranted = [lent.sequence for lent in sources if not lent.sequence.is_granted]
         for group, pool in self.scheduler.kv_cache.pools.items():
-            num_held = sum(len(one.held_pages(group)) for one in ungranted)
+            num_held = sum(len(sequence.held_pages(group)) for sequence in ungranted)
             assert len(ungranted) < 2 or num_held <= pool.num_pages // 2, "ungranted sources hold over a half"
 
     def settle(self) -> None:
@@ -246,9 +246,9 @@ class World:
             for lent in list(self.lent.values()):
                 if lent.sequence.status is not SequenceStatus.PREFILLING:
                     self.release(lent)
-            if not self.schedule() and not self.flying:
+            if not self.schedule() and not self.in_flight:
                 assert self.scheduler.is_idle, f"stuck: {self.scheduler.page_counts()}"
-            if self.flying:
+            if self.in_flight:
                 self.complete()
             self.check()
         assert self.scheduler.is_idle, f"it does not end: {self.scheduler.page_counts()}"
@@ -265,14 +265,16 @@ class World:
     def _check_changes(self, started: list[Sequence], preempted: list[Sequence]) -> None:
         for sequence in preempted:
             assert sequence.role is not SequenceRole.SOURCE
-            assert sequence.number in self.told
-            assert not any(work.sequence == sequence.number for batch in self.flying for work in batch.works)
+            assert sequence.number in self.started
+            assert not any(
+                work.sequence == sequence.number for batch in self.in_flight for work in batch.works
+            )
             self.scheduled[sequence.number] = 0
             self.forked.discard(sequence.number)
             self.seen["preempted"] += 1
         for sequence in started:
-            assert sequence.number not in self.told, "told twice that it began"
-            self.told.add(sequence.number)
+            assert sequence.number not in self.started, "reported as started twice"
+            self.started.add(sequence.number)
             self.seen["hits"] += sequence.num_cached > 0
             if sequence.role is SequenceRole.SOURCE:
                 pages = {group: list(ids) for group, ids in sequence.pages.items()}
@@ -283,7 +285,7 @@ class World:
     def _check_work(self, work: Work) -> bool:
         """Whether a work is decoding."""
         sequence, tokens = self.scheduler.sequences[work.sequence], self.tokens[work.sequence]
-        assert work.sequence in self.told
+        assert work.sequence in self.started
         stop = work.start + len(work.tokens)
         assert work.tokens, "a work without tokens"
         known = work.tokens[: len(work.tokens) - work.num_drafted]
@@ -301,9 +303,11 @@ class World:
         else:
             assert work.start == before, "a sequence goes on where it was"
         self.scheduled[work.sequence] = stop
-        flights = [one for batch in self.flying for one in batch.works if one.sequence == work.sequence]
+        flights = [
+            other for batch in self.in_flight for other in batch.works if other.sequence == work.sequence
+        ]
         assert len(flights) < self.scheduler.config.chunks_in_flight
-        assert all(not one.num_samples for one in flights), "the token after it is not known"
+        assert all(not other.num_samples for other in flights), "the token after it is not known"
         is_first = stop == sequence.num_prompt == len(tokens)
         forks = is_first and sequence.index == 0 and sequence.role is not SequenceRole.TARGET
         assert work.num_samples == (0 if stop < len(tokens) else sequence.params.n if forks else 1)
@@ -319,18 +323,18 @@ class World:
 
     def _drawn(self, work: Work) -> list[int]:
         """What is sampled: behind a guess that is right, one more."""
-        found = self._samples(self.plain_by_number(work.sequence)[-1], work.num_samples)
+        sampled = self._samples(self.plain_by_number(work.sequence)[-1], work.num_samples)
         for guess in work.tokens[len(work.tokens) - work.num_drafted :]:
-            if guess != found[-1]:
+            if guess != sampled[-1]:
                 break
-            found += self._samples(self.plain_by_number(work.sequence, found)[-1], 1)
-        return found
+            sampled += self._samples(self.plain_by_number(work.sequence, sampled)[-1], 1)
+        return sampled
 
-    def _guess(self, number: int, found: Many[int]) -> int | None:
+    def _guess(self, number: int, sampled: Many[int]) -> int | None:
         """What a draft guesses to follow: mostly right, sometimes nothing."""
         if self.setting.cache != "draft":
             return None
-        last = self.plain_by_number(number, found)[-1]
+        last = self.plain_by_number(number, sampled)[-1]
         right = self._samples(last, 1)[0]
         return (right, right, (right + 1) % VOCABULARY, None)[last % 4]
 
@@ -339,36 +343,36 @@ class World:
         if self.setting.cache != "draft":
             return self.entries_by_number(work.sequence)
         guesses = work.tokens[len(work.tokens) - work.num_drafted :] if work.num_drafted else []
-        found = self._drawn(work)[: 1 + work.num_drafted] if work.num_samples else []
+        sampled = self._drawn(work)[: 1 + work.num_drafted] if work.num_samples else []
         plain = self.plain_by_number(work.sequence, guesses)
-        following = [*self.tokens[work.sequence], *found, *[JUNK] * len(plain)][1 : len(plain) + 1]
+        following = [*self.tokens[work.sequence], *sampled, *[JUNK] * len(plain)][1 : len(plain) + 1]
         return with_next(plain, following)
 
-    def _sampled(self, sequence: Sequence, found: list[int], *, is_guessed: bool = False) -> None:
+    def _sampled(self, sequence: Sequence, sampled: list[int], *, is_guessed: bool = False) -> None:
         if is_guessed:
-            self.tokens[sequence.number] += found
+            self.tokens[sequence.number] += sampled
             assert sequence.generated == self.tokens[sequence.number][sequence.num_prompt :]
             if len(sequence.generated) >= sequence.params.max_tokens:
                 self.finish(sequence)
             return
-        self.tokens[sequence.number].append(found[0])
+        self.tokens[sequence.number].append(sampled[0])
         assert sequence.generated == self.tokens[sequence.number][sequence.num_prompt :]
         if sequence.role is SequenceRole.SOURCE:
             assert sequence.status is SequenceStatus.SENT
             self.lent[sequence.number].sent = self.entries_of(sequence)[: sequence.num_prompt]
             return
         answers = [sequence]
-        if len(found) > 1:
-            numbers = range(self.num_made, self.num_made + len(found) - 1)
-            self.num_made += len(found) - 1
-            answers += self.scheduler.fork(sequence.number, found[1:], numbers, b"row")
-            for child, token in zip(answers[1:], found[1:], strict=True):
+        if len(sampled) > 1:
+            numbers = range(self.num_made, self.num_made + len(sampled) - 1)
+            self.num_made += len(sampled) - 1
+            answers += self.scheduler.fork(sequence.number, sampled[1:], numbers, b"row")
+            for child, token in zip(answers[1:], sampled[1:], strict=True):
                 self._know(child, [*sequence.prompt, token])
-                self.told.add(child.number)
+                self.started.add(child.number)
                 self.scheduled[child.number] = child.num_computed
                 self.seen["forks"] += child.status is SequenceStatus.RUNNING
                 if child.status is SequenceStatus.RUNNING:
                     self.forked.add(child.number)
-        for one in answers:
-            if len(one.generated) >= one.params.max_tokens:
-                self.finish(one)
+        for answer in answers:
+            if len(answer.generated) >= answer.params.max_tokens:
+                self.finish(answer)

@@ -1,4 +1,4 @@
-"""Pages by closed forms, against tokens dealt one by one."""
+"""Page counts by closed forms against tokens dealt one by one; references to pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.scheduler.memory import WINDOW, make_cache, spots
 
-from baton.engine.pages import PageGeometry
+from baton.engine.pages import PageCounts, PageGeometry, PagePool
 from baton.plan.cache import Cache
 from baton.plan.kinds import Index, Latent, Paged
 from baton.plan.layout import parse_layout
@@ -51,12 +51,12 @@ def test_settled_entries_are_those_that_nothing_is_written_to(
 
 @given(LAYOUTS, PAGES, LENGTHS, st.integers(1, 40))
 def test_passed_entries_lie_before_the_window(layout: str, page: int, length: int, prompt: int) -> None:
-    found = geometry_of(layout, page, "window").num_out_of_window("tokens.w5", length, prompt)
+    num_passed = geometry_of(layout, page, "window").num_out_of_window("tokens.w5", length, prompt)
     first = max(0, length - WINDOW)
     seen = dealt(layout, page, max(length, prompt) + LATER, prompt)[first:]
-    assert found <= min(entry for _, entry in seen)
+    assert num_passed <= min(entry for _, entry in seen)
     if not layout.endswith("split"):
-        assert found == min(entry for _, entry in seen)
+        assert num_passed == min(entry for _, entry in seen)
     assert geometry_of(layout, page, "window").num_out_of_window("tokens", length, prompt) == 0
 
 
@@ -120,3 +120,56 @@ def test_components_of_one_group_share_their_table() -> None:
     assert geometry.groups == ("tokens",)
     assert geometry.prefix_unit_tokens == 32
     assert geometry.prefix_unit_pages == 1
+
+
+def test_no_page_is_handed_out_twice() -> None:
+    pool = PagePool(5)
+    first, second = pool.allocate(2), pool.allocate(3)
+    assert sorted(first + second) == [0, 1, 2, 3, 4]
+    assert all(map(pool.num_refs, first))
+    with pytest.raises(AssertionError, match="1 pages asked for, 0 are free"):
+        pool.allocate(1)
+    pool.free(first)
+    assert sorted(pool.allocate(2)) == sorted(first)
+    pool.check_integrity()
+
+
+def test_a_page_is_free_when_its_last_holder_leaves() -> None:
+    pool = PagePool(2)
+    pages = pool.allocate(1)
+    pool.hold(pages)
+    pool.free(pages)
+    assert pool.num_refs(pages[0])
+    pool.free(pages)
+    assert not pool.num_refs(pages[0])
+    with pytest.raises(AssertionError, match="freed, but it is free already"):
+        pool.free(pages)
+    with pytest.raises(AssertionError, match="cannot be shared"):
+        pool.hold(pages)
+
+
+def test_cached_pages_stay_without_a_user() -> None:
+    pool = PagePool(4)
+    pages = pool.allocate(2)
+    pool.cache(pages)
+    assert pool.counts() == PageCounts(2, 2, 0)
+    pool.free(pages)
+    assert pool.counts() == PageCounts(2, 0, 2)
+    pool.hold(pages[:1])
+    assert pool.counts() == PageCounts(2, 1, 1)
+    pool.uncache(pages)
+    assert pool.counts() == PageCounts(3, 1, 0)
+    pool.check_integrity()
+    with pytest.raises(AssertionError, match="not cached"):
+        pool.uncache(pages)
+
+
+def test_the_cache_takes_a_page_once() -> None:
+    pool = PagePool(1)
+    pages = pool.allocate(1)
+    pool.cache(pages)
+    with pytest.raises(AssertionError, match="cached twice"):
+        pool.cache(pages)
+    pool.free(pages)
+    with pytest.raises(AssertionError, match="free while the prefix cache has it"):
+        pool.free(pages)
