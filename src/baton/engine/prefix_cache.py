@@ -82,10 +82,6 @@ class PrefixCache:
         self.num_idle = 0
         """Nodes that are not in use."""
 
-    @property
-    def num_nodes(self) -> int:
-        return len(self._nodes)
-
     def lookup(self, tokens: Sequence[int], salt: str = "") -> PrefixMatch:
         """The longest cached prefix of these tokens, in whole units."""
         pages: Tables = {group: [] for group in self._pools}

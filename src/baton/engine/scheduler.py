@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from baton.engine.kv_cache import KVCacheManager
-from baton.engine.pages import PageCounts, PageGeometry
+from baton.engine.pages import PageGeometry
 from baton.engine.sequence import Sequence, SequenceRole, SequenceStatus
 from baton.engine.steps import Batch, PageCopy, Tables, Work
 from baton.errors import ConfigError, EngineError
@@ -255,9 +255,6 @@ class Scheduler:
             )
 
         return bisect_right(range(1, self.config.context_tokens_max + 1), False, key=is_too_long)
-
-    def page_counts(self) -> dict[str, PageCounts]:
-        return {group: pool.counts() for group, pool in self.kv_cache.pools.items()}
 
     @property
     def is_idle(self) -> bool:

@@ -240,5 +240,5 @@ def check_idle(*instances: Instance) -> None:
         for scheduler in core.schedulers:
             until(lambda scheduler=scheduler: scheduler.is_idle, f"{instance.config.name} is idle")
             scheduler.check_integrity()
-            for count in scheduler.page_counts().values():
+            for count in [pool.counts() for pool in scheduler.kv_cache.pools.values()]:
                 assert count.num_used == 0, f"pages are kept for nobody: {count}"

@@ -111,7 +111,7 @@ class Watch:
 
         def watched(scheduler: Scheduler, *what: Any) -> None:
             complete(scheduler, *what)
-            used = {group: count.num_used for group, count in scheduler.page_counts().items()}
+            used = {group: pool.counts().num_used for group, pool in scheduler.kv_cache.pools.items()}
             most = max((each.num_computed for each in scheduler.sequences.values()), default=0)
             self.seen.setdefault(scheduler.kv_cache, []).append((most, used))
 

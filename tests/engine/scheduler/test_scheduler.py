@@ -53,7 +53,7 @@ def spans(batch: Batch | None) -> list[tuple[int, int, int, int]]:
 
 
 def num_free(scheduler: Scheduler) -> int:
-    counts = scheduler.page_counts()["tokens"]
+    counts = scheduler.kv_cache.pools["tokens"].counts()
     return counts.num_free + counts.num_cached
 
 
@@ -447,7 +447,7 @@ def test_embeddings_go_with_their_tokens_and_are_not_cached() -> None:
     assert spans(step(scheduler)) == [(1, 8, 9, 0)], "a work has rows of one sort"
     assert spans(step(scheduler)) == [(1, 9, 11, 1)]
     scheduler.finish(1)
-    assert scheduler.page_counts()["tokens"].num_cached == 0
+    assert scheduler.kv_cache.pools["tokens"].counts().num_cached == 0
     with pytest.raises(ConfigError, match="embeddings"):
         scheduler.add(Sequence(2, (0,) * 9, SamplingParams(), prompt_embeddings=b"abc"))
 
@@ -459,11 +459,11 @@ def test_pages_before_the_window_come_back() -> None:
     most = 0
     while scheduler.sequences[1].num_tokens < 60:
         step(scheduler)
-        most = max(most, scheduler.page_counts()["tokens.w5"].num_used)
+        most = max(most, scheduler.kv_cache.pools["tokens.w5"].counts().num_used)
     assert most <= 4
     assert len(scheduler.sequences[1].pages["tokens.w5"]) == 15
     scheduler.finish(1)
-    assert scheduler.page_counts()["tokens.w5"].num_free == 5
+    assert scheduler.kv_cache.pools["tokens.w5"].counts().num_free == 5
 
 
 def test_a_target_reserves_only_the_last_window() -> None:
@@ -471,7 +471,7 @@ def test_a_target_reserves_only_the_last_window() -> None:
     reservation = scheduler.reserve(make(1, 30, SequenceRole.TARGET))
     assert reservation.held == {}
     assert len(reservation.pages["tokens.w5"]) == len(reservation.pages["tokens"]) == 8
-    assert scheduler.page_counts()["tokens.w5"].num_used == 2
+    assert scheduler.kv_cache.pools["tokens.w5"].counts().num_used == 2
     scheduler.check_integrity()
 
 

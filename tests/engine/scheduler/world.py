@@ -247,13 +247,13 @@ class World:
                 if lent.sequence.status is not SequenceStatus.PREFILLING:
                     self.release(lent)
             if not self.schedule() and not self.in_flight:
-                assert self.scheduler.is_idle, f"stuck: {self.scheduler.page_counts()}"
+                assert self.scheduler.is_idle, f"stuck: {self.scheduler.sequences}"
             if self.in_flight:
                 self.complete()
             self.check()
-        assert self.scheduler.is_idle, f"it does not end: {self.scheduler.page_counts()}"
-        for group, counts in self.scheduler.page_counts().items():
-            assert counts.num_used == 0, f"pages of {group} are lost: {counts}"
+        assert self.scheduler.is_idle, f"it does not end: {self.scheduler.sequences}"
+        for group, pool in self.scheduler.kv_cache.pools.items():
+            assert pool.counts().num_used == 0, f"pages of {group} are lost: {pool.counts()}"
 
     # Parts.
 
