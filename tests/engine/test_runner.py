@@ -11,9 +11,9 @@ from torch import Tensor
 
 from baton.engine.attention.pools import CachePools
 from baton.engine.checkpoint import open_checkpoint
-from baton.engine.config import engine_storage
 from baton.engine.model.build import build
 from baton.engine.model.seam import Stage
+from baton.engine.pages import engine_storage
 from baton.engine.parallel.mesh import Mesh
 from baton.engine.runner import Quiet, Runner
 from baton.engine.steps import Batch, PageCopy, Work

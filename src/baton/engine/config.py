@@ -12,14 +12,13 @@ import torch
 from baton.engine.attention.pools import DTYPES
 from baton.engine.checkpoint import Checkpoint, open_checkpoint
 from baton.engine.model.build import Architecture, describe, missing
-from baton.engine.pages import PageGeometry
+from baton.engine.pages import PageGeometry, engine_storage
 from baton.errors import ConfigError
 from baton.plan import Cache, Layout, Spec, parse_layout
 from baton.plan.dtypes import item_bytes
 from baton.plan.models.config import read_cache
 from baton.plan.overlap import LayerTimes, choose
 from baton.plan.ownership import box
-from baton.plan.storage import FUSED, HND, Storage
 from baton.session import SocketConfig, Timings
 from baton.session.endpoint import ROLES
 from baton.session.registry import RegistryError, check_instance, check_registry, check_url
@@ -128,20 +127,6 @@ def derive_sizes(config: EngineConfig) -> EngineSizes:
     num_threads = config.num_threads or max(1, (os.cpu_count() or 1) // layout.num_ranks)
     model = str(checkpoint.path) if checkpoint.path is not None else config.model
     return EngineSizes(layout, cache, architecture, checkpoint, num_pages, context_max, num_threads, model)
-
-
-def engine_storage(cache: Cache, page_tokens: int, dtype: str) -> Storage:
-    """How the engine stores its KV cache: K and V of a page side by side, heads before tokens.
-
-    A group of layers is then one copy to each target rank instead of two, and a whole page is one span for
-    both. Components with rows of different sizes are stored apart.
-    """
-    widths: dict[str, set[int]] = {}
-    for component in cache.components:
-        if component.extent.has_tokens:
-            widths.setdefault(component.bundle, set()).add(component.num_elements)
-    is_even = all(len(sizes) == 1 for sizes in widths.values())
-    return Storage(page_tokens=page_tokens, dtype=dtype, order=FUSED if is_even else HND)
 
 
 def _check(config: EngineConfig) -> None:

@@ -21,8 +21,9 @@ from time import monotonic
 from types import TracebackType
 from typing import Self
 
-from baton.engine.config import EngineConfig, EngineSizes, engine_storage
+from baton.engine.config import EngineConfig, EngineSizes
 from baton.engine.instance import Instance
+from baton.engine.pages import engine_storage
 from baton.engine.requests import (
     EngineRequest,
     InboundHandoff,

@@ -1,4 +1,4 @@
-"""Pages of the KV cache: how many a sequence needs, and which are free.
+"""Pages of the KV cache: how many a sequence needs, how they are stored, and which are free.
 
 A page id means the same page on every rank of a dp group. With context parallelism a rank keeps only its
 share of the tokens, densely, so ranks fill an entry of the page table at different times. Three questions
@@ -23,6 +23,7 @@ from math import lcm
 from baton.plan.cache import Cache, Extent, Full, State, Window
 from baton.plan.layout import Layout
 from baton.plan.schemes import Mirror, Split, Stripe
+from baton.plan.storage import FUSED, HND, Storage
 
 
 class PageGeometry:
@@ -151,6 +152,20 @@ def _wider(left: Extent, right: Extent) -> Extent:
         if isinstance(extent, Full | State):
             return extent
     return max(left, right, key=lambda extent: extent.window or 0)
+
+
+def engine_storage(cache: Cache, page_tokens: int, dtype: str) -> Storage:
+    """How the engine stores its KV cache: K and V of a page side by side, heads before tokens.
+
+    A group of layers is then one copy to each target rank instead of two, and a whole page is one span for
+    both. Components with rows of different sizes are stored apart.
+    """
+    widths: dict[str, set[int]] = {}
+    for component in cache.components:
+        if component.extent.has_tokens:
+            widths.setdefault(component.bundle, set()).add(component.num_elements)
+    is_even = all(len(sizes) == 1 for sizes in widths.values())
+    return Storage(page_tokens=page_tokens, dtype=dtype, order=FUSED if is_even else HND)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from baton.engine.attention.passes import Pass
 from baton.engine.attention.pools import CachePools
-from baton.engine.config import engine_storage
 from baton.engine.model.seam import HeadOptions, IndexQuery
+from baton.engine.pages import engine_storage
 from baton.engine.parallel.mesh import Mesh
 from baton.engine.steps import Batch, Work
 from baton.plan import Cache, Spec

@@ -7,7 +7,8 @@ from typing import Any
 
 from baton.bench.handoff.scene import parse_speed
 from baton.cli.deployment.options import BOTH, DECODE, PREFILL, Options
-from baton.engine.config import EngineConfig, EngineSizes, derive_sizes, engine_storage
+from baton.engine.config import EngineConfig, EngineSizes, derive_sizes
+from baton.engine.pages import engine_storage
 from baton.plan import Spec
 from baton.plan.packing import PackCost
 from baton.plan.planner import plan
