@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.bench.overlap.figures import Case, Round, rows_of, targets
-from baton.engine.requests import Story
 from baton.engine.steps import CopyRecord, Due, Group
-from baton.engine.stories import Told
+from baton.engine.trace import HandoffTrace, RequestTrace
 
 CASE = Case(4096, 1e9)
 
@@ -17,10 +16,10 @@ def told(
     copies: list[tuple[float, float]],
     slowed: float = 1.0,
     state_bytes: int = 0,
-) -> Told:
+) -> HandoffTrace:
     """Asked at 10, computed from 11 on; copies are (begun, ended), relative to that."""
     dues = [Due(11.0 + slowed, 500), Due(11.0 + 2 * slowed, 500, state_bytes)]
-    source, target = Story(10.0), Story(10.0)
+    source, target = RequestTrace(10.0), RequestTrace(10.0)
     source.begun_s, source.prompt_s = 11.0, 11.0 + 2 * slowed
     source.groups[0] = [Group(each, 11.0 + each[0] * slowed, 11.0 + each[1] * slowed) for each in groups]
     source.copies[0] = [
@@ -28,7 +27,7 @@ def told(
         for chunk, (begun_s, ended_s) in enumerate(copies)
     ]
     target.settled_s = 11.5 + max(ended_s for _, ended_s in copies)
-    return Told(10.0, 13.5, source, target)
+    return HandoffTrace(10.0, 13.5, source, target)
 
 
 OFF = told([(0, 2)], [(2.0, 3.0), (2.0, 4.0)])
@@ -66,7 +65,7 @@ def test_targets_of_a_gpu_are_harder_and_more() -> None:
     assert (on_gpu["slowed_is_met"], on_gpu["complete_is_met"]) == (True, False)
 
 
-def with_states(ended_s: float) -> Told:
+def with_states(ended_s: float) -> HandoffTrace:
     """The last of two layers keeps a state alone, which takes 1 s of the link."""
     return told([(0, 1), (1, 2)], [(1.0, 2.0), (2.0, ended_s)], state_bytes=500)
 

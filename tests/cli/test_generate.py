@@ -89,7 +89,7 @@ MISUSES = {
 @pytest.mark.parametrize("name", MISUSES)
 def test_misuse_is_one_line_before_anything_starts(baton, model, monkeypatch, name: str) -> None:
     words, said = MISUSES[name]
-    monkeypatch.setattr("baton.engine.instance.crew.Child", _started)
+    monkeypatch.setattr("baton.engine.executor.WorkerProcess", _started)
     code, out, err = baton("generate", "--model", str(model), *words, PROMPT)
     assert (code, out) == (2, "")
     assert said in err.splitlines()[-1]
@@ -97,7 +97,7 @@ def test_misuse_is_one_line_before_anything_starts(baton, model, monkeypatch, na
 
 
 def test_words_for_a_model_without_a_tokenizer(baton, folder, monkeypatch) -> None:
-    monkeypatch.setattr("baton.engine.instance.crew.Child", _started)
+    monkeypatch.setattr("baton.engine.executor.WorkerProcess", _started)
     code, out, err = baton("generate", "--model", str(tiny("qwen3", folder)), PROMPT)
     assert (code, out) == (2, "")
     assert "token ids" in err
@@ -105,7 +105,7 @@ def test_words_for_a_model_without_a_tokenizer(baton, folder, monkeypatch) -> No
 
 
 def test_a_prompt_that_is_too_long(baton, model, monkeypatch) -> None:
-    monkeypatch.setattr("baton.engine.instance.crew.Child", _started)
+    monkeypatch.setattr("baton.engine.executor.WorkerProcess", _started)
     code, _, err = baton("generate", "--model", str(model), "--raw", "fox " * 5000)
     assert code == 2
     assert "the context has 4096" in err

@@ -13,7 +13,7 @@ import pytest
 from tests.serve.deployment import free_port, model, oracle_text, secret_file, until
 from tests.serve.hosts import Host, NoHosts, Placed, two_hosts
 
-from baton.engine.requests import Story
+from baton.engine.trace import RequestTrace
 from baton.observe import covered_s
 
 pytestmark = pytest.mark.serve
@@ -48,7 +48,7 @@ class World:
         wanted = {"prefill-0": "able", "decode-0": "able"}
         until(lambda: self.states() == wanted, "the router sees both instances", LIMIT_S)
 
-    def source(self, identity: str) -> Story:
+    def source(self, identity: str) -> RequestTrace:
         """The prefill side of a request, once its story is complete."""
 
         def told() -> Any:
@@ -58,7 +58,7 @@ class World:
             return jobs[0]["story"] if jobs else None
 
         found = until(told, f"the story of {identity}", LIMIT_S)
-        return msgspec.convert(found, Story, str_keys=True)
+        return msgspec.convert(found, RequestTrace, str_keys=True)
 
 
 @pytest.fixture(scope="module")

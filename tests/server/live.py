@@ -14,8 +14,8 @@ from typing import Any
 from tests.serve.parts import Answer, ask
 from tests.serve.speaking import model
 
-from baton.engine.instance.config import InstanceConfig
-from baton.engine.instance.instance import Instance
+from baton.engine.config import EngineConfig
+from baton.engine.instance import Instance
 from baton.server.serving import ServeConfig, Server
 
 WAIT_S_MAX = 120.0
@@ -82,7 +82,7 @@ class Live:
 @contextmanager
 def live(config: ServeConfig | None = None, **changes: Any) -> Iterator[Live]:
     """A server that is ready; `changes` are fields of its instance's configuration."""
-    instance = InstanceConfig(
+    instance = EngineConfig(
         str(model()), pool_tokens=POOL_TOKENS, context_max=CONTEXT, num_threads=1, silence_s=30.0
     )
     config = config or ServeConfig(instance)

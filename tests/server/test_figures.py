@@ -8,8 +8,9 @@ import threading
 import pytest
 from tests.server.asking import asked
 
-from baton.engine.requests import Generate, Inbound, Outbound, Piece, Story, Told
+from baton.engine.requests import EngineRequest, InboundHandoff, OutboundHandoff, OutputChunk, RequestFinished
 from baton.engine.steps import CopyRecord, Group
+from baton.engine.trace import RequestTrace
 from baton.server.bridge import Bridge
 from baton.server.metrics import Metrics
 from baton.server.openapi import description
@@ -17,9 +18,9 @@ from baton.server.sides import Side
 from baton.server.timelines import NUM_KEPT, Timelines
 
 
-def story() -> Story:
+def story() -> RequestTrace:
     """Two copies side by side on one rank, one second of them behind the end of compute."""
-    return Story(
+    return RequestTrace(
         arrived_s=10.0,
         begun_s=11.0,
         prompt_s=14.0,
@@ -34,18 +35,18 @@ def story() -> Story:
 
 
 def test_each_side_tells_what_it_knows():
-    source = Side.of(Generate((1,), hand=Outbound("7"))).figures(story())
+    source = Side.of(EngineRequest((1,), handoff=OutboundHandoff("7"))).figures(story())
     assert source == pytest.approx(
         {
             **{"queue_s": 1.0, "compute_s": 3.0, "exposed_s": 1.0, "admission_s": 0.5, "ttft_s": 4.5},
             **{"total_s": 10.0, "efficiency": 1 - 1.0 / 2.5},
         }
     )
-    target = Side.of(Generate((1,), hand=Inbound("7", "x:1"))).figures(story())
+    target = Side.of(EngineRequest((1,), handoff=InboundHandoff("7", "x:1"))).figures(story())
     assert (target["tth_s"], target["first_step_s"]) == (5.5, 0.5)
     assert "exposed_s" not in target
-    assert "tth_s" not in Side.of(Generate((1,))).figures(story())
-    assert Side.SOURCE.figures(Story(5.0)) == {}
+    assert "tth_s" not in Side.of(EngineRequest((1,))).figures(story())
+    assert Side.SOURCE.figures(RequestTrace(5.0)) == {}
 
 
 def test_a_timeline_has_stages_groups_and_copies():
@@ -91,7 +92,7 @@ def test_events_cross_in_order_and_none_is_left_behind():
         bridge = Bridge(asyncio.get_running_loop())
 
         def receive(place: int, event: object) -> None:
-            if isinstance(event, Piece):
+            if isinstance(event, OutputChunk):
                 heard[place].append(event.index)
             if all(len(each) == num_events for each in heard):
                 done.set()
@@ -101,8 +102,8 @@ def test_events_cross_in_order_and_none_is_left_behind():
         def tell() -> None:
             for number in range(num_events):
                 for sink in sinks:
-                    sink(Piece(number, (), ""))
-            sinks[0](Told(Story(0.0)))
+                    sink(OutputChunk(number, (), ""))
+            sinks[0](RequestFinished(RequestTrace(0.0)))
 
         threading.Thread(target=tell).start()
         async with asyncio.timeout(120):

@@ -8,7 +8,7 @@ import pytest
 from tests.engine.text.vocabularies import tokenizer
 from tests.server.asking import CONTEXT, DECODE, FAR, NEAR, PREFILL, asked, model, read
 
-from baton.engine.requests import Inbound, Outbound
+from baton.engine.requests import InboundHandoff, OutboundHandoff
 from baton.server.inquiries import Place, inquire
 from baton.web import Caller, Problem
 
@@ -65,16 +65,16 @@ def test_choices_are_counted_by_prompt_and_answer():
 
 def test_rooms_make_the_two_legs():
     job = asked({"prompt": "a", **ROOM}).jobs[0].request
-    assert job.hand == Inbound("77", "10.0.0.5:8998", is_early=True)
-    assert asked({"prompt": "a", **ROOM}, place=PREFILL).jobs[0].request.hand == Outbound("77")
+    assert job.handoff == InboundHandoff("77", "10.0.0.5:8998", is_early=True)
+    assert asked({"prompt": "a", **ROOM}, place=PREFILL).jobs[0].request.handoff == OutboundHandoff("77")
     late = Place("decode", "x:1", "decode", "tiny")
-    assert asked({"prompt": "a", **ROOM}, place=late).jobs[0].request.hand.is_early is False
+    assert asked({"prompt": "a", **ROOM}, place=late).jobs[0].request.handoff.is_early is False
     wished = {"prompt": "a", **ROOM, "baton": {"first_token": "decode"}}
-    assert asked(wished).jobs[0].request.hand.is_early is False
+    assert asked(wished).jobs[0].request.handoff.is_early is False
     both = Place("both", "10.0.0.5:8998", "prefill", "tiny")
-    assert asked({"prompt": "a", **ROOM}, place=both).jobs[0].request.hand == Outbound("77")
+    assert asked({"prompt": "a", **ROOM}, place=both).jobs[0].request.handoff == OutboundHandoff("77")
     v6 = {**ROOM, "bootstrap_host": "::1"}
-    assert asked({"prompt": "a", **v6}).jobs[0].request.hand.source == "[::1]:8998"
+    assert asked({"prompt": "a", **v6}).jobs[0].request.handoff.source == "[::1]:8998"
 
 
 def test_both_legs_draw_alike():
@@ -89,13 +89,13 @@ def test_both_legs_draw_alike():
 
 def test_several_jobs_have_a_room_each():
     rooms = {"bootstrap_host": ["h"] * 2, "bootstrap_port": [1, 2], "bootstrap_room": [7, 8]}
-    hands = [job.request.hand for job in asked({"prompt": ["a", "b"], **rooms}).jobs]
-    assert hands == [Inbound("7", "h:1"), Inbound("8", "h:2")]
+    hands = [job.request.handoff for job in asked({"prompt": ["a", "b"], **rooms}).jobs]
+    assert hands == [InboundHandoff("7", "h:1"), InboundHandoff("8", "h:2")]
     assert problem_of({"prompt": ["a", "b"], **ROOM}).param == "bootstrap_room"
     assert problem_of({"prompt": ["a", "b", "c"], **rooms}).param == "bootstrap_room"
     # A router that counts answers sends as many as there are, of which both legs take the same.
     counted = {"bootstrap_host": ["h"] * 3, "bootstrap_port": [1] * 3, "bootstrap_room": [7, 8, 9]}
-    assert asked({"prompt": "a", "n": 3, **counted}).jobs[0].request.hand.transfer == "7"
+    assert asked({"prompt": "a", "n": 3, **counted}).jobs[0].request.handoff.transfer == "7"
     assert problem_of({"prompt": "a", **ROOM, "bootstrap_port": None}).param == "bootstrap_port"
 
 
@@ -103,7 +103,7 @@ def test_rooms_are_for_neighbours_and_routers():
     for name, value in ROOM.items():
         problem = problem_of({"prompt": "a", name: value}, caller=FAR)
         assert (problem.status, problem.param) == (403, name)
-    assert asked({"prompt": "a", **ROOM}, caller=Caller(is_router=True)).jobs[0].request.hand
+    assert asked({"prompt": "a", **ROOM}, caller=Caller(is_router=True)).jobs[0].request.handoff
     # Who may not is not heard at all, whatever it says.
     assert asked({"prompt": "a", "baton": {"id": "mine"}}, caller=FAR).id != "mine"
     assert asked({"prompt": "a", "baton": "nonsense"}, caller=FAR)
@@ -116,8 +116,8 @@ def test_a_resumed_request_has_a_job_per_open_choice():
     private = {"id": "cmpl-x", "created": 12, "resume": resume, "done": {"1": 4, "2": 5}}
     inquiry = asked({"prompt": ["a", "b"], "n": 2, "max_tokens": 9, "baton": private, **rooms})
     first, second = (job.request for job in inquiry.jobs)
-    assert (first.index, first.generated, first.params.n, first.hand.transfer) == (1, (9, 8), 1, "7")
-    assert (second.index, second.generated, second.hand.transfer) == (0, (), "8")
+    assert (first.index, first.generated, first.params.n, first.handoff.transfer) == (1, (9, 8), 1, "7")
+    assert (second.index, second.generated, second.handoff.transfer) == (0, (), "8")
     assert [job.prompt_index for job in inquiry.jobs] == [1, 0]
     assert first.tokens == tuple(tokenizer().encode("b"))
     assert (inquiry.id, inquiry.created, inquiry.choices()) == ("cmpl-x", 12, [3, 0])

@@ -13,7 +13,7 @@ from tests.serve.speaking import oracle_text
 from tests.server.live import Live, live, until
 from tests.server.streams import half_read, heard
 
-from baton.engine.instance.config import InstanceConfig
+from baton.engine.config import EngineConfig
 from baton.errors import ConfigError
 from baton.server import keeper as keeping
 from baton.server.keeper import Keeper
@@ -66,7 +66,7 @@ def test_a_rank_that_dies_ends_streams_cleanly_and_comes_back():
 
 
 def test_what_cannot_be_is_given_up_at_once(tmp_path: Path):
-    keeper = Keeper(InstanceConfig(str(tmp_path)), lambda: None)
+    keeper = Keeper(EngineConfig(str(tmp_path)), lambda: None)
     keeper.start()
     until(lambda: keeper.failure, "it is given up")
     assert isinstance(keeper.failure, ConfigError)

@@ -1,12 +1,12 @@
-"""A model to ask: a prefill and a decode instance on this machine, or one instance that does both.
+"""A model as a library: a prefill and a decode instance on this machine, or one instance that does both.
 
-prefill, decode = InstanceConfig("demo", "pp2"), InstanceConfig("demo", "tp3")
+prefill, decode = EngineConfig("demo", "pp2"), EngineConfig("demo", "tp3")
 with Deployment(prefill, decode) as model:
     params = SamplingParams(temperature=0.0, max_tokens=64)
-    answer, pieces = model.ask(Ask(Generate(model.prompt("What is a relay race?"), params)))
-    for piece in pieces:
-        print(piece.text, end="", flush=True)
-print(told(answer).figures())
+    response, chunks = model.ask(PairRequest(EngineRequest(model.prompt("What is a relay race?"), params)))
+    for chunk in chunks:
+        print(chunk.text, end="", flush=True)
+print(response.handoff().figures())
 """
 
 from __future__ import annotations
@@ -15,57 +15,186 @@ import queue
 import re
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic
 from types import TracebackType
 from typing import Self
 
-from baton.engine.instance.config import InstanceConfig, Sizes
-from baton.engine.instance.instance import Instance
-from baton.engine.pair import Answer, Ask, Pair
-from baton.engine.requests import Event, Generate, Piece, Trouble
-from baton.engine.requests import Told as Ended
-from baton.engine.storage import engine_storage
-from baton.engine.stories import Told
-from baton.engine.tokenizer import Tokenizer
-from baton.errors import ConfigError, EngineError
+from baton.engine.config import EngineConfig, EngineSizes
+from baton.engine.instance import Instance
+from baton.engine.pages import engine_storage
+from baton.engine.requests import (
+    EngineRequest,
+    InboundHandoff,
+    OutboundHandoff,
+    OutputChunk,
+    RequestError,
+    RequestEvent,
+    RequestFinished,
+)
+from baton.engine.text.tokenizer import Tokenizer
+from baton.engine.trace import HandoffTrace, RequestTrace
+from baton.errors import BatonError, ConfigError, EngineError
 from baton.plan import Spec
 from baton.plan.planner import plan
 
+FIRST_TOKEN = ("prefill", "decode")
+ANSWER_S_MAX = 600.0
 LOOK_S = 0.5
 
 
-class Deployment:
-    """Instances that answer prompts together; what cannot work is refused before a process is started."""
+@dataclass(frozen=True, slots=True)
+class PairRequest:
+    """A request and how it passes through a pair."""
 
-    def __init__(self, prefill: InstanceConfig, decode: InstanceConfig | None = None) -> None:
-        secret = prefill.secret or secrets.token_bytes(32)
-        if decode is None:
-            self.prefill = Instance(replace(prefill, role="both", secret=secret))
-            self.decode = None
-        else:
-            self.prefill = Instance(replace(prefill, name="prefill", role="prefill", secret=secret))
-            self.decode = Instance(replace(decode, name="decode", role="decode", secret=secret))
-        source = _spec(self.prefill)
-        plan(source, _spec(self.decode) if self.decode else source)
+    request: EngineRequest
+    is_pipelined: bool = True
+    policy: str | None = None
+    """The overlap policy; None: the prefill instance's."""
+    first_token: str = "prefill"
+    """Which instance outputs the first token: prefill at once, or decode after the hand-over."""
+
+    def __post_init__(self) -> None:
+        if self.first_token not in FIRST_TOKEN:
+            raise ConfigError(
+                f"first token {self.first_token!r} is not known; use {' or '.join(FIRST_TOKEN)}"
+            )
+
+
+class PairResponse:
+    """The events of a request, and each instance's trace once its pages are free."""
+
+    def __init__(self) -> None:
+        self.asked_s = monotonic()
+        self.first_s = 0.0
+        """When the caller got the first token."""
+        self.events: queue.SimpleQueue[tuple[str, RequestEvent]] = queue.SimpleQueue()
+        self.traces: dict[str, RequestTrace] = {}
+        """By role: prefill, and decode if it took part."""
+
+    def put(self, role: str, event: RequestEvent) -> None:
+        """The event sink of the instance with this role."""
+        self.events.put((role, event))
+
+    def handoff(self) -> HandoffTrace | None:
+        """How the hand-over went, once all chunks were read; None if there was none."""
+        prefill, decode = self.traces.get("prefill"), self.traces.get("decode")
+        if prefill is None or decode is None:
+            return None
+        return HandoffTrace(self.asked_s, self.first_s, prefill, decode)
+
+
+class Pair:
+    """A prefill and a decode instance with the same secret; without the latter, prefill does both."""
+
+    def __init__(self, prefill: Instance, decode: Instance | None = None) -> None:
+        if decode is not None and prefill.secret != decode.secret:
+            raise ConfigError("the two instances have different secrets; give both the same one")
+        self.prefill = prefill
+        self.decode = decode
 
     @property
     def instances(self) -> tuple[Instance, ...]:
-        """The prefill instance, and the decode instance where there is one."""
+        """The prefill instance, and the decode instance if there is one."""
         return (self.prefill, self.decode) if self.decode else (self.prefill,)
+
+    def ask(self, ask: PairRequest) -> tuple[PairResponse, Iterator[OutputChunk]]:
+        """The answer's chunks as they come; a failure of either side raises EngineError with its cause."""
+        response, request = PairResponse(), ask.request
+        parts: list[tuple[str, Instance, EngineRequest]]
+        # A request that ends with the next token has nothing to hand over.
+        if self.decode is None or request.params.max_tokens == len(request.generated) + 1:
+            parts = [("prefill", self.prefill, replace(request, handoff=None))]
+        else:
+            transfer = secrets.token_hex(16)
+            is_early = ask.first_token == "prefill"
+            inbound = InboundHandoff(transfer, self.prefill.address, is_early=is_early)
+            outbound = OutboundHandoff(transfer, ask.is_pipelined, ask.policy)
+            parts = [
+                ("decode", self.decode, replace(request, handoff=inbound)),
+                ("prefill", self.prefill, replace(request, handoff=outbound)),
+            ]
+        submitted: list[tuple[Instance, int]] = []
+        try:
+            for role, instance, part in parts:
+                submitted.append((instance, instance.submit(part, partial(response.put, role))))
+        except BatonError:
+            _abort(submitted)
+            raise
+        return response, self._chunks(response, parts[0][0], submitted)
+
+    def tokens(self, ask: PairRequest) -> list[list[int]]:
+        """The whole answers, as token ids by index."""
+        answers: list[list[int]] = [[] for _ in range(ask.request.params.n)]
+        for chunk in self.ask(ask)[1]:
+            answers[chunk.index - ask.request.index].extend(sampled.token for sampled in chunk.tokens)
+        return answers
+
+    def _chunks(
+        self, response: PairResponse, answering: str, submitted: list[tuple[Instance, int]]
+    ) -> Iterator[OutputChunk]:
+        """Chunks of the instance that answers, until every instance is done."""
+        try:
+            while len(response.traces) < len(submitted):
+                role, event = self._next_event(response)
+                match event:
+                    case RequestError(text=text):
+                        raise EngineError(f"{role}: {text}" if self.decode is not None else text)
+                    case RequestFinished(trace):
+                        response.traces[role] = trace
+                    case OutputChunk() if role == answering:
+                        response.first_s = response.first_s or monotonic()
+                        yield event
+        finally:
+            # Whatever ends it, a failure or a caller that stops reading, ends the request on every side.
+            _abort(submitted)
+
+    def _next_event(self, response: PairResponse) -> tuple[str, RequestEvent]:
+        limit_s = monotonic() + ANSWER_S_MAX
+        while True:
+            try:
+                return response.events.get(timeout=LOOK_S)
+            except queue.Empty:
+                for instance in self.instances:
+                    if not instance.is_running and response.events.empty():
+                        text = f"{instance.config.name} has ended: {instance.failure}"
+                        raise EngineError(text) from None
+                if self.decode is not None and monotonic() > limit_s:
+                    raise EngineError(f"no answer for {ANSWER_S_MAX:.0f} s") from None
+
+
+def _abort(submitted: list[tuple[Instance, int]]) -> None:
+    for instance, number in submitted:
+        instance.abort(number)
+
+
+class Deployment(Pair):
+    """Instances that it starts and ends; what cannot work is refused before a process is started."""
+
+    def __init__(self, prefill: EngineConfig, decode: EngineConfig | None = None) -> None:
+        secret = prefill.secret or secrets.token_bytes(32)
+        if decode is None:
+            super().__init__(Instance(replace(prefill, role="both", secret=secret)))
+        else:
+            super().__init__(
+                Instance(replace(prefill, name="prefill", role="prefill", secret=secret)),
+                Instance(replace(decode, name="decode", role="decode", secret=secret)),
+            )
+        plan(_spec(self.instances[0]), _spec(self.instances[-1]))
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """What makes text of tokens; None: prompts and answers are token ids."""
+        """None: prompts and answers are token ids."""
         return self.prefill.tokenizer
 
     @property
-    def sizes(self) -> Sizes:
-        """What was derived for the prefill instance."""
+    def sizes(self) -> EngineSizes:
+        """The prefill instance's."""
         return self.prefill.sizes
 
     def start(self, progress: Callable[[str], None] = lambda text: None) -> Self:
-        """Starts every instance; call it from a thread that lives as long."""
+        """Starts every instance; call it from a thread that lives as long as they."""
         is_up = False
         try:
             for instance in self.instances:
@@ -76,13 +205,6 @@ class Deployment:
                 self.close()
         return self
 
-    def throttle(self, bytes_per_s: float, progress: Callable[[str], None] = lambda text: None) -> None:
-        """Starts the prefill instance anew, its ranks behind links of this speed; decode goes on."""
-        former = self.prefill
-        former.close()
-        self.prefill = Instance(replace(former.config, link_bytes_per_s=bytes_per_s), former.sizes)
-        self.prefill.start(progress)
-
     def prompt(self, text: str, *, is_raw: bool = False) -> tuple[int, ...]:
         """Token ids of a user's message by the model's chat template, if it has one, or of the bare text.
 
@@ -90,24 +212,18 @@ class Deployment:
         """
         tokenizer = self.tokenizer
         if tokenizer is None:
-            return _token_ids(text)
+            words = re.split(r"[\s,]+", text.strip())
+            if not all(re.fullmatch(r"\d+", word, re.ASCII) for word in words):
+                raise ConfigError("the model has no tokenizer; give the prompt as token ids, like '1 2 3'")
+            return tuple(int(word) for word in words)
         if is_raw or not tokenizer.has_chat_template:
             return tuple(tokenizer.encode(text))
         return tuple(tokenizer.chat([{"role": "user", "content": text}]))
 
-    def check(self, request: Generate) -> None:
+    def check(self, request: EngineRequest) -> None:
         """Raises ConfigError on a request that could never be served, also before the start."""
         for instance in self.instances:
-            instance.desk.check(request)
-
-    def ask(self, ask: Ask) -> tuple[Answer, Iterator[Piece]]:
-        """The answer's pieces as they come; a failure raises EngineError with its cause."""
-        if self.decode is not None:
-            return Pair(self.prefill, self.decode).ask(ask)
-        answer = Answer(monotonic())
-        request = replace(ask.request, hand=None)
-        number = self.prefill.submit(request, lambda event: answer.put("prefill", event))
-        return answer, _alone(self.prefill, number, answer)
+            instance.core.check(request)
 
     def close(self) -> None:
         """Ends every instance."""
@@ -123,48 +239,7 @@ class Deployment:
         self.close()
 
 
-def told(answer: Answer) -> Told | None:
-    """How an answer's hand-over went, once its pieces are through; None where there was none."""
-    prefill, decode = answer.stories.get("prefill"), answer.stories.get("decode")
-    if prefill is None or decode is None:
-        return None
-    return Told(answer.asked_s, answer.first_s, prefill, decode)
-
-
 def _spec(instance: Instance) -> Spec:
     sizes, config = instance.sizes, instance.config
     storage = engine_storage(sizes.cache, config.page_tokens, config.dtype).with_pages(dict(sizes.num_pages))
     return Spec(sizes.layout, sizes.cache, storage)
-
-
-def _token_ids(text: str) -> tuple[int, ...]:
-    words = re.split(r"[\s,]+", text.strip())
-    if not all(re.fullmatch(r"\d+", word, re.ASCII) for word in words):
-        raise ConfigError("the model has no tokenizer; give the prompt as token ids, like '1 2 3'")
-    return tuple(int(word) for word in words)
-
-
-def _alone(instance: Instance, number: int, answer: Answer) -> Iterator[Piece]:
-    """Waits as long as the instance runs: one that ends says so to every request."""
-    try:
-        while not answer.stories:
-            event = _next(instance, answer)
-            match event:
-                case Trouble(text=text):
-                    raise EngineError(text)
-                case Ended(story):
-                    answer.stories["prefill"] = story
-                case _:
-                    answer.first_s = answer.first_s or monotonic()
-                    yield event
-    finally:
-        instance.abort(number)
-
-
-def _next(instance: Instance, answer: Answer) -> Event:
-    while True:
-        try:
-            return answer.events.get(timeout=LOOK_S)[1]
-        except queue.Empty:
-            if not instance.is_running and answer.events.empty():
-                raise EngineError(f"{instance.config.name} has ended: {instance.failure}") from None

@@ -1,4 +1,4 @@
-"""What a caller asks of an instance, and what it hears back."""
+"""What a caller submits to an instance, and the events it gets back."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.steps import CopyRecord, Group, Sampled
+from baton.engine.sampling.params import SamplingParams
+from baton.engine.steps import Sampled
+from baton.engine.trace import RequestTrace
 from baton.plan.overlap import LayerTimes, choose
 from baton.protocol.outcomes import Cause
 
 
 @dataclass(frozen=True, slots=True)
-class Outbound:
-    """The prompt is handed over as it is computed; decoding goes on elsewhere."""
+class OutboundHandoff:
+    """The prompt is sent to a target as it is computed; decoding continues there."""
 
     transfer: str
     is_pipelined: bool = True
     policy: str | None = None
-    """Where its layers are cut; None: as the instance does."""
+    """The overlap policy; None: the instance's."""
 
     def __post_init__(self) -> None:
         if self.policy is not None:
@@ -27,95 +28,70 @@ class Outbound:
 
 
 @dataclass(frozen=True, slots=True)
-class Inbound:
-    """The prompt's cache comes from a source, named by its instance or its coordinator's host:port."""
+class InboundHandoff:
+    """The prompt's KV cache comes from a source: an instance's name, or its coordinator's host:port."""
 
     transfer: str
     source: str
     source_dp: int | None = None
     is_early: bool = True
-    """Whether first tokens are told as soon as the source has them, before the cache is here; if the
-    hand-over fails after that, the request does."""
+    """Whether first tokens are output as soon as the source has them, before the cache is here. If the
+    hand-over fails after that, the request fails."""
 
 
 @dataclass(frozen=True, slots=True)
-class Generate:
-    """One request; it may be the rest of one that was answered in part."""
+class EngineRequest:
+    """One request; it may continue an answer that another instance began."""
 
     tokens: tuple[int, ...]
     params: SamplingParams = field(default_factory=SamplingParams)
-    hand: Outbound | Inbound | None = None
+    handoff: OutboundHandoff | InboundHandoff | None = None
     """None: prefilled and decoded here."""
     salt: str = ""
-    """Requests with another salt never share a prefix."""
+    """Requests with different salts never share a prefix."""
     embeddings: bytes | None = None
-    """Input embeddings (float32, tokens x hidden) in place of the token ids, which then only count."""
+    """Input embeddings (float32, tokens x hidden) instead of the token ids, which then only count."""
     generated: tuple[int, ...] = ()
-    """Tokens that were answered already, elsewhere: the answer goes on behind them as if it had been one."""
+    """Tokens that another instance generated already; this answer continues them."""
     index: int = 0
-    """Which of several answers this one is, for its randomness and its pieces; n has to be 1 then."""
+    """Which of several answers this is, for its randomness and its output; n has to be 1 then."""
 
     @property
     def known(self) -> tuple[int, ...]:
-        """The prompt and what was answered already: what is prefilled and handed over."""
+        """The prompt and what was generated already: what is prefilled and handed over."""
         return self.tokens + self.generated
 
     @property
     def num_known(self) -> int:
-        """How many these are."""
         return len(self.tokens) + len(self.generated)
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Tokens that one of a request's answers has grown by, and its end when `finish` says why."""
+class OutputChunk:
+    """New tokens of one of a request's answers; `finish` is set on the last chunk."""
 
     index: int
     tokens: tuple[Sampled, ...]
     text: str
     finish: str | None = None
-    """stop, length or abort; `handed` at a source whose target goes on."""
+    """stop, length or abort; `handed` at a source whose target continues."""
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
-    """The request failed; nothing more will come."""
+class RequestError:
+    """The request failed; no event follows."""
 
     cause: Cause | None
     text: str
 
 
-@dataclass(slots=True)
-class Story:
-    """What became of a request when, in seconds of the machine's monotonic clock; 0 where it did not."""
-
-    arrived_s: float
-    begun_s: float = 0.0
-    """Its first step was sent to the ranks, or its pages were reserved."""
-    prompt_s: float = 0.0
-    """The last layer of its prompt was computed."""
-    token_s: float = 0.0
-    """Its first token was told."""
-    settled_s: float = 0.0
-    """The hand-over's verdict was here."""
-    stepped_s: float = 0.0
-    """Its first decode step was through."""
-    ended_s: float = 0.0
-    num_cached: int = 0
-    num_held: int = 0
-    groups: dict[int, list[Group]] = field(default_factory=dict)
-    """By rank: what was computed of the prompt."""
-    copies: dict[int, list[CopyRecord]] = field(default_factory=dict)
-    unpipelined: list[str] = field(default_factory=list)
-
-
 @dataclass(frozen=True, slots=True)
-class Told:
-    """The story of a request is complete: its pages are back."""
+class RequestFinished:
+    """The last event of a request that did not fail: its pages are free and its trace is complete."""
 
-    story: Story
+    trace: RequestTrace
 
 
-Event: TypeAlias = Piece | Trouble | Told
-Sink: TypeAlias = Callable[[Event], None]
+RequestEvent: TypeAlias = OutputChunk | RequestError | RequestFinished
+EventSink: TypeAlias = Callable[[RequestEvent], None]
 """Called on the instance's thread; it must neither block nor raise."""

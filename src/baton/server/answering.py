@@ -9,9 +9,10 @@ from functools import partial
 from time import monotonic
 from typing import Protocol
 
-from baton.engine.instance.instance import Instance
-from baton.engine.requests import Event, Piece, Story, Told, Trouble
+from baton.engine.instance import Instance
+from baton.engine.requests import OutputChunk, RequestError, RequestEvent, RequestFinished
 from baton.engine.steps import Sampled
+from baton.engine.trace import RequestTrace
 from baton.errors import ConfigError, EngineError, FullError
 from baton.protocol.outcomes import Cause, Stage, Why
 from baton.server.bodies.answered import CachedTokens, Usage
@@ -45,7 +46,7 @@ class Witness(Protocol):
     def grew(self, inquiry: Inquiry, num_tokens: int, since_s: float, *, is_first: bool) -> None:
         """A choice has grown by some tokens, so long after it last did, or after the request came."""
 
-    def told(self, inquiry: Inquiry, job: int, story: Story) -> None:
+    def told(self, inquiry: Inquiry, job: int, story: RequestTrace) -> None:
         """All that a job took is back."""
 
     def failed(self, inquiry: Inquiry, code: str) -> None:
@@ -68,7 +69,7 @@ class Answering:
         self._open = set(inquiry.choices())
         self._seen_s: dict[int, float] = {}
         """By choice: when it last grew."""
-        self._stories: dict[int, Story] = {}
+        self._stories: dict[int, RequestTrace] = {}
         self._numbers: dict[int, int] = {}
         """By job that is not through: its number at the instance."""
         self._problem: Problem | None = None
@@ -137,16 +138,16 @@ class Answering:
         """The answer was written whole."""
         self._witness.ended(self.inquiry, self.counted(), monotonic() - self._asked_s)
 
-    def _received(self, place: int, event: Event) -> None:
+    def _received(self, place: int, event: RequestEvent) -> None:
         match event:
-            case Piece():
+            case OutputChunk():
                 self._grow(self.inquiry.jobs[place].prompt_index * self.inquiry.n + event.index, event)
-            case Trouble(cause, text):
+            case RequestError(cause, text):
                 code = cause.why.name if cause is not None else "ENGINE"
                 self._problem = self._problem or failure(code, text)
                 self._witness.failed(self.inquiry, code)
                 self._through(place)
-            case Told(story):
+            case RequestFinished(story):
                 self._stories[place] = story
                 self._witness.told(self.inquiry, place, story)
                 self._through(place)
@@ -160,9 +161,9 @@ class Answering:
         """The instance has ended and will say no more; those who heard of it already are not told again."""
         for place in list(self._numbers):
             cause = Cause(Why.PEER_LOST, Stage.COPY, text=text)
-            self._received(place, Trouble(cause, text))
+            self._received(place, RequestError(cause, text))
 
-    def _grow(self, index: int, piece: Piece) -> None:
+    def _grow(self, index: int, piece: OutputChunk) -> None:
         growth, now_s = self._growing.get(index), monotonic()
         if growth is None:
             has_begun = index in self._seen_s or bool(self.inquiry.resumed.get(index))

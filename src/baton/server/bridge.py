@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from baton.engine.requests import Event
+from baton.engine.requests import RequestEvent
 
-Receive = Callable[[Event], None]
+Receive = Callable[[RequestEvent], None]
 
 
 class Bridge:
@@ -17,14 +17,14 @@ class Bridge:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiting: deque[tuple[Receive, Event]] = deque()
+        self._waiting: deque[tuple[Receive, RequestEvent]] = deque()
         self._is_woken = False
 
-    def sink(self, receive: Receive) -> Callable[[Event], None]:
+    def sink(self, receive: Receive) -> Callable[[RequestEvent], None]:
         """What an instance is given to tell a request's events to."""
         return lambda event: self._put(receive, event)
 
-    def _put(self, receive: Receive, event: Event) -> None:
+    def _put(self, receive: Receive, event: RequestEvent) -> None:
         # First the event, then the look: a delivery that has begun clears the mark before it takes anything.
         self._waiting.append((receive, event))
         if not self._is_woken:

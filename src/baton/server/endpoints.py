@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from baton.engine.instance.instance import Instance
+from baton.engine.instance import Instance
 from baton.server.answering import Answering
 from baton.server.bodies.asked import Body, ChatRequest, CompletionRequest, GenerateRequest
 from baton.server.bodies.reading import reader_of

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from time import monotonic
 
-from baton.engine.instance.config import InstanceConfig, Sizes
-from baton.engine.instance.instance import Instance
+from baton.engine.config import EngineConfig, EngineSizes
+from baton.engine.instance import Instance
 from baton.errors import BatonError, ConfigError, EngineError, LayoutError
 from baton.web.problems import Problem, failure
 
@@ -30,7 +30,7 @@ _log = logging.getLogger("baton.server")
 class Keeper:
     """One thread that lives as long as the server, and the instance that it keeps."""
 
-    def __init__(self, config: InstanceConfig, on_change: Callable[[], None]) -> None:
+    def __init__(self, config: EngineConfig, on_change: Callable[[], None]) -> None:
         self.config = config
         self.stage = "reading the checkpoint"
         """How far it is, for people."""
@@ -38,7 +38,7 @@ class Keeper:
         self.failure: BatonError | None = None
         """Why the keeper gave up, once it has."""
         self._instance: Instance | None = None
-        self._sizes: Sizes | None = None
+        self._sizes: EngineSizes | None = None
         self._on_change = on_change
         self._woken = threading.Event()
         self._is_closing = False

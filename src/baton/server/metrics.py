@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from baton.engine.instance.load import Load
-from baton.engine.requests import Story
+from baton.engine.load import EngineLoad
+from baton.engine.trace import RequestTrace
 from baton.server.sides import Side
 
 _LATENCIES_S = (
@@ -82,7 +82,7 @@ class Handovers:
             registry=registry,
         )
 
-    def note(self, story: Story, side: Side) -> None:
+    def note(self, story: RequestTrace, side: Side) -> None:
         """What one job's story adds."""
         figures = side.figures(story)
         for stage in ("queue", "compute", "exposed", "admission"):
@@ -119,7 +119,7 @@ class Gauges:
             "baton_draft_tokens", "Guesses of the draft, and those that stood.", ["kind"], registry=registry
         )
 
-    def look(self, load: Load, is_ready: bool, num_starts: int) -> None:
+    def look(self, load: EngineLoad, is_ready: bool, num_starts: int) -> None:
         """Takes a look, before they are told."""
         for state in ("free", "cached", "used", "leased", "quarantined"):
             self._pages.labels(state).set(getattr(load.pages, state))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.engine.requests import Story
+from baton.engine.trace import RequestTrace
 from baton.server.bodies.answered import Usage
 from baton.server.inquiries import Inquiry
 from baton.server.metrics import Metrics
@@ -34,7 +34,7 @@ class Observer:
         for _ in range(num_tokens):
             self.metrics.latencies.itl.observe(since_s / num_tokens)
 
-    def told(self, inquiry: Inquiry, job: int, story: Story) -> None:
+    def told(self, inquiry: Inquiry, job: int, story: RequestTrace) -> None:
         """All that a job took is back."""
         self.timelines.told(inquiry, job, story)
         side = Side.of(inquiry.jobs[job].request)

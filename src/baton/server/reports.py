@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from baton import __version__
-from baton.engine.instance.load import Load
+from baton.engine.load import EngineLoad
 from baton.server.bodies.answered import Drained, Health, ModelCard, ModelList
 from baton.server.endpoints import Endpoints
 from baton.server.keeper import Keeper, draining
@@ -130,9 +130,9 @@ class Reports:
             }
         )
 
-    def _load(self) -> Load:
+    def _load(self) -> EngineLoad:
         latest = self._keeper.latest
-        return Load() if latest is None else latest.load()
+        return EngineLoad() if latest is None else latest.load()
 
     async def _metrics(self, request: web.Request) -> web.Response:
         del request

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from baton.engine.instance.config import InstanceConfig
+from baton.engine.config import EngineConfig
 from baton.errors import ConfigError
 from baton.server.endpoints import Endpoints
 from baton.server.keeper import Keeper
@@ -32,7 +32,7 @@ _log = logging.getLogger("baton.server")
 class ServeConfig:
     """What a user says of a server."""
 
-    instance: InstanceConfig
+    instance: EngineConfig
     host: str = HOST
     port: int = 0
     api_keys: tuple[str, ...] = field(default=(), repr=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import Enum
 
-from baton.engine.requests import Generate, Inbound, Outbound, Story
-from baton.engine.stories import last_byte_s, rank_intervals, serial_s
+from baton.engine.requests import EngineRequest, InboundHandoff, OutboundHandoff
+from baton.engine.trace import RequestTrace, last_byte_s, rank_intervals, serial_s
 from baton.observe import Interval, Timeline, Track
 
 
@@ -18,17 +18,17 @@ class Side(Enum):
     ALONE = "alone"
 
     @staticmethod
-    def of(request: Generate) -> Side:
+    def of(request: EngineRequest) -> Side:
         """By where the prompt goes or comes from."""
-        match request.hand:
-            case Outbound():
+        match request.handoff:
+            case OutboundHandoff():
                 return Side.SOURCE
-            case Inbound():
+            case InboundHandoff():
                 return Side.TARGET
             case None:
                 return Side.ALONE
 
-    def figures(self, story: Story) -> dict[str, float]:
+    def figures(self, story: RequestTrace) -> dict[str, float]:
         """Stages in seconds; those that this side cannot know, or that never came, are left out.
 
         queue: request in to the first step, or at a target to its pages. compute: to the end of the prompt's
@@ -42,7 +42,7 @@ class Side(Enum):
             found["efficiency"] = max(0.0, 1 - found["exposed_s"] / busiest_s)
         return found
 
-    def _marks(self, story: Story) -> Iterator[tuple[str, tuple[float, float]]]:
+    def _marks(self, story: RequestTrace) -> Iterator[tuple[str, tuple[float, float]]]:
         asked_s = story.arrived_s
         if story.begun_s:
             yield "queue_s", (asked_s, max(asked_s, story.begun_s))
@@ -62,11 +62,11 @@ class Side(Enum):
         if story.ended_s:
             yield "total_s", (asked_s, story.ended_s)
 
-    def timeline(self, name: str, story: Story) -> Timeline:
+    def timeline(self, name: str, story: RequestTrace) -> Timeline:
         """Stages, compute by group, copies by route, from the moment the request came."""
         return Timeline(name, tuple(self._intervals(story)))
 
-    def _intervals(self, story: Story) -> Iterator[Interval]:
+    def _intervals(self, story: RequestTrace) -> Iterator[Interval]:
         zero_s, marks = story.arrived_s, dict(self._marks(story))
         labels = {
             "queue_s": "queue",

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from baton.engine.requests import Story
+from baton.engine.trace import RequestTrace
 from baton.observe import trace
 from baton.server.inquiries import Inquiry
 from baton.server.sides import Side
@@ -24,7 +24,7 @@ class Kept:
     """One request and the stories of its jobs."""
 
     inquiry: Inquiry
-    stories: dict[int, Story] = field(default_factory=dict)
+    stories: dict[int, RequestTrace] = field(default_factory=dict)
     failure: str | None = None
 
 
@@ -43,7 +43,7 @@ class Timelines:
         while len(self._kept) > NUM_KEPT:
             self._kept.popitem(last=False)
 
-    def told(self, inquiry: Inquiry, job: int, story: Story) -> None:
+    def told(self, inquiry: Inquiry, job: int, story: RequestTrace) -> None:
         """One of its jobs is over."""
         kept = self._kept.get(inquiry.id)
         if kept is not None and kept.inquiry is inquiry and len(kept.stories) < NUM_JOBS_KEPT:
@@ -104,7 +104,7 @@ class Timelines:
                     "job": place,
                     "prompt": job.prompt_index,
                     "side": side.value,
-                    "transfer": None if job.request.hand is None else job.request.hand.transfer,
+                    "transfer": None if job.request.handoff is None else job.request.handoff.transfer,
                     "figures": None if story is None else side.figures(story),
                     "unpipelined": [] if story is None else list(dict.fromkeys(story.unpipelined)),
                     "num_cached": 0 if story is None else story.num_cached,

@@ -8,9 +8,9 @@ import pytest
 from tests.engine.e2e.house import Side, ask_all, greedy
 from tests.engine.e2e.prompts import check_tokens, prompt
 
-from baton.engine.instance import children
-from baton.engine.instance.instance import Instance
-from baton.engine.pair import Pair
+from baton.engine import executor
+from baton.engine.deployment import Pair
+from baton.engine.instance import Instance
 
 ROOT = Path(__file__).parents[3]
 AT_TARGET = ("target_pages",)
@@ -20,7 +20,7 @@ NUM_TOKENS = 24
 def broken(side: Side, name: str, patch: pytest.MonkeyPatch, module: str = "broken_rank") -> Instance:
     """An instance of which every rank runs with something wrong, by its name in a module of this folder."""
     with patch.context() as only:
-        only.setattr(children, "RANK", (f"{__package__}.{module}", name))
+        only.setattr(executor, "WORKER", (f"{__package__}.{module}", name))
         only.setenv("PYTHONPATH", str(ROOT))
         return Instance(side.config).start()
 

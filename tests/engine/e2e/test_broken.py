@@ -11,7 +11,7 @@ from tests.engine.e2e.broken_rank import BROKEN
 from tests.engine.e2e.house import House, Side, check_idle, opened
 from tests.engine.tiny import tiny
 
-from baton.engine.instance.instance import Instance
+from baton.engine.instance import Instance
 from baton.errors import EngineError
 
 pytestmark = pytest.mark.engine

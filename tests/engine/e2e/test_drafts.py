@@ -26,9 +26,9 @@ from tests.engine.e2e.house import (
 from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.tiny import FAMILIES, oracle, tiny
 
-from baton.engine.instance.config import InstanceConfig, derive
-from baton.engine.instance.instance import Instance
-from baton.engine.pair import Pair
+from baton.engine.config import EngineConfig, derive_sizes
+from baton.engine.deployment import Pair
+from baton.engine.instance import Instance
 from baton.errors import ConfigError, EngineError
 
 pytestmark = pytest.mark.engine
@@ -100,7 +100,7 @@ def test_tokens_and_guesses(house: House, crossing: tuple[str, str]) -> None:
     check_tokens(drafted(FAMILY), [longer], [again], NUM_TOKENS)
     assert count(pair.decode) - before == expected(drafted(FAMILY), longer, NUM_TOKENS)
     if "dp" not in crossing[0] and "split" not in crossing[0]:
-        assert again.stories["prefill"].num_cached > 0
+        assert again.traces["prefill"].num_cached > 0
 
 
 @pytest.mark.parametrize("layout", ["pp2", "dp2.tp1"])
@@ -146,7 +146,7 @@ def test_draft_entries_travel_with_the_others(house: House) -> None:
     pair = pair_of(house, "tp1", "tp1")
     for length in LENGTHS:
         heard = ask_one(pair, greedy(prompt(length), 2, salt=f"bytes {length}"))
-        copies = [copy for copies in heard.stories["prefill"].copies.values() for copy in copies]
+        copies = [copy for copies in heard.traces["prefill"].copies.values() for copy in copies]
         num_numbers = (CONFIG["kv_lora_rank"] + CONFIG["qk_rope_head_dim"]) * length
         assert sum(copy.num_bytes for copy in copies) == 4 * num_numbers * (CONFIG["num_hidden_layers"] + 1)
 
@@ -239,7 +239,7 @@ def test_from_the_command_line() -> None:
 
 def test_refusals(house: House) -> None:
     with pytest.raises(ConfigError, match="no draft layer"):
-        derive(InstanceConfig(str(tiny("llama")), has_draft=True))
+        derive_sizes(EngineConfig(str(tiny("llama")), has_draft=True))
     instance = house.instance(side("tp1", "both"))
     rows = replace(greedy([0] * 4, 4), embeddings=bytes(16 * CONFIG["hidden_size"]))
     with pytest.raises(ConfigError, match="input embeddings where drafts run; give token ids"):

@@ -10,8 +10,8 @@ from tests.engine.e2e.house import House, Side, greedy, opened
 from tests.engine.e2e.prompts import prompt
 from tests.engine.hybrids import hybrid
 
-from baton.engine.pair import Ask
-from baton.engine.stories import Told, serial_s
+from baton.engine.deployment import PairRequest
+from baton.engine.trace import HandoffTrace, serial_s
 
 pytestmark = pytest.mark.engine
 
@@ -32,9 +32,9 @@ def house() -> Iterator[House]:
 def test_states_are_due_in_the_last_chunk_by_layers(house: House, policy: str) -> None:
     plain = Side(str(hybrid("bamba"))).but(chunk_tokens=CHUNK)
     pair = house.pair(plain, Side(plain.model, name="two", options=plain.options))
-    answer, pieces = pair.ask(Ask(greedy(prompt(NUM_TOKENS), 2), policy=policy))
+    answer, pieces = pair.ask(PairRequest(greedy(prompt(NUM_TOKENS), 2), policy=policy))
     list(pieces)
-    story = answer.stories["prefill"]
+    story = answer.traces["prefill"]
     dues = [due for copy in story.copies[0] for due in copy.dues]
     assert sum(copy.num_bytes for copy in story.copies[0]) == sum(due.num_bytes for due in dues)
     # Layers 1 and 4 of 5 attend. They send every chunk, the others in the last one.
@@ -46,7 +46,7 @@ def test_states_are_due_in_the_last_chunk_by_layers(house: House, policy: str) -
     *_, last = (group.start_s for group in story.groups[0] if group.layers[0] == 0)
     assert all(due.ready_s > last for due in dues if due.state_bytes)
     assert dues[-1].ready_s == pytest.approx(story.prompt_s)
-    told = Told(answer.asked_s, answer.first_s, story, answer.stories["decode"])
+    told = HandoffTrace(answer.asked_s, answer.first_s, story, answer.traces["decode"])
     assert 0 <= told.bound(serial_s(story)) <= 1
     assert told.state_share() == pytest.approx(
         3 * STATE_BYTES / (3 * STATE_BYTES + 2 * NUM_TOKENS * KEY_BYTES)

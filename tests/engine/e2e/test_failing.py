@@ -17,9 +17,9 @@ from tests.engine.e2e.house import House, Listener, Side, ask_one, check_idle, g
 from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.tiny import tiny
 
-from baton.engine.instance.instance import Instance
-from baton.engine.pair import Ask, Pair
-from baton.engine.requests import Piece, Told, Trouble
+from baton.engine.deployment import Pair, PairRequest
+from baton.engine.instance import Instance
+from baton.engine.requests import OutputChunk, RequestError, RequestFinished
 from baton.errors import ConfigError, EngineError
 from baton.protocol.outcomes import Why
 
@@ -48,12 +48,12 @@ def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-def heard_within(listener: Listener, start_s: float) -> Trouble:
+def heard_within(listener: Listener, start_s: float) -> RequestError:
     while True:
         event = listener.next(max(0.01, start_s + TOLD_S_MAX - monotonic()))
-        if isinstance(event, Trouble):
+        if isinstance(event, RequestError):
             return event
-        assert not isinstance(event, Told), "the request ended well"
+        assert not isinstance(event, RequestFinished), "the request ended well"
 
 
 @pytest.mark.parametrize("layout", ["tp1", "pp2.tp2"])
@@ -62,7 +62,7 @@ def test_a_killed_decode_rank(house: House, folder: Path, layout: str, rank: int
     pair = house.pair(Side(str(folder), name="first"), Side(str(folder), layout, name="second"))
     handed = Handed(pair, greedy(prompt(40), NUM_TOKENS))
     # The first token comes early; with the second one the hand-over is through.
-    assert all(isinstance(handed.decode.until(Piece), Piece) for _ in range(2))
+    assert all(isinstance(handed.decode.until(OutputChunk), OutputChunk) for _ in range(2))
     pids = pair.decode.pids
     victim = sorted(pids)[rank]
     start_s = monotonic()
@@ -84,7 +84,7 @@ def test_a_killed_prefill_rank(house: House, folder: Path, layout: str, rank: in
     first = Side(str(folder), layout, name="slow").but(link_bytes_per_s=2e4, chunk_tokens=64)
     pair = house.pair(first, Side(str(folder), name="third"))
     handed = Handed(pair, greedy(prompt(1000), 8))
-    until(lambda: any(not books.is_idle for books in pair.prefill.desk._books), "the prompt is begun")
+    until(lambda: any(not books.is_idle for books in pair.prefill.core.schedulers), "the prompt is begun")
     pids, address = pair.prefill.pids, pair.prefill.address
     victim = sorted(pids)[rank]
     start_s = monotonic()
@@ -106,11 +106,11 @@ def test_a_killed_prefill_rank(house: House, folder: Path, layout: str, rank: in
 def test_a_stopped_rank(house: House, folder: Path) -> None:
     instance = house.instance(Side(str(folder), "pp2", name="halting").but(silence_s=2.0))
     listener = Listener(instance, greedy(prompt(40), NUM_TOKENS))
-    assert isinstance(listener.until(Piece), Piece)
+    assert isinstance(listener.until(OutputChunk), OutputChunk)
     pids = instance.pids
     os.kill(pids[1], signal.SIGSTOP)
-    trouble = listener.until(Trouble, SILENT_S_MAX)
-    assert isinstance(trouble, Trouble)
+    trouble = listener.until(RequestError, SILENT_S_MAX)
+    assert isinstance(trouble, RequestError)
     assert "rank 1" in trouble.text
     os.kill(pids[1], signal.SIGCONT)
     instance.close()
@@ -120,7 +120,7 @@ def test_a_stopped_rank(house: House, folder: Path) -> None:
 SCRIPT = """
 import sys
 from tests.engine.e2e.house import Side
-from baton.engine.instance.instance import Instance
+from baton.engine.instance import Instance
 instance = Instance(Side(sys.argv[1], "pp2").config).start()
 print(*instance.pids.values(), flush=True)
 sys.stdin.read()
@@ -146,7 +146,7 @@ def check_other_lives(instance: Instance, folder: Path) -> None:
 
 def test_a_pair_says_why_it_fails(house: House, folder: Path) -> None:
     pair = house.pair(Side(str(folder), name="first"), Side(str(folder), name="second"))
-    _, pieces = pair.ask(Ask(greedy(prompt(40), NUM_TOKENS)))
+    _, pieces = pair.ask(PairRequest(greedy(prompt(40), NUM_TOKENS)))
     # The first token comes early; with the second one the hand-over is through.
     next(pieces), next(pieces)
     os.kill(pair.decode.pids[0], signal.SIGKILL)
@@ -181,7 +181,7 @@ def test_what_one_side_refuses_is_not_left_at_the_other(house: House, folder: Pa
 
 def test_an_answer_that_nobody_wants_any_more(house: House, folder: Path) -> None:
     pair = house.pair(Side(str(folder), name="first"), Side(str(folder), name="second"))
-    _, pieces = pair.ask(Ask(greedy(prompt(40), NUM_TOKENS)))
+    _, pieces = pair.ask(PairRequest(greedy(prompt(40), NUM_TOKENS)))
     next(pieces)
     pieces.close()
     check_idle(pair.prefill, pair.decode)

@@ -64,7 +64,7 @@ def test_undisaggregated_alone(house: House, folder: Path, decode: Side, length:
     asked = prompt(length)
     heard = ask_one(house.instance(decode), greedy(asked, NUM_TOKENS, salt="alone"))
     check_tokens(folder, [asked], [heard])
-    assert heard.stories["both"].num_cached == 0
+    assert heard.traces["both"].num_cached == 0
 
 
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["whole", "chunked"])
@@ -75,7 +75,7 @@ def test_undisaggregated_mixed(
     asked = [prompt(length) for length in LENGTHS]
     found = ask_all(where, [greedy(each, NUM_TOKENS, salt="mixed") for each in asked])
     check_tokens(folder, asked, found)
-    num_groups = sum(map(len, found[-1].stories["both"].groups.values()))
+    num_groups = sum(map(len, found[-1].traces["both"].groups.values()))
     assert num_groups == 1 or (is_chunked and num_groups >= LONG // SMALL_CHUNK)
 
 
@@ -85,11 +85,11 @@ def test_disaggregated_alone(house: House, folder: Path, prefill: Side, decode: 
     asked = prompt(length)
     heard = ask_one(house.pair(prefill, decode), greedy(asked, NUM_TOKENS, salt="pair alone"))
     check_tokens(folder, [asked], [heard])
-    assert {role: (story.num_cached, story.num_held) for role, story in heard.stories.items()} == {
+    assert {role: (story.num_cached, story.num_held) for role, story in heard.traces.items()} == {
         "prefill": (0, 0),
         "decode": (0, 0),
     }
-    assert sum(map(len, heard.stories["prefill"].copies.values())) > 0
+    assert sum(map(len, heard.traces["prefill"].copies.values())) > 0
 
 
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["whole", "chunked"])
@@ -109,7 +109,7 @@ def test_undisaggregated_after_a_hit(house: House, folder: Path, chunking: Side)
     longer = [*asked, *prompt(PAGE + 3, "tail")]
     found = [ask_one(where, greedy(each, NUM_TOKENS, salt="hit")) for each in (asked, asked, longer)]
     check_tokens(folder, [asked, asked, longer], found)
-    assert [each.stories["both"].num_cached for each in found] == [0, NUM_WHOLE, NUM_WHOLE]
+    assert [each.traces["both"].num_cached for each in found] == [0, NUM_WHOLE, NUM_WHOLE]
 
 
 @pytest.mark.parametrize("warm", [(False, False), (False, True), (True, False), (True, True)], ids=str)
@@ -127,7 +127,7 @@ def test_disaggregated_after_a_hit(
         ask_one(pair.decode, greedy(asked, 1, salt=salt))
     found = [ask_one(pair, greedy(each, NUM_TOKENS, salt=salt)) for each in (asked, longer)]
     check_tokens(folder, [asked, longer], found)
-    hits = [(each.stories["prefill"].num_cached, each.stories["decode"].num_held) for each in found]
+    hits = [(each.traces["prefill"].num_cached, each.traces["decode"].num_held) for each in found]
     assert hits == [(NUM_WHOLE * at_source, NUM_WHOLE * at_target), (NUM_WHOLE, NUM_WHOLE)]
-    assert found[0].stories["decode"].num_cached == NUM_WHOLE * at_source
+    assert found[0].traces["decode"].num_cached == NUM_WHOLE * at_source
     check_idle(pair.prefill, pair.decode)

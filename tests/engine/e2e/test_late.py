@@ -8,7 +8,7 @@ from tests.engine.e2e.house import Side, ask_all, ask_one, check_idle, greedy, o
 from tests.engine.e2e.prompts import LENGTHS, PAGE, check_tokens, prompt
 from tests.engine.tiny import tiny
 
-from baton.engine.pair import Pair
+from baton.engine.deployment import Pair
 
 pytestmark = pytest.mark.engine
 
@@ -34,7 +34,7 @@ def test_tokens(family: str, prefill: str, decode: str, name: str, monkeypatch: 
             check_tokens(folder, asked, found, NUM_TOKENS)
         again = ask_one(pair, greedy(longer, NUM_TOKENS, salt="second"))
         check_tokens(folder, [longer], [again], NUM_TOKENS)
-        story = again.stories["prefill"]
+        story = again.traces["prefill"]
         assert story.num_cached
         assert not story.unpipelined
         assert all(len({copy.chunk for copy in copies}) > 1 for copies in story.copies.values())

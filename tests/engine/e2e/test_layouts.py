@@ -89,8 +89,8 @@ def test_tokens(house: House, family: str, crossing: Crossing) -> None:
     longer = [*asked[-1], *prompt(7, "tail")]
     again = ask_one(pair, greedy(longer, 32, salt=str(crossing)))
     check_tokens(folder, [longer], [again], 32)
-    check_hit(crossing.prefill, again.stories["prefill"].num_cached)
-    check_hit(crossing.decode, again.stories["decode"].num_held)
+    check_hit(crossing.prefill, again.traces["prefill"].num_cached)
+    check_hit(crossing.decode, again.traces["decode"].num_held)
     check_idle(pair.prefill, pair.decode)
 
 

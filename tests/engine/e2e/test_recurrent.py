@@ -62,7 +62,7 @@ def test_tokens(house: House, family: str, prefill: str, decode: str) -> None:
     check_tokens(folder, asked, found, NUM_TOKENS)
     again = ask_one(pair, greedy(asked[-1], NUM_TOKENS))
     check_tokens(folder, [asked[-1]], [again], NUM_TOKENS)
-    assert {role: (story.num_cached, story.num_held) for role, story in again.stories.items()} == {
+    assert {role: (story.num_cached, story.num_held) for role, story in again.traces.items()} == {
         "prefill": (0, 0),
         "decode": (0, 0),
     }

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from tests.engine.e2e.house import Side
 from tests.engine.tiny import tiny
 
+from baton.engine import executor
 from baton.engine.deployment import Deployment
-from baton.engine.instance import crew
 from baton.errors import ConfigError, LayoutError
 
 
@@ -23,7 +23,7 @@ def folder() -> Path:
 
 @pytest.fixture(autouse=True)
 def _no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crew, "Child", lambda config: pytest.fail("a rank was started"))
+    monkeypatch.setattr(executor, "WorkerProcess", lambda config: pytest.fail("a rank was started"))
 
 
 def changed(folder: Path, where: Path, **values: object) -> Path:

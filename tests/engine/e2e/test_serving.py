@@ -29,10 +29,10 @@ from tests.engine.e2e.house import (
 from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.tiny import tiny
 
-from baton.engine.instance.instance import Instance
-from baton.engine.instance.load import Load
-from baton.engine.pair import Pair
-from baton.engine.requests import Piece, Told, Trouble
+from baton.engine.deployment import Pair
+from baton.engine.instance import Instance
+from baton.engine.load import EngineLoad
+from baton.engine.requests import OutputChunk, RequestError, RequestFinished
 from baton.engine.steps import Order, Step
 from baton.errors import EngineError, FullError
 from baton.protocol.outcomes import Why
@@ -61,7 +61,7 @@ def pair(house: House, folder: Path) -> Pair:
     return house.pair(replace(plain, layout="pp2"), replace(plain, name="two"))
 
 
-def check_sum(load: Load) -> None:
+def check_sum(load: EngineLoad) -> None:
     pages = load.pages
     assert pages.free + pages.used + pages.leased + pages.quarantined == pages.total > 0
     assert min(pages.free, pages.used, pages.leased, pages.quarantined) >= 0
@@ -85,14 +85,14 @@ def test_load_of_a_pair_at_work(pair: Pair) -> None:
 
 def is_told(listener: Listener) -> bool:
     event = listener.next()
-    assert not isinstance(event, Trouble), event
-    if not isinstance(event, Told):
+    assert not isinstance(event, RequestError), event
+    if not isinstance(event, RequestFinished):
         return False
     listener.events.put(event)
     return True
 
 
-def is_free(load: Load) -> bool:
+def is_free(load: EngineLoad) -> bool:
     check_sum(load)
     return load.pages.free == load.pages.total and not (
         load.num_running or load.num_waiting or load.num_tokens
@@ -106,7 +106,7 @@ def test_more_than_may_wait(house: House, folder: Path) -> None:
     # A burst that can begin at once is nobody's queue.
     running = [Listener(instance, replace(request, salt=str(index))) for index in range(3)]
     for each in running:
-        assert isinstance(each.until(Piece), Piece)
+        assert isinstance(each.until(OutputChunk), OutputChunk)
     waiting = [Listener(instance, replace(request, salt=f"w{index}")) for index in range(2)]
     with pytest.raises(FullError, match="at most 2") as found:
         Listener(instance, request)
@@ -114,10 +114,10 @@ def test_more_than_may_wait(house: House, folder: Path) -> None:
     until(lambda: instance.load().num_waiting == 2, "two wait")
     assert instance.load().num_running == 3
     instance.abort(running[0].number)
-    assert isinstance(waiting[0].until(Piece), Piece)
+    assert isinstance(waiting[0].until(OutputChunk), OutputChunk)
     more = Listener(instance, request)
     for each in (*running, *waiting, more):
-        assert isinstance(each.until(Told), Told)
+        assert isinstance(each.until(RequestFinished), RequestFinished)
     check_idle(instance)
 
 
@@ -133,12 +133,12 @@ def test_the_end_is_told_once(house: House, folder: Path, way: str) -> None:
 
     instance.on_end(tell)
     listener = Listener(instance, greedy(prompt(20), 2000))
-    assert isinstance(listener.until(Piece), Piece)
+    assert isinstance(listener.until(OutputChunk), OutputChunk)
     assert not told
     if way == "killed":
         os.kill(instance.pids[0], signal.SIGKILL)
         assert ended.wait(WAIT_S_MAX)
-        assert isinstance(listener.until(Trouble), Trouble), "requests hear of it first"
+        assert isinstance(listener.until(RequestError), RequestError), "requests hear of it first"
     instance.close()
     assert told == [f"baton {instance.config.name}"]
     instance.on_end(lambda: told.append("late"))
@@ -211,9 +211,9 @@ class Steps:
 
     def __init__(self, instance: Instance, patch: pytest.MonkeyPatch) -> None:
         self.orders: list[Order | str] = []
-        tell, drop = instance.desk._tell, instance.desk._drop
-        patch.setattr(instance.desk, "_tell", lambda order: (self.orders.append(order), tell(order)))
-        patch.setattr(instance.desk, "_drop", lambda *given: (self.orders.append("dropped"), drop(*given)))
+        tell, drop = instance.core._send, instance.core._drop
+        patch.setattr(instance.core, "_send", lambda order: (self.orders.append(order), tell(order)))
+        patch.setattr(instance.core, "_drop", lambda *given: (self.orders.append("dropped"), drop(*given)))
 
     def of(self, number: int) -> list[int]:
         """Places of the steps with a sequence."""
@@ -241,11 +241,11 @@ def test_an_abort_stops_a_long_prompt_after_its_chunk(
     until(lambda: len(steps.of(prefill.number)) > 3, "some chunks were begun")
     doomed = handed.decode if handed and who == "target" else prefill
     doomed.instance.abort(doomed.number)
-    assert isinstance(doomed.until(Told), Told)
+    assert isinstance(doomed.until(RequestFinished), RequestFinished)
     if handed:
         other = handed.prefill if who == "target" else handed.decode
-        trouble = other.until(Trouble)
-        assert isinstance(trouble, Trouble)
+        trouble = other.until(RequestError)
+        assert isinstance(trouble, RequestError)
         assert trouble.cause is not None
         assert trouble.cause.why is Why.ABORTED
     check_idle(pair.prefill, pair.decode)
@@ -266,16 +266,16 @@ def test_trouble_names_the_peer(house: House, pair: Pair, folder: Path) -> None:
     side = Side(str(folder), name="doomed").but(link_bytes_per_s=2e3, chunk_tokens=1000)
     doomed = house.instance(side)
     handed = Handed(Pair(doomed, pair.decode), greedy(prompt(500), 8))
-    assert isinstance(handed.decode.until(Piece), Piece)
+    assert isinstance(handed.decode.until(OutputChunk), OutputChunk)
     os.kill(doomed.pids[0], signal.SIGKILL)
     tokens, end = end_of(handed.decode)
     assert tokens == []
-    assert isinstance(end, Trouble)
+    assert isinstance(end, RequestError)
     assert end.cause is not None
     assert end.cause.why is Why.PEER_LOST
     assert doomed.config.name in end.text
-    ours = handed.prefill.until(Trouble)
-    assert isinstance(ours, Trouble)
+    ours = handed.prefill.until(RequestError)
+    assert isinstance(ours, RequestError)
     assert ours.cause is not None
     assert doomed.config.name in ours.text
     check_idle(pair.decode)

@@ -12,7 +12,7 @@ from tests.engine.e2e.house import CROSSINGS, House, Side, ask_all, ask_one, che
 from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.tiny import FAMILIES, tiny
 
-from baton.engine.pair import Pair
+from baton.engine.deployment import Pair
 
 pytestmark = pytest.mark.engine
 
@@ -50,14 +50,14 @@ def test_tokens(house: House, crossing: tuple[str, str]) -> None:
     again = ask_one(pair, greedy(longer, NUM_TOKENS, salt=str(crossing)))
     check_tokens(tiny(FAMILY), [longer], [again], NUM_TOKENS)
     if "dp" not in crossing[0] and "split" not in crossing[0]:
-        assert again.stories["prefill"].num_cached > 0
+        assert again.traces["prefill"].num_cached > 0
 
 
 def test_index_keys_travel_with_the_latent(house: House) -> None:
     pair = house.pair(*sides("tp1", "tp1"))
     for length in LENGTHS:
         heard = ask_one(pair, greedy(prompt(length), 2, salt=f"bytes {length}"))
-        copies = [copy for copies in heard.stories["prefill"].copies.values() for copy in copies]
+        copies = [copy for copies in heard.traces["prefill"].copies.values() for copy in copies]
         num_channels = CONFIG["kv_lora_rank"] + CONFIG["qk_rope_head_dim"] + CONFIG["index_head_dim"]
         num_numbers = num_channels * length * CONFIG["num_hidden_layers"]
         assert sum(copy.num_bytes for copy in copies) == 4 * num_numbers

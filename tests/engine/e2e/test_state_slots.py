@@ -20,9 +20,9 @@ from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.hybrids import hybrid
 from tests.engine.tiny import oracle
 
-from baton.engine.instance.instance import Instance
-from baton.engine.pair import Pair
-from baton.engine.requests import Told, Trouble
+from baton.engine.deployment import Pair
+from baton.engine.instance import Instance
+from baton.engine.requests import RequestError, RequestFinished
 from baton.errors import EngineError
 from baton.plan.models.config import read_config
 from baton.plan.models.parts import stack
@@ -59,7 +59,7 @@ def test_it_is_said_that_prefixes_are_not_kept(folder: Path) -> None:
 def test_a_layers_state_leaves_with_its_last_chunk(house: House, folder: Path) -> None:
     pair = house.pair(side(folder, "by layer", policy="fixed:1"), side(folder, "second", state_slots=3))
     asked = prompt(2 * CHUNK + 8, "by layer")
-    story = ask_one(pair, greedy(asked, 2)).stories["prefill"]
+    story = ask_one(pair, greedy(asked, 2)).traces["prefill"]
     config = json.loads((folder / "config.json").read_text())
     cache = stack((read_config(config, "tiny"),))
     wanted: dict[tuple[int, int], int] = {}
@@ -118,7 +118,9 @@ def test_aborts_at_random_moments(house: House, folder: Path) -> None:
         ends = [end_of(listener) for listener in each.sides]
         tokens = ends[1][0]
         assert tokens == answer[: len(tokens)]
-        assert index in doomed or (tokens == answer and all(isinstance(end, Told) for _, end in ends))
+        assert index in doomed or (
+            tokens == answer and all(isinstance(end, RequestFinished) for _, end in ends)
+        )
     check_idle(pair.prefill, pair.decode)
 
 
@@ -127,9 +129,9 @@ def test_a_killed_source_leaves_clean_slots(house: House, folder: Path) -> None:
     slow = replace(side(folder, "slow", link_bytes_per_s=5e3), layout="tp2")
     pair = house.pair(slow, side(folder, "second", state_slots=3))
     handed = [Handed(pair, greedy(prompt(40, f"kill {index}"), NUM_TOKENS)) for index in range(2)]
-    until(lambda: any(not books.is_idle for books in pair.prefill.desk._books), "the prompts are begun")
+    until(lambda: any(not books.is_idle for books in pair.prefill.core.schedulers), "the prompts are begun")
     os.kill(pair.prefill.pids[1], signal.SIGKILL)
-    assert all(isinstance(end_of(each.decode)[1], Trouble) for each in handed)
+    assert all(isinstance(end_of(each.decode)[1], RequestError) for each in handed)
     pair.prefill.close()
     check_idle(pair.decode)
     asked = [prompt(length, "after") for length in (3, 20, 33)]
@@ -154,7 +156,7 @@ def test_a_source_that_hangs_is_ended_before_its_pages_are_stuck(house: House) -
     os.kill(pid, signal.SIGSTOP)
     os.kill(other, signal.SIGKILL)
     pair.prefill.close()
-    assert all(isinstance(end_of(each.decode)[1], Trouble) for each in handed)
+    assert all(isinstance(end_of(each.decode)[1], RequestError) for each in handed)
     check_idle(pair.decode)
     assert pair.decode.is_running
 

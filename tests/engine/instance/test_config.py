@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.engine.tiny import tiny
+from tests.engine.tiny import WINDOW, WINDOWED, tiny, windowed
 
+from baton.engine.config import EngineConfig, derive_sizes
 from baton.engine.deployment import Deployment
-from baton.engine.instance.config import InstanceConfig, derive
 from baton.errors import ConfigError, LayoutError
+
+GROUP = f"tokens.w{WINDOW}"
+REASON = "prefixes are not kept: pages before a window are freed, so no whole prefix remains"
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"transport": "pigeon"}, "transport 'pigeon' is not known"),
@@ -37,18 +41,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("options", "words"), BAD, ids=[words[:24] for _, words in BAD])
 def test_refused_before_the_start(options: dict[str, Any], words: str) -> None:
-    config = InstanceConfig(str(tiny("llama")), **options)
+    config = EngineConfig(str(tiny("llama")), **options)
     with pytest.raises(ConfigError, match=words):
-        derive(config)
+        derive_sizes(config)
 
 
 def test_a_tp_that_cannot_cut_the_heads() -> None:
     with pytest.raises(LayoutError, match="tp"):
-        derive(InstanceConfig(str(tiny("llama")), "tp5"))
+        derive_sizes(EngineConfig(str(tiny("llama")), "tp5"))
 
 
 def test_a_deployment_refuses_the_same() -> None:
-    bad = InstanceConfig(str(tiny("llama")), transport="pigeon")
+    bad = EngineConfig(str(tiny("llama")), transport="pigeon")
     with pytest.raises(ConfigError, match="pigeon"):
         Deployment(replace(bad, transport="shm"), bad)
 
@@ -56,10 +60,29 @@ def test_a_deployment_refuses_the_same() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match="torch sees no GPU"):
-        derive(InstanceConfig(str(tiny("llama")), device="cuda"))
+        derive_sizes(EngineConfig(str(tiny("llama")), device="cuda"))
 
 
 @pytest.mark.parametrize("url", ["", "http://127.0.0.1:8000", "https://host.name/base", "http://[::1]:80/"])
 def test_taken(url: str) -> None:
-    config = InstanceConfig(str(tiny("llama")), url=url, port=65535, queue_max=3, name="two words")
-    assert derive(config).layout.num_ranks == 1
+    config = EngineConfig(str(tiny("llama")), url=url, port=65535, queue_max=3, name="two words")
+    assert derive_sizes(config).layout.num_ranks == 1
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_windowed_models_have_their_own_pages_and_say_that_prefixes_are_not_kept(
+    family: str, tmp_path: Path
+) -> None:
+    sizes = derive_sizes(EngineConfig(str(windowed(family, tmp_path)), pool_tokens=1024, page_tokens=16))
+    groups = {GROUP} if family == "mistral" else {"tokens", GROUP}
+    assert dict(sizes.num_pages) == dict.fromkeys(groups, 64)
+    assert sizes.lines()[-1] == REASON
+    # The window is no limit of the context.
+    assert sizes.context_max == 1024 > WINDOW
+
+
+def test_an_index_shares_the_pages_of_its_latent_and_prefixes_are_kept(tmp_path: Path) -> None:
+    sizes = derive_sizes(EngineConfig(str(tiny("deepseek_v32", tmp_path)), pool_tokens=1024))
+    assert list(sizes.num_pages) == ["tokens"]
+    assert {component.name for component in sizes.cache.components} == {"latent", "index_k"}
+    assert not any("prefixes" in line for line in sizes.lines())

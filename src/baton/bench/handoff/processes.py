@@ -15,7 +15,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
-from baton.engine.lineage import die_with
+from baton.engine.fork_server import die_with
 from baton.errors import EngineError
 
 ANSWER_S_MAX = 180.0

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from baton.engine.stories import Told, serial_s
+from baton.engine.trace import HandoffTrace, serial_s
 
 LONG_TOKENS = 4096
 OF_BOUND_LONG = 0.95
@@ -40,7 +40,7 @@ class Case:
 class Round:
     """One hand-over, and compute-only of the same round."""
 
-    told: Told
+    told: HandoffTrace
     floor_s: float
 
 

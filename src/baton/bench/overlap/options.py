@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.bench.handoff.scene import parse_speed
-from baton.engine.instance.config import InstanceConfig
+from baton.engine.config import EngineConfig
 from baton.errors import ConfigError
 from baton.plan.overlap import LayerTimes, choose
 
@@ -53,10 +53,10 @@ class Options:
         """The policies that are run: `off` always is, since its transfer time is what others are held to."""
         return tuple(dict.fromkeys((OFF, *self.policies)))
 
-    def instance(self, role: str, secret: bytes, link_bytes_per_s: float) -> InstanceConfig:
+    def instance(self, role: str, secret: bytes, link_bytes_per_s: float) -> EngineConfig:
         """One side of a pair."""
         context_max = self.tokens_max + 2 * self.page_tokens
-        return InstanceConfig(
+        return EngineConfig(
             model=self.model,
             layout=self.prefill if role == "prefill" else self.decode,
             name=role,

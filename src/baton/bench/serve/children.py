@@ -19,7 +19,7 @@ from time import monotonic, sleep
 from types import TracebackType
 from typing import Self
 
-from baton.engine.lineage import interrupt_with
+from baton.engine.fork_server import interrupt_with
 from baton.errors import EngineError
 
 START_S_MAX = 300.0

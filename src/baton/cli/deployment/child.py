@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from baton.engine.lineage import interrupt_with
+from baton.engine.fork_server import interrupt_with
 
 NUM_LINES_KEPT = 20
 LINE_BYTES_MAX = 1 << 16

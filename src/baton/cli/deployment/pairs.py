@@ -7,8 +7,8 @@ from typing import Any
 
 from baton.bench.handoff.scene import parse_speed
 from baton.cli.deployment.options import BOTH, DECODE, PREFILL, Options
-from baton.engine.instance.config import InstanceConfig, Sizes, derive
-from baton.engine.storage import engine_storage
+from baton.engine.config import EngineConfig, EngineSizes, derive_sizes
+from baton.engine.pages import engine_storage
 from baton.plan import Spec
 from baton.plan.packing import PackCost
 from baton.plan.planner import plan
@@ -24,7 +24,7 @@ class Side:
     """One instance as it will be started."""
 
     name: str
-    sizes: Sizes
+    sizes: EngineSizes
     spec: Spec
 
     def line(self) -> str:
@@ -62,7 +62,7 @@ def sides(options: Options) -> tuple[Side, ...]:
     for role, layouts in ((first, options.prefills), (DECODE, options.decodes)):
         for index, layout in enumerate(layouts):
             config = _config(options, f"{role}-{index}", layout)
-            sizes = derive(config)
+            sizes = derive_sizes(config)
             storage = engine_storage(sizes.cache, config.page_tokens, config.dtype)
             spec = Spec(sizes.layout, sizes.cache, storage.with_pages(dict(sizes.num_pages)))
             found.append(Side(config.name, sizes, spec))
@@ -83,7 +83,7 @@ def _planned(model: str, source: Side, target: Side) -> Planned:
     return Planned(source, target, report)
 
 
-def _config(options: Options, name: str, layout: str) -> InstanceConfig:
+def _config(options: Options, name: str, layout: str) -> EngineConfig:
     engine = options.engine
     given: dict[str, Any] = {
         "transport": engine.transport,
@@ -96,5 +96,5 @@ def _config(options: Options, name: str, layout: str) -> InstanceConfig:
         "chunk_tokens": engine.chunk_tokens,
         "has_draft": engine.draft,
     }
-    config = InstanceConfig(options.model, layout, name)
+    config = EngineConfig(options.model, layout, name)
     return replace(config, **{key: value for key, value in given.items() if value is not None})

@@ -12,7 +12,7 @@ from baton.cli.deployment.options import Options
 from baton.cli.deployment.pairs import pairs, sides
 from baton.cli.deployment.running import Running, running
 from baton.cli.deployment.showing import Screen, chat_line, curl_line
-from baton.engine.pair import FIRST_TOKEN
+from baton.engine.deployment import FIRST_TOKEN
 from baton.errors import ConfigError, EngineError
 from baton.router.policies import policy_names
 from baton.web.binding import check_binding

@@ -10,10 +10,9 @@ from rich.console import Console
 from baton.bench.handoff.scene import parse_speed
 from baton.cli.engine.showing import check_timeline, figures_text, size_lines, start, write_timelines
 from baton.cli.generate import Question, Setting
-from baton.engine.deployment import Deployment, told
-from baton.engine.instance.config import InstanceConfig
-from baton.engine.pair import Answer, Ask
-from baton.engine.requests import Generate
+from baton.engine.config import EngineConfig
+from baton.engine.deployment import Deployment, PairRequest, PairResponse
+from baton.engine.requests import EngineRequest
 from baton.errors import ConfigError
 from baton.plan.printer import human_time
 
@@ -28,8 +27,8 @@ def run(setting: Setting, question: Question) -> None:
         raise ConfigError("--timeline shows a hand-over; give --decode too")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     deployment = Deployment(*configs(setting))
-    ask = Ask(
-        Generate(deployment.prompt(question.prompt, is_raw=question.is_raw), question.params),
+    ask = PairRequest(
+        EngineRequest(deployment.prompt(question.prompt, is_raw=question.is_raw), question.params),
         is_pipelined=question.is_pipelined,
         first_token=question.first_token,
     )
@@ -39,7 +38,7 @@ def run(setting: Setting, question: Question) -> None:
     with start(deployment):
         answer, tokens_text = stream(deployment, ask)
         console.print(f"{_times(answer)}; {tokens_text}", style="dim", markup=False)
-    found = told(answer)
+    found = answer.handoff()
     for path in question.timelines:
         if found is None:
             console.print(f"no {path}: the answer ended with its first token and nothing was handed over")
@@ -48,9 +47,9 @@ def run(setting: Setting, question: Question) -> None:
         console.print(write_timelines([found.timeline("request")], path, title), markup=False)
 
 
-def configs(setting: Setting) -> list[InstanceConfig]:
+def configs(setting: Setting) -> list[EngineConfig]:
     """The prefill instance, and the decode instance if there is to be one."""
-    prefill = InstanceConfig(
+    prefill = EngineConfig(
         model=setting.model,
         layout=setting.prefill,
         dtype=setting.dtype,
@@ -65,7 +64,7 @@ def configs(setting: Setting) -> list[InstanceConfig]:
     return [prefill, replace(prefill, layout=setting.decode, link_bytes_per_s=0.0)]
 
 
-def stream(deployment: Deployment, ask: Ask) -> tuple[Answer, str]:
+def stream(deployment: Deployment, ask: PairRequest) -> tuple[PairResponse, str]:
     """Prints the answer as it comes, its text or else its token ids, and says how many tokens it had."""
     answer, pieces = deployment.ask(ask)
     num_tokens, last_s = 0, 0.0
@@ -81,8 +80,8 @@ def stream(deployment: Deployment, ask: Ask) -> tuple[Answer, str]:
     return answer, f"{counts}, {human_time(pace_s)} each after the first" if pace_s else counts
 
 
-def _times(answer: Answer) -> str:
-    found = told(answer)
+def _times(answer: PairResponse) -> str:
+    found = answer.handoff()
     if found is not None:
         return figures_text(found.figures())
     return f"ttft {human_time(answer.first_s - answer.asked_s)}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from baton import settings
 from baton.bench.handoff.scene import parse_speed
 from baton.cli.serve import Sizing, What, Where
-from baton.engine.instance.config import InstanceConfig
+from baton.engine.config import EngineConfig
 from baton.errors import ConfigError
 from baton.server.serving import ServeConfig, serve
 
@@ -33,7 +33,7 @@ def run(where: Where, what: What, sizing: Sizing) -> None:
 def serve_config(where: Where, what: What, sizing: Sizing) -> ServeConfig:
     """What the options come to; refused here if it cannot be."""
     _check_host(where, what)
-    instance = InstanceConfig(
+    instance = EngineConfig(
         model=what.model,
         layout=what.layout,
         name=what.name or re.sub(r"[^\w.-]", "-", f"{what.role}-{where.host}-{where.port}"),

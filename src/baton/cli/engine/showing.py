@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.engine.deployment import Deployment
-from baton.engine.stories import Figures
+from baton.engine.trace import HandoffFigures
 from baton.errors import ConfigError
 from baton.observe import Timeline, trace
 from baton.observe.picture import draw
@@ -54,7 +54,7 @@ def size_lines(deployment: Deployment) -> Iterator[str]:
         yield f"{instance.config.name}: {'; '.join(instance.sizes.lines())}"
 
 
-def figures_text(figures: Figures) -> str:
+def figures_text(figures: HandoffFigures) -> str:
     """The figures of a hand-over in one line."""
     times = {
         "queue": figures.queue_s,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from baton.engine.storage import engine_storage
+from baton.engine.pages import engine_storage
 from baton.plan import Cache, Spec, parse_layout
 from baton.session import Timings
 

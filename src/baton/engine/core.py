@@ -1,0 +1,568 @@
+"""The engine core: schedules steps and hand-overs, and turns the workers' replies into output.
+
+One scheduler per dp group decides which sequences are computed. `step` schedules until every pipeline stage
+has work and sends it to the workers; `on_reply` takes what they computed and outputs it. Nothing here blocks.
+
+A request whose KV cache comes from a source waits (`_waiting_for_kv`) until pages are reserved for it. Pages
+of a hand-over stay leased until every rank that may touch them has released it, whatever became of the
+request."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from baton.engine.config import EngineConfig, EngineSizes
+from baton.engine.drafting import hidden_of, problem_of, proposal_of
+from baton.engine.load import LoadMonitor, QueueSnapshot
+from baton.engine.pages import PageGeometry
+from baton.engine.request_state import ModelContext, RequestState
+from baton.engine.requests import EngineRequest, EventSink, InboundHandoff, OutboundHandoff
+from baton.engine.sampling.checking import check_params
+from baton.engine.sampling.ending import Progress, ending
+from baton.engine.scheduler import Scheduler, SchedulerConfig
+from baton.engine.sequence import Sequence, SequenceRole
+from baton.engine.steps import (
+    Abort,
+    Answer,
+    Batch,
+    Begin,
+    Changed,
+    Copied,
+    Decline,
+    End,
+    Order,
+    Receive,
+    Sampled,
+    Send,
+    Step,
+    StepDone,
+    Tables,
+    Work,
+)
+from baton.engine.trace import RequestTrace
+from baton.errors import ConfigError
+from baton.protocol.outcomes import Aux, Cause, Failed, Finished, Outcome, Ready, Stage, Why
+
+COUNTERS = ("preempted", "unpipelined", "pipelined", "drafted", "accepted")
+CHECKED_PAGES_MAX = 10_000
+"""Larger pools are not checked when idle: that takes a good part of a second, and a request would wait."""
+RESERVE_S_MAX = 30.0
+"""How long a target waits for pages before it declines."""
+
+
+@dataclass(slots=True)
+class InFlightStep:
+    """A step that the workers compute."""
+
+    step: Step
+    batches: list[Batch | None]
+    replies: dict[int, StepDone] = field(default_factory=dict)
+    """By rank."""
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What a step produced in one dp group, by sequence."""
+
+    samples: dict[int, list[Sampled]] = field(default_factory=dict)
+    draft_tokens: dict[int, int] = field(default_factory=dict)
+    hidden: dict[int, bytes] = field(default_factory=dict)
+    """Rows that forks start from."""
+
+
+class EngineCore:
+    """Requests, steps and hand-overs of one instance.
+
+    Only the instance's thread calls it, except for `check` and `num_tokens_max`.
+    """
+
+    def __init__(
+        self, config: EngineConfig, sizes: EngineSizes, model: ModelContext, send: Callable[[Order], None]
+    ) -> None:
+        self._config = config
+        self._layout = sizes.layout
+        self._model = model
+        self._send = send
+        self._num_stages = sizes.layout.size("pp")
+        limits = SchedulerConfig(
+            chunk_tokens=config.chunk_tokens,
+            batch_tokens_max=2 * max(config.chunk_tokens, config.sequences_max),
+            sequences_max=config.sequences_max,
+            context_tokens_max=sizes.context_max,
+            chunks_in_flight=self._num_stages,
+        )
+        geometry = PageGeometry(sizes.layout, sizes.cache, config.page_tokens)
+        self.schedulers = [
+            Scheduler(limits, geometry, sizes.num_pages) for _ in range(sizes.layout.size("dp"))
+        ]
+        self.numbers = itertools.count(1)
+        """Of requests and sequences."""
+        self._step_numbers = itertools.count(1)
+        self.requests: dict[int, RequestState] = {}
+        """By the number of every sequence of theirs."""
+        self._waiting_for_kv: list[deque[RequestState]] = [deque() for _ in self.schedulers]
+        """By dp group, oldest first: requests from a source without pages."""
+        self._in_flight: deque[InFlightStep] = deque()
+        self._is_checked = True
+        self._num_taken = 0
+        self.monitor = LoadMonitor(self.schedulers)
+        self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
+
+    def check(self, request: EngineRequest) -> None:
+        """Raises ConfigError on a request that could never be served."""
+        check_request(request, self._model, self.schedulers[0])
+
+    def num_tokens_max(self, num_prompt: int) -> int:
+        """The longest prompt and answer together for a prompt of this length."""
+        return self.schedulers[0].num_tokens_max(num_prompt)
+
+    def add_request(self, number: int, request: EngineRequest, sink: EventSink, arrived_s: float) -> None:
+        self._num_taken += 1
+        state = RequestState(number, request, sink, RequestTrace(arrived_s), self._model)
+        state.dp = min(range(len(self.schedulers)), key=self._num_known_tokens)
+        state.open_answer(number, 0)
+        self.requests[number] = state
+        if state.is_target:
+            self._waiting_for_kv[state.dp].append(state)
+            return
+        try:
+            self.schedulers[state.dp].add(self._make_sequence(state))
+        except ConfigError as error:
+            self._refuse(state, str(error))
+
+    def abort(self, number: int, text: str, now_s: float) -> None:
+        """Gives a request up for its caller."""
+        state = self.requests.get(number)
+        if state is not None:
+            state.abort()
+            self._drop(state, text, now_s)
+
+    def fail_all(self, text: str) -> None:
+        """Fails every request: the instance has ended."""
+        cause = Cause(Why.PEER_LOST, Stage.COPY, self._config.name, text=text)
+        for state in list(self.requests.values()):
+            state.fail(text, cause)
+        self.requests.clear()
+
+    def step(self, now_s: float) -> None:
+        """Reserves pages for received prompts, and gives every pipeline stage a step."""
+        self._reserve_pages(now_s)
+        has_free_stage = len(self._in_flight) < self._num_stages
+        while len(self._in_flight) < self._num_stages and (scheduled := self._schedule(now_s)):
+            self._in_flight.append(scheduled)
+            self._send(scheduled.step)
+        self._update_load(has_free_stage, now_s)
+        if not self.requests and not self._is_checked:
+            self._is_checked = True
+            for scheduler in self.schedulers:
+                if all(pool.num_pages <= CHECKED_PAGES_MAX for pool in scheduler.kv_cache.pools.values()):
+                    scheduler.check_integrity()
+
+    def on_reply(self, reply: Answer, now_s: float) -> None:
+        """Takes a message of a worker."""
+        match reply:
+            case StepDone():
+                computed = next(s for s in self._in_flight if s.step.number == reply.number)
+                computed.replies[reply.rank] = reply
+                while self._in_flight and len(self._in_flight[0].replies) == self._layout.num_ranks:
+                    self._postprocess(self._in_flight.popleft(), now_s)
+            case Changed():
+                self._on_handoff(reply, now_s)
+            case Copied(rank, sequence, copies):
+                if state := self.requests.get(sequence):
+                    state.trace.copies[rank] = copies
+
+    # Steps.
+
+    def _schedule(self, now_s: float) -> InFlightStep | None:
+        batches = [
+            scheduler.schedule(scheduler.decodes_max(self._num_stages) if self._num_stages > 1 else None)
+            for scheduler in self.schedulers
+        ]
+        for scheduler in self.schedulers:
+            changes = scheduler.take_changes()
+            self.counters["preempted"] += len(changes.preempted)
+            for sequence in changes.started:
+                # The workers have to know of a sequence before its first step.
+                state = self.requests[sequence.number]
+                state.trace.begun_s = now_s
+                state.trace.num_cached = sequence.num_cached
+                self._send_begin(sequence)
+                if state.is_source:
+                    self._send_handoff(state, sequence.num_cached, sequence.pages)
+        if not any(batches):
+            return None
+        step = Step(next(self._step_numbers), [batch or Batch() for batch in batches])
+        return InFlightStep(step, batches)
+
+    def _postprocess(self, computed: InFlightStep, now_s: float) -> None:
+        """Appends what a step sampled and outputs it."""
+        for dp, batch in enumerate(computed.batches):
+            if batch is None:
+                continue
+            replies = [computed.replies[rank] for rank in self._layout.group(dp)]
+            output = StepOutput()
+            for reply in replies:  # one rank of the group samples
+                output.samples |= reply.samples
+                output.draft_tokens |= reply.proposals
+                output.hidden |= reply.hidden
+            self._trace_prompts(batch, replies)
+            num_prompt_rows = sum(len(work.tokens) for work in batch.works if work.start < work.prompt_tokens)
+            start_s, stop_s = min(r.start_s for r in replies), max(r.stop_s for r in replies)
+            self.monitor.record_step(num_prompt_rows, start_s, stop_s)
+            tokens = {number: [s.token for s in samples] for number, samples in output.samples.items()}
+            self.schedulers[dp].complete(batch, tokens, output.draft_tokens)
+            for work in batch.works:
+                if work.num_samples and work.sequence in self.requests:
+                    self._output_tokens(self.requests[work.sequence], work, output, now_s)
+
+    def _trace_prompts(self, batch: Batch, replies: list[StepDone]) -> None:
+        """Adds a step to the traces of the prompts in it."""
+        for work in batch.works:
+            state = self.requests.get(work.sequence)
+            if state is None or work.start >= work.prompt_tokens or state.trace.token_s:
+                continue
+            trace = state.trace
+            for reply in replies:
+                trace.groups.setdefault(reply.rank, []).extend(reply.groups)
+                if state.is_source and reply.unpipelined:
+                    trace.unpipelined.append(reply.unpipelined)
+            ends_s = [group.stop_s for reply in replies for group in reply.groups]
+            trace.prompt_s = max(ends_s, default=trace.prompt_s)
+            if state.is_source:
+                is_whole = any(reply.unpipelined for reply in replies)
+                self.counters["unpipelined" if is_whole else "pipelined"] += 1
+
+    def _output_tokens(self, state: RequestState, work: Work, output: StepOutput, now_s: float) -> None:
+        """Outputs the new tokens of one answer, or the first tokens of all answers."""
+        number, samples = work.sequence, output.samples[work.sequence]
+        if work.num_drafted:
+            self.counters["drafted"] += work.num_drafted
+            self.counters["accepted"] += len(samples) - 1
+        if state.is_closed:
+            return
+        if state.is_source:
+            for answer, sampled in zip(state.open_answers(len(samples)), samples, strict=True):
+                state.append(answer, sampled, now_s, is_last=True)
+            # The hand-over may have settled before the last rank completed this step.
+            self._close_if_done(state, now_s)
+            return
+        if state.is_target and not state.trace.stepped_s:
+            state.trace.stepped_s = now_s
+        if last_token_s := state.answers[number].last_token_s:
+            num_tokens = len(samples) if work.num_drafted else 1
+            self.monitor.record_decode(now_s - last_token_s, num_tokens)
+        # Tokens behind accepted guesses follow each other; otherwise the others are first tokens of forks.
+        numbers = [number] * len(samples)
+        if not work.num_drafted:
+            numbers = self._fork(state, number, samples, output.hidden.get(number))
+        for answer, sampled in zip(numbers, samples, strict=True):
+            is_finished = state.answers[answer].finish is not None
+            if not is_finished and state.append(answer, sampled, now_s):
+                self._finish_answer(state, answer, now_s)
+
+    def _fork(
+        self, state: RequestState, number: int, samples: list[Sampled], hidden: bytes | None
+    ) -> list[int]:
+        """Makes a sequence for each further first token; returns the numbers of all."""
+        numbers = [next(self.numbers) for _ in samples[1:]]
+        if numbers:
+            tokens = [sampled.token for sampled in samples[1:]]
+            for child in self.schedulers[state.dp].fork(number, tokens, numbers, hidden):
+                self.requests[child.number] = state
+                state.open_answer(child.number, child.index)
+                self._send_begin(child)
+        return [number, *numbers]
+
+    def _send_begin(self, sequence: Sequence) -> None:
+        request = self.requests[sequence.number].request
+        tokens = sequence.tokens(0, sequence.num_tokens)
+        # The scheduler treats tokens generated elsewhere as prompt; the sampler must not.
+        num_prompt, index = len(request.tokens), request.index + sequence.index
+        self._send(Begin(sequence.number, sequence.dp, tokens, num_prompt, request.params, index))
+
+    def _make_sequence(self, state: RequestState) -> Sequence:
+        """The request's first answer; to the scheduler, tokens generated elsewhere are part of the prompt."""
+        request = state.request
+        num_left = request.params.max_tokens - len(request.generated)
+        role = SequenceRole.LOCAL
+        if request.handoff is not None:
+            role = SequenceRole.SOURCE if state.is_source else SequenceRole.TARGET
+        return Sequence(
+            number=state.number,
+            prompt=request.known,
+            params=msgspec.structs.replace(request.params, max_tokens=num_left),
+            role=role,
+            arrival_s=state.trace.arrived_s,
+            dp=state.dp,
+            # A unique salt matches no other request's prefix.
+            salt=request.salt if self._config.has_prefix_cache else f"request {state.number}",
+            prompt_embeddings=request.embeddings,
+        )
+
+    # Hand-overs.
+
+    def _reserve_pages(self, now_s: float) -> None:
+        """Reserves pages for waiting targets, oldest first; declines what waits too long or never fits."""
+        for waiting in self._waiting_for_kv:
+            while waiting and self._reserve(waiting[0], now_s):
+                waiting.popleft()
+
+    def _reserve(self, state: RequestState, now_s: float) -> bool:
+        """Whether a request need not wait any longer."""
+        try:
+            reservation = self.schedulers[state.dp].reserve(self._make_sequence(state))
+        except ConfigError as error:
+            self._decline(state, str(error))
+            self._refuse(state, str(error))
+            return True
+        if reservation is None:
+            if now_s - state.trace.arrived_s < RESERVE_S_MAX:
+                return False
+            text = f"no room for {state.request.num_known} tokens in {RESERVE_S_MAX:.0f} s"
+            self._decline(state, text)
+            self._refuse(state, text)
+            return True
+        handoff = state.request.handoff
+        assert isinstance(handoff, InboundHandoff)
+        state.is_handing_over = True
+        state.trace.begun_s = now_s
+        state.trace.num_held = max(reservation.held.values(), default=0)
+        self._send(
+            Receive(
+                sequence=state.number,
+                dp=state.dp,
+                transfer=handoff.transfer,
+                source=handoff.source,
+                digest=state.digest,
+                num_tokens=state.request.num_known,
+                held=reservation.held,
+                pages=reservation.pages,
+                source_dp=handoff.source_dp,
+            )
+        )
+        return True
+
+    def _decline(self, state: RequestState, text: str) -> None:
+        handoff = state.request.handoff
+        assert isinstance(handoff, InboundHandoff)
+        self._send(Decline(state.dp, handoff.transfer, handoff.source, text))
+
+    def _send_handoff(self, state: RequestState, num_cached: int, pages: Tables) -> None:
+        handoff = state.request.handoff
+        assert isinstance(handoff, OutboundHandoff)
+        state.is_handing_over = True
+        self._send(
+            Send(
+                sequence=state.number,
+                dp=state.dp,
+                transfer=handoff.transfer,
+                digest=state.digest,
+                num_tokens=state.request.num_known,
+                num_cached=num_cached,
+                pages=pages,
+                is_pipelined=handoff.is_pipelined,
+                policy=handoff.policy,
+            )
+        )
+
+    def _on_handoff(self, reply: Changed, now_s: float) -> None:
+        state = self.requests.get(reply.sequence)
+        if state is None:
+            return
+        scheduler, handoff = self.schedulers[state.dp], state.request.handoff
+        if reply.is_granted:
+            scheduler.grant(state.number)
+        if reply.early is not None and not state.early_s:
+            state.early_s = now_s
+            if isinstance(handoff, InboundHandoff) and handoff.is_early and not state.is_closed:
+                self._output_first_tokens(state, reply.early, now_s)
+        if reply.outcome is not None and not state.trace.settled_s:
+            state.trace.settled_s = now_s
+            self._settle(state, reply.outcome, now_s)
+        if reply.is_released:
+            state.num_releases += 1
+            num_wanted = len(self._layout.group(state.dp)) if state.is_source else 1
+            if state.num_releases == num_wanted:
+                state.is_handing_over = False
+                scheduler.release(state.number)
+                self._close_if_done(state, now_s)
+
+    def _settle(self, state: RequestState, outcome: Outcome, now_s: float) -> None:
+        match outcome:
+            case Failed(cause):
+                if state.is_source or state.is_open:
+                    state.fail(str(cause), cause)
+                self._drop(state, str(cause), now_s)
+            case Ready(aux) if state.is_target and not state.is_closed:
+                self._admit(state, aux, now_s)
+            case Finished(aux) if state.is_target and not state.is_closed:
+                self._output_first_tokens(state, aux, now_s)
+                state.finish_at_source()
+                self._drop(state, "the answer ended at its source", now_s)
+
+    def _admit(self, state: RequestState, aux: Aux, now_s: float) -> None:
+        """Starts decoding a prompt that has arrived."""
+        samples = self._first_samples(state, aux, now_s)
+        if not samples:
+            return
+        scheduler = self.schedulers[state.dp]
+        self._send_begin(scheduler.admit(state.number, samples[0].token, proposal_of(aux)))
+        numbers = self._fork(state, state.number, samples, hidden_of(aux))
+        for number, sampled in zip(numbers, samples, strict=True):
+            answer = state.answers[number]
+            if answer.last_token_s:  # it was output before the cache arrived
+                is_finished = answer.finish is not None
+            else:
+                is_finished = state.append(number, sampled, now_s)
+            if is_finished:
+                self._finish_answer(state, number, now_s)
+
+    def _output_first_tokens(self, state: RequestState, aux: Aux, now_s: float) -> None:
+        """Outputs first tokens of answers that have no sequence (yet), unless they were output before."""
+        samples = self._first_samples(state, aux, now_s)
+        if samples:
+            for number, sampled in zip(state.open_answers(len(samples)), samples, strict=True):
+                if not state.answers[number].last_token_s:
+                    state.append(number, sampled, now_s)
+
+    def _first_samples(self, state: RequestState, aux: Aux, now_s: float) -> list[Sampled]:
+        """The first tokens that a source sampled; none, and the request fails, if they are invalid."""
+        num_wanted, vocab_size = state.request.params.n, self._model.vocab_size
+        state.trace.num_cached = aux.cached_tokens
+        problem = problem_of(aux, vocab_size, self._model.hidden_size)
+        if len(aux.tokens) != num_wanted or not all(0 <= token < vocab_size for token in aux.tokens):
+            problem = f"sampled {list(aux.tokens)}; {num_wanted} tokens were asked for"
+        if problem:
+            handoff = state.request.handoff
+            assert isinstance(handoff, InboundHandoff)
+            text = f"source {handoff.source} {problem}"
+            state.fail(text, Cause(Why.REFUSED_PROMPT, Stage.COMMIT, self._config.name, text=text))
+            self._drop(state, text, now_s)
+            return []
+        if len(aux.logprobs) != len(aux.tokens):
+            return [Sampled(token) for token in aux.tokens]
+        return [
+            Sampled(token, logprobs.get(token, 0.0), dict(logprobs))
+            for token, logprobs in zip(aux.tokens, aux.logprobs, strict=True)
+        ]
+
+    # Ends.
+
+    def _drop(self, state: RequestState, text: str, now_s: float) -> None:
+        """Ends what is left of a request; pages that a hand-over may touch come back later."""
+        waiting = self._waiting_for_kv[state.dp]
+        if state in waiting:
+            waiting.remove(state)
+            self._decline(state, text)
+        if state.is_source and not state.trace.begun_s:
+            # The target waits for an offer: an empty one that is aborted tells it that none will come.
+            state.trace.begun_s = now_s
+            self._send_handoff(state, 0, {})
+        if state.is_handing_over and not state.trace.settled_s:
+            self._send(Abort(state.number, text))
+        for number in [number for number, other in self.requests.items() if other is state]:
+            self.schedulers[state.dp].abort(number)
+            if number != state.number:
+                self._forget_sequence(state, number, now_s)
+        self._close_if_done(state, now_s)
+
+    def _finish_answer(self, state: RequestState, number: int, now_s: float) -> None:
+        self.schedulers[state.dp].finish(number)
+        self._forget_sequence(state, number, now_s)
+
+    def _forget_sequence(self, state: RequestState, number: int, now_s: float) -> None:
+        self._send(End(number))
+        if number != state.number:
+            self.requests.pop(number, None)
+        self._close_if_done(state, now_s)
+
+    def _close_if_done(self, state: RequestState, now_s: float) -> None:
+        """Forgets a request once its answers are complete and its pages are back."""
+        if state.is_open or state.is_handing_over or self.requests.get(state.number) is not state:
+            return
+        # The workers still know a request that was aborted or handed over.
+        self._send(End(state.number))
+        del self.requests[state.number]
+        self._is_checked = False
+        if (handoff_s := state.handoff_s) is not None:
+            self.monitor.record_handoff(handoff_s)
+        state.finish(now_s)
+
+    def _refuse(self, state: RequestState, text: str) -> None:
+        """Fails a request that gets no pages."""
+        state.fail(text, Cause(Why.OUT_OF_PAGES, Stage.GRANT, self._config.name, text=text))
+        if state.is_source:
+            self._drop(state, text, state.trace.arrived_s)
+        else:
+            del self.requests[state.number]
+
+    # Load.
+
+    def _num_known_tokens(self, dp: int) -> int:
+        """Tokens of all requests of a dp group."""
+        num_scheduled = sum(sequence.num_tokens for sequence in self.schedulers[dp].sequences.values())
+        return num_scheduled + sum(state.request.num_known for state in self._waiting_for_kv[dp])
+
+    def _update_load(self, has_free_stage: bool, now_s: float) -> None:
+        waiting_for_kv = [state.request.num_known for queue in self._waiting_for_kv for state in queue]
+        if has_free_stage:
+            num_waiting = len(waiting_for_kv) + sum(len(scheduler.waiting) for scheduler in self.schedulers)
+            num_slots = sum(scheduler.num_slots for scheduler in self.schedulers)
+            self.monitor.queue = QueueSnapshot(self._num_taken, num_waiting, num_slots)
+        num_requests = sum(1 for number, state in self.requests.items() if state.number == number)
+        self.monitor.update(self.schedulers, waiting_for_kv, num_requests, now_s)
+
+
+def check_request(request: EngineRequest, model: ModelContext, scheduler: Scheduler) -> None:
+    """Raises ConfigError, with the value and the remedy, on a request that could never be served."""
+    check_params(request.params, model.vocab_size, model.eos_ids)
+    if request.index < 0:
+        raise ConfigError(f"index {request.index}: answers are counted from 0")
+    if (request.generated or request.index) and request.params.n != 1:
+        raise ConfigError(
+            f"n is {request.params.n}: the rest of an answer, or one by its index, is asked for alone"
+        )
+    if request.generated:
+        _check_continuation(request, model)
+    limit, num_known = model.context_max, request.num_known
+    if not request.tokens or num_known >= limit:
+        raise ConfigError(
+            f"a prompt of {num_known} tokens; give 1 to {limit - 1}: the context has {limit}, "
+            "one of them for the answer"
+        )
+    num_wanted = request.params.max_tokens - len(request.generated)
+    num_fit = scheduler.num_tokens_max(num_known)
+    if not isinstance(request.handoff, OutboundHandoff) and num_known + num_wanted > num_fit:
+        raise ConfigError(
+            f"a prompt of {num_known} tokens and max_tokens {num_wanted}: together at most {num_fit}; "
+            "ask for fewer, or give the pool more tokens"
+        )
+    if request.embeddings is not None and scheduler.geometry.num_lookahead:
+        raise ConfigError("input embeddings where drafts run; give token ids, or start without drafts")
+    prompt = request.tokens if request.embeddings is None else ()
+    for name, tokens in (("prompt", prompt), ("answer", request.generated)):
+        for token in tokens:
+            if not 0 <= token < model.vocab_size:
+                raise ConfigError(
+                    f"token {token} of the {name} is not one of the {model.vocab_size} in the vocabulary"
+                )
+
+
+def _check_continuation(request: EngineRequest, model: ModelContext) -> None:
+    generated, params = request.generated, request.params
+    if request.embeddings is not None:
+        raise ConfigError("generated tokens behind input embeddings; give the prompt as token ids")
+    if len(generated) >= params.max_tokens:
+        raise ConfigError(
+            f"{len(generated)} generated tokens and max_tokens {params.max_tokens}: the answer is complete"
+        )
+    # The context length is checked for all requests.
+    progress = Progress(generated[-1], len(generated), 0, 1)
+    if ending(progress, params, model.eos_ids) is not None:
+        raise ConfigError(f"the last generated token, {generated[-1]}, ends the answer: it is complete")

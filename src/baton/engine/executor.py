@@ -1,0 +1,169 @@
+"""The worker processes of an instance, one per rank: they start together and end together."""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import monotonic, sleep
+
+import msgspec
+
+from baton import settings
+from baton.engine.fork_server import ForkServerPool, SpawnRequest, ended_error
+from baton.engine.rank.config import RankConfig
+from baton.engine.steps import Answer, Attach, Down, Order, Stop, Up
+from baton.errors import EngineError
+
+WORKER: tuple[str, ...] = ("baton.engine.rank.process",)
+"""The module of a worker, and arguments for it."""
+START_S_MAX = 600.0
+LOOK_S = 0.5
+END_S_MAX = 6.0
+"""How long a worker has to end before it is killed: longer than its own limit, shorter than a lease."""
+LOST_S = 0.2
+"""How long it may take to notice that a worker was killed."""
+OWN_ERROR = 1
+"""The exit code of a worker that reported why it ends, or that lost the others."""
+
+FORK_SERVERS = ForkServerPool(preload=WORKER[0])
+atexit.register(FORK_SERVERS.close)
+
+
+class WorkerProcess:
+    """One worker and its pipe."""
+
+    def __init__(self, config: RankConfig) -> None:
+        self.rank = config.rank
+        self.name = f"rank {config.rank} of {config.instance}"
+        environment = settings.rank_environment(config.num_threads)
+        ours, theirs = socket.socketpair()
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
+        with theirs:
+            self.process = FORK_SERVERS.get(environment).spawn(theirs.fileno(), self._output.fileno())
+        self.connection = Connection(ours.detach())
+        self._decoder = msgspec.msgpack.Decoder(Answer)
+        self.send(SpawnRequest(f"baton rank {config.rank}", WORKER[0], WORKER[1:], environment))
+        self.send(config)
+
+    def send(self, message: Order | RankConfig | SpawnRequest) -> None:
+        self.send_raw(msgspec.msgpack.encode(message))
+
+    def send_raw(self, raw: bytes) -> None:
+        """Sends an encoded message; that a worker is gone is noticed when its replies are read."""
+        with suppress(OSError):
+            self.connection.send_bytes(raw)
+
+    def receive(self) -> Answer:
+        """The next reply; raises EngineError if the worker has ended or cannot continue."""
+        try:
+            reply: Answer = self._decoder.decode(self.connection.recv_bytes())
+        except (EOFError, OSError):
+            raise self.ended_error() from None
+        if isinstance(reply, Down):
+            raise EngineError(f"{self.name}: {reply.text}")
+        return reply
+
+    def replies(self) -> Iterator[Answer]:
+        """All replies so far."""
+        while self.connection.poll():
+            yield self.receive()
+
+    def check_alive(self) -> None:
+        """Raises EngineError with its last words if it has ended and left no reply."""
+        if self.process.poll() is not None and not self.connection.poll():
+            raise self.ended_error()
+
+    def close_pipe(self) -> None:
+        """Makes the worker end: it does not outlive its pipe for long."""
+        with suppress(OSError):
+            self.connection.close()
+
+    def close(self) -> None:
+        """Waits for the worker's end, and kills it if it takes too long."""
+        self.close_pipe()
+        try:
+            self.process.wait(END_S_MAX)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(END_S_MAX)
+        self._output.close()
+
+    def ended_error(self) -> EngineError:
+        """Says that the worker ended, with its last words."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(END_S_MAX)
+        return ended_error(self.name, self.process.returncode, self._output)
+
+
+class Executor:
+    """All workers of an instance, and the address of their coordinator once they are up."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="baton-")
+        self.rendezvous = str(Path(self._folder) / "ranks")
+        """A path that does not exist yet, through which torch.distributed connects the workers."""
+        self.up = Up(0)
+        self.workers: list[WorkerProcess] = []
+        self.is_closed = False
+
+    def start(self, configs: Sequence[RankConfig], progress: Callable[[str], None]) -> None:
+        """Starts the workers and waits until all are up."""
+        for config in configs:
+            self.workers.append(WorkerProcess(config))
+        first, *others = self.workers
+        self.up = self._wait_up(first)
+        for worker in others:
+            worker.send(Attach(self.up.coordinator, self.up.epoch))
+        progress(f"{first.name} is up")
+        for worker in others:
+            self._wait_up(worker)
+            progress(f"{worker.name} is up")
+        # Rank 0 reports a second time when all ranks are attached and hand-overs are accepted.
+        self.up = self._wait_up(first)
+
+    def send(self, message: Order) -> None:
+        """Sends a message to every worker."""
+        raw = msgspec.msgpack.encode(message)
+        for worker in self.workers:
+            worker.send_raw(raw)
+
+    def failure_reason(self, error: EngineError) -> str:
+        """Why the workers ended: one that was killed reports nothing, and others complain about it sooner."""
+        limit_s = monotonic() + LOST_S
+        while True:
+            lost = [worker for worker in self.workers if worker.process.poll() not in (None, OWN_ERROR)]
+            if lost or monotonic() > limit_s:
+                break
+            sleep(LOST_S / 20)
+        reasons = [str(worker.ended_error()) for worker in lost if worker.name not in str(error)]
+        return "; ".join([*reasons, str(error)])
+
+    def close(self) -> None:
+        """Ends every worker."""
+        self.send(Stop())
+        for worker in self.workers:
+            worker.close_pipe()
+        for worker in self.workers:
+            worker.close()
+        self.workers = []
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self.is_closed = True
+
+    def _wait_up(self, worker: WorkerProcess) -> Up:
+        """Waits for a worker's first reply, while the others may fail too."""
+        limit_s = monotonic() + START_S_MAX
+        while not worker.connection.poll(LOOK_S):
+            for other in self.workers:
+                other.check_alive()
+            if monotonic() > limit_s:
+                raise EngineError(f"{worker.name} did not start in {START_S_MAX:.0f} s")
+        reply = worker.receive()
+        assert isinstance(reply, Up), f"{worker.name} sent {reply} before it was up"
+        return reply

@@ -1,0 +1,298 @@
+"""A process that has imported everything a worker needs, from which workers are forked.
+
+Importing PyTorch takes seconds of a core, a fork next to nothing. The fork server computes nothing and
+touches no device, so that a fork is safe. It ends with its parent, and every forked process ends with it.
+
+The parent sends three descriptors for each process: its pipe, the file for its output, and the write end of
+its status pipe. The first message on the process's pipe is a SpawnRequest. The status pipe carries the pid,
+and at the end the exit code. `python -m baton.engine.fork_server` runs the server; the classes above it are
+the parent's side."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import IO, NoReturn
+
+import msgspec
+
+from baton import settings
+from baton.errors import EngineError
+
+_STATUS = struct.Struct("<i")
+"""On the status pipe: first the pid, then the exit code, negative for a signal."""
+_NUM_DESCRIPTORS = 3
+_LIBRARIES = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TORCH", "PYTORCH", "CUDA", "HF_")
+_IMPORT_VARIABLES = ("LD_", "PYTHON", *_LIBRARIES)
+"""Variables with these prefixes are read while libraries are imported: other values need another server."""
+_SERVERS_MAX = 2
+_END_S_MAX = 1.0
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+_SET_NAME = 15  # PR_SET_NAME
+_libc = ctypes.CDLL(None)
+
+
+class SpawnRequest(msgspec.Struct, frozen=True):
+    """What a forked process runs."""
+
+    name: str
+    module: str
+    """Its `main` is called with the pipe and the arguments."""
+    arguments: tuple[str, ...]
+    environment: dict[str, str]
+
+
+def die_with(parent: int) -> None:
+    """Kills the calling process when its parent ends; call it right after the fork."""
+    _signal_at_parent_end(parent, signal.SIGKILL)
+
+
+def interrupt_with(parent: int) -> None:
+    """Interrupts the calling process when its parent ends; call it right after the fork."""
+    # A parent started in the background ignores interrupts, and its children inherit that.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _signal_at_parent_end(parent, signal.SIGINT)
+
+
+def _signal_at_parent_end(parent: int, number: signal.Signals) -> None:
+    _libc.prctl(_SET_PARENT_DEATH_SIGNAL, number)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def ended_error(name: str, code: int | None, output: IO[bytes]) -> EngineError:
+    """Says that a process ended, with the last line of its output."""
+    output.seek(0)
+    lines = output.read().decode(errors="replace").strip().splitlines()
+    words = f"its last words: {lines[-1]}" if lines else "it left no message"
+    return EngineError(f"{name} ended (exit code {code}); {words}")
+
+
+class ForkedProcess:
+    """A process forked from a server; its methods are those of `subprocess.Popen`."""
+
+    def __init__(self, server: ForkServer, status: int) -> None:
+        self._server = server  # a server without references ends, and all its processes with it
+        self._status = status
+        self._lock = threading.Lock()
+        self.returncode: int | None = None
+        pid = self._read_status()
+        if pid is None:
+            raise server.ended_error()
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+
+    def __del__(self) -> None:
+        for descriptor in (self._status, getattr(self, "_pidfd", -1)):
+            with suppress(OSError):
+                os.close(descriptor)
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code; raises TimeoutExpired."""
+        poller = select.poll()
+        poller.register(self._status, select.POLLIN)
+        if self.returncode is None and not poller.poll(timeout_s * 1e3):
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout_s)
+        with self._lock:
+            if self.returncode is None:
+                code = self._read_status()
+                # Without a status the server was killed, and the process with it.
+                self.returncode = -signal.SIGKILL if code is None else code
+            return self.returncode
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def _read_status(self) -> int | None:
+        raw = os.read(self._status, _STATUS.size)
+        return _STATUS.unpack(raw)[0] if raw else None
+
+
+class ForkServer:
+    """A running fork server with one environment and the modules that it has imported."""
+
+    def __init__(self, environment: dict[str, str], preload: str) -> None:
+        self._control, theirs = socket.socketpair()
+        self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), preload],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=self._output,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Ends the server, even while it imports, and every process forked from it."""
+        self._control.close()
+        self._process.kill()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S_MAX)
+        self._output.close()
+
+    def spawn(self, pipe: int, output: int) -> ForkedProcess:
+        """Forks a process, which gets copies of both descriptors."""
+        status, theirs = os.pipe()
+        try:
+            with suppress(ConnectionError):  # a server that is gone sends no pid
+                socket.send_fds(self._control, [b"\0"], [pipe, output, theirs])
+        finally:
+            os.close(theirs)
+        return ForkedProcess(self, status)
+
+    def ended_error(self) -> EngineError:
+        """Says that the server ended, with its last words."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S_MAX)
+        return ended_error("the process that ranks fork from", self._process.returncode, self._output)
+
+
+class ForkServerPool:
+    """The fork servers of this process, one for each environment."""
+
+    def __init__(self, preload: str) -> None:
+        self._preload = preload
+        self._lock = threading.Lock()
+        self._servers: dict[frozenset[tuple[str, str]], ForkServer] = {}
+
+    def get(self, environment: dict[str, str]) -> ForkServer:
+        """A server for processes with this environment."""
+        key = frozenset(item for item in environment.items() if item[0].startswith(_IMPORT_VARIABLES))
+        with self._lock:
+            server = self._servers.pop(key, None)
+            if server is None or not server.is_alive:
+                server = ForkServer(environment, self._preload)
+            self._servers[key] = server
+            while len(self._servers) > _SERVERS_MAX:
+                del self._servers[next(iter(self._servers))]
+            return server
+
+    def close(self) -> None:
+        """Ends all servers, so that nothing outlives this process even for a moment."""
+        with self._lock:
+            for server in self._servers.values():
+                server.close()
+            self._servers.clear()
+
+
+class _Server:
+    """The server's own process: forks on request and reports exit codes."""
+
+    def __init__(self, control: socket.socket, parent: int) -> None:
+        self._control = control
+        self._parent = os.pidfd_open(parent)
+        self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._statuses: dict[int, int] = {}
+        """Status descriptors by pid."""
+
+    def run(self) -> None:
+        """Serves until the parent closes its end or ends."""
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
+        while True:
+            watched: list[socket.socket | int] = [self._control, self._parent, self._wake]
+            ready, _, _ = select.select(watched, [], [])
+            if self._parent in ready:
+                return
+            if self._wake in ready:
+                os.read(self._wake, 4096)
+                self._reap()
+            if self._control in ready:
+                request, descriptors, _, _ = socket.recv_fds(self._control, 1, _NUM_DESCRIPTORS)
+                if not request:
+                    return
+                self._fork(*descriptors)
+
+    def _fork(self, pipe: int, output: int, status: int) -> None:
+        server = os.getpid()
+        with warnings.catch_warnings():
+            # About threads: the only other ones are a BLAS pool that handles forks.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            die_with(server)
+            self._close_in_child()
+            os.close(status)
+            _run_forked(pipe, output)
+        self._statuses[pid] = status
+        _write_status(status, pid)
+        os.close(pipe)
+        os.close(output)
+
+    def _close_in_child(self) -> None:
+        """Closes the server's descriptors in a forked process."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._control.close()
+        for descriptor in (self._parent, self._wake, self._waker, *self._statuses.values()):
+            os.close(descriptor)
+        os.setsid()  # Ctrl-C is for the parent, which ends its workers in order
+
+    def _reap(self) -> None:
+        while self._statuses:
+            pid, wait_status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            status = self._statuses.pop(pid)
+            _write_status(status, os.waitstatus_to_exitcode(wait_status))
+            os.close(status)
+
+
+def _write_status(status: int, value: int) -> None:
+    with suppress(BrokenPipeError):  # the parent dropped the process
+        os.write(status, _STATUS.pack(value))
+
+
+def _run_forked(pipe: int, output: int) -> NoReturn:
+    """The whole life of a forked process."""
+    for standard in (1, 2):
+        os.dup2(output, standard)
+    os.close(output)
+    try:
+        connection = Connection(pipe)
+        request = msgspec.msgpack.decode(connection.recv_bytes(), type=SpawnRequest)
+        settings.take_environment(request.environment)
+        _libc.prctl(_SET_NAME, request.name.encode()[:15])
+        importlib.import_module(request.module).main(connection, *request.arguments)
+    finally:
+        error = sys.exception()
+        if error is not None:
+            sys.excepthook(type(error), error, error.__traceback__)
+        os._exit(1 if error else 0)  # threads of libraries must not keep an ended process alive
+
+
+if __name__ == "__main__":
+    importlib.import_module(sys.argv[3])
+    gc.collect()
+    gc.freeze()
+    _Server(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])).run()
+    os._exit(0)

@@ -1,1 +1,0 @@
-"""An instance: its rank processes, the scheduler over them, and what a caller holds."""

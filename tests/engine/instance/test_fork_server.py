@@ -1,0 +1,211 @@
+"""Processes forked from a server: what they start with, and how they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.engine import executor
+from baton.engine.fork_server import ForkedProcess, ForkServer, ForkServerPool, SpawnRequest
+from baton.errors import EngineError
+
+ROOT = Path(__file__).parents[3]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+LIMIT_S = 30.0
+PRELOAD = executor.WORKER[0]
+
+
+class Forked:
+    """A forked process with its pipe and its words."""
+
+    def __init__(self, server: ForkServer, behaviour: str, **environment: str) -> None:
+        ours, theirs = socket.socketpair()
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as this
+        with theirs:
+            self.process: ForkedProcess = server.spawn(theirs.fileno(), self.errors.fileno())
+        self.connection = Connection(ours.detach())
+        request = SpawnRequest(
+            "baton rank 7", "tests.engine.instance.forked", (behaviour,), ENVIRONMENT | environment
+        )
+        self.connection.send_bytes(msgspec.msgpack.encode(request))
+
+    def words(self) -> str:
+        self.errors.seek(0)
+        return self.errors.read().decode()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    limit_s = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < limit_s
+        time.sleep(0.01)
+
+
+def is_gone(pid: int) -> bool:
+    """Ended, whether or not anybody has looked."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer(ENVIRONMENT, PRELOAD)
+    yield server
+    server.close()
+
+
+def test_a_process_has_its_own_environment_session_and_name(server: ForkServer):
+    first_process, second_process = Forked(server, "tell", MINE="a"), Forked(server, "tell", YOURS="b")
+    (first, pid, session, name), (second, *_) = (
+        first_process.connection.recv(),
+        second_process.connection.recv(),
+    )
+    assert first == ENVIRONMENT | {"MINE": "a"}
+    assert second == ENVIRONMENT | {"YOURS": "b"}
+    assert pid == first_process.process.pid == session
+    assert name == "baton rank 7\n"
+    assert (first_process.process.wait(LIMIT_S), second_process.process.wait(LIMIT_S)) == (0, 0)
+
+
+def test_how_a_process_ended_is_told_with_its_last_words(server: ForkServer):
+    failed, killed = Forked(server, "fail"), Forked(server, "kill")
+    assert failed.process.wait(LIMIT_S) == 1
+    assert failed.words().endswith("ValueError: it cannot be\n")
+    assert killed.process.wait(LIMIT_S) == -signal.SIGKILL
+    assert (failed.process.poll(), killed.process.poll()) == (1, -signal.SIGKILL)
+    killed.process.kill()  # of one that is gone: nothing
+
+
+def test_waiting_has_an_end_and_kill_brings_it_about(server: ForkServer):
+    lingering = Forked(server, "linger")
+    pid = lingering.connection.recv()
+    assert lingering.process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        lingering.process.wait(0.05)
+    waiting = threading.Thread(target=lingering.process.wait, args=(LIMIT_S,))
+    waiting.start()
+    assert lingering.process.poll() is None
+    assert waiting.is_alive(), "who looks does not wait for who waits"
+    lingering.process.kill()
+    waiting.join(LIMIT_S)
+    assert lingering.process.wait(LIMIT_S) == -signal.SIGKILL
+    assert is_gone(pid)
+
+
+def test_no_process_holds_the_pipe_of_another(server: ForkServer):
+    """An end of a pipe is heard although younger ones live, and none has more descriptors than the first."""
+    forked = [Forked(server, "listen") for _ in range(3)]
+    held = [process.connection.recv() for process in forked]
+    assert held[0] == held[1] == held[2]
+    assert held[0] == ["", "file", "file", "file", "socket"]
+    forked[0].connection.close()
+    assert forked[0].process.wait(LIMIT_S) == 0
+    assert forked[1].process.poll() is None
+    for process in forked[1:]:
+        process.connection.close()
+        assert process.process.wait(LIMIT_S) == 0
+
+
+def test_variables_read_at_import_need_another_server_and_a_dead_one_is_replaced():
+    pool = ForkServerPool(PRELOAD)
+    first = pool.get(ENVIRONMENT)
+    assert pool.get(ENVIRONMENT | {"SOMETHING": "else"}) is first
+    second_process = pool.get(ENVIRONMENT | {"OMP_NUM_THREADS": "2"})
+    assert second_process is not first
+    assert pool.get(ENVIRONMENT) is first
+    forked = Forked(first, "linger")
+    pid = forked.connection.recv()
+    first._process.kill()
+    first._process.wait()
+    assert forked.process.wait(LIMIT_S) == -signal.SIGKILL
+    until(lambda: is_gone(pid))
+    with pytest.raises(EngineError, match="ranks fork from ended"):
+        Forked(first, "linger")
+    again = pool.get(ENVIRONMENT)
+    assert again is not first
+    assert Forked(again, "tell").process.wait(LIMIT_S) == 0
+    pool.close()
+    assert not again.is_alive
+    assert not second_process.is_alive
+
+
+def test_a_server_ends_at_once_even_while_it_imports():
+    server = ForkServer(ENVIRONMENT, PRELOAD)
+    server.close()
+    assert not server.is_alive
+
+
+def test_a_server_that_cannot_import_says_why(tmp_path: Path):
+    (tmp_path / "torch.py").write_text("raise ImportError('no such luck')")
+    with pytest.raises(EngineError, match=r"exit code 1.*no such luck"):
+        Forked(ForkServer(ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}, PRELOAD), "tell")
+
+
+IMPORTS = """
+import os, sys
+import torch
+
+def ask(*words, **named):
+    raise SystemExit("a device was asked for while importing")
+
+for module in (torch.cuda, torch.accelerator):
+    for name in ("is_available", "device_count", "_lazy_init", "current_device", "current_accelerator"):
+        if hasattr(module, name):
+            setattr(module, name, ask)
+if sys.argv[1:]:
+    torch.cuda.is_available()
+import baton.engine.fork_server, baton.engine.rank.process
+print(len(os.listdir("/proc/self/task")))
+"""
+
+
+def test_what_is_imported_before_the_forks_asks_for_no_device_and_starts_no_thread():
+    """A process that forked after either could not use the device, or would wait for a thread that is not."""
+    words = [sys.executable, "-c", IMPORTS]
+    run = partial(subprocess.run, capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=60)
+    assert run(words).stdout == "1\n"
+    assert "asked for" in run([*words, "ask"]).stderr
+
+
+ORPHANS = f"""
+import os, signal, sys, threading
+sys.path.insert(0, {str(ROOT)!r})
+from tests.engine.instance.test_fork_server import ENVIRONMENT, PRELOAD, Forked, ForkServer
+server = ForkServer(ENVIRONMENT, PRELOAD)
+forked = []
+starting = threading.Thread(target=lambda: forked.append(Forked(server, "linger")))
+starting.start()
+starting.join()
+pid = os.fork()
+if pid == 0:
+    signal.pause()  # holds every descriptor of its parent
+print(pid, server._process.pid, forked[0].connection.recv(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_outlives_the_parent_whoever_else_holds_its_descriptors():
+    words = [sys.executable, "-c", ORPHANS]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as parent:
+        assert parent.stdout is not None
+        holder, *pids = map(int, parent.stdout.readline().split())
+        try:
+            until(lambda: all(map(is_gone, pids)))
+            assert not is_gone(holder)
+        finally:
+            os.kill(holder, signal.SIGKILL)
