@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from baton.engine.commands import CopyRecord, LayerGroupTiming, SampledToken
 from baton.engine.sampling.params import SamplingParams
-from baton.engine.steps import CopyRecord, Group, Sampled
 from baton.plan.overlap import LayerTimes, choose
 from baton.protocol.outcomes import Cause
 
@@ -71,7 +71,7 @@ class Piece:
     """Tokens that one of a request's answers has grown by, and its end when `finish` says why."""
 
     index: int
-    tokens: tuple[Sampled, ...]
+    tokens: tuple[SampledToken, ...]
     text: str
     finish: str | None = None
     """stop, length or abort; `handed` at a source whose target goes on."""
@@ -103,7 +103,7 @@ class Story:
     ended_s: float = 0.0
     num_cached: int = 0
     num_held: int = 0
-    groups: dict[int, list[Group]] = field(default_factory=dict)
+    groups: dict[int, list[LayerGroupTiming]] = field(default_factory=dict)
     """By rank: what was computed of the prompt."""
     copies: dict[int, list[CopyRecord]] = field(default_factory=dict)
     unpipelined: list[str] = field(default_factory=list)

@@ -73,7 +73,7 @@ class Told:
         """What the bound exposes; without states, what it would if there were none to send."""
         story, last_s = self.prefill, self.prefill.prompt_s
         for rank, copies in story.copies.items():
-            dues = [due for copy in copies for due in copy.dues]
+            dues = [due for copy in copies for due in copy.layers_ready]
             byte_s = serial_s.get(rank, 0.0) / max(1, sum(due.num_bytes for due in dues))
             left = [(due.ready_s, due.num_bytes - (0 if has_states else due.state_bytes)) for due in dues]
             last_s = max(last_s, across_s(left, byte_s, story.begun_s))
@@ -82,7 +82,7 @@ class Told:
     def state_share(self) -> float:
         """How much of what was sent is recurrent state."""
         copies = (copy for copies in self.prefill.copies.values() for copy in copies)
-        dues = [due for copy in copies for due in copy.dues]
+        dues = [due for copy in copies for due in copy.layers_ready]
         return sum(due.state_bytes for due in dues) / max(1, sum(due.num_bytes for due in dues))
 
     def timeline(self, name: str) -> Timeline:

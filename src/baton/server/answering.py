@@ -9,9 +9,9 @@ from functools import partial
 from time import monotonic
 from typing import Protocol
 
+from baton.engine.commands import SampledToken
 from baton.engine.instance.instance import Instance
 from baton.engine.requests import Event, Piece, Story, Told, Trouble
-from baton.engine.steps import Sampled
 from baton.errors import ConfigError, EngineError, FullError
 from baton.protocol.outcomes import Cause, Stage, Why
 from baton.server.bodies.answered import CachedTokens, Usage
@@ -32,7 +32,7 @@ class Growth:
     is_first: bool
     """Nothing of it was told before, here or elsewhere."""
     text: str = ""
-    tokens: list[Sampled] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
     finish: str | None = None
 
 

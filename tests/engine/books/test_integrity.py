@@ -52,7 +52,7 @@ def _share_a_partial_page(scheduler: Scheduler) -> None:
     scheduler.room.pools["tokens"].hold(one.pages["tokens"][1:])
     other.pages["tokens"][1:] = one.pages["tokens"][1:]
     for batch in scheduler.flying:
-        batch.works[1].pages["tokens"][1:] = other.pages["tokens"][1:]
+        batch.sequences[1].pages["tokens"][1:] = other.pages["tokens"][1:]
 
 
 def _free_a_held_page(scheduler: Scheduler) -> None:

@@ -13,7 +13,7 @@ from baton.engine.books.room import Room
 from baton.engine.books.scheduler import Scheduler
 from baton.engine.books.sequence import Sequence, State
 from baton.engine.books.shares import Shares
-from baton.engine.steps import PageCopy, Work
+from baton.engine.commands import PageCopy, ScheduledSequence
 
 NUM_WALKS = 6000
 """At most: a walk is another one with another order of hashes, and the rarest variant shows in 1 of 500."""
@@ -155,7 +155,9 @@ def preempts_what_is_in_flight(patch: pytest.MonkeyPatch) -> None:
 def schedules_what_is_in_flight(patch: pytest.MonkeyPatch) -> None:
     real = Scheduler._work
 
-    def broken(self: Scheduler, sequence: Sequence, size: int, guesses: tuple[int, ...] = ()) -> Work:
+    def broken(
+        self: Scheduler, sequence: Sequence, size: int, guesses: tuple[int, ...] = ()
+    ) -> ScheduledSequence:
         work = real(self, sequence, size, guesses)
         sequence.num_flights = 0
         return work
@@ -238,7 +240,7 @@ def takes_a_draft_for_a_layer(patch: pytest.MonkeyPatch) -> None:
 def keeps_a_guess_that_was_wrong(patch: pytest.MonkeyPatch) -> None:
     real = Scheduler._sampled
 
-    def broken(self: Scheduler, sequence: Sequence, work: Work, tokens: list[int]) -> None:
+    def broken(self: Scheduler, sequence: Sequence, work: ScheduledSequence, tokens: list[int]) -> None:
         real(self, sequence, work, tokens)
         sequence.num_computed = sequence.num_scheduled = work.start + len(work.tokens)
 

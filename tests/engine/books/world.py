@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from tests.engine.books.memory import JUNK, Memory, entries, with_next
 
 from baton.engine.books import Asked, Role, Scheduler, SchedulerConfig, Sequence, State
+from baton.engine.commands import Batch, PageTables, ScheduledSequence
 from baton.engine.sampling.params import SamplingParams
-from baton.engine.steps import Batch, Tables, Work
 from baton.errors import ConfigError
 
 VOCABULARY = 3
@@ -36,7 +36,7 @@ class Lent:
     """Pages that a hand-over may touch, as it was told of them."""
 
     sequence: Sequence
-    pages: Tables
+    pages: PageTables
     num_held: int = 0
     sent: list[int] | None = None
     """What a target may copy, once the prompt is complete."""
@@ -129,10 +129,10 @@ class World:
         if batch is None:
             return False
         config = self.scheduler.config
-        assert batch.works
+        assert batch.sequences
         assert batch.num_rows <= config.batch_tokens_max
-        assert len(batch.works) <= config.sequences_max
-        kinds = [self._check_work(work) for work in batch.works]
+        assert len(batch.sequences) <= config.sequences_max
+        kinds = [self._check_work(work) for work in batch.sequences]
         assert kinds == sorted(kinds, reverse=True), "decode rows come first"
         assert limit is None or sum(kinds) <= limit
         self.seen["copies"] += len(batch.copies)
@@ -143,16 +143,16 @@ class World:
     def run(self) -> None:
         """The ranks compute the next batch."""
         batch = self.pending.pop(0)
-        self.memory.run(batch, {work.sequence: self._written(work) for work in batch.works})
+        self.memory.run(batch, {work.sequence: self._written(work) for work in batch.sequences})
 
     def complete(self) -> None:
         batch = self.flying.pop(0)
         if self.pending and self.pending[0] is batch:
             self.run()
-        samples = {work.sequence: self._drawn(work) for work in batch.works if work.num_samples}
+        samples = {work.sequence: self._drawn(work) for work in batch.sequences if work.num_samples}
         proposals = {
             work.sequence: guess
-            for work in batch.works
+            for work in batch.sequences
             if work.num_samples
             and (guess := self._guess(work.sequence, samples[work.sequence][: 1 + work.num_drafted]))
             is not None
@@ -161,7 +161,7 @@ class World:
             number: one for number, one in self.scheduler.sequences.items() if one.state is not State.ENDED
         }
         self.scheduler.complete(batch, samples, proposals)
-        for work in batch.works:
+        for work in batch.sequences:
             if work.num_samples and work.sequence in live:
                 self._sampled(live[work.sequence], samples[work.sequence], is_guessed=work.num_drafted > 0)
                 if work.num_drafted:
@@ -260,7 +260,9 @@ class World:
         for sequence in preempted:
             assert sequence.role is not Role.SOURCE
             assert sequence.number in self.told
-            assert not any(work.sequence == sequence.number for batch in self.flying for work in batch.works)
+            assert not any(
+                work.sequence == sequence.number for batch in self.flying for work in batch.sequences
+            )
             self.scheduled[sequence.number] = 0
             self.forked.discard(sequence.number)
             self.seen["preempted"] += 1
@@ -274,7 +276,7 @@ class World:
                 cached = self.entries_of(sequence)[: sequence.num_cached]
                 self.memory.check(sequence.pages, cached, sequence.num_prompt, "what the source has cached")
 
-    def _check_work(self, work: Work) -> bool:
+    def _check_work(self, work: ScheduledSequence) -> bool:
         """Whether a work is decoding."""
         sequence, tokens = self.scheduler.sequences[work.sequence], self.tokens[work.sequence]
         assert work.sequence in self.told
@@ -295,7 +297,7 @@ class World:
         else:
             assert work.start == before, "a sequence goes on where it was"
         self.scheduled[work.sequence] = stop
-        flights = [one for batch in self.flying for one in batch.works if one.sequence == work.sequence]
+        flights = [one for batch in self.flying for one in batch.sequences if one.sequence == work.sequence]
         assert len(flights) < self.scheduler.config.chunks_in_flight
         assert all(not one.num_samples for one in flights), "the token after it is not known"
         is_first = stop == sequence.num_prompt == len(tokens)
@@ -311,7 +313,7 @@ class World:
         """Answers are a function of what was seen, so that equal prompts go on equally."""
         return [(last + index) % VOCABULARY for index in range(count)]
 
-    def _drawn(self, work: Work) -> list[int]:
+    def _drawn(self, work: ScheduledSequence) -> list[int]:
         """What is sampled: behind a guess that is right, one more."""
         found = self._samples(self.plain_by_number(work.sequence)[-1], work.num_samples)
         for guess in work.tokens[len(work.tokens) - work.num_drafted :]:
@@ -328,7 +330,7 @@ class World:
         right = self._samples(last, 1)[0]
         return (right, right, (right + 1) % VOCABULARY, None)[last % 4]
 
-    def _written(self, work: Work) -> list[int]:
+    def _written(self, work: ScheduledSequence) -> list[int]:
         """The entries of a sequence as they are once a work is computed."""
         if self.setting.cache != "draft":
             return self.entries_by_number(work.sequence)

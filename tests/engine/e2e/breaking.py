@@ -17,7 +17,7 @@ AT_TARGET = ("target_pages",)
 NUM_TOKENS = 24
 
 
-def broken(side: Side, name: str, patch: pytest.MonkeyPatch, module: str = "broken_rank") -> Instance:
+def broken(side: Side, name: str, patch: pytest.MonkeyPatch, module: str = "broken_worker") -> Instance:
     """An instance of which every rank runs with something wrong, by its name in a module of this folder."""
     with patch.context() as only:
         only.setattr(children, "RANK", (f"{__package__}.{module}", name))

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
+from baton.engine.commands import SampledToken
 from baton.engine.instance.config import InstanceConfig
 from baton.engine.instance.instance import Instance
 from baton.engine.pair import Ask, Pair
 from baton.engine.requests import Event, Generate, Piece, Story, Told, Trouble
 from baton.engine.sampling.params import SamplingParams
-from baton.engine.steps import Sampled
 from baton.errors import ConfigError, EngineError
 from baton.plan import parse_layout
 from baton.transport import open_transport
@@ -142,7 +142,7 @@ def skip_without(transport: str) -> None:
 class Heard:
     """All that came of a request: its answers by index, and the stories by role."""
 
-    answers: dict[int, list[Sampled]] = field(default_factory=dict)
+    answers: dict[int, list[SampledToken]] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
     finishes: dict[int, str] = field(default_factory=dict)
     stories: dict[str, Story] = field(default_factory=dict)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from tests.engine.e2e.breaking import compare
-from tests.engine.e2e.broken_rank import BROKEN
+from tests.engine.e2e.broken_worker import BROKEN
 from tests.engine.e2e.house import House, Side, check_idle, opened
 from tests.engine.tiny import tiny
 
 from baton.engine.instance.instance import Instance
 from baton.errors import EngineError
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 FAILS_CLOSED = ("skipped_group",)
 

@@ -246,6 +246,7 @@ def test_refusals(house: House) -> None:
         ask_one(instance, rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", broken_drafts.BROKEN)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_broken_draft_is_seen(house: House, monkeypatch: pytest.MonkeyPatch, name: str, role: str) -> None:

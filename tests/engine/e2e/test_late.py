@@ -26,7 +26,7 @@ def test_tokens(family: str, prefill: str, decode: str, name: str, monkeypatch: 
     longer = [*asked[-1], *prompt(PAGE + 3, "tail")]
     plain = Side(str(folder)).but(chunk_tokens=100, policy="fixed:1")
     source = Side(str(folder), prefill, "late").but(chunk_tokens=100, policy="fixed:1")
-    with opened() as house, broken(source, name, monkeypatch, "late_rank") as late:
+    with opened() as house, broken(source, name, monkeypatch, "late_worker") as late:
         sound = house.instance(Side(plain.model, decode, "sound", plain.options))
         pair = Pair(late, sound)
         for salt in ("first", "second"):

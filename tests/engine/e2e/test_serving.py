@@ -29,11 +29,11 @@ from tests.engine.e2e.house import (
 from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.tiny import tiny
 
+from baton.engine.commands import Command, Step
 from baton.engine.instance.instance import Instance
 from baton.engine.instance.load import Load
 from baton.engine.pair import Pair
 from baton.engine.requests import Piece, Told, Trouble
-from baton.engine.steps import Order, Step
 from baton.errors import EngineError, FullError
 from baton.protocol.outcomes import Why
 from baton.session.registry import RegistryClient, Roster, Topology
@@ -210,7 +210,7 @@ class Steps:
     """Which steps a sequence is part of, in order, and where its abort came in between."""
 
     def __init__(self, instance: Instance, patch: pytest.MonkeyPatch) -> None:
-        self.orders: list[Order | str] = []
+        self.orders: list[Command | str] = []
         tell, drop = instance.desk._tell, instance.desk._drop
         patch.setattr(instance.desk, "_tell", lambda order: (self.orders.append(order), tell(order)))
         patch.setattr(instance.desk, "_drop", lambda *given: (self.orders.append("dropped"), drop(*given)))
@@ -221,7 +221,7 @@ class Steps:
             place
             for place, order in enumerate(self.orders)
             if isinstance(order, Step)
-            and any(work.sequence == number for batch in order.batches for work in batch.works)
+            and any(work.sequence == number for batch in order.batches for work in batch.sequences)
         ]
 
     @property

@@ -63,6 +63,7 @@ def test_index_keys_travel_with_the_latent(house: House) -> None:
         assert sum(copy.num_bytes for copy in copies) == 4 * num_numbers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", broken_index.BROKEN)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_broken_index_is_seen(house: House, monkeypatch: pytest.MonkeyPatch, name: str, role: str) -> None:

@@ -159,6 +159,7 @@ def test_a_source_that_hangs_is_ended_before_its_pages_are_stuck(house: House) -
     assert pair.decode.is_running
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_state_is_seen(house: House, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = hybrid("falcon_h1")

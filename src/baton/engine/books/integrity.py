@@ -74,7 +74,7 @@ def _check_waiting(scheduler: Scheduler) -> None:
 
 
 def _check_flights(scheduler: Scheduler) -> None:
-    flights = Counter(work.sequence for batch in scheduler.flying for work in batch.works)
+    flights = Counter(work.sequence for batch in scheduler.flying for work in batch.sequences)
     for number, sequence in scheduler.sequences.items():
         assert flights[number] == sequence.num_flights, (
             f"sequence {number} is in {flights[number]} batches, {sequence.num_flights} are counted"
@@ -82,7 +82,7 @@ def _check_flights(scheduler: Scheduler) -> None:
     lost = sorted(set(flights) - set(scheduler.sequences))
     assert not lost, f"sequences {lost} are in flight and forgotten"
     for batch in scheduler.flying:
-        for work in batch.works:
+        for work in batch.sequences:
             sequence = scheduler.sequences[work.sequence]
             for group, ids in work.pages.items():
                 first = sequence.holding.num_passed[group]

@@ -22,7 +22,7 @@ from itertools import count, pairwise
 import xxhash
 
 from baton.engine.books.pages import PagePool
-from baton.engine.steps import Tables
+from baton.engine.commands import PageTables
 
 TOKEN_BYTES = 8
 NUM_STALE = 64
@@ -37,7 +37,7 @@ class Node:
     parent: Node | None
     tokens: bytes
     salt: str
-    pages: Tables
+    pages: PageTables
     depth: int
     """Units up to and with this one."""
     num_pins: int = 0
@@ -64,7 +64,7 @@ class Match:
     """A cached prefix: its length, its pages and the node to pin."""
 
     num_tokens: int
-    pages: Tables
+    pages: PageTables
     pin: Node | None
 
 
@@ -94,7 +94,7 @@ class Prefix:
 
     def lookup(self, tokens: Sequence[int], salt: str = "") -> Match:
         """The longest cached prefix of these tokens, in whole units."""
-        pages: Tables = {group: [] for group in self._pools}
+        pages: PageTables = {group: [] for group in self._pools}
         last: Node | None = None
         for key, unit in self._units(tokens, salt):
             node = self._found(key, last, unit, salt)

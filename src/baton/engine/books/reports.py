@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 from baton.engine.books.pages import PageCounts
 from baton.engine.books.sequence import Sequence
-from baton.engine.steps import Tables
+from baton.engine.commands import PageTables
 
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """Where a prompt is to arrive: page tables, and the tokens by group that are there already."""
 
-    pages: Tables
+    pages: PageTables
     held: dict[str, int]
 
 

@@ -11,7 +11,7 @@ from baton.engine.books.pages import PageCounts, PagePool
 from baton.engine.books.prefix import Match, Node, Prefix, Unit
 from baton.engine.books.sequence import Holding, Sequence
 from baton.engine.books.shares import Shares
-from baton.engine.steps import PageCopy
+from baton.engine.commands import PageCopy
 from baton.errors import ConfigError
 
 PLACEHOLDER = 0

@@ -25,7 +25,7 @@ from baton.engine.books.room import Room
 from baton.engine.books.sequence import Ahead, Role, Sequence, State
 from baton.engine.books.shares import Shares
 from baton.engine.books.turns import has_half, is_older_waiting, is_ungranted
-from baton.engine.steps import Batch, PageCopy, Work
+from baton.engine.commands import Batch, PageCopy, ScheduledSequence
 from baton.errors import EngineError
 
 ACTIVE = (State.PREFILLING, State.RUNNING, State.RECEIVING)
@@ -123,7 +123,7 @@ class Scheduler:
 
     def schedule(self, limit: int | None = None) -> Batch | None:
         """The next batch, decoding first; at most `limit` sequences decode, so that several share them."""
-        works: list[Work] = []
+        works: list[ScheduledSequence] = []
         self._take_decodes(works, self.config.sequences_max if limit is None else limit)
         self._take_chunks(works)
         self._take_waiting(works)
@@ -150,7 +150,7 @@ class Scheduler:
         assert is_next, "batches complete in the order they were made"
         self.flying.popleft()
         self.room.end_copies(batch.copies)
-        for work in batch.works:
+        for work in batch.sequences:
             sequence = self.sequences[work.sequence]
             sequence.num_flights -= 1
             found = samples.get(work.sequence, []) if sequence.state is not State.ENDED else []
@@ -229,7 +229,7 @@ class Scheduler:
 
     # Choosing.
 
-    def _take_decodes(self, works: list[Work], limit: int) -> None:
+    def _take_decodes(self, works: list[ScheduledSequence], limit: int) -> None:
         spare = self.config.batch_tokens_max
         for sequence in self._oldest_first(State.RUNNING):
             if len(works) >= min(limit, self.config.sequences_max) or not spare:
@@ -249,12 +249,12 @@ class Scheduler:
             return ()
         return (proposal,)
 
-    def _take_chunks(self, works: list[Work]) -> None:
+    def _take_chunks(self, works: list[ScheduledSequence]) -> None:
         for sequence in self._oldest_first(State.PREFILLING):
             if sequence.state is State.PREFILLING and sequence.num_flights < self.config.chunks_in_flight:
                 self._take_chunk(works, sequence)
 
-    def _take_chunk(self, works: list[Work], sequence: Sequence) -> None:
+    def _take_chunk(self, works: list[ScheduledSequence], sequence: Sequence) -> None:
         stop = sequence.num_tokens
         if sequence.asked.embeddings is not None and sequence.num_scheduled < sequence.num_prompt:
             # A work has rows of one sort: embeddings end with the prompt.
@@ -266,7 +266,7 @@ class Scheduler:
         if self._has_made_room(sequence, sequence.num_scheduled + size):
             works.append(self._work(sequence, size))
 
-    def _take_waiting(self, works: list[Work]) -> None:
+    def _take_waiting(self, works: list[ScheduledSequence]) -> None:
         is_source_barred = False
         num_rows = sum(len(work.tokens) for work in works)
         for sequence in list(self.waiting):
@@ -295,13 +295,13 @@ class Scheduler:
             self._changes.started.append(sequence)
         return True
 
-    def _work(self, sequence: Sequence, size: int, guesses: tuple[int, ...] = ()) -> Work:
+    def _work(self, sequence: Sequence, size: int, guesses: tuple[int, ...] = ()) -> ScheduledSequence:
         start, stop = sequence.num_scheduled, sequence.num_scheduled + size
         sequence.num_scheduled = stop
         sequence.num_flights += 1
         is_last = stop == sequence.num_tokens
         hidden, sequence.ahead.hidden = sequence.ahead.hidden, None
-        return Work(
+        return ScheduledSequence(
             sequence=sequence.number,
             start=start,
             tokens=[*sequence.tokens(start, stop), *guesses],
@@ -334,7 +334,7 @@ class Scheduler:
 
     # Keeping the records.
 
-    def _sampled(self, sequence: Sequence, work: Work, tokens: list[int]) -> None:
+    def _sampled(self, sequence: Sequence, work: ScheduledSequence, tokens: list[int]) -> None:
         num_most = work.num_samples + work.num_drafted
         num_least = 1 if work.num_drafted else num_most
         assert num_least <= len(tokens) <= num_most, (

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.engine.books.prefix import Node
+from baton.engine.commands import PageTables
 from baton.engine.sampling.params import SamplingParams
-from baton.engine.steps import Tables
 
 
 class Role(Enum):
@@ -60,7 +60,7 @@ class Asked:
 class Holding:
     """The pages of a sequence: tables by group, and how many leading entries are given back already."""
 
-    pages: Tables = field(default_factory=dict)
+    pages: PageTables = field(default_factory=dict)
     num_passed: dict[str, int] = field(default_factory=dict)
     """By group: entries before a window; they stand in the table, their pages may be anybody's."""
     pin: Node | None = None
@@ -121,7 +121,7 @@ class Sequence:
         return self.asked.params
 
     @property
-    def pages(self) -> Tables:
+    def pages(self) -> PageTables:
         """Its page tables."""
         return self.holding.pages
 

@@ -13,13 +13,12 @@ from pathlib import Path
 import msgspec
 
 from baton import settings
+from baton.engine.commands import Command, Reply, WorkerConfig
 from baton.engine.instance.kin import NURSERY, ended
 from baton.engine.rank.birth import Birth
-from baton.engine.rank.config import RankConfig
-from baton.engine.steps import Answer, Order
 from baton.errors import EngineError
 
-RANK: tuple[str, ...] = ("baton.engine.rank.process",)
+RANK: tuple[str, ...] = ("baton.engine.worker",)
 """The module of a rank, and words for it."""
 END_S_MAX = 6.0
 """How long a rank has to end before it is killed: more than it takes itself, less than makes pages stuck."""
@@ -28,7 +27,7 @@ END_S_MAX = 6.0
 class Child:
     """One rank process."""
 
-    def __init__(self, config: RankConfig) -> None:
+    def __init__(self, config: WorkerConfig) -> None:
         self.rank = config.rank
         self.name = f"rank {config.rank} of {config.instance}"
         environment = settings.rank_environment(config.num_threads)
@@ -37,17 +36,17 @@ class Child:
         with theirs:
             self.process = NURSERY.cradle(environment).bear(theirs.fileno(), self._errors.fileno())
         self.connection = Connection(ours.detach())
-        self._decoder = msgspec.msgpack.Decoder(Answer)
+        self._decoder = msgspec.msgpack.Decoder(Reply)
         birth = Birth(f"baton rank {config.rank}", RANK[0], RANK[1:], environment)
         self.tell_raw(msgspec.msgpack.encode(birth))
         self.tell_raw(msgspec.msgpack.encode(config))
 
     @staticmethod
-    def encode(order: Order) -> bytes:
+    def encode(order: Command) -> bytes:
         """An order as it goes over the pipe."""
         return msgspec.msgpack.encode(order)
 
-    def tell(self, order: Order) -> None:
+    def tell(self, order: Command) -> None:
         """One order."""
         self.tell_raw(self.encode(order))
 
@@ -56,10 +55,10 @@ class Child:
         with suppress(OSError):
             self.connection.send_bytes(raw)
 
-    def heard(self) -> Answer:
+    def heard(self) -> Reply:
         """The next answer; raises EngineError with the child's last words at its end."""
         try:
-            answer: Answer = self._decoder.decode(self.connection.recv_bytes())
+            answer: Reply = self._decoder.decode(self.connection.recv_bytes())
         except (EOFError, OSError):
             raise self.lost() from None
         return answer

@@ -6,9 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from time import monotonic, sleep
 
+from baton.engine.commands import (
+    AttachCoordinator,
+    Command,
+    Reply,
+    Stop,
+    WorkerConfig,
+    WorkerFailed,
+    WorkerReady,
+)
 from baton.engine.instance.children import Child, Meeting
-from baton.engine.rank.config import RankConfig
-from baton.engine.steps import Answer, Attach, Down, Order, Stop, Up
 from baton.errors import EngineError
 
 START_S_MAX = 600.0
@@ -24,7 +31,7 @@ class Crew:
 
     def __init__(self) -> None:
         self.meeting = Meeting()
-        self.up = Up(0)
+        self.up = WorkerReady(0)
         self._children: list[Child] = []
         self.is_closed = False
 
@@ -33,13 +40,13 @@ class Crew:
         """Every rank by its end of the pipe."""
         return {child.connection: child for child in self._children}
 
-    def start(self, configs: Sequence[RankConfig], progress: Callable[[str], None]) -> None:
+    def start(self, configs: Sequence[WorkerConfig], progress: Callable[[str], None]) -> None:
         """Starts the ranks and waits until all are up."""
         self._children = [Child(config) for config in configs]
         first, *others = self._children
         self.up = self._await_up(first)
         for child in others:
-            child.tell(Attach(self.up.coordinator, self.up.epoch))
+            child.tell(AttachCoordinator(self.up.coordinator, self.up.epoch))
         progress(f"{first.name} is up")
         for child in others:
             self._await_up(child)
@@ -47,7 +54,7 @@ class Crew:
         # The first one's second word: all are attached, and hand-overs are taken.
         self.up = self._await_up(first)
 
-    def tell(self, order: Order) -> None:
+    def tell(self, order: Command) -> None:
         """Every rank hears every order."""
         raw = Child.encode(order)
         for child in self._children:
@@ -75,7 +82,7 @@ class Crew:
         self.meeting.close()
         self.is_closed = True
 
-    def _await_up(self, child: Child) -> Up:
+    def _await_up(self, child: Child) -> WorkerReady:
         """The first word of a rank, while the others may fail too."""
         limit_s = monotonic() + START_S_MAX
         while not child.connection.poll(LOOK_S):
@@ -84,16 +91,16 @@ class Crew:
             if monotonic() > limit_s:
                 raise EngineError(f"{child.name} did not start in {START_S_MAX:.0f} s")
         answer = child.heard()
-        if isinstance(answer, Down):
+        if isinstance(answer, WorkerFailed):
             raise EngineError(f"{child.name}: {answer.text}")
-        assert isinstance(answer, Up), f"{child.name} said {answer} before it was up"
+        assert isinstance(answer, WorkerReady), f"{child.name} said {answer} before it was up"
         return answer
 
 
-def answers(child: Child) -> Iterator[Answer]:
+def answers(child: Child) -> Iterator[Reply]:
     """Everything that a rank has said so far; raises EngineError when it cannot go on."""
     while child.connection.poll():
         answer = child.heard()
-        if isinstance(answer, Down):
+        if isinstance(answer, WorkerFailed):
             raise EngineError(f"{child.name}: {answer.text}")
         yield answer

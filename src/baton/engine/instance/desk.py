@@ -11,6 +11,21 @@ from collections import deque
 from collections.abc import Iterator
 
 from baton.engine.books.sequence import Sequence
+from baton.engine.commands import (
+    AbortTransfer,
+    Batch,
+    CopiesDone,
+    EndSequence,
+    PageTables,
+    Reply,
+    SampledToken,
+    ScheduledSequence,
+    SendKV,
+    StartSequence,
+    Step,
+    StepDone,
+    TransferUpdate,
+)
 from baton.engine.drafting import hidden_of, problem_of, proposal_of
 from baton.engine.instance.checking import check_request
 from baton.engine.instance.load import Gauge, Queue, num_slots
@@ -18,21 +33,6 @@ from baton.engine.instance.lobby import Lobby
 from baton.engine.instance.premises import Flying, Premises, Yield
 from baton.engine.instance.record import Record, sampled_of
 from baton.engine.requests import Generate, Inbound, Outbound, Sink, Story
-from baton.engine.steps import (
-    Abort,
-    Answer,
-    Batch,
-    Begin,
-    Changed,
-    Copied,
-    End,
-    Sampled,
-    Send,
-    Step,
-    StepDone,
-    Tables,
-    Work,
-)
 from baton.errors import ConfigError
 from baton.protocol.outcomes import Aux, Cause, Failed, Finished, Ready, Stage, Why
 
@@ -116,14 +116,14 @@ class Desk:
                 if all(pool.num_pages <= CHECK_PAGES_MAX for pool in books.room.pools.values()):
                     books.check_integrity()
 
-    def heard(self, answer: Answer, now_s: float) -> None:
+    def heard(self, answer: Reply, now_s: float) -> None:
         """A rank said something."""
         match answer:
             case StepDone():
                 self._stepped(answer, now_s)
-            case Changed():
+            case TransferUpdate():
                 self._changed(answer, now_s)
-            case Copied(rank, sequence, copies):
+            case CopiesDone(rank, sequence, copies):
                 if record := self._records.get(sequence):
                     record.story.copies[rank] = copies
 
@@ -154,12 +154,12 @@ class Desk:
         if record.is_source:
             self._send(record, sequence.num_cached, sequence.pages)
 
-    def _send(self, record: Record, num_cached: int, pages: Tables) -> None:
+    def _send(self, record: Record, num_cached: int, pages: PageTables) -> None:
         hand = record.request.hand
         assert isinstance(hand, Outbound)
         record.is_handing = True
         self._tell(
-            Send(
+            SendKV(
                 sequence=record.number,
                 dp=record.dp,
                 transfer=hand.transfer,
@@ -176,7 +176,7 @@ class Desk:
         asked, request = sequence.asked, self._records[sequence.number].request
         tokens, index = sequence.tokens(0, sequence.num_tokens), request.index + asked.index
         # By the request: the books take what was answered elsewhere for prompt, the sampler does not.
-        self._tell(Begin(asked.number, asked.dp, tokens, len(request.tokens), request.params, index))
+        self._tell(StartSequence(asked.number, asked.dp, tokens, len(request.tokens), request.params, index))
 
     def _stepped(self, done: StepDone, now_s: float) -> None:
         flying = next(each for each in self._flying if each.step.number == done.number)
@@ -193,18 +193,18 @@ class Desk:
             dones = [flying.done[rank] for rank in ranks]
             found = Yield.of(dones)
             self._note(batch, dones)
-            num_rows = sum(len(work.tokens) for work in batch.works if work.start < work.prompt_tokens)
+            num_rows = sum(len(work.tokens) for work in batch.sequences if work.start < work.prompt_tokens)
             self.gauge.stepped(
                 num_rows, min(each.start_s for each in dones), max(each.stop_s for each in dones)
             )
             self._books[dp].complete(batch, found.tokens, found.proposals)
-            for work in batch.works:
+            for work in batch.sequences:
                 if work.num_samples and work.sequence in self._records:
                     self._sampled(self._records[work.sequence], work, found, now_s)
 
     def _note(self, batch: Batch, dones: list[StepDone]) -> None:
         """What a step adds to the stories of the prompts in it."""
-        for work in batch.works:
+        for work in batch.sequences:
             record = self._records.get(work.sequence)
             if record is None or work.start >= work.prompt_tokens or record.story.token_s:
                 continue
@@ -218,7 +218,7 @@ class Desk:
                 is_whole = any(done.unpipelined for done in dones)
                 self.counters["unpipelined" if is_whole else "pipelined"] += 1
 
-    def _sampled(self, record: Record, work: Work, yielded: Yield, now_s: float) -> None:
+    def _sampled(self, record: Record, work: ScheduledSequence, yielded: Yield, now_s: float) -> None:
         """Tokens for one answer, or the first tokens of all of them."""
         number = work.sequence
         found = yielded.samples[number]
@@ -246,7 +246,9 @@ class Desk:
             if not record.has_ended(each) and record.grow(each, sampled, now_s):
                 self._finish(record, each, now_s)
 
-    def _forked(self, record: Record, number: int, found: list[Sampled], hidden: bytes | None) -> list[int]:
+    def _forked(
+        self, record: Record, number: int, found: list[SampledToken], hidden: bytes | None
+    ) -> list[int]:
         """The sequences that so many first tokens are for."""
         numbers = [next(self._numbers) for _ in found[1:]]
         if numbers:
@@ -263,7 +265,7 @@ class Desk:
 
     # Hand-overs.
 
-    def _changed(self, answer: Changed, now_s: float) -> None:
+    def _changed(self, answer: TransferUpdate, now_s: float) -> None:
         record = self._records.get(answer.sequence)
         if record is None:
             return
@@ -318,7 +320,7 @@ class Desk:
             if record.has_ended(each) if is_told else record.grow(each, sampled, now_s):
                 self._finish(record, each, now_s)
 
-    def _firsts(self, record: Record, aux: Aux, now_s: float) -> list[Sampled]:
+    def _firsts(self, record: Record, aux: Aux, now_s: float) -> list[SampledToken]:
         """What a source sampled; nothing, and the request fails, where that cannot be."""
         num_wanted, vocab_size = record.request.params.n, self._premises.vocab_size
         record.story.num_cached = aux.cached_tokens
@@ -344,7 +346,7 @@ class Desk:
             record.story.begun_s = now_s
             self._send(record, 0, {})
         if record.is_handing and not record.story.settled_s:
-            self._tell(Abort(record.number, text))
+            self._tell(AbortTransfer(record.number, text))
         for number in [each for each, found in self._records.items() if found is record]:
             self._books[record.dp].abort(number)
             if number != record.number:
@@ -353,7 +355,7 @@ class Desk:
 
     def _forget(self, record: Record, number: int, now_s: float) -> None:
         """One answer is over."""
-        self._tell(End(number))
+        self._tell(EndSequence(number))
         if number != record.number:
             self._records.pop(number, None)
         self._close_if_over(record, now_s)
@@ -362,7 +364,7 @@ class Desk:
         if record.is_open or record.is_handing or self._records.get(record.number) is not record:
             return
         # Ranks may have forgotten it already; one that was aborted or handed over they have not.
-        self._tell(End(record.number))
+        self._tell(EndSequence(record.number))
         del self._records[record.number]
         self._is_checked = False
         if (handoff_s := record.handoff_s) is not None:

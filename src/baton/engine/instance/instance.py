@@ -21,6 +21,7 @@ from baton.engine.books.limits import SchedulerConfig
 from baton.engine.books.scheduler import Scheduler
 from baton.engine.books.shares import Shares
 from baton.engine.checkpoint.tokenizer import eos_ids, load_tokenizer
+from baton.engine.commands import WorkerConfig
 from baton.engine.instance.children import Child
 from baton.engine.instance.config import InstanceConfig, Sizes, derive
 from baton.engine.instance.crew import Crew, answers
@@ -31,7 +32,6 @@ from baton.engine.instance.mailbox import Mailbox
 from baton.engine.instance.premises import Premises
 from baton.engine.instance.record import Facts
 from baton.engine.instance.warming import warm
-from baton.engine.rank.config import RankConfig
 from baton.engine.requests import Generate, Sink
 from baton.engine.text.tokenizer import Tokenizer
 from baton.errors import EngineError
@@ -209,9 +209,9 @@ class Instance:
             tell=self._crew.tell,
         )
 
-    def _rank_config(self, rank: int) -> RankConfig:
+    def _rank_config(self, rank: int) -> WorkerConfig:
         config, sizes = self.config, self.sizes
-        return RankConfig(
+        return WorkerConfig(
             instance=config.name,
             model=sizes.model,
             layout=config.layout,

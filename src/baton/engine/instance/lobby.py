@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from baton.engine.books.reports import Reservation
 from baton.engine.books.scheduler import Scheduler
+from baton.engine.commands import Command, DeclineTransfer, ReceiveKV
 from baton.engine.instance.record import Record
 from baton.engine.requests import Inbound
-from baton.engine.steps import Decline, Order, Receive
 from baton.errors import ConfigError
 
 RESERVE_S_MAX = 30.0
@@ -22,7 +22,7 @@ class Lobby:
     def __init__(
         self,
         books: Sequence[Scheduler],
-        tell: Callable[[Order], None],
+        tell: Callable[[Command], None],
         refuse: Callable[[Record, str], None],
     ) -> None:
         self._books = books
@@ -77,7 +77,7 @@ class Lobby:
         record.story.begun_s = now_s
         record.story.num_held = max(reservation.held.values(), default=0)
         self._tell(
-            Receive(
+            ReceiveKV(
                 sequence=record.number,
                 dp=record.dp,
                 transfer=hand.transfer,
@@ -97,4 +97,4 @@ class Lobby:
     def _decline(self, record: Record, text: str) -> None:
         hand = record.request.hand
         assert isinstance(hand, Inbound)
-        self._tell(Decline(record.dp, hand.transfer, hand.source, text))
+        self._tell(DeclineTransfer(record.dp, hand.transfer, hand.source, text))

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from baton.engine.books.scheduler import Scheduler
+from baton.engine.commands import Batch, Command, SampledToken, Step, StepDone
 from baton.engine.instance.record import Facts
-from baton.engine.steps import Batch, Order, Sampled, Step, StepDone
 from baton.plan import Layout
 
 
@@ -21,7 +21,7 @@ class Premises:
     facts: Facts
     vocab_size: int
     hidden_size: int
-    tell: Callable[[Order], None]
+    tell: Callable[[Command], None]
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Flying:
 class Yield:
     """What a step gave one dp group: tokens, guesses and rows to fork from by sequence."""
 
-    samples: dict[int, list[Sampled]] = field(default_factory=dict)
+    samples: dict[int, list[SampledToken]] = field(default_factory=dict)
     proposals: dict[int, int] = field(default_factory=dict)
     hidden: dict[int, bytes] = field(default_factory=dict)
 

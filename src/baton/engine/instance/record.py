@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from baton.engine.books.sequence import Asked, Role, Sequence
+from baton.engine.commands import SampledToken
 from baton.engine.requests import Generate, Inbound, Outbound, Piece, Sink, Story, Told, Trouble
 from baton.engine.sampling.ending import Progress, ending
-from baton.engine.steps import Sampled
 from baton.engine.text.answer import AnswerText
 from baton.engine.text.tokenizer import Tokenizer
 from baton.protocol.outcomes import Aux, Cause
@@ -142,7 +142,7 @@ class Record:
         """Whether an answer is complete."""
         return self.answers[sequence].finish is not None
 
-    def grow(self, sequence: int, sampled: Sampled, now_s: float, *, is_last: bool = False) -> bool:
+    def grow(self, sequence: int, sampled: SampledToken, now_s: float, *, is_last: bool = False) -> bool:
         """Tells the caller of a token; True: the answer ends with it."""
         answer, params = self.answers[sequence], self.request.params
         if self.is_over or answer.finish is not None:
@@ -196,11 +196,11 @@ class Record:
         self.sink(Told(self.story))
 
 
-def sampled_of(aux: Aux) -> list[Sampled]:
+def sampled_of(aux: Aux) -> list[SampledToken]:
     """The first tokens that a source sampled, with what it told of them."""
     if len(aux.logprobs) != len(aux.tokens):
-        return [Sampled(token) for token in aux.tokens]
+        return [SampledToken(token) for token in aux.tokens]
     return [
-        Sampled(token, told.get(token, 0.0), dict(told))
+        SampledToken(token, told.get(token, 0.0), dict(told))
         for token, told in zip(aux.tokens, aux.logprobs, strict=True)
     ]

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 import msgspec
 
-import baton.engine.rank.process  # noqa: F401 - this is what it is for
+import baton.engine.worker  # noqa: F401 - this is what it is for
 from baton import settings
 from baton.engine.lineage import die_with
 from baton.engine.rank.birth import FATE, NUM_DESCRIPTORS, Birth

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from baton.engine.attention.pools import CachePools
 from baton.engine.checkpoint import open_checkpoint
+from baton.engine.commands import Batch, PageCopy, ScheduledSequence
 from baton.engine.model.build import build
 from baton.engine.model.seam import Stage
-from baton.engine.parallel.mesh import Mesh
-from baton.engine.runner import Quiet, Runner
-from baton.engine.steps import Batch, PageCopy, Work
+from baton.engine.model_runner import ModelRunner, NoHooks
+from baton.engine.parallel import Mesh
 from baton.engine.storage import engine_storage
 from baton.errors import EngineError
 from baton.plan import Spec, parse_layout
@@ -40,10 +40,10 @@ class Rig:
         content = {name: np.zeros(size, dtype=np.uint8) for name, size in buffers(spec, 0, "t").items()}
         self.pools = CachePools(spec, 0, content, CPU)
         self.stage: Stage = build(checkpoint, self.mesh.cut(cache.num_layers, torch.float32, CPU))
-        self.runner = Runner(self.stage, self.mesh, self.pools)
+        self.runner = ModelRunner(self.stage, self.mesh, self.pools)
 
-    def run(self, *works: Work, copies: tuple[PageCopy, ...] = ()) -> Tensor | None:
-        return self.runner.run([Batch(list(works), list(copies))], Quiet())
+    def run(self, *works: ScheduledSequence, copies: tuple[PageCopy, ...] = ()) -> Tensor | None:
+        return self.runner.run([Batch(list(works), list(copies))], NoHooks())
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def rig(folder: Path) -> Rig:
     return Rig(folder)
 
 
-def prompt(sequence: int, pages: list[int], *, num_samples: int = 1) -> Work:
-    return Work(sequence, 0, TOKENS, {"tokens": pages}, len(TOKENS), num_samples)
+def prompt(sequence: int, pages: list[int], *, num_samples: int = 1) -> ScheduledSequence:
+    return ScheduledSequence(sequence, 0, TOKENS, {"tokens": pages}, len(TOKENS), num_samples)
 
 
 def test_hooks_hear_every_layer_once_its_cache_is_there(rig: Rig) -> None:
@@ -92,19 +92,19 @@ def test_input_embeddings_stand_for_tokens(rig: Rig) -> None:
     plain = rig.run(prompt(0, [3, 1]))
     assert rig.stage.embedding is not None
     rows = rig.stage.embedding.embed(torch.tensor(TOKENS)).numpy().astype(np.float32).tobytes()
-    given = Work(1, 0, [0] * len(TOKENS), {"tokens": [2, 4]}, len(TOKENS), 1, rows)
+    given = ScheduledSequence(1, 0, [0] * len(TOKENS), {"tokens": [2, 4]}, len(TOKENS), 1, rows)
     found = rig.run(prompt(2, [5, 6]), given)
     assert plain is not None
     assert found is not None
     torch.testing.assert_close(found, plain.expand(2, -1))
     with pytest.raises(EngineError, match="bytes of input embeddings for 7 tokens; give 192 bytes"):
-        rig.run(Work(1, 0, [0] * len(TOKENS), {"tokens": [2, 4]}, len(TOKENS), 1, rows[:-4]))
+        rig.run(ScheduledSequence(1, 0, [0] * len(TOKENS), {"tokens": [2, 4]}, len(TOKENS), 1, rows[:-4]))
 
 
 def test_copied_pages_serve_another_sequence(rig: Rig) -> None:
     rig.run(prompt(0, [3, 1]))
-    after = Work(0, len(TOKENS), [11], {"tokens": [3, 1]}, len(TOKENS), 1)
-    fork = Work(1, len(TOKENS), [11], {"tokens": [3, 9]}, len(TOKENS), 1)
+    after = ScheduledSequence(0, len(TOKENS), [11], {"tokens": [3, 1]}, len(TOKENS), 1)
+    fork = ScheduledSequence(1, len(TOKENS), [11], {"tokens": [3, 9]}, len(TOKENS), 1)
     copied = rig.run(fork, copies=(PageCopy("tokens", 1, 9),))
     plain = rig.run(after)
     assert copied is not None
@@ -114,9 +114,9 @@ def test_copied_pages_serve_another_sequence(rig: Rig) -> None:
 
 def test_a_step_has_a_batch_for_every_dp_group(rig: Rig) -> None:
     with pytest.raises(EngineError, match="a step of 2 batches for 1 dp groups"):
-        rig.runner.run([Batch(), Batch()], Quiet())
+        rig.runner.run([Batch(), Batch()], NoHooks())
 
 
 def test_a_stage_that_does_not_fit_is_refused(rig: Rig) -> None:
     with pytest.raises(EngineError, match="first stage has the embedding"):
-        Runner(Stage(rig.stage.layers, None, rig.stage.head), rig.mesh, rig.pools)
+        ModelRunner(Stage(rig.stage.layers, None, rig.stage.head), rig.mesh, rig.pools)
