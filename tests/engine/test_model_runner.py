@@ -1,4 +1,4 @@
-"""The runner's loop on one rank: hooks, what is sampled, input embeddings, copies."""
+"""The model runner on one rank: hooks, rows to sample from, input embeddings, page copies."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,8 +42,8 @@ class Rig:
         self.stage: Stage = build(checkpoint, self.mesh.cut(cache.num_layers, torch.float32, CPU))
         self.runner = ModelRunner(self.stage, self.mesh, self.pools)
 
-    def run(self, *works: ScheduledSequence, copies: tuple[PageCopy, ...] = ()) -> Tensor | None:
-        return self.runner.run([Batch(list(works), list(copies))], NoHooks())
+    def run(self, *sequences: ScheduledSequence, copies: tuple[PageCopy, ...] = ()) -> Tensor | None:
+        return self.runner.run([Batch(list(sequences), list(copies))], NoHooks())
 
 
 @pytest.fixture(scope="module")
@@ -60,26 +60,26 @@ def prompt(sequence: int, pages: list[int], *, num_samples: int = 1) -> Schedule
     return ScheduledSequence(sequence, 0, TOKENS, {"tokens": pages}, len(TOKENS), num_samples)
 
 
-def test_hooks_hear_every_layer_once_its_cache_is_there(rig: Rig) -> None:
-    heard: list[object] = []
+def test_hooks_are_called_for_every_layer_once_its_cache_is_stored(rig: Rig) -> None:
+    calls: list[object] = []
 
-    class Listener:
+    class Recorder:
         def before_forward(self, batch: Batch) -> None:
-            heard.append(batch.num_rows)
+            calls.append(batch.num_rows)
 
         def layer_done(self, layer: int) -> None:
             stored = [bool(rig.pools.view("k", i)[3].any()) for i in range(5)]
             assert stored == [i <= layer for i in range(5)]
-            heard.append(layer)
+            calls.append(layer)
 
         def after_forward(self) -> None:
-            heard.append("end")
+            calls.append("end")
 
-    rig.runner.run([Batch([prompt(0, [3, 1])])], Listener())
-    assert heard == [7, 0, 1, 2, 3, 4, "end"]
+    rig.runner.run([Batch([prompt(0, [3, 1])])], Recorder())
+    assert calls == [7, 0, 1, 2, 3, 4, "end"]
 
 
-def test_only_works_that_sample_have_logits(rig: Rig) -> None:
+def test_only_sequences_that_are_sampled_have_logits(rig: Rig) -> None:
     both = rig.run(prompt(0, [3, 1]), prompt(1, [2, 4], num_samples=0), prompt(2, [5, 6], num_samples=3))
     assert both is not None
     assert both.shape == (2, 101)
@@ -88,15 +88,15 @@ def test_only_works_that_sample_have_logits(rig: Rig) -> None:
     assert rig.run(prompt(3, [7, 8], num_samples=0)) is None
 
 
-def test_input_embeddings_stand_for_tokens(rig: Rig) -> None:
+def test_input_embeddings_replace_those_of_tokens(rig: Rig) -> None:
     plain = rig.run(prompt(0, [3, 1]))
     assert rig.stage.embedding is not None
     rows = rig.stage.embedding.embed(torch.tensor(TOKENS)).numpy().astype(np.float32).tobytes()
     given = ScheduledSequence(1, 0, [0] * len(TOKENS), {"tokens": [2, 4]}, len(TOKENS), 1, rows)
-    found = rig.run(prompt(2, [5, 6]), given)
+    both = rig.run(prompt(2, [5, 6]), given)
     assert plain is not None
-    assert found is not None
-    torch.testing.assert_close(found, plain.expand(2, -1))
+    assert both is not None
+    torch.testing.assert_close(both, plain.expand(2, -1))
     with pytest.raises(EngineError, match="bytes of input embeddings for 7 tokens; give 192 bytes"):
         rig.run(ScheduledSequence(1, 0, [0] * len(TOKENS), {"tokens": [2, 4]}, len(TOKENS), 1, rows[:-4]))
 
