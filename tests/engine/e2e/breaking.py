@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.engine.e2e.house import Side, ask_all, greedy
+from tests.engine.e2e.instances import Side, ask_all, greedy
 from tests.engine.e2e.prompts import check_tokens, prompt
 
 from baton.engine.instance import children

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.engine.e2e.breaking import compare
 from tests.engine.e2e.broken_worker import BROKEN
-from tests.engine.e2e.house import House, Side, check_idle, opened
+from tests.engine.e2e.instances import InstancePool, Side, check_idle, opened
 from tests.engine.tiny import tiny
 
 from baton.engine.instance.instance import Instance
@@ -25,14 +25,14 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
 
 @pytest.fixture
-def sound(house: House, folder: Path) -> Instance:
-    return house.instance(Side(str(folder)))
+def sound(pool: InstancePool, folder: Path) -> Instance:
+    return pool.instance(Side(str(folder)))
 
 
 def test_the_control_is_right(monkeypatch: pytest.MonkeyPatch, folder: Path, sound: Instance) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-from tests.engine.e2e.house import House, Side, greedy, opened
+from tests.engine.e2e.instances import InstancePool, Side, greedy, opened
 from tests.engine.e2e.prompts import prompt
 from tests.engine.hybrids import hybrid
 
@@ -23,15 +23,15 @@ STATE_BYTES = 6 * 16 * 10 * 4 + 3 * (6 * 16 + 2 * 2 * 10) * 4
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
 
 @pytest.mark.parametrize("policy", ["fixed:1", "off"])
-def test_states_leave_with_the_last_chunk(house: House, policy: str) -> None:
+def test_states_leave_with_the_last_chunk(pool: InstancePool, policy: str) -> None:
     plain = Side(str(hybrid("bamba"))).but(chunk_tokens=CHUNK)
-    pair = house.pair(plain, Side(plain.model, name="two", options=plain.options))
+    pair = pool.pair(plain, Side(plain.model, name="two", options=plain.options))
     answer, pieces = pair.ask(Ask(greedy(prompt(NUM_TOKENS), 2), policy=policy))
     list(pieces)
     story = answer.stories["prefill"]

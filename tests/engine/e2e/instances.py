@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from baton.engine.commands import SampledToken
 from baton.engine.instance.config import InstanceConfig
 from baton.engine.instance.instance import Instance
 from baton.engine.pair import Ask, Pair
-from baton.engine.requests import Event, Generate, Piece, Story, Told, Trouble
+from baton.engine.requests import Event, Generate, Inbound, Outbound, Piece, Story, Told, Trouble
 from baton.engine.sampling.params import SamplingParams
 from baton.errors import ConfigError, EngineError
 from baton.plan import parse_layout
@@ -71,8 +72,8 @@ class Side:
         return InstanceConfig(self.model, self.layout, name=name, secret=SECRET, **options)
 
 
-class House:
-    """Instances by what they are."""
+class InstancePool:
+    """Running instances by their configuration."""
 
     def __init__(self) -> None:
         self._instances: dict[Side, Instance] = {}
@@ -114,13 +115,13 @@ class House:
 
 
 @contextmanager
-def opened() -> Iterator[House]:
-    """A house that is closed in the end."""
-    house = House()
+def opened() -> Iterator[InstancePool]:
+    """A pool that is closed in the end."""
+    pool = InstancePool()
     try:
-        yield house
+        yield pool
     finally:
-        house.close()
+        pool.close()
 
 
 @cache
@@ -215,6 +216,38 @@ def ask_all(where: Where, requests: Sequence[Generate], **how: Any) -> list[Hear
 def ask_one(where: Where, request: Generate, **how: Any) -> Heard:
     """One request alone."""
     return ask_all(where, [request], **how)[0]
+
+
+class BothSides:
+    """One request on both instances of a pair."""
+
+    def __init__(self, pair: Pair, request: Generate) -> None:
+        transfer = secrets.token_hex(16)
+        inbound = Inbound(transfer, pair.prefill.address)
+        self.decode = Listener(pair.decode, replace(request, hand=inbound))
+        self.prefill = Listener(pair.prefill, replace(request, hand=Outbound(transfer)))
+
+    @property
+    def sides(self) -> tuple[Listener, Listener]:
+        """Prefill and decode."""
+        return self.prefill, self.decode
+
+
+def end_of(listener: Listener, timeout_s: float = WAIT_S_MAX) -> tuple[list[int], Event]:
+    """The tokens that a request got, and what it ended with: its story, or trouble."""
+    answers, end = ends_of(listener, timeout_s)
+    return answers.get(0, []), end
+
+
+def ends_of(listener: Listener, timeout_s: float = WAIT_S_MAX) -> tuple[dict[int, list[int]], Event]:
+    """The same for a request with several answers, by index."""
+    answers: dict[int, list[int]] = {}
+    while True:
+        event = listener.next(timeout_s)
+        if isinstance(event, Piece):
+            answers.setdefault(event.index, []).extend(sampled.token for sampled in event.tokens)
+        elif isinstance(event, Told | Trouble):
+            return answers, event
 
 
 def greedy(tokens: Sequence[int], num_tokens: int, *, salt: str = "", **params: Any) -> Generate:
