@@ -53,7 +53,7 @@ class Rig:
         self.pools = CachePools(spec, 0, content, CPU)
         stage = build(checkpoint, mesh.cut(cache.num_layers, torch.float32, CPU), has_draft=True)
         self.runner = ModelRunner(stage, mesh, self.pools)
-        self.rows: torch.Tensor = torch.empty(0)
+        self.rows: list[torch.Tensor] = []
 
     def propose(
         self, *pairs: tuple[ScheduledSequence, list[int]], copies: tuple[PageCopy, ...] = ()
@@ -61,9 +61,9 @@ class Rig:
         """Runs sequences, and the draft after the tokens sampled for each."""
         self.runner.run([Batch([scheduled for scheduled, _ in pairs], list(copies))], NoHooks())
         sampled = [tokens for scheduled, tokens in pairs if scheduled.num_samples]
-        output = self.runner.propose(sampled, NoHooks())
-        self.rows = output.rows
-        return output.tokens
+        drafts = self.runner.propose(sampled, NoHooks())
+        self.rows = [draft.row for draft in drafts]
+        return [draft.token for draft in drafts]
 
 
 def chunk(start: int, stop: int, **changes: object) -> ScheduledSequence:

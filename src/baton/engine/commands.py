@@ -12,7 +12,6 @@ import msgspec
 
 from baton.engine.sampling.params import SamplingParams
 from baton.protocol.outcomes import Aux, Outcome
-from baton.session import Timings
 
 PageTables: TypeAlias = dict[str, list[int]]
 """Page ids by page-table group, from slot 0 on; the same ids on every rank of a dp group."""
@@ -30,6 +29,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     rendezvous: str
     """A path at which torch.distributed connects the ranks of the instance."""
     num_pages: dict[str, int]
+    silence_s: float
+    """How long a peer may be silent before it counts as lost."""
     page_tokens: int = 16
     dtype: str = "fp32"
     device: str = "cpu"
@@ -45,7 +46,6 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     registry: str | None = None
     embed_registry: int | None = None
     staging_bytes: int = 0
-    silence_s: float = Timings().silence_s
     has_draft: bool = False
     """Whether the model's draft layer runs and is handed over."""
     eos_ids: tuple[int, ...] = ()

@@ -55,9 +55,9 @@ SLOWER_MAX = 2.0
 first copy maps memory: on an H200 a first step of 0.9 s otherwise distorted the predictions of many steps of
 30 ms."""
 LATE_MAX = 4.0
-"""A group counts for at most this many times what was expected. On an H200, 1 hand-over in 20 stood still for
-50 to 135 ms and otherwise spoiled the fit of its link for the next five. A slower link is believed a few
-hand-overs later."""
+"""A group counts for at most this many times what was expected. On an H200, 5 of about 140 hand-overs stood
+still for 50 to 135 ms and otherwise spoiled the fit of its link for the next five. A slower link is believed
+a few hand-overs later."""
 LEAST_RISE = 0.05
 """Weight of a longer time in the least time of a layer."""
 GROUP_S_DECAY = 0.02

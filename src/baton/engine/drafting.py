@@ -37,15 +37,6 @@ class DraftToken:
         return self.row.to("cpu", torch.float32).numpy().tobytes()
 
 
-@dataclass(frozen=True, slots=True)
-class DraftOutput:
-    """Draft tokens, by sequence that was sampled from, and the model's rows that they were predicted from."""
-
-    tokens: list[int]
-    """Empty on ranks that do not see the logits of the whole vocabulary."""
-    rows: Tensor
-
-
 def proposal_of(aux: Aux) -> int | None:
     """The draft token of a source, if it sent one."""
     token = aux.fields.get(PROPOSAL)

@@ -19,7 +19,7 @@ from baton.engine.attention.dealing import Rows, deal_rows
 from baton.engine.attention.passes import Pass
 from baton.engine.attention.pools import CachePools
 from baton.engine.commands import Batch, SampledToken, ScheduledSequence
-from baton.engine.drafting import DraftOutput, NextTokens, sampled_rows, with_forks, with_given_rows
+from baton.engine.drafting import DraftToken, NextTokens, sampled_rows, with_forks, with_given_rows
 from baton.engine.model.seam import Head, Layer, Stage
 from baton.engine.parallel import Mesh
 from baton.engine.sampling.sampler import Sampler, Want
@@ -104,12 +104,12 @@ class ModelRunner:
         return self._logits(x, step, self._stage.head)
 
     @torch.inference_mode()
-    def propose(self, sampled: Sequence[Sequence[int]] | None, hooks: ForwardHooks) -> DraftOutput:
+    def propose(self, sampled: Sequence[Sequence[int]] | None, hooks: ForwardHooks) -> list[DraftToken]:
         """Runs the draft layer after a step: stores its cache entries and predicts draft tokens.
 
         `sampled` has the accepted and sampled tokens of each sequence that was sampled from. The rank that
-        sampled knows them; the others of the last stage take part with None.
-        """
+        sampled knows them; the others of the last stage take part with None. There is a draft token for each
+        of these sequences, on the ranks that see the logits of the whole vocabulary."""
         previous, draft, head = self._draft_input, self._stage.draft, self._stage.head
         if previous is None or draft is None or head is None:
             raise EngineError("a draft follows a step on the last stage; there was none")
@@ -129,7 +129,10 @@ class ModelRunner:
         x = self._mix(draft.layer, draft.join(embedded, hidden), attention, hooks)
         x = self._feed(draft.layer, step.narrow(x), step)
         logits = self._logits(x, step, draft.head)
-        return DraftOutput([] if logits is None else logits.argmax(dim=-1).tolist(), predicted_from)
+        if logits is None:
+            return []
+        tokens = logits.argmax(dim=-1).tolist()
+        return [DraftToken(token, row) for token, row in zip(tokens, predicted_from, strict=True)]
 
     def _with_given(self, hidden: Tensor, batch: Batch, step: _StepRows) -> Tensor:
         """This rank's rows for the draft, of its rows of a batch and the given ones."""

@@ -271,11 +271,8 @@ class Worker:
             [sample.token for sample in samples[scheduled.sequence][: 1 + scheduled.num_drafted]]
             for scheduled in sampled
         ]
-        output = self.runner.propose(tokens, self.pipeline)
-        return {
-            scheduled.sequence: DraftToken(token, row)
-            for scheduled, token, row in zip(sampled, output.tokens, output.rows, strict=True)
-        }
+        drafts = self.runner.propose(tokens, self.pipeline)
+        return {scheduled.sequence: draft for scheduled, draft in zip(sampled, drafts, strict=True)}
 
     def _aux(
         self, part: PromptSlice, samples: dict[int, list[SampledToken]], draft: DraftToken | None
