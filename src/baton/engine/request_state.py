@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.engine.commands import SampledToken
 from baton.engine.requests import (
     EngineRequest,
     EventSink,
@@ -14,7 +15,6 @@ from baton.engine.requests import (
     RequestFinished,
 )
 from baton.engine.sampling.ending import Progress, ending
-from baton.engine.steps import Sampled
 from baton.engine.text.answer import AnswerText
 from baton.engine.text.tokenizer import Tokenizer
 from baton.engine.trace import RequestTrace
@@ -116,7 +116,7 @@ class RequestState:
                 self.open_answer(number, index)
         return numbers
 
-    def append(self, number: int, sampled: Sampled, now_s: float, *, is_last: bool = False) -> bool:
+    def append(self, number: int, sampled: SampledToken, now_s: float, *, is_last: bool = False) -> bool:
         """Outputs a token of an answer; True: the answer is complete."""
         answer = self.answers[number]
         if self.is_closed or answer.finish is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.engine.e2e.house import Heard, House, Side, ask_all, ask_one, check_idle, greedy, opened
+from tests.engine.e2e.instances import Heard, InstancePool, Side, ask_all, ask_one, check_idle, greedy, opened
 from tests.engine.e2e.prompts import LENGTHS, NUM_TOKENS, check_tokens, prompt
 from tests.engine.tiny import FAMILIES, oracle, tiny
 
@@ -42,15 +42,15 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def pair(house: House, folder: Path) -> Pair:
+def pair(pool: InstancePool, folder: Path) -> Pair:
     plain = Side(str(folder)).but(chunk_tokens=CHUNK)
-    return house.pair(replace(plain, layout="pp2"), replace(plain, layout="tp2"))
+    return pool.pair(replace(plain, layout="pp2"), replace(plain, layout="tp2"))
 
 
 @pytest.fixture

@@ -8,8 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.engine.e2e.handing import Handed, end_of
-from tests.engine.e2e.house import Heard, House, Listener, Side, ask_one, check_idle, greedy, opened, until
+from tests.engine.e2e.instances import (
+    BothSides,
+    Heard,
+    InstancePool,
+    Listener,
+    Side,
+    ask_one,
+    check_idle,
+    end_of,
+    greedy,
+    opened,
+    until,
+)
 from tests.engine.e2e.prompts import prompt
 from tests.engine.tiny import oracle, tiny
 
@@ -37,7 +48,7 @@ SAMPLED = SamplingParams(temperature=2.0, seed=3, max_tokens=6, ignore_eos=True,
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
@@ -48,15 +59,15 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def slow(house: House, folder: Path) -> Pair:
+def slow(pool: InstancePool, folder: Path) -> Pair:
     first = Side(str(folder), name="slow").but(link_bytes_per_s=SLOW_BYTES_PER_S, chunk_tokens=LENGTH)
-    return house.pair(first, Side(str(folder), name="target"))
+    return pool.pair(first, Side(str(folder), name="target"))
 
 
 @pytest.fixture(scope="module")
-def stuck(house: House, slow: Pair, folder: Path) -> Pair:
+def stuck(pool: InstancePool, slow: Pair, folder: Path) -> Pair:
     first = Side(str(folder), name="stuck").but(link_bytes_per_s=STUCK_BYTES_PER_S, chunk_tokens=LENGTH)
-    return Pair(house.instance(first), slow.decode)
+    return Pair(pool.instance(first), slow.decode)
 
 
 def settled_s(listener: Listener) -> float:
@@ -78,7 +89,7 @@ def firsts(listener: Listener, count: int) -> Heard:
 def test_all_first_tokens_come_early_and_once(slow: Pair) -> None:
     request = EngineRequest(tuple(prompt(LENGTH)), SAMPLED)
     alone = ask_one(slow.decode, replace(request, salt="alone"))
-    handed = Handed(slow, request)
+    handed = BothSides(slow, request)
     heard = firsts(handed.decode, SAMPLED.n)
     rest = handed.decode.heard()
     for index, answer in rest.answers.items():
@@ -102,7 +113,7 @@ def test_not_early_where_that_is_not_wanted(slow: Pair, folder: Path) -> None:
 
 
 def test_a_hand_over_that_fails_after_its_first_token(stuck: Pair) -> None:
-    handed = Handed(stuck, greedy(prompt(LENGTH), 8))
+    handed = BothSides(stuck, greedy(prompt(LENGTH), 8))
     firsts(handed.decode, 1)
     stuck.prefill.abort(handed.prefill.number, "the source had enough")
     trouble = handed.decode.until(RequestError)
@@ -115,7 +126,7 @@ def test_a_hand_over_that_fails_after_its_first_token(stuck: Pair) -> None:
 
 
 def test_an_abort_between_the_first_token_and_the_cache(stuck: Pair) -> None:
-    handed = Handed(stuck, EngineRequest(tuple(prompt(LENGTH)), SAMPLED))
+    handed = BothSides(stuck, EngineRequest(tuple(prompt(LENGTH)), SAMPLED))
     firsts(handed.decode, SAMPLED.n)
     until(lambda: stuck.decode.load().pages.leased > 0, "the target's pages are leased")
     stuck.decode.abort(handed.decode.number)
@@ -139,16 +150,16 @@ def test_an_answer_that_ended_at_its_source(stuck: Pair, folder: Path) -> None:
     """One token is all, by the request or by the source's context; nothing waits for the cache."""
     asked = prompt(LENGTH)
     wanted = [oracle(folder, [asked], 4)[0][:1]]
-    heard = Handed(stuck, greedy(asked, 1, n=2)).decode.heard()
+    heard = BothSides(stuck, greedy(asked, 1, n=2)).decode.heard()
     assert (heard.tokens, heard.finishes) == (wanted * 2, {0: "length", 1: "length"})
     check_idle(stuck.prefill, stuck.decode)
 
 
-def test_a_source_with_less_context(house: House, slow: Pair, folder: Path) -> None:
+def test_a_source_with_less_context(pool: InstancePool, slow: Pair, folder: Path) -> None:
     first = Side(str(folder), name="short").but(context_max=41)
-    pair = Pair(house.instance(first), slow.decode)
+    pair = Pair(pool.instance(first), slow.decode)
     asked = prompt(40)
-    heard = Handed(pair, greedy(asked, 8)).decode.heard()
+    heard = BothSides(pair, greedy(asked, 8)).decode.heard()
     assert heard.tokens == [oracle(folder, [asked], 4)[0][:1]]
     assert heard.finishes == {0: "length"}
     check_idle(pair.prefill, pair.decode)

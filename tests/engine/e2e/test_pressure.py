@@ -9,8 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.engine.e2e.handing import Handed, end_of, ends_of
-from tests.engine.e2e.house import House, Listener, Side, ask_all, check_idle, greedy, opened
+from tests.engine.e2e.instances import (
+    BothSides,
+    InstancePool,
+    Listener,
+    Side,
+    ask_all,
+    check_idle,
+    end_of,
+    ends_of,
+    greedy,
+    opened,
+)
 from tests.engine.e2e.prompts import NUM_TOKENS, PAGE, check_tokens, prompt
 from tests.engine.tiny import oracle, tiny
 
@@ -26,7 +36,7 @@ LENGTHS = (5, PAGE, 40, 70)
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
@@ -37,15 +47,15 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(house: House, folder: Path) -> Pair:
+def pair(pool: InstancePool, folder: Path) -> Pair:
     plain = Side(str(folder)).but(chunk_tokens=40)
-    return house.pair(replace(plain, layout="pp2"), replace(plain, layout="dp2.tp1"))
+    return pool.pair(replace(plain, layout="pp2"), replace(plain, layout="dp2.tp1"))
 
 
 @pytest.fixture(scope="module")
-def tight(house: House, folder: Path) -> Pair:
+def tight(pool: InstancePool, folder: Path) -> Pair:
     plain = Side(str(folder)).but(chunk_tokens=40, pool_tokens=SMALL_POOL)
-    return house.pair(replace(plain, name="first"), replace(plain, name="second"))
+    return pool.pair(replace(plain, name="first"), replace(plain, name="second"))
 
 
 def prompts(seed: str) -> list[list[int]]:
@@ -56,7 +66,7 @@ def prompts(seed: str) -> list[list[int]]:
 def test_abort_of_hand_overs_at_random_moments(pair: Pair, folder: Path, seed: int) -> None:
     chance = random.Random(seed)
     asked = prompts("abort")
-    handed = [Handed(pair, greedy(each, NUM_TOKENS, salt=f"abort {seed}")) for each in asked]
+    handed = [BothSides(pair, greedy(each, NUM_TOKENS, salt=f"abort {seed}")) for each in asked]
     doomed = chance.sample(range(NUM_ASKED), NUM_ASKED // 2)
     for index in doomed:
         time.sleep(chance.random() * 0.05)  # a moment that nobody chose
@@ -147,7 +157,9 @@ def test_all_at_once_both_ways(tight: Pair, folder: Path, seed: int) -> None:
             asked, chance.choice((2, 20, NUM_TOKENS)), salt=f"soak {seed}", n=chance.choice((1, 1, 2))
         )
         where = chance.choice([tight, back, tight.prefill, tight.decode])
-        listeners = Handed(where, request).sides if isinstance(where, Pair) else (Listener(where, request),)
+        listeners = (
+            BothSides(where, request).sides if isinstance(where, Pair) else (Listener(where, request),)
+        )
         is_doomed = index % 5 == 0
         if is_doomed:
             time.sleep(chance.random() * 0.02)  # a moment that nobody chose

@@ -8,8 +8,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.engine.e2e.handing import Handed, end_of
-from tests.engine.e2e.house import Heard, House, Listener, Side, ask_all, ask_one, check_idle, opened
+from tests.engine.e2e.instances import (
+    BothSides,
+    Heard,
+    InstancePool,
+    Listener,
+    Side,
+    ask_all,
+    ask_one,
+    check_idle,
+    end_of,
+    opened,
+)
 from tests.engine.text.vocabularies import byte_level
 from tests.engine.tiny import tiny
 
@@ -41,19 +51,19 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def pair(house: House, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(pool: InstancePool, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("resume") / "llama"
     backend = byte_level()
     shutil.copytree(tiny("llama", vocab_size=len(backend)), folder)
     backend.save_pretrained(folder)
     plain = Side(str(folder)).but(chunk_tokens=16)
-    return house.pair(plain, replace(plain, name="two", layout="pp2"))
+    return pool.pair(plain, replace(plain, name="two", layout="pp2"))
 
 
 @pytest.fixture(autouse=True)
@@ -170,21 +180,21 @@ def test_the_last_token_ends_at_the_source(pair: Pair) -> None:
     request = asked(seed=7)
     whole = pieces(pair, request)
     rest = broken_off(request, whole)[-1]
-    handed = Handed(pair, rest)
+    handed = BothSides(pair, rest)
     heard = handed.decode.heard()
     check_seam(whole, NUM_TOKENS - 1, heard)
     assert heard.traces["both"].stepped_s == 0
     assert isinstance(handed.prefill.until(RequestFinished), RequestFinished)
 
 
-def test_the_last_token_waits_for_no_copy(house: House, pair: Pair) -> None:
+def test_the_last_token_waits_for_no_copy(pool: InstancePool, pair: Pair) -> None:
     """A source knows that the token ends the answer, although it is not the answer's first."""
     side = Side(pair.prefill.config.model, name="slow").but(link_bytes_per_s=COPY_BYTES_PER_S)
-    slow = Pair(house.instance(side), pair.decode)
+    slow = Pair(pool.instance(side), pair.decode)
     request = EngineRequest(
         tuple(range(5, 105)) * 10, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     )
-    handed = Handed(slow, replace(request, generated=(7, 8)))
+    handed = BothSides(slow, replace(request, generated=(7, 8)))
     assert handed.decode.heard().finishes == {0: "length"}
     assert isinstance(end_of(handed.prefill)[1], RequestFinished), (
         "the copies were waited for until the deadline"

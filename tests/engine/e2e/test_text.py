@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.engine.e2e.house import Heard, House, Side, ask_all, check_idle, opened
+from tests.engine.e2e.instances import Heard, InstancePool, Side, ask_all, check_idle, opened
 from tests.engine.text.vocabularies import byte_level
 from tests.engine.tiny import tiny
 
@@ -23,19 +23,19 @@ PROMPT = "the quick brown fox caf\u00e9 \u4f60\u597d"
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def pair(house: House, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(pool: InstancePool, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("text") / "llama"
     backend = byte_level()
     shutil.copytree(tiny("llama", vocab_size=len(backend)), folder)
     backend.save_pretrained(folder)
     plain = Side(str(folder)).but(chunk_tokens=16)
-    return house.pair(plain, replace(plain, name="two"))
+    return pool.pair(plain, replace(plain, name="two"))
 
 
 def requests(**params: Any) -> list[EngineRequest]:

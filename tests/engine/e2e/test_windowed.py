@@ -10,7 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.engine.e2e.house import CROSSINGS, House, Side, ask_all, ask_one, check_idle, greedy, opened
+from tests.engine.e2e.instances import (
+    CROSSINGS,
+    InstancePool,
+    Side,
+    ask_all,
+    ask_one,
+    check_idle,
+    greedy,
+    opened,
+)
 from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.tiny import WINDOW, WINDOWED, windowed
 
@@ -33,7 +42,7 @@ GROUP = f"tokens.w{WINDOW}"
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
@@ -59,26 +68,26 @@ def check_pair(pair: Pair, family: str, salt: str) -> None:
 
 
 @pytest.mark.parametrize("crossing", CROSSINGS, ids=" to ".join)
-def test_tokens(house: House, family: str, crossing: tuple[str, str]) -> None:
-    check_pair(house.pair(*sides(family, *crossing)), family, str(crossing))
+def test_tokens(pool: InstancePool, family: str, crossing: tuple[str, str]) -> None:
+    check_pair(pool.pair(*sides(family, *crossing)), family, str(crossing))
 
 
 @pytest.mark.parametrize("pages", [(PAGE, 3), (5, PAGE), (16, 64)], ids=str)
-def test_pages_of_other_sizes(house: House, pages: tuple[int, int]) -> None:
-    check_pair(house.pair(*sides("gemma3_text", "tp1", "tp1", pages)), "gemma3_text", str(pages))
+def test_pages_of_other_sizes(pool: InstancePool, pages: tuple[int, int]) -> None:
+    check_pair(pool.pair(*sides("gemma3_text", "tp1", "tp1", pages)), "gemma3_text", str(pages))
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2", "cp2:mirror", "cp2:stripe1", "cp2:split"])
-def test_undisaggregated(house: House, family: str, layout: str) -> None:
+def test_undisaggregated(pool: InstancePool, family: str, layout: str) -> None:
     folder = windowed(family)
-    where = house.instance(sides(family, "tp1", layout)[1])
+    where = pool.instance(sides(family, "tp1", layout)[1])
     asked = [prompt(length) for length in LENGTHS]
     check_tokens(folder, asked, ask_all(where, [greedy(each, NUM_TOKENS) for each in asked]), NUM_TOKENS)
     check_idle(where)
 
 
-def test_answers_that_fork_beyond_the_window(house: House) -> None:
-    pair = house.pair(*sides("gemma3_text", "tp1", "tp1"))
+def test_answers_that_fork_beyond_the_window(pool: InstancePool) -> None:
+    pair = pool.pair(*sides("gemma3_text", "tp1", "tp1"))
     params = SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=NUM_TOKENS, ignore_eos=True)
     request = EngineRequest(tuple(prompt(LONG)), params)
     handed, whole = ask_one(pair, request), ask_one(pair.decode, request)
@@ -88,8 +97,8 @@ def test_answers_that_fork_beyond_the_window(house: House) -> None:
     check_idle(pair.prefill, pair.decode)
 
 
-def test_only_the_window_travels(house: House) -> None:
-    pair = house.pair(*sides("gemma3_text", "tp1", "tp1"))
+def test_only_the_window_travels(pool: InstancePool) -> None:
+    pair = pool.pair(*sides("gemma3_text", "tp1", "tp1"))
     config = WINDOWED["gemma3_text"]
     for length in LENGTHS:
         heard = ask_one(pair, greedy(prompt(length), 2))
@@ -118,8 +127,8 @@ class Watch:
         patch.setattr(Scheduler, "complete", watched)
 
 
-def test_pages_before_the_window_are_free(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = house.pair(*sides("gemma3_text", "tp1", "tp1"))
+def test_pages_before_the_window_are_free(pool: InstancePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = pool.pair(*sides("gemma3_text", "tp1", "tp1"))
     watch = Watch(monkeypatch)
     heard = ask_one(pair, greedy(prompt(LONG), NUM_TOKENS))
     check_tokens(windowed("gemma3_text"), [prompt(LONG)], [heard], NUM_TOKENS)
@@ -141,9 +150,9 @@ def test_pages_before_the_window_are_free(house: House, monkeypatch: pytest.Monk
 
 
 def test_undisaggregated_prompts_take_a_chunk_more_than_the_window(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    pool: InstancePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    where = house.instance(sides("gemma3_text", "tp1", "tp1")[1])
+    where = pool.instance(sides("gemma3_text", "tp1", "tp1")[1])
     watch = Watch(monkeypatch)
     ask_one(where, greedy(prompt(LONG), 2))
     check_idle(where)
@@ -159,8 +168,8 @@ def _early(self: PageGeometry, group: str, num_tokens: int, prompt_tokens: int) 
 _num_passed = PageGeometry.num_out_of_window
 
 
-def test_pages_freed_too_early_are_seen(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = house.pair(*sides("mistral", "tp1", "tp1"))
+def test_pages_freed_too_early_are_seen(pool: InstancePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = pool.pair(*sides("mistral", "tp1", "tp1"))
     check_pair(pair, "mistral", "in time")
 
     def early(self: KVCacheManager, sequence: Sequence) -> None:
@@ -176,9 +185,9 @@ def test_pages_freed_too_early_are_seen(house: House, monkeypatch: pytest.Monkey
 
 
 def test_a_window_that_is_to_arrive_in_nobodys_pages_is_refused(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    pool: InstancePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = house.pair(*sides("mistral", "tp1", "tp1"))
+    pair = pool.pair(*sides("mistral", "tp1", "tp1"))
     monkeypatch.setattr(PageGeometry, "num_out_of_window", _early)
     # The table of one prompt names page 0 twice, those of two prompts name it both: whichever is seen first.
     in_use = f"page 0 of group '{GROUP}' on rank 0 is in use"
@@ -187,8 +196,8 @@ def test_a_window_that_is_to_arrive_in_nobodys_pages_is_refused(
         check_pair(pair, "mistral", "early")
 
 
-def test_prefixes_are_not_kept_and_it_is_said(house: House) -> None:
-    pair = house.pair(*sides("mistral", "tp1", "tp1"))
+def test_prefixes_are_not_kept_and_it_is_said(pool: InstancePool) -> None:
+    pair = pool.pair(*sides("mistral", "tp1", "tp1"))
     found = [ask_one(pair, greedy(prompt(LONG), 4)) for _ in range(2)]
     check_tokens(windowed("mistral"), [prompt(LONG)] * 2, found, 4)
     assert [each.traces["prefill"].num_cached for each in found] == [0, 0]

@@ -21,7 +21,7 @@ from baton.engine.attention.kernels import explicit
 from baton.engine.attention.masks import seen
 from baton.engine.attention.operands import Stored
 from baton.engine.model.seam import IndexQuery
-from baton.engine.parallel.collectives import Group
+from baton.engine.parallel import RankGroup
 
 _HIDDEN = float("-inf")
 
@@ -33,7 +33,7 @@ class Chooser:
     query: IndexQuery
     """Of the rows that attend; its keys are those of the whole step."""
     stored: Stored
-    cp: Group | None
+    cp: RankGroup | None
     """The ranks that keep parts of the tokens; None where each keeps all."""
 
     def choose(self, reads: Reads, num_seen: int) -> Reads:

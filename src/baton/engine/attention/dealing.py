@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.engine.steps import Work
+from baton.engine.commands import ScheduledSequence
 from baton.plan.ranges import Range, Ranges, even_cuts
 from baton.plan.schemes import Scheme, Split
 from baton.plan.tokens import Ints, Stride
@@ -49,7 +49,7 @@ class Keeping:
         """Whether every rank keeps every token."""
         return self.scheme.num_shares(self.count) == 1
 
-    def kept(self, work: Work, wanted: Range) -> tuple[Ints, Ints]:
+    def kept(self, work: ScheduledSequence, wanted: Range) -> tuple[Ints, Ints]:
         """The kept tokens of a range of positions, and their slots."""
         positions = np.arange(*wanted, dtype=np.int64)
         if self.is_whole:

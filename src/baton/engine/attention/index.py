@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.dealing import Keeping
-from baton.engine.steps import Work
+from baton.engine.commands import ScheduledSequence
 from baton.errors import EngineError
 from baton.plan.ranges import Range
 from baton.plan.tokens import Ints
@@ -25,7 +25,7 @@ from baton.plan.tokens import Ints
 class Segment:
     """Query rows [first, last) are one sequence's, from position `start` on."""
 
-    work: Work
+    work: ScheduledSequence
     first: int
     last: int
     start: int
@@ -54,7 +54,7 @@ class Pages:
     keeping: Keeping
     device: torch.device
 
-    def firsts(self, work: Work, slots: Ints) -> Ints:
+    def firsts(self, work: ScheduledSequence, slots: Ints) -> Ints:
         """The pool's row of the first unit of each slot; those of further units follow a page size apart."""
         table = np.asarray(work.pages.get(self.group, ()), dtype=np.int64)
         size = self.keeping.page_tokens
@@ -130,7 +130,7 @@ class Reads:
     buckets: tuple[Bucket, ...]
 
 
-def find_writes(pages: Pages, works: Sequence[Work]) -> Writes:
+def find_writes(pages: Pages, works: Sequence[ScheduledSequence]) -> Writes:
     """Where the step's tokens go."""
     rows, slots = [], []
     row = 0

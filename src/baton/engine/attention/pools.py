@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.engine.attention.scratch import Scratch
-from baton.engine.steps import PageCopy
+from baton.engine.commands import PageCopy
 from baton.errors import ConfigError, EngineError
 from baton.plan.cache import Component
 from baton.plan.ownership import Spec, box, placements

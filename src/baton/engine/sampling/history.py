@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from baton.engine.steps import Begin
+from baton.engine.commands import StartSequence
 from baton.errors import EngineError
 
 Ids = npt.NDArray[np.int64]
@@ -59,7 +59,7 @@ class TokenCounts:
 class History:
     """One sequence as the sampler sees it: its wishes, its length, and its tokens where a penalty asks."""
 
-    def __init__(self, order: Begin, vocab_size: int, eos_ids: Collection[int]) -> None:
+    def __init__(self, order: StartSequence, vocab_size: int, eos_ids: Collection[int]) -> None:
         params = order.params
         self.params = params
         self.index = order.index

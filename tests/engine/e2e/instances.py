@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +14,20 @@ from typing import Any
 
 import pytest
 
+from baton.engine.commands import SampledToken
 from baton.engine.config import EngineConfig
 from baton.engine.deployment import Pair, PairRequest
 from baton.engine.instance import Instance
-from baton.engine.requests import EngineRequest, OutputChunk, RequestError, RequestEvent, RequestFinished
+from baton.engine.requests import (
+    EngineRequest,
+    InboundHandoff,
+    OutboundHandoff,
+    OutputChunk,
+    RequestError,
+    RequestEvent,
+    RequestFinished,
+)
 from baton.engine.sampling.params import SamplingParams
-from baton.engine.steps import Sampled
 from baton.engine.trace import RequestTrace
 from baton.errors import ConfigError, EngineError
 from baton.plan import parse_layout
@@ -72,8 +81,8 @@ class Side:
         return EngineConfig(self.model, self.layout, name=name, secret=SECRET, **options)
 
 
-class House:
-    """Instances by what they are."""
+class InstancePool:
+    """Running instances by their configuration."""
 
     def __init__(self) -> None:
         self._instances: dict[Side, Instance] = {}
@@ -115,13 +124,13 @@ class House:
 
 
 @contextmanager
-def opened() -> Iterator[House]:
-    """A house that is closed in the end."""
-    house = House()
+def opened() -> Iterator[InstancePool]:
+    """A pool that is closed in the end."""
+    pool = InstancePool()
     try:
-        yield house
+        yield pool
     finally:
-        house.close()
+        pool.close()
 
 
 @cache
@@ -143,7 +152,7 @@ def skip_without(transport: str) -> None:
 class Heard:
     """All that came of a request: its answers by index, and the stories by role."""
 
-    answers: dict[int, list[Sampled]] = field(default_factory=dict)
+    answers: dict[int, list[SampledToken]] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
     finishes: dict[int, str] = field(default_factory=dict)
     traces: dict[str, RequestTrace] = field(default_factory=dict)
@@ -216,6 +225,38 @@ def ask_all(where: Where, requests: Sequence[EngineRequest], **how: Any) -> list
 def ask_one(where: Where, request: EngineRequest, **how: Any) -> Heard:
     """One request alone."""
     return ask_all(where, [request], **how)[0]
+
+
+class BothSides:
+    """One request on both instances of a pair."""
+
+    def __init__(self, pair: Pair, request: EngineRequest) -> None:
+        transfer = secrets.token_hex(16)
+        inbound = InboundHandoff(transfer, pair.prefill.address)
+        self.decode = Listener(pair.decode, replace(request, handoff=inbound))
+        self.prefill = Listener(pair.prefill, replace(request, handoff=OutboundHandoff(transfer)))
+
+    @property
+    def sides(self) -> tuple[Listener, Listener]:
+        """Prefill and decode."""
+        return self.prefill, self.decode
+
+
+def end_of(listener: Listener, timeout_s: float = WAIT_S_MAX) -> tuple[list[int], RequestEvent]:
+    """The tokens that a request got, and what it ended with: its story, or trouble."""
+    answers, end = ends_of(listener, timeout_s)
+    return answers.get(0, []), end
+
+
+def ends_of(listener: Listener, timeout_s: float = WAIT_S_MAX) -> tuple[dict[int, list[int]], RequestEvent]:
+    """The same for a request with several answers, by index."""
+    answers: dict[int, list[int]] = {}
+    while True:
+        event = listener.next(timeout_s)
+        if isinstance(event, OutputChunk):
+            answers.setdefault(event.index, []).extend(sampled.token for sampled in event.tokens)
+        elif isinstance(event, RequestFinished | RequestError):
+            return answers, event
 
 
 def greedy(tokens: Sequence[int], num_tokens: int, *, salt: str = "", **params: Any) -> EngineRequest:
