@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.bench.overlap.figures import Case, Round, rows_of, targets
-from baton.engine.steps import CopyRecord, Due, Group
+from baton.engine.commands import CopyRecord, LayerGroupTiming, LayerReady
 from baton.engine.trace import HandoffTrace, RequestTrace
 
 CASE = Case(4096, 1e9)
@@ -18,10 +18,12 @@ def told(
     state_bytes: int = 0,
 ) -> HandoffTrace:
     """Asked at 10, computed from 11 on; copies are (begun, ended), relative to that."""
-    dues = [Due(11.0 + slowed, 500), Due(11.0 + 2 * slowed, 500, state_bytes)]
+    dues = [LayerReady(11.0 + slowed, 500), LayerReady(11.0 + 2 * slowed, 500, state_bytes)]
     source, target = RequestTrace(10.0), RequestTrace(10.0)
     source.begun_s, source.prompt_s = 11.0, 11.0 + 2 * slowed
-    source.groups[0] = [Group(each, 11.0 + each[0] * slowed, 11.0 + each[1] * slowed) for each in groups]
+    source.groups[0] = [
+        LayerGroupTiming(each, 11.0 + each[0] * slowed, 11.0 + each[1] * slowed) for each in groups
+    ]
     source.copies[0] = [
         CopyRecord(0, chunk, 500, 11.0 + begun_s, 11.0 + ended_s, dues[chunk :: len(copies)])
         for chunk, (begun_s, ended_s) in enumerate(copies)

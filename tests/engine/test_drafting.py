@@ -13,23 +13,22 @@ from tests.engine.tiny import tiny
 
 from baton.engine.attention.pools import CachePools
 from baton.engine.checkpoint import open_checkpoint
+from baton.engine.commands import Batch, PageCopy, ScheduledSequence, StartSequence
 from baton.engine.drafting import (
     FORK,
     HIDDEN,
     PROPOSAL,
-    Following,
+    NextTokens,
     hidden_of,
     problem_of,
     proposal_of,
     with_forks,
 )
+from baton.engine.model_runner import ModelRunner, NoHooks, sample_tokens
 from baton.engine.models.build import build, missing
-from baton.engine.parallel.mesh import Mesh
-from baton.engine.rank.drawing import draw
-from baton.engine.runner import Quiet, Runner
+from baton.engine.parallel import Mesh
 from baton.engine.sampler import Sampler
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.steps import Batch, Begin, PageCopy, Work
 from baton.errors import ConfigError, EngineError
 from baton.plan import Spec, Storage, parse_layout
 from baton.plan.models.config import read_cache
@@ -53,22 +52,25 @@ class Rig:
         content = {name: np.zeros(size, dtype=np.uint8) for name, size in buffers(spec, 0, "t").items()}
         self.pools = CachePools(spec, 0, content, CPU)
         stage = build(checkpoint, mesh.cut(cache.num_layers, torch.float32, CPU), has_draft=True)
-        self.runner = Runner(stage, mesh, self.pools)
-        self.rows: torch.Tensor = torch.empty(0)
+        self.runner = ModelRunner(stage, mesh, self.pools)
+        self.rows: list[torch.Tensor] = []
 
-    def guess(self, *pairs: tuple[Work, list[int]], copies: tuple[PageCopy, ...] = ()) -> list[int]:
-        """Runs works, and their draft with what was sampled for each."""
-        self.runner.run([Batch([work for work, _ in pairs], list(copies))], Quiet())
-        proposed = self.runner.propose([said for work, said in pairs if work.num_samples], Quiet())
-        self.rows = proposed.rows
-        return proposed.tokens
+    def propose(
+        self, *pairs: tuple[ScheduledSequence, list[int]], copies: tuple[PageCopy, ...] = ()
+    ) -> list[int]:
+        """Runs sequences, and the draft after the tokens sampled for each."""
+        self.runner.run([Batch([scheduled for scheduled, _ in pairs], list(copies))], NoHooks())
+        sampled = [tokens for scheduled, tokens in pairs if scheduled.num_samples]
+        drafts = self.runner.propose(sampled, NoHooks())
+        self.rows = [draft.row for draft in drafts]
+        return [draft.token for draft in drafts]
 
 
-def chunk(start: int, stop: int, **changes: object) -> Work:
+def chunk(start: int, stop: int, **changes: object) -> ScheduledSequence:
     """Part of the prompt; the last token is sampled from."""
     is_last = stop == len(TOKENS)
     fields = {"num_samples": int(is_last), "next_token": None if is_last else TOKENS[stop], **changes}
-    return Work(0, start, TOKENS[start:stop], PAGES, len(TOKENS), **fields)
+    return ScheduledSequence(0, start, TOKENS[start:stop], PAGES, len(TOKENS), **fields)
 
 
 @pytest.fixture(scope="module")
@@ -85,39 +87,41 @@ def rig(folder: Path) -> Rig:
 def test_guesses_in_chunks(rig: Rig, folder: Path, size: int) -> None:
     following = 17
     wanted = guesses(folder, [*TOKENS, following])
-    found: list[int] = []
+    drafted_tokens: list[int] = []
     for start in range(0, len(TOKENS), size):
-        found = rig.guess((chunk(start, min(start + size, len(TOKENS))), [following]))
-    assert found == [wanted[-1]]
+        drafted_tokens = rig.propose((chunk(start, min(start + size, len(TOKENS))), [following]))
+    assert drafted_tokens == [wanted[-1]]
 
 
 def test_guesses_at_every_token(rig: Rig, folder: Path) -> None:
     tokens = [*TOKENS, 17]
     wanted = guesses(folder, tokens)
     for at in range(len(TOKENS)):
-        work = Work(0, at, TOKENS[at : at + 1], PAGES, len(TOKENS), 1)
-        assert rig.guess((work, [tokens[at + 1]])) == [wanted[at]], f"after token {at}"
+        scheduled = ScheduledSequence(0, at, TOKENS[at : at + 1], PAGES, len(TOKENS), 1)
+        assert rig.propose((scheduled, [tokens[at + 1]])) == [wanted[at]], f"after token {at}"
     assert len(set(wanted)) > len(wanted) // 3, "a draft that always guesses alike shows nothing"
 
 
-def test_a_guess_that_stands_and_one_that_does_not(rig: Rig, folder: Path) -> None:
+def test_an_accepted_and_a_rejected_draft_token(rig: Rig, folder: Path) -> None:
     """Row by row after either; wrong rows are written over."""
     tokens = [*TOKENS, 40, 41, 42, 43]
     wanted = guesses(folder, tokens)
-    rig.guess((chunk(0, 20), []))
+    rig.propose((chunk(0, 20), []))
     # After 20 known tokens: the 21st, and a wrong guess of the 22nd.
-    two = Work(0, 20, [TOKENS[20], 60], PAGES, len(TOKENS), 1, num_drafted=1)
-    assert rig.guess((two, [TOKENS[21]])) == [wanted[20]]
-    two = Work(0, 21, [TOKENS[21], TOKENS[22]], PAGES, len(TOKENS), 1, num_drafted=1)
-    assert rig.guess((two, [TOKENS[22], 40])) == [wanted[22]]
+    two = ScheduledSequence(0, 20, [TOKENS[20], 60], PAGES, len(TOKENS), 1, num_drafted=1)
+    assert rig.propose((two, [TOKENS[21]])) == [wanted[20]]
+    two = ScheduledSequence(0, 21, [TOKENS[21], TOKENS[22]], PAGES, len(TOKENS), 1, num_drafted=1)
+    assert rig.propose((two, [TOKENS[22], 40])) == [wanted[22]]
 
 
-def test_works_beside_one_another(rig: Rig, folder: Path) -> None:
-    other = Work(1, 0, TOKENS[:9], {"tokens": [0, 4, 6]}, 9, 1)
-    found = rig.guess((chunk(0, 11), []), (other, [TOKENS[9]]))
-    assert found == [guesses(folder, TOKENS[:10])[8]]
-    found = rig.guess((chunk(11, 23), [17]), (Work(1, 9, [TOKENS[9]], {"tokens": [0, 4, 6]}, 9, 1), [3]))
-    assert found == [
+def test_sequences_beside_one_another(rig: Rig, folder: Path) -> None:
+    other = ScheduledSequence(1, 0, TOKENS[:9], {"tokens": [0, 4, 6]}, 9, 1)
+    drafted_tokens = rig.propose((chunk(0, 11), []), (other, [TOKENS[9]]))
+    assert drafted_tokens == [guesses(folder, TOKENS[:10])[8]]
+    drafted_tokens = rig.propose(
+        (chunk(11, 23), [17]), (ScheduledSequence(1, 9, [TOKENS[9]], {"tokens": [0, 4, 6]}, 9, 1), [3])
+    )
+    assert drafted_tokens == [
         guesses(folder, [*TOKENS, 17])[-1],
         guesses(folder, [*TOKENS[:10], 3])[-1],
     ]
@@ -126,68 +130,74 @@ def test_works_beside_one_another(rig: Rig, folder: Path) -> None:
 def test_a_fork_goes_on_from_the_row_that_it_was_sampled_from(rig: Rig, folder: Path) -> None:
     """The draft saw the first answer's token: the other's draft entry is computed anew from that row."""
     pages = {"tokens": PAGES["tokens"][:2]}
-    parent = Work(0, 0, TOKENS[:8], pages, 8, 2)
-    rig.guess((parent, [60]))
+    parent = ScheduledSequence(0, 0, TOKENS[:8], pages, 8, 2)
+    rig.propose((parent, [60]))
     row = rig.rows[0].numpy().tobytes()
     copies = (PageCopy("tokens", 2, 9),)
-    child = Work(1, 8, [61], {"tokens": [5, 9, 1]}, 8, 1, hidden=row)
-    assert rig.guess((child, [62]), copies=copies) == [guesses(folder, [*TOKENS[:8], 61, 62])[-1]]
+    child = ScheduledSequence(1, 8, [61], {"tokens": [5, 9, 1]}, 8, 1, hidden=row)
+    assert rig.propose((child, [62]), copies=copies) == [guesses(folder, [*TOKENS[:8], 61, 62])[-1]]
     entry = rig.pools.view("latent", NUM_LAYERS)
     assert not torch.equal(entry[2], entry[9])
     # Without the row, the entry is the first answer's.
-    rig.guess((parent, [60]))
-    late = Work(2, 8, [61], {"tokens": [5, 10, 1]}, 8, 1)
-    rig.guess((late, [62]), copies=(PageCopy("tokens", 2, 10),))
+    rig.propose((parent, [60]))
+    late = ScheduledSequence(2, 8, [61], {"tokens": [5, 10, 1]}, 8, 1)
+    rig.propose((late, [62]), copies=(PageCopy("tokens", 2, 10),))
     entry = rig.pools.view("latent", NUM_LAYERS)
     torch.testing.assert_close(entry[2], entry[10])
     with pytest.raises(EngineError, match="a row of 47 channels, the model has 48"):
-        rig.guess((Work(1, 8, [61], {"tokens": [5, 9, 1]}, 8, 1, hidden=row[4:]), [62]))
+        rig.propose((ScheduledSequence(1, 8, [61], {"tokens": [5, 9, 1]}, 8, 1, hidden=row[4:]), [62]))
 
 
-def test_what_follows_rows() -> None:
-    works = [
-        Work(0, 3, [4, 5, 6], {}, 9, 0, next_token=7),
-        Work(1, 0, [1, 2], {}, 2, 1),
-        Work(2, 8, [1, 30, 31], {}, 2, 1, num_drafted=2),
-        Work(3, 8, [1, 30], {}, 2, 1, num_drafted=1),
+def test_next_tokens() -> None:
+    sequences = [
+        ScheduledSequence(0, 3, [4, 5, 6], {}, 9, 0, next_token=7),
+        ScheduledSequence(1, 0, [1, 2], {}, 2, 1),
+        ScheduledSequence(2, 8, [1, 30, 31], {}, 2, 1, num_drafted=2),
+        ScheduledSequence(3, 8, [1, 30], {}, 2, 1, num_drafted=1),
     ]
-    found = Following(Batch(works), [[9], [30, 50], [30, 33]])
-    assert found.tokens.tolist() == [5, 6, 7, 2, 9, 30, 50, 50, 30, 33]
-    assert found.lasts.tolist() == [4, 6, 9]
-    with pytest.raises(EngineError, match=r"sequence 0: .*the next one is not told"):
-        Following(Batch([Work(0, 3, [4], {}, 9)]), [])
-    forked = with_forks(Batch([Work(0, 3, [4], {}, 3, 1, hidden=b"row"), works[1]]))
-    assert [(work.start, work.tokens) for work in forked.works] == [(2, [FORK, 4]), (0, [1, 2])]
-    assert with_forks(found_batch := Batch(works)) is found_batch
+    following = NextTokens(Batch(sequences), [[9], [30, 50], [30, 33]])
+    assert following.tokens.tolist() == [5, 6, 7, 2, 9, 30, 50, 50, 30, 33]
+    assert following.last_rows.tolist() == [4, 6, 9]
+    with pytest.raises(EngineError, match=r"sequence 0: .*without next_token"):
+        NextTokens(Batch([ScheduledSequence(0, 3, [4], {}, 9)]), [])
+    forked = with_forks(Batch([ScheduledSequence(0, 3, [4], {}, 3, 1, hidden=b"row"), sequences[1]]))
+    assert [(scheduled.start, scheduled.tokens) for scheduled in forked.sequences] == [
+        (2, [FORK, 4]),
+        (0, [1, 2]),
+    ]
+    assert with_forks(batch := Batch(sequences)) is batch
 
 
-def test_tokens_are_drawn_as_far_as_guesses_stand() -> None:
+def test_draft_tokens_are_accepted_as_far_as_they_are_sampled() -> None:
     sampler = Sampler(vocab_size=8, eos_ids=())
     for sequence in range(3):
-        sampler.begin(Begin(sequence, 0, [1, 2], 2, SamplingParams(temperature=0.0)))
-    works = [
-        Work(0, 1, [2, 5, 6], {}, 2, 1, num_drafted=2),
-        Work(1, 1, [2], {}, 2, 1),
-        Work(2, 1, [2, 4], {}, 2, 1, num_drafted=1),
+        sampler.begin(StartSequence(sequence, 0, [1, 2], 2, SamplingParams(temperature=0.0)))
+    sequences = [
+        ScheduledSequence(0, 1, [2, 5, 6], {}, 2, 1, num_drafted=2),
+        ScheduledSequence(1, 1, [2], {}, 2, 1),
+        ScheduledSequence(2, 1, [2, 4], {}, 2, 1, num_drafted=1),
     ]
     best = [5, 6, 7, 3, 1, 2]
     logits = torch.nn.functional.one_hot(torch.tensor(best), 8).float()
-    found = {key: [each.token for each in tokens] for key, tokens in draw(sampler, logits, works).items()}
-    assert found == {0: [5, 6, 7], 1: [3], 2: [1]}
-    # Only what stands is known to the sampler: the next work goes on right behind it.
+    accepted = {
+        key: [sample.token for sample in tokens]
+        for key, tokens in sample_tokens(sampler, logits, sequences).items()
+    }
+    assert accepted == {0: [5, 6, 7], 1: [3], 2: [1]}
+    # The sampler knows accepted tokens only: the next step goes on right behind them.
     sampler.extend(2, [1], 2)
     with pytest.raises(EngineError, match="only 3 are known"):
         sampler.extend(2, [1], 4)
 
 
-def test_what_an_aux_record_says_is_checked() -> None:
+def test_draft_fields_of_an_aux_record_are_checked() -> None:
     sound = Aux(fields={PROPOSAL: 7}, tensors={HIDDEN: bytes(12)})
     assert (proposal_of(sound), hidden_of(sound)) == (7, bytes(12))
     assert (proposal_of(Aux()), hidden_of(Aux())) == (None, None)
     assert problem_of(sound, 8, 3) == problem_of(Aux(), 8, 3) == ""
     for wrong in (8, -1, "7", 1.5, True):
         assert "none of 8 tokens" in problem_of(Aux(fields={PROPOSAL: wrong}), 8, 3)
-    assert "a row of 12 bytes, and the model's have 16" in problem_of(sound, 8, 4)
+    assert "a row of 12 bytes; the rows of the model have 16" in problem_of(sound, 8, 4)
 
 
 def test_models_without_a_draft_are_refused(folder: Path) -> None:
@@ -207,4 +217,4 @@ def test_a_draft_whose_tensors_are_missing_is_refused() -> None:
 
 def test_a_draft_follows_a_step(rig: Rig) -> None:
     with pytest.raises(EngineError, match="a draft follows a step"):
-        rig.runner.propose([], Quiet())
+        rig.runner.propose([], NoHooks())

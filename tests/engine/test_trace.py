@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.engine.steps import CopyRecord, Due
+from baton.engine.commands import CopyRecord, LayerReady
 from baton.engine.trace import HandoffTrace, RequestTrace, across_s
 
 
-def told(dues: dict[int, list[Due]], prompt_s: float) -> HandoffTrace:
+def told(dues: dict[int, list[LayerReady]], prompt_s: float) -> HandoffTrace:
     """Computed from 10 on."""
     copies = {rank: [CopyRecord(0, 0, 0, 10.0, 20.0, found)] for rank, found in dues.items()}
     source = RequestTrace(9.0, begun_s=10.0, prompt_s=prompt_s, copies=copies)
@@ -20,8 +20,14 @@ def told(dues: dict[int, list[Due]], prompt_s: float) -> HandoffTrace:
 
 def hybrid() -> HandoffTrace:
     """Two chunks of 2 s; layers 0 and 2 of 4 keep 100 bytes of each, the others a state of 300."""
-    steps = [Due(10.5, 100), Due(11.5, 100), Due(12.5, 100), Due(13.0, 300, 300), Due(13.5, 100)]
-    return told({0: [*steps, Due(14.0, 300, 300)]}, 14.0)
+    steps = [
+        LayerReady(10.5, 100),
+        LayerReady(11.5, 100),
+        LayerReady(12.5, 100),
+        LayerReady(13.0, 300, 300),
+        LayerReady(13.5, 100),
+    ]
+    return told({0: [*steps, LayerReady(14.0, 300, 300)]}, 14.0)
 
 
 def evenly(found: HandoffTrace, serial_s: float) -> float:
@@ -55,7 +61,7 @@ def test_layers_that_are_taken_for_alike_are_seen() -> None:
 
 def test_a_window_weighs_what_it_holds() -> None:
     """The full layer is the last one, and most of it all: nobody could hide it."""
-    windowed = told({0: [Due(11.0, 100), Due(12.0, 100), Due(13.0, 800)]}, 13.0)
+    windowed = told({0: [LayerReady(11.0, 100), LayerReady(12.0, 100), LayerReady(13.0, 800)]}, 13.0)
     assert windowed.bound({0: 1.0}) == pytest.approx(0.2)
 
 
@@ -71,19 +77,19 @@ def old_bound(ends: Sequence[float], prompt_s: float, serial_s: float) -> float:
 def test_layers_that_are_alike_weigh_alike(seed: int) -> None:
     rng = random.Random(seed)
     ends = sorted(rng.uniform(10.0, 12.0) for _ in range(rng.randrange(1, 40)))
-    found = told({0: [Due(ready_s, 4096) for ready_s in ends]}, ends[-1])
+    found = told({0: [LayerReady(ready_s, 4096) for ready_s in ends]}, ends[-1])
     serial_s = rng.uniform(0.1, 5.0)
     assert found.bound({0: serial_s}) == pytest.approx(old_bound(ends, ends[-1], serial_s))
 
 
 def test_the_slowest_rank_decides_and_is_held_to_the_busiest() -> None:
-    found = told({0: [Due(11.0, 10)], 1: [Due(11.5, 10)]}, 12.0)
+    found = told({0: [LayerReady(11.0, 10)], 1: [LayerReady(11.5, 10)]}, 12.0)
     assert found.bound({0: 2.0, 1: 1.0}) == pytest.approx(0.5)
     assert found.bound({0: 0.5, 1: 2.0}) == pytest.approx(0.25)
     assert found.bound({}) == 1.0
 
 
 def test_cached_tokens_leave_from_the_beginning() -> None:
-    cached = told({0: [Due(0.0, 500), Due(12.0, 500)]}, 12.0)
+    cached = told({0: [LayerReady(0.0, 500), LayerReady(12.0, 500)]}, 12.0)
     assert cached.least_exposed_s({0: 6.0}) == pytest.approx(10.0 + 3.0 + 3.0 - 12.0)
     assert cached.least_exposed_s({0: 2.0}) == pytest.approx(1.0)

@@ -8,8 +8,8 @@ import threading
 import pytest
 from tests.server.asking import asked
 
+from baton.engine.commands import CopyRecord, LayerGroupTiming
 from baton.engine.requests import EngineRequest, InboundHandoff, OutboundHandoff, OutputChunk, RequestFinished
-from baton.engine.steps import CopyRecord, Group
 from baton.engine.trace import RequestTrace
 from baton.server.bridge import Bridge
 from baton.server.metrics import Metrics
@@ -28,7 +28,7 @@ def story() -> RequestTrace:
         settled_s=15.5,
         stepped_s=16.0,
         ended_s=20.0,
-        groups={0: [Group((0, 2), 11.0, 12.5), Group((2, 4), 12.5, 14.0)]},
+        groups={0: [LayerGroupTiming((0, 2), 11.0, 12.5), LayerGroupTiming((2, 4), 12.5, 14.0)]},
         copies={0: [CopyRecord(0, 0, 100, 12.5, 13.5), CopyRecord(1, 1, 50, 13.0, 15.0)]},
         unpipelined=["cost: 3 groups", "cost: 3 groups"],
     )

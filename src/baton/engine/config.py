@@ -11,7 +11,7 @@ import torch
 
 from baton.engine.attention.pools import DTYPES
 from baton.engine.checkpoint import Checkpoint, open_checkpoint
-from baton.engine.model.build import Architecture, describe, missing
+from baton.engine.models.build import Architecture, describe, missing
 from baton.engine.pages import PageGeometry, engine_storage
 from baton.errors import ConfigError
 from baton.plan import Cache, Layout, Spec, parse_layout

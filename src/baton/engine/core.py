@@ -16,34 +16,33 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from baton.engine.commands import (
+    AbortTransfer,
+    Batch,
+    Command,
+    CopiesDone,
+    DeclineTransfer,
+    EndSequence,
+    PageTables,
+    ReceiveKV,
+    Reply,
+    SampledToken,
+    ScheduledSequence,
+    SendKV,
+    StartSequence,
+    Step,
+    StepDone,
+    TransferUpdate,
+)
 from baton.engine.config import EngineConfig, EngineSizes
 from baton.engine.drafting import hidden_of, problem_of, proposal_of
 from baton.engine.load import LoadMonitor, QueueSnapshot
 from baton.engine.pages import PageGeometry
 from baton.engine.request_state import ModelContext, RequestState
 from baton.engine.requests import EngineRequest, EventSink, InboundHandoff, OutboundHandoff
-from baton.engine.sampling.checking import check_params
-from baton.engine.sampling.ending import Progress, ending
+from baton.engine.sampling_params import Progress, check_params, ending
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequence import Sequence, SequenceRole
-from baton.engine.steps import (
-    Abort,
-    Answer,
-    Batch,
-    Begin,
-    Changed,
-    Copied,
-    Decline,
-    End,
-    Order,
-    Receive,
-    Sampled,
-    Send,
-    Step,
-    StepDone,
-    Tables,
-    Work,
-)
 from baton.engine.trace import RequestTrace
 from baton.errors import ConfigError
 from baton.protocol.outcomes import Aux, Cause, Failed, Finished, Outcome, Ready, Stage, Why
@@ -69,7 +68,7 @@ class InFlightStep:
 class StepOutput:
     """What a step produced in one dp group, by sequence."""
 
-    samples: dict[int, list[Sampled]] = field(default_factory=dict)
+    samples: dict[int, list[SampledToken]] = field(default_factory=dict)
     draft_tokens: dict[int, int] = field(default_factory=dict)
     hidden: dict[int, bytes] = field(default_factory=dict)
     """Rows that forks start from."""
@@ -82,7 +81,7 @@ class EngineCore:
     """
 
     def __init__(
-        self, config: EngineConfig, sizes: EngineSizes, model: ModelContext, send: Callable[[Order], None]
+        self, config: EngineConfig, sizes: EngineSizes, model: ModelContext, send: Callable[[Command], None]
     ) -> None:
         self._config = config
         self._layout = sizes.layout
@@ -163,7 +162,7 @@ class EngineCore:
                 if all(pool.num_pages <= CHECKED_PAGES_MAX for pool in scheduler.kv_cache.pools.values()):
                     scheduler.check_integrity()
 
-    def on_reply(self, reply: Answer, now_s: float) -> None:
+    def on_reply(self, reply: Reply, now_s: float) -> None:
         """Takes a message of a worker."""
         match reply:
             case StepDone():
@@ -171,9 +170,9 @@ class EngineCore:
                 computed.replies[reply.rank] = reply
                 while self._in_flight and len(self._in_flight[0].replies) == self._layout.num_ranks:
                     self._postprocess(self._in_flight.popleft(), now_s)
-            case Changed():
+            case TransferUpdate():
                 self._on_handoff(reply, now_s)
-            case Copied(rank, sequence, copies):
+            case CopiesDone(rank, sequence, copies):
                 if state := self.requests.get(sequence):
                     state.trace.copies[rank] = copies
 
@@ -212,18 +211,20 @@ class EngineCore:
                 output.draft_tokens |= reply.proposals
                 output.hidden |= reply.hidden
             self._trace_prompts(batch, replies)
-            num_prompt_rows = sum(len(work.tokens) for work in batch.works if work.start < work.prompt_tokens)
+            num_prompt_rows = sum(
+                len(work.tokens) for work in batch.sequences if work.start < work.prompt_tokens
+            )
             start_s, stop_s = min(r.start_s for r in replies), max(r.stop_s for r in replies)
             self.monitor.record_step(num_prompt_rows, start_s, stop_s)
             tokens = {number: [s.token for s in samples] for number, samples in output.samples.items()}
             self.schedulers[dp].complete(batch, tokens, output.draft_tokens)
-            for work in batch.works:
+            for work in batch.sequences:
                 if work.num_samples and work.sequence in self.requests:
                     self._output_tokens(self.requests[work.sequence], work, output, now_s)
 
     def _trace_prompts(self, batch: Batch, replies: list[StepDone]) -> None:
         """Adds a step to the traces of the prompts in it."""
-        for work in batch.works:
+        for work in batch.sequences:
             state = self.requests.get(work.sequence)
             if state is None or work.start >= work.prompt_tokens or state.trace.token_s:
                 continue
@@ -238,7 +239,9 @@ class EngineCore:
                 is_whole = any(reply.unpipelined for reply in replies)
                 self.counters["unpipelined" if is_whole else "pipelined"] += 1
 
-    def _output_tokens(self, state: RequestState, work: Work, output: StepOutput, now_s: float) -> None:
+    def _output_tokens(
+        self, state: RequestState, work: ScheduledSequence, output: StepOutput, now_s: float
+    ) -> None:
         """Outputs the new tokens of one answer, or the first tokens of all answers."""
         number, samples = work.sequence, output.samples[work.sequence]
         if work.num_drafted:
@@ -267,7 +270,7 @@ class EngineCore:
                 self._finish_answer(state, answer, now_s)
 
     def _fork(
-        self, state: RequestState, number: int, samples: list[Sampled], hidden: bytes | None
+        self, state: RequestState, number: int, samples: list[SampledToken], hidden: bytes | None
     ) -> list[int]:
         """Makes a sequence for each further first token; returns the numbers of all."""
         numbers = [next(self.numbers) for _ in samples[1:]]
@@ -284,7 +287,7 @@ class EngineCore:
         tokens = sequence.tokens(0, sequence.num_tokens)
         # The scheduler treats tokens generated elsewhere as prompt; the sampler must not.
         num_prompt, index = len(request.tokens), request.index + sequence.index
-        self._send(Begin(sequence.number, sequence.dp, tokens, num_prompt, request.params, index))
+        self._send(StartSequence(sequence.number, sequence.dp, tokens, num_prompt, request.params, index))
 
     def _make_sequence(self, state: RequestState) -> Sequence:
         """The request's first answer; to the scheduler, tokens generated elsewhere are part of the prompt."""
@@ -334,7 +337,7 @@ class EngineCore:
         state.trace.begun_s = now_s
         state.trace.num_held = max(reservation.held.values(), default=0)
         self._send(
-            Receive(
+            ReceiveKV(
                 sequence=state.number,
                 dp=state.dp,
                 transfer=handoff.transfer,
@@ -351,14 +354,14 @@ class EngineCore:
     def _decline(self, state: RequestState, text: str) -> None:
         handoff = state.request.handoff
         assert isinstance(handoff, InboundHandoff)
-        self._send(Decline(state.dp, handoff.transfer, handoff.source, text))
+        self._send(DeclineTransfer(state.dp, handoff.transfer, handoff.source, text))
 
-    def _send_handoff(self, state: RequestState, num_cached: int, pages: Tables) -> None:
+    def _send_handoff(self, state: RequestState, num_cached: int, pages: PageTables) -> None:
         handoff = state.request.handoff
         assert isinstance(handoff, OutboundHandoff)
         state.is_handing_over = True
         self._send(
-            Send(
+            SendKV(
                 sequence=state.number,
                 dp=state.dp,
                 transfer=handoff.transfer,
@@ -371,7 +374,7 @@ class EngineCore:
             )
         )
 
-    def _on_handoff(self, reply: Changed, now_s: float) -> None:
+    def _on_handoff(self, reply: TransferUpdate, now_s: float) -> None:
         state = self.requests.get(reply.sequence)
         if state is None:
             return
@@ -431,7 +434,7 @@ class EngineCore:
                 if not state.answers[number].last_token_s:
                     state.append(number, sampled, now_s)
 
-    def _first_samples(self, state: RequestState, aux: Aux, now_s: float) -> list[Sampled]:
+    def _first_samples(self, state: RequestState, aux: Aux, now_s: float) -> list[SampledToken]:
         """The first tokens that a source sampled; none, and the request fails, if they are invalid."""
         num_wanted, vocab_size = state.request.params.n, self._model.vocab_size
         state.trace.num_cached = aux.cached_tokens
@@ -446,9 +449,9 @@ class EngineCore:
             self._drop(state, text, now_s)
             return []
         if len(aux.logprobs) != len(aux.tokens):
-            return [Sampled(token) for token in aux.tokens]
+            return [SampledToken(token) for token in aux.tokens]
         return [
-            Sampled(token, logprobs.get(token, 0.0), dict(logprobs))
+            SampledToken(token, logprobs.get(token, 0.0), dict(logprobs))
             for token, logprobs in zip(aux.tokens, aux.logprobs, strict=True)
         ]
 
@@ -465,7 +468,7 @@ class EngineCore:
             state.trace.begun_s = now_s
             self._send_handoff(state, 0, {})
         if state.is_handing_over and not state.trace.settled_s:
-            self._send(Abort(state.number, text))
+            self._send(AbortTransfer(state.number, text))
         for number in [number for number, other in self.requests.items() if other is state]:
             self.schedulers[state.dp].abort(number)
             if number != state.number:
@@ -477,7 +480,7 @@ class EngineCore:
         self._forget_sequence(state, number, now_s)
 
     def _forget_sequence(self, state: RequestState, number: int, now_s: float) -> None:
-        self._send(End(number))
+        self._send(EndSequence(number))
         if number != state.number:
             self.requests.pop(number, None)
         self._close_if_done(state, now_s)
@@ -487,7 +490,7 @@ class EngineCore:
         if state.is_open or state.is_handing_over or self.requests.get(state.number) is not state:
             return
         # The workers still know a request that was aborted or handed over.
-        self._send(End(state.number))
+        self._send(EndSequence(state.number))
         del self.requests[state.number]
         self._is_checked = False
         if (handoff_s := state.handoff_s) is not None:

@@ -33,7 +33,7 @@ from baton.engine.requests import (
     RequestEvent,
     RequestFinished,
 )
-from baton.engine.text.tokenizer import Tokenizer
+from baton.engine.tokenizer import Tokenizer
 from baton.engine.trace import HandoffTrace, RequestTrace
 from baton.errors import BatonError, ConfigError, EngineError
 from baton.plan import Spec

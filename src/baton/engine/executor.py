@@ -16,12 +16,19 @@ from time import monotonic, sleep
 import msgspec
 
 from baton import settings
+from baton.engine.commands import (
+    AttachCoordinator,
+    Command,
+    Reply,
+    Stop,
+    WorkerConfig,
+    WorkerFailed,
+    WorkerReady,
+)
 from baton.engine.fork_server import ForkServerPool, SpawnRequest, ended_error
-from baton.engine.rank.config import RankConfig
-from baton.engine.steps import Answer, Attach, Down, Order, Stop, Up
 from baton.errors import EngineError
 
-WORKER: tuple[str, ...] = ("baton.engine.rank.process",)
+WORKER: tuple[str, ...] = ("baton.engine.worker",)
 """The module of a worker, and arguments for it."""
 START_S_MAX = 600.0
 LOOK_S = 0.5
@@ -39,7 +46,7 @@ atexit.register(FORK_SERVERS.close)
 class WorkerProcess:
     """One worker and its pipe."""
 
-    def __init__(self, config: RankConfig) -> None:
+    def __init__(self, config: WorkerConfig) -> None:
         self.rank = config.rank
         self.name = f"rank {config.rank} of {config.instance}"
         environment = settings.rank_environment(config.num_threads)
@@ -48,11 +55,11 @@ class WorkerProcess:
         with theirs:
             self.process = FORK_SERVERS.get(environment).spawn(theirs.fileno(), self._output.fileno())
         self.connection = Connection(ours.detach())
-        self._decoder = msgspec.msgpack.Decoder(Answer)
+        self._decoder = msgspec.msgpack.Decoder(Reply)
         self.send(SpawnRequest(f"baton rank {config.rank}", WORKER[0], WORKER[1:], environment))
         self.send(config)
 
-    def send(self, message: Order | RankConfig | SpawnRequest) -> None:
+    def send(self, message: Command | WorkerConfig | SpawnRequest) -> None:
         self.send_raw(msgspec.msgpack.encode(message))
 
     def send_raw(self, raw: bytes) -> None:
@@ -60,17 +67,17 @@ class WorkerProcess:
         with suppress(OSError):
             self.connection.send_bytes(raw)
 
-    def receive(self) -> Answer:
+    def receive(self) -> Reply:
         """The next reply; raises EngineError if the worker has ended or cannot continue."""
         try:
-            reply: Answer = self._decoder.decode(self.connection.recv_bytes())
+            reply: Reply = self._decoder.decode(self.connection.recv_bytes())
         except (EOFError, OSError):
             raise self.ended_error() from None
-        if isinstance(reply, Down):
+        if isinstance(reply, WorkerFailed):
             raise EngineError(f"{self.name}: {reply.text}")
         return reply
 
-    def replies(self) -> Iterator[Answer]:
+    def replies(self) -> Iterator[Reply]:
         """All replies so far."""
         while self.connection.poll():
             yield self.receive()
@@ -109,18 +116,18 @@ class Executor:
         self._folder = tempfile.mkdtemp(prefix="baton-")
         self.rendezvous = str(Path(self._folder) / "ranks")
         """A path that does not exist yet, through which torch.distributed connects the workers."""
-        self.up = Up(0)
+        self.up = WorkerReady(0)
         self.workers: list[WorkerProcess] = []
         self.is_closed = False
 
-    def start(self, configs: Sequence[RankConfig], progress: Callable[[str], None]) -> None:
+    def start(self, configs: Sequence[WorkerConfig], progress: Callable[[str], None]) -> None:
         """Starts the workers and waits until all are up."""
         for config in configs:
             self.workers.append(WorkerProcess(config))
         first, *others = self.workers
         self.up = self._wait_up(first)
         for worker in others:
-            worker.send(Attach(self.up.coordinator, self.up.epoch))
+            worker.send(AttachCoordinator(self.up.coordinator, self.up.epoch))
         progress(f"{first.name} is up")
         for worker in others:
             self._wait_up(worker)
@@ -128,7 +135,7 @@ class Executor:
         # Rank 0 reports a second time when all ranks are attached and hand-overs are accepted.
         self.up = self._wait_up(first)
 
-    def send(self, message: Order) -> None:
+    def send(self, message: Command) -> None:
         """Sends a message to every worker."""
         raw = msgspec.msgpack.encode(message)
         for worker in self.workers:
@@ -156,7 +163,7 @@ class Executor:
         shutil.rmtree(self._folder, ignore_errors=True)
         self.is_closed = True
 
-    def _wait_up(self, worker: WorkerProcess) -> Up:
+    def _wait_up(self, worker: WorkerProcess) -> WorkerReady:
         """Waits for a worker's first reply, while the others may fail too."""
         limit_s = monotonic() + START_S_MAX
         while not worker.connection.poll(LOOK_S):
@@ -165,5 +172,5 @@ class Executor:
             if monotonic() > limit_s:
                 raise EngineError(f"{worker.name} did not start in {START_S_MAX:.0f} s")
         reply = worker.receive()
-        assert isinstance(reply, Up), f"{worker.name} sent {reply} before it was up"
+        assert isinstance(reply, WorkerReady), f"{worker.name} sent {reply} before it was up"
         return reply

@@ -20,15 +20,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from baton.engine.checkpoint.tokenizer import eos_ids, load_tokenizer
+from baton.engine.commands import WorkerConfig
 from baton.engine.config import EngineConfig, EngineSizes, derive_sizes
 from baton.engine.core import EngineCore
 from baton.engine.executor import Executor
 from baton.engine.load import SNAPSHOT_S, EngineLoad
-from baton.engine.rank.config import RankConfig
 from baton.engine.request_state import ModelContext
 from baton.engine.requests import EngineRequest, EventSink, RequestError, RequestEvent, RequestFinished
-from baton.engine.sampling.params import SamplingParams
-from baton.engine.text.tokenizer import Tokenizer
+from baton.engine.sampling_params import SamplingParams
+from baton.engine.tokenizer import Tokenizer
 from baton.errors import EngineError
 
 IDLE_S = 0.5
@@ -274,9 +274,9 @@ class Instance:
         if errors:
             raise EngineError(f"{self.config.name}: {errors[0]}")
 
-    def _rank_config(self, rank: int) -> RankConfig:
+    def _rank_config(self, rank: int) -> WorkerConfig:
         config, sizes = self.config, self.sizes
-        return RankConfig(
+        return WorkerConfig(
             instance=config.name,
             model=sizes.model,
             layout=config.layout,

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from baton.engine.commands import PageCopy
 from baton.engine.pages import PageGeometry, PagePool
 from baton.engine.prefix_cache import PrefixCache, PrefixMatch
 from baton.engine.sequence import Sequence, SequenceRole, SequenceStatus
-from baton.engine.steps import PageCopy
 from baton.errors import ConfigError
 
 PLACEHOLDER = 0

@@ -21,8 +21,8 @@ from itertools import count, pairwise
 
 import xxhash
 
+from baton.engine.commands import PageTables
 from baton.engine.pages import PagePool
-from baton.engine.steps import Tables
 
 TOKEN_BYTES = 8
 NUM_STALE_MAX = 64
@@ -37,7 +37,7 @@ class PrefixNode:
     parent: PrefixNode | None
     tokens: bytes
     salt: str
-    pages: Tables
+    pages: PageTables
     depth: int
     """Units up to and including this one."""
     num_pins: int = 0
@@ -53,7 +53,7 @@ class PrefixMatch:
     """A cached prefix: its length, its pages and the node to pin."""
 
     num_tokens: int
-    pages: Tables
+    pages: PageTables
     node: PrefixNode | None
 
 
@@ -84,7 +84,7 @@ class PrefixCache:
 
     def lookup(self, tokens: Sequence[int], salt: str = "") -> PrefixMatch:
         """The longest cached prefix of these tokens, in whole units."""
-        pages: Tables = {group: [] for group in self._pools}
+        pages: PageTables = {group: [] for group in self._pools}
         last: PrefixNode | None = None
         for key, unit in self._units(tokens, salt):
             node = self._find(key, last, unit, salt)

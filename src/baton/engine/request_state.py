@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from baton.engine.commands import SampledToken
 from baton.engine.requests import (
     EngineRequest,
     EventSink,
@@ -13,10 +14,8 @@ from baton.engine.requests import (
     RequestError,
     RequestFinished,
 )
-from baton.engine.sampling.ending import Progress, ending
-from baton.engine.steps import Sampled
-from baton.engine.text.answer import AnswerText
-from baton.engine.text.tokenizer import Tokenizer
+from baton.engine.sampling_params import Progress, ending
+from baton.engine.tokenizer import AnswerText, Tokenizer
 from baton.engine.trace import RequestTrace
 from baton.protocol.outcomes import Cause
 from baton.session import prompt_digest
@@ -116,7 +115,7 @@ class RequestState:
                 self.open_answer(number, index)
         return numbers
 
-    def append(self, number: int, sampled: Sampled, now_s: float, *, is_last: bool = False) -> bool:
+    def append(self, number: int, sampled: SampledToken, now_s: float, *, is_last: bool = False) -> bool:
         """Outputs a token of an answer; True: the answer is complete."""
         answer = self.answers[number]
         if self.is_closed or answer.finish is not None:

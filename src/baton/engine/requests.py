@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from baton.engine.sampling.params import SamplingParams
-from baton.engine.steps import Sampled
+from baton.engine.commands import SampledToken
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.trace import RequestTrace
 from baton.plan.overlap import LayerTimes, choose
 from baton.protocol.outcomes import Cause
@@ -71,7 +71,7 @@ class OutputChunk:
     """New tokens of one of a request's answers; `finish` is set on the last chunk."""
 
     index: int
-    tokens: tuple[Sampled, ...]
+    tokens: tuple[SampledToken, ...]
     text: str
     finish: str | None = None
     """stop, length or abort; `handed` at a source whose target continues."""

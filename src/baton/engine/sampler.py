@@ -22,8 +22,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from baton.engine.commands import SampledToken, StartSequence
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.steps import Begin, Sampled
 from baton.errors import EngineError
 
 ROWS_AT_ONCE = 64
@@ -47,7 +47,7 @@ class Sampler:
         self._eos_ids = frozenset(eos_ids)
         self._histories: dict[int, History] = {}
 
-    def begin(self, order: Begin) -> None:
+    def begin(self, order: StartSequence) -> None:
         """Takes a sequence in; one that is known already (it was preempted, say) is replaced."""
         self._histories[order.sequence] = History(order, self._vocab_size, self._eos_ids)
 
@@ -59,7 +59,7 @@ class Sampler:
         """Forgets a sequence, if it is known."""
         self._histories.pop(sequence, None)
 
-    def sample(self, logits: Tensor, wants: Sequence[Want]) -> list[list[Sampled]]:
+    def sample(self, logits: Tensor, wants: Sequence[Want]) -> list[list[SampledToken]]:
         """Tokens for each row of logits (rows, vocabulary), as many as it wants.
 
         Where several are wanted, token i belongs to the i-th answer from the sequence's own on. Where
@@ -119,9 +119,9 @@ def _draw_rows(shaped: Tensor, histories: Sequence[History], wants: Sequence[Wan
 
 def _told(
     logits: Tensor, tokens: Sequence[Sequence[int]], histories: Sequence[History]
-) -> list[list[Sampled]]:
+) -> list[list[SampledToken]]:
     """The tokens with the log-probabilities that were asked for."""
-    told = [[Sampled(token) for token in some] for some in tokens]
+    told = [[SampledToken(token) for token in some] for some in tokens]
     counts = [-1 if one.params.logprobs is None else one.params.logprobs for one in histories]
     is_asked = [count >= 0 and bool(some) for count, some in zip(counts, tokens, strict=True)]
     for rows in _batches(is_asked):
@@ -133,7 +133,7 @@ def _told(
         for row, its_ids, its_values, its_own in zip(rows, ids.tolist(), values.tolist(), own, strict=True):
             top = dict(zip(its_ids[: counts[row]], its_values[: counts[row]], strict=True))
             told[row] = [
-                Sampled(token, value, {**top, token: value})
+                SampledToken(token, value, {**top, token: value})
                 for token, value in zip(tokens[row], its_own[: len(tokens[row])], strict=True)
             ]
     return told
@@ -222,7 +222,7 @@ class TokenCounts:
 class History:
     """One sequence as the sampler sees it: its wishes, its length, and its tokens where a penalty asks."""
 
-    def __init__(self, order: Begin, vocab_size: int, eos_ids: Collection[int]) -> None:
+    def __init__(self, order: StartSequence, vocab_size: int, eos_ids: Collection[int]) -> None:
         params = order.params
         self.params = params
         self.index = order.index

@@ -22,10 +22,10 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from baton.engine.commands import Batch, PageCopy, PageTables, ScheduledSequence
 from baton.engine.kv_cache import KVCacheManager
 from baton.engine.pages import PageGeometry
 from baton.engine.sequence import Sequence, SequenceRole, SequenceStatus
-from baton.engine.steps import Batch, PageCopy, Tables, Work
 from baton.errors import ConfigError, EngineError
 from baton.plan.prompt import TOKENS_MAX
 
@@ -55,7 +55,7 @@ class SchedulerConfig:
 class Reservation:
     """Where a prompt is received: page tables, and the tokens by group that are already there."""
 
-    pages: Tables
+    pages: PageTables
     held: dict[str, int]
 
 
@@ -170,7 +170,7 @@ class Scheduler:
 
         At most `decodes_max` sequences decode, so that several batches in flight share them.
         """
-        works: list[Work] = []
+        works: list[ScheduledSequence] = []
         self._schedule_decodes(works, self.config.sequences_max if decodes_max is None else decodes_max)
         for sequence in self._oldest_first(SequenceStatus.PREFILLING):
             # An older sequence may have preempted it in the meantime.
@@ -202,7 +202,7 @@ class Scheduler:
         assert is_next, "batches complete in the order they were scheduled"
         self.in_flight.popleft()
         self.kv_cache.finish_copies(batch.copies)
-        for work in batch.works:
+        for work in batch.sequences:
             sequence = self.sequences[work.sequence]
             sequence.num_in_flight -= 1
             is_ended = sequence.status is SequenceStatus.ENDED
@@ -283,7 +283,7 @@ class Scheduler:
 
     # Scheduling.
 
-    def _schedule_decodes(self, works: list[Work], decodes_max: int) -> None:
+    def _schedule_decodes(self, works: list[ScheduledSequence], decodes_max: int) -> None:
         num_left = self.config.batch_tokens_max
         for sequence in self._oldest_first(SequenceStatus.RUNNING):
             if len(works) >= min(decodes_max, self.config.sequences_max) or not num_left:
@@ -305,7 +305,7 @@ class Scheduler:
             return ()
         return (guess,)
 
-    def _schedule_chunk(self, works: list[Work], sequence: Sequence) -> None:
+    def _schedule_chunk(self, works: list[ScheduledSequence], sequence: Sequence) -> None:
         stop = sequence.num_tokens
         if sequence.prompt_embeddings is not None and sequence.num_scheduled < sequence.num_prompt:
             # A chunk has either embeddings or ids: it ends with the prompt.
@@ -317,7 +317,7 @@ class Scheduler:
         if self._make_room(sequence, sequence.num_scheduled + size):
             works.append(self._schedule_tokens(sequence, size))
 
-    def _schedule_waiting(self, works: list[Work]) -> None:
+    def _schedule_waiting(self, works: list[ScheduledSequence]) -> None:
         is_source_blocked = False
         for sequence in list(self.waiting):
             if _num_rows(works) >= self.config.batch_tokens_max or not self.num_slots:
@@ -345,13 +345,15 @@ class Scheduler:
             self._changes.started.append(sequence)
         return True
 
-    def _schedule_tokens(self, sequence: Sequence, size: int, guesses: tuple[int, ...] = ()) -> Work:
+    def _schedule_tokens(
+        self, sequence: Sequence, size: int, guesses: tuple[int, ...] = ()
+    ) -> ScheduledSequence:
         start, stop = sequence.num_scheduled, sequence.num_scheduled + size
         sequence.num_scheduled = stop
         sequence.num_in_flight += 1
         is_last = stop == sequence.num_tokens
         hidden, sequence.draft_hidden = sequence.draft_hidden, None
-        return Work(
+        return ScheduledSequence(
             sequence=sequence.number,
             start=start,
             tokens=[*sequence.tokens(start, stop), *guesses],
@@ -413,7 +415,7 @@ class Scheduler:
 
     # Sequences.
 
-    def _append_tokens(self, sequence: Sequence, work: Work, tokens: list[int]) -> None:
+    def _append_tokens(self, sequence: Sequence, work: ScheduledSequence, tokens: list[int]) -> None:
         num_max = work.num_samples + work.num_drafted
         num_min = 1 if work.num_drafted else num_max
         assert num_min <= len(tokens) <= num_max, (
@@ -504,7 +506,7 @@ class Scheduler:
         return self.geometry.num_pages_max(group, num_tokens, prompt_tokens, step_tokens)
 
     def _check_in_flight(self) -> None:
-        num_in_flight = Counter(work.sequence for batch in self.in_flight for work in batch.works)
+        num_in_flight = Counter(work.sequence for batch in self.in_flight for work in batch.sequences)
         for number, sequence in self.sequences.items():
             assert num_in_flight[number] == sequence.num_in_flight, (
                 f"sequence {number} is in {num_in_flight[number]} batches, "
@@ -513,7 +515,7 @@ class Scheduler:
         lost = sorted(set(num_in_flight) - set(self.sequences))
         assert not lost, f"sequences {lost} are in flight and forgotten"
         for batch in self.in_flight:
-            for work in batch.works:
+            for work in batch.sequences:
                 sequence = self.sequences[work.sequence]
                 for group, ids in work.pages.items():
                     first = sequence.num_freed[group]
@@ -522,7 +524,7 @@ class Scheduler:
                     )
 
 
-def _num_rows(works: Iterable[Work]) -> int:
+def _num_rows(works: Iterable[ScheduledSequence]) -> int:
     return sum(len(work.tokens) for work in works)
 
 

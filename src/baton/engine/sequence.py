@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.engine.commands import PageTables
 from baton.engine.prefix_cache import PrefixNode
-from baton.engine.sampling.params import SamplingParams
-from baton.engine.steps import Tables
+from baton.engine.sampling_params import SamplingParams
 
 
 class SequenceRole(Enum):
@@ -71,7 +71,7 @@ class Sequence:
     is_granted: bool = False
     """The target of its hand-over has pages for it."""
 
-    pages: Tables = field(default_factory=dict)
+    pages: PageTables = field(default_factory=dict)
     """Page tables by group."""
     num_freed: dict[str, int] = field(default_factory=dict)
     """By group: leading entries before a window. They stay in the table, but their pages are freed."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from baton.engine.steps import CopyRecord, Group
+from baton.engine.commands import CopyRecord, LayerGroupTiming
 from baton.observe import Interval, Timeline, Track, covered_s
 
 REQUEST = "request"
@@ -41,7 +41,7 @@ class RequestTrace:
     ended_s: float = 0.0
     num_cached: int = 0
     num_held: int = 0
-    groups: dict[int, list[Group]] = field(default_factory=dict)
+    groups: dict[int, list[LayerGroupTiming]] = field(default_factory=dict)
     """By rank: what was computed of the prompt."""
     copies: dict[int, list[CopyRecord]] = field(default_factory=dict)
     unpipelined: list[str] = field(default_factory=list)
@@ -97,7 +97,7 @@ class HandoffTrace:
         """The exposed time of the bound; without states, as if there were none to send."""
         trace, last_s = self.prefill, self.prefill.prompt_s
         for rank, copies in trace.copies.items():
-            dues = [due for copy in copies for due in copy.dues]
+            dues = [due for copy in copies for due in copy.layers_ready]
             byte_s = serial_s.get(rank, 0.0) / max(1, sum(due.num_bytes for due in dues))
             left = [(due.ready_s, due.num_bytes - (0 if has_states else due.state_bytes)) for due in dues]
             last_s = max(last_s, across_s(left, byte_s, trace.begun_s))
@@ -106,7 +106,7 @@ class HandoffTrace:
     def state_share(self) -> float:
         """The share of recurrent state in the bytes sent."""
         copies = (copy for copies in self.prefill.copies.values() for copy in copies)
-        dues = [due for copy in copies for due in copy.dues]
+        dues = [due for copy in copies for due in copy.layers_ready]
         return sum(due.state_bytes for due in dues) / max(1, sum(due.num_bytes for due in dues))
 
     def timeline(self, name: str) -> Timeline:

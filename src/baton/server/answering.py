@@ -9,9 +9,9 @@ from functools import partial
 from time import monotonic
 from typing import Protocol
 
+from baton.engine.commands import SampledToken
 from baton.engine.instance import Instance
 from baton.engine.requests import OutputChunk, RequestError, RequestEvent, RequestFinished
-from baton.engine.steps import Sampled
 from baton.engine.trace import RequestTrace
 from baton.errors import ConfigError, EngineError, FullError
 from baton.protocol.outcomes import Cause, Stage, Why
@@ -33,7 +33,7 @@ class Growth:
     is_first: bool
     """Nothing of it was told before, here or elsewhere."""
     text: str = ""
-    tokens: list[Sampled] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
     finish: str | None = None
 
 

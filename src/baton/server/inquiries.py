@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from baton.engine.requests import Generate, Inbound, Outbound
+from baton.engine.requests import EngineRequest, InboundHandoff, OutboundHandoff
 from baton.engine.sampling_params import SamplingParams, check_params
 from baton.errors import ConfigError
 from baton.server.bodies.asked import Body, ChatRequest, CompletionRequest, Extended, GenerateRequest
@@ -51,7 +51,7 @@ class Place:
 class Job:
     """One prompt with its answers, or the rest of one answer."""
 
-    request: Generate
+    request: EngineRequest
     prompt_index: int
 
 
@@ -71,7 +71,7 @@ class Inquiry:
     @property
     def is_leg(self) -> bool:
         """Whether its prompts leave: it is answered once their hand-overs are settled."""
-        return any(isinstance(job.request.hand, Outbound) for job in self.jobs)
+        return any(isinstance(job.request.handoff, OutboundHandoff) for job in self.jobs)
 
     @property
     def is_stream(self) -> bool:
@@ -190,25 +190,27 @@ def _jobs(wanted: _Wanted, hands: Sequence[Any], model: Model) -> tuple[Job, ...
             if not 0 <= place < len(wanted.prompts):
                 raise refused("baton.resume", each.index, "there is no such choice")
             generated = model.check_ids(each.tokens, "baton.resume")
-            request = Generate(wanted.prompts[place], alone, hand, salt, generated=generated, index=index)
+            request = EngineRequest(
+                wanted.prompts[place], alone, hand, salt, generated=generated, index=index
+            )
             found.append(Job(_fitted(request, wanted.body, model), place))
     else:
         for place, (prompt, hand) in enumerate(zip(wanted.prompts, hands, strict=True)):
-            request = Generate(prompt, params, hand, salt)
+            request = EngineRequest(prompt, params, hand, salt)
             found.append(Job(_fitted(request, wanted.body, model), place))
     return tuple(found)
 
 
-def _fitted(request: Generate, body: Body, model: Model) -> Generate:
+def _fitted(request: EngineRequest, body: Body, model: Model) -> EngineRequest:
     """With as many tokens as were asked for, or as there is room for where none were."""
     num_prompt, num_known, params = len(request.tokens), len(request.known), request.params
     param, limit = _WHERE[type(body)], model.context_max
     if num_prompt < 1 or num_known >= limit:
         text = f"{param} has {num_prompt} tokens; the context has {limit}, one of them for the answer: "
         raise Problem(400, f"{text}send 1 to {limit - 1}", param=param, code=TOO_LONG)
-    most = limit if isinstance(request.hand, Outbound) else model.room_for(num_known)
+    most = limit if isinstance(request.handoff, OutboundHandoff) else model.room_for(num_known)
     num_left = max(0, most - num_prompt)
-    if params.max_tokens > num_left and not isinstance(request.hand, Outbound):
+    if params.max_tokens > num_left and not isinstance(request.handoff, OutboundHandoff):
         text = (
             f"{param} has {num_prompt} tokens and max_tokens is {params.max_tokens}; together at most {most} "
         )
@@ -221,25 +223,25 @@ def _fitted(request: Generate, body: Body, model: Model) -> Generate:
     return replace(request, params=msgspec.structs.replace(params, max_tokens=num_tokens))
 
 
-def _hands(body: Body, place: Place, num_jobs: int, n: int) -> list[Inbound | Outbound | None]:
+def _hands(body: Body, place: Place, num_jobs: int, n: int) -> list[InboundHandoff | OutboundHandoff | None]:
     """By job: where its prompt's cache comes from or goes to; None: nowhere, it is answered here."""
     if body.bootstrap_room is None:
         return [None] * num_jobs
     rooms = _by_job(body.bootstrap_room, "bootstrap_room", num_jobs, n)
     if place.role == "prefill":
-        return [Outbound(str(room)) for room in rooms]
+        return [OutboundHandoff(str(room)) for room in rooms]
     hosts = _by_job(body.bootstrap_host, "bootstrap_host", num_jobs, n)
     ports = _by_job(body.bootstrap_port, "bootstrap_port", num_jobs, n)
-    found: list[Inbound | Outbound | None] = []
+    found: list[InboundHandoff | OutboundHandoff | None] = []
     for room, host, port in zip(rooms, hosts, ports, strict=True):
         if host is None or port is None or not host or len(host) > 255:
             absent = "bootstrap_port" if port is None else "bootstrap_host"
             raise refused(absent, port if port is None else host, "say where the prefill coordinator is")
         source = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
         if place.role == "both" and source == place.address:
-            found.append(Outbound(str(room)))
+            found.append(OutboundHandoff(str(room)))
         else:
-            found.append(Inbound(str(room), source, is_early=place.first_token == "prefill"))
+            found.append(InboundHandoff(str(room), source, is_early=place.first_token == "prefill"))
     return found
 
 

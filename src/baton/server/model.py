@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from baton.engine.instance.instance import Instance
+from baton.engine.instance import Instance
 from baton.engine.tokenizer import Tokenizer
 from baton.errors import ConfigError
 from baton.web.problems import Problem, refused
@@ -38,7 +38,7 @@ class Model:
         """The model of an instance."""
         sizes = instance.sizes
         vocab_size = sizes.architecture.vocab_size
-        return Model(instance.tokenizer, sizes.context_max, vocab_size, instance.desk.num_tokens_max)
+        return Model(instance.tokenizer, sizes.context_max, vocab_size, instance.core.num_tokens_max)
 
     async def encode(self, text: str, param: str) -> tuple[int, ...]:
         """Token ids of a text."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.engine.steps import Sampled
+from baton.engine.commands import SampledToken
 from baton.engine.tokenizer import Tokenizer
 
 LOGPROB_MIN = -9999.0
@@ -58,7 +58,7 @@ def finite(logprob: float) -> float:
     return max(logprob, LOGPROB_MIN)
 
 
-def likeliest(sampled: Sampled, num_top: int) -> list[tuple[int, float]]:
+def likeliest(sampled: SampledToken, num_top: int) -> list[tuple[int, float]]:
     """The tokens that were likeliest in a token's place, best first."""
     ranked = sorted(sampled.top.items(), key=lambda item: (-item[1], item[0]))
     return [(token, finite(logprob)) for token, logprob in ranked[:num_top]]

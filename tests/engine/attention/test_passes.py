@@ -19,8 +19,8 @@ from tests.engine.parallel.ranks import on_mesh
 from baton.engine.attention import prefill, softmax
 from baton.engine.attention.passes import Pass
 from baton.engine.attention.pools import CachePools
-from baton.engine.parallel.mesh import Mesh
-from baton.engine.steps import Batch, PageCopy, Work
+from baton.engine.commands import Batch, PageCopy, ScheduledSequence
+from baton.engine.parallel import Mesh
 from baton.errors import ConfigError, EngineError
 from baton.plan import Cache, Spec, Storage, parse_layout
 from baton.plan.kinds import Paged
@@ -112,7 +112,7 @@ def test_pages_are_copied_on_every_layer() -> None:
 
 def test_a_table_too_short_is_an_error() -> None:
     world = World(Mesh(ALONE, 0), 29)
-    work = Work(3, 0, [0] * (PAGE + 1), {"tokens": [5]}, PAGE + 1)
+    work = ScheduledSequence(3, 0, [0] * (PAGE + 1), {"tokens": [5]}, PAGE + 1)
     found = Pass(Batch([work]), Mesh(ALONE, 0), world.pools)
     rows = torch.zeros(PAGE + 1, 16)
     with pytest.raises(EngineError, match="sequence 3 needs 2 pages of 'tokens', its table has 1"):

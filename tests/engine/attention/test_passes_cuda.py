@@ -8,9 +8,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from baton.engine.attention.passes import Pass
 from baton.engine.attention.pools import CachePools
+from baton.engine.commands import Batch, ScheduledSequence
 from baton.engine.models.base import HeadOptions
-from baton.engine.parallel.mesh import Mesh
-from baton.engine.steps import Batch, Work
+from baton.engine.parallel import Mesh
 from baton.plan import Cache, Spec, Storage, parse_layout
 from baton.plan.kinds import Paged
 from baton.plan.ownership import buffers
@@ -40,7 +40,7 @@ def test_a_long_prompt_keeps_the_speed_of_the_fused_kernel(chunk: int) -> None:
     content = {name: torch.zeros(size, dtype=torch.uint8, device=device) for name, size in sizes.items()}
     pools = CachePools(spec, 0, content, device)
     table = torch.randperm(total // PAGE).tolist()
-    work = Work(0, total - chunk, [0] * chunk, {"tokens": table}, total)
+    work = ScheduledSequence(0, total - chunk, [0] * chunk, {"tokens": table}, total)
     q = torch.randn(chunk, 32, 128, dtype=torch.bfloat16, device=device)
     k, v = torch.randn(2, chunk, 8, 128, dtype=torch.bfloat16, device=device)
     every = [torch.randn(1, 8, total, 128, dtype=torch.bfloat16, device=device) for _ in range(2)]

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from baton.engine.attention.passes import Pass
 from baton.engine.attention.pools import CachePools
+from baton.engine.commands import Batch, ScheduledSequence
 from baton.engine.models.base import HeadOptions, IndexQuery
-from baton.engine.parallel.mesh import Mesh
-from baton.engine.steps import Batch, Work
-from baton.engine.storage import engine_storage
+from baton.engine.pages import engine_storage
+from baton.engine.parallel import Mesh
 from baton.plan import Cache, Spec
 from baton.plan.kinds import Index, Latent, Paged
 from baton.plan.ownership import buffers
@@ -101,7 +101,7 @@ class World:
         """Pages of any sequence so far."""
         return {page for table in self._tables.values() for page in table}
 
-    def _work(self, sequence: int, length: int, prompts: dict[int, int]) -> Work:
+    def _work(self, sequence: int, length: int, prompts: dict[int, int]) -> ScheduledSequence:
         start = self._lengths.get(sequence, 0)
         self._lengths[sequence] = start + length
         prompt = self._prompts.setdefault(sequence, prompts.get(sequence, start + length))
@@ -112,7 +112,7 @@ class World:
         num_left = max(0, start - WINDOW + 1) // PAGE if self.pools.spec.layout.size("cp") == 1 else 0
         windowed = [-1] * num_left + table[num_left:]
         tables = {"tokens": table, f"tokens.w{WINDOW}": windowed}
-        return Work(sequence, start, [0] * length, tables, prompt)
+        return ScheduledSequence(sequence, start, [0] * length, tables, prompt)
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._numbers).to(self._device, self._dtype)
@@ -124,7 +124,7 @@ class World:
         k, v = self._random(num_rows, UNITS, DIM), self._random(num_rows, UNITS, self._value_dim)
         out = found.heads(layer, q[own], k[own], v[own], how)
         expected, row = [], 0
-        for work in batch.works:
+        for work in batch.sequences:
             rows = slice(row, row + len(work.tokens))
             keys = self._history[layer][0].add(work.sequence, k[rows])
             values = self._history[layer][1].add(work.sequence, v[rows])
@@ -143,7 +143,7 @@ class World:
         out = found.latent(layer, query, latent[own], 0.3, index and _rows(index, own))
         exact = RandomLatent(*(part.double() for part in (q, rotary, keys / 3, values / 3)))
         expected, row, plain = [], 0, exact.plain()
-        for work in batch.works:
+        for work in batch.sequences:
             rows = slice(row, row + len(work.tokens))
             every = self._history[layer][0].add(work.sequence, latent[rows])
             keys = self._history[layer][1].add(work.sequence, index.keys[rows]) if index else every

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.engine.e2e.house import Side, ask_all, greedy
+from tests.engine.e2e.instances import Side, ask_all, greedy
 from tests.engine.e2e.prompts import check_tokens, prompt
 
 from baton.engine import executor
@@ -17,7 +17,7 @@ AT_TARGET = ("target_pages",)
 NUM_TOKENS = 24
 
 
-def broken(side: Side, name: str, patch: pytest.MonkeyPatch, module: str = "broken_rank") -> Instance:
+def broken(side: Side, name: str, patch: pytest.MonkeyPatch, module: str = "broken_worker") -> Instance:
     """An instance of which every rank runs with something wrong, by its name in a module of this folder."""
     with patch.context() as only:
         only.setattr(executor, "WORKER", (f"{__package__}.{module}", name))

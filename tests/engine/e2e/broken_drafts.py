@@ -1,4 +1,4 @@
-"""A rank process in which something of the draft is wrong."""
+"""A worker process in which something of the draft is wrong."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from baton.engine import runner
-from baton.engine.drafting import Following
-from baton.engine.rank import process
-from baton.engine.rank.drawing import draw
+from baton.engine import model_runner, worker
+from baton.engine.commands import Batch, SampledToken, ScheduledSequence
+from baton.engine.drafting import NextTokens
+from baton.engine.model_runner import ForwardHooks, ModelRunner, NoHooks, sample_tokens
 from baton.engine.sampler import Sampler
-from baton.engine.steps import Batch, Sampled, Work
 
 
 def nothing() -> None:
@@ -20,45 +19,48 @@ def nothing() -> None:
 
 
 def unchecked() -> None:
-    """A guess is taken for what was sampled."""
+    """A draft token is accepted unchecked."""
 
-    def trusting(sampler: Sampler, logits: torch.Tensor, works: Sequence[Work]) -> dict[int, list[Sampled]]:
-        found = draw(sampler, logits, works)
-        for work in works:
-            if work.num_drafted and len(found[work.sequence]) == 1:
-                sampler.extend(work.sequence, work.tokens[-1:])
-                found[work.sequence] = [Sampled(work.tokens[-1]), *found[work.sequence]]
-        return found
+    def trusting(
+        sampler: Sampler, logits: torch.Tensor, sequences: Sequence[ScheduledSequence]
+    ) -> dict[int, list[SampledToken]]:
+        samples = sample_tokens(sampler, logits, sequences)
+        for scheduled in sequences:
+            tokens = samples[scheduled.sequence]
+            if scheduled.num_drafted and len(tokens) == 1:
+                sampler.extend(scheduled.sequence, scheduled.tokens[-1:])
+                samples[scheduled.sequence] = [SampledToken(scheduled.tokens[-1]), *tokens]
+        return samples
 
-    process.draw = trusting
+    worker.sample_tokens = trusting
 
 
 def late() -> None:
     """The draft sees each token itself, not the one that follows."""
 
-    class Late(Following):
+    class Late(NextTokens):
         def __init__(self, batch: Batch, sampled: Sequence[Sequence[int]]) -> None:
             super().__init__(batch, sampled)
             self.tokens[1:] = self.tokens[:-1].copy()
 
-    runner.Following = Late  # type: ignore[misc]
+    model_runner.NextTokens = Late  # type: ignore[misc]
 
 
 def not_stored() -> None:
     """What the draft stored is gone once it has guessed, so that nothing of it is handed over."""
-    propose = runner.Runner.propose
+    propose = ModelRunner.propose
 
-    def forgetful(self: runner.Runner, said: object, hooks: runner.Hooks) -> object:
+    def forgetful(self: ModelRunner, sampled: object, hooks: ForwardHooks) -> object:
         pools = self._pools
 
-        class Wiping(runner.Quiet):
+        class Wiping(NoHooks):
             def layer_done(self, layer: int) -> None:
                 pools.rows("latent", layer)[0].zero_()
                 hooks.layer_done(layer)
 
-        return propose(self, said, Wiping())  # type: ignore[arg-type]
+        return propose(self, sampled, Wiping())  # type: ignore[arg-type]
 
-    runner.Runner.propose = forgetful  # type: ignore[method-assign, assignment]
+    ModelRunner.propose = forgetful  # type: ignore[method-assign, assignment]
 
 
 BROKEN: Mapping[str, Callable[[], None]] = {
@@ -67,6 +69,6 @@ BROKEN: Mapping[str, Callable[[], None]] = {
 
 
 def main(connection: Connection, name: str) -> None:
-    """The whole life of a rank, broken by name."""
+    """Runs a worker that is broken by name."""
     BROKEN[name]()
-    process.main(connection)
+    worker.main(connection)

@@ -1,15 +1,15 @@
-"""A rank process in which something of the index is wrong."""
+"""A worker process in which something of the index is wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 
+from baton.engine import worker
 from baton.engine.attention.passes import Pass
 from baton.engine.attention.slots import Reads
 from baton.engine.attention.sparse import Chooser
 from baton.engine.models.base import IndexQuery
-from baton.engine.rank import process
 
 
 def nothing() -> None:
@@ -37,6 +37,6 @@ BROKEN: Mapping[str, Callable[[], None]] = {each.__name__: each for each in (not
 
 
 def main(connection: Connection, name: str) -> None:
-    """The whole life of a rank, broken by name."""
+    """Runs a worker that is broken by name."""
     BROKEN[name]()
-    process.main(connection)
+    worker.main(connection)

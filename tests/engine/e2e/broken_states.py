@@ -1,4 +1,4 @@
-"""A rank process in which something of recurrent state is wrong."""
+"""A worker process in which something of recurrent state is wrong."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from baton.engine import worker
 from baton.engine.attention import states
 from baton.engine.attention.pools import CachePools
 from baton.engine.attention.states import Alike
-from baton.engine.rank import process
 from baton.plan import parts
 from baton.plan.cache import Component
 from baton.plan.prompt import Chunk, Prompt
@@ -58,6 +58,6 @@ BROKEN: Mapping[str, Callable[[], None]] = {
 
 
 def main(connection: Connection, name: str) -> None:
-    """The whole life of a rank, broken by name."""
+    """Runs a worker that is broken by name."""
     BROKEN[name]()
-    process.main(connection)
+    worker.main(connection)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.engine.e2e.house import Heard
+from tests.engine.e2e.instances import Heard
 from tests.engine.tiny import oracle
 
 PAGE = 16

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.engine.e2e.house import Heard, House, Side, ask_all, ask_one, check_idle, greedy, opened
+from tests.engine.e2e.instances import Heard, InstancePool, Side, ask_all, ask_one, check_idle, greedy, opened
 from tests.engine.e2e.prompts import LENGTHS, NUM_TOKENS, check_tokens, prompt
 from tests.engine.tiny import FAMILIES, oracle, tiny
 
 from baton.engine.checkpoint import open_checkpoint
-from baton.engine.instance.instance import Instance
-from baton.engine.pair import Pair
-from baton.engine.requests import Generate
+from baton.engine.deployment import Pair
+from baton.engine.instance import Instance
+from baton.engine.requests import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.engine
@@ -42,15 +42,15 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def pair(house: House, folder: Path) -> Pair:
+def pair(pool: InstancePool, folder: Path) -> Pair:
     plain = Side(str(folder)).but(chunk_tokens=CHUNK)
-    return house.pair(replace(plain, layout="pp2"), replace(plain, layout="tp2"))
+    return pool.pair(replace(plain, layout="pp2"), replace(plain, layout="tp2"))
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def check_same(one: Heard, other: Heard) -> None:
 @pytest.mark.parametrize("name", SAMPLED)
 def test_seeded_sampling(pair: Pair, whole: Instance, name: str) -> None:
     params = SamplingParams(**{**WARM, **SAMPLED[name]})
-    requests = [Generate(tuple(prompt(length)), params, salt=name) for length in LENGTHS]
+    requests = [EngineRequest(tuple(prompt(length)), params, salt=name) for length in LENGTHS]
     alone = [ask_one(whole, replace(each, salt="whole")) for each in requests]
     handed = ask_all(pair, requests)
     for one, other in zip(handed, alone, strict=True):
@@ -87,7 +87,9 @@ def test_seeded_sampling(pair: Pair, whole: Instance, name: str) -> None:
 
 def test_another_seed_is_another_answer(pair: Pair) -> None:
     asked = tuple(prompt(30))
-    found = [ask_one(pair, Generate(asked, SamplingParams(**{**WARM, "seed": seed}))) for seed in (1, 1, 2)]
+    found = [
+        ask_one(pair, EngineRequest(asked, SamplingParams(**{**WARM, "seed": seed}))) for seed in (1, 1, 2)
+    ]
     assert found[0].tokens == found[1].tokens != found[2].tokens
 
 
@@ -117,12 +119,12 @@ def test_stop_at_the_first_token(pair: Pair, folder: Path) -> None:
     first = oracle(folder, [asked], NUM_TOKENS)[0][0]
     heard = ask_one(pair, greedy(asked, NUM_TOKENS, stop_ids=(first,)))
     assert (heard.tokens, heard.finishes) == ([[first]], {0: "stop"})
-    assert heard.stories["decode"].stepped_s == 0
+    assert heard.traces["decode"].stepped_s == 0
 
 
 def test_one_of_several_answers_stops_at_the_first_token(pair: Pair, whole: Instance) -> None:
     wild = {**WARM, "n": 3, "temperature": 2.0}
-    request = Generate(tuple(prompt(40)), SamplingParams(**wild))
+    request = EngineRequest(tuple(prompt(40)), SamplingParams(**wild))
     firsts = [answer[0] for answer in ask_one(whole, request).tokens]
     assert len(set(firsts)) == 3, "the seed gives equal first tokens; take another"
     request = replace(request, params=SamplingParams(**wild, stop_ids=(firsts[0],)))
@@ -147,7 +149,7 @@ def test_a_single_token_is_not_handed_over(pair: Pair, folder: Path) -> None:
     heard = ask_one(pair, greedy(asked, 1))
     assert heard.tokens == [oracle(folder, [asked], NUM_TOKENS)[0][:1]]
     assert heard.finishes == {0: "length"}
-    assert set(heard.stories) == {"prefill"}
+    assert set(heard.traces) == {"prefill"}
 
 
 @pytest.mark.parametrize("length", [1, 40, 250])
@@ -158,7 +160,7 @@ def test_embeddings_in_place_of_tokens(pair: Pair, whole: Instance, folder: Path
     request = replace(greedy([0] * length, NUM_TOKENS), embeddings=rows)
     found = [ask_one(whole, request), ask_one(pair, request), ask_one(pair, request)]
     check_tokens(folder, [asked] * 3, found)
-    assert found[-1].stories["prefill"].num_cached == found[-1].stories["decode"].num_held == 0
+    assert found[-1].traces["prefill"].num_cached == found[-1].traces["decode"].num_held == 0
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_ways_of_asking(pair: Pair, folder: Path, how: dict[str, Any]) -> None:
     found = ask_all(pair, [greedy(each, NUM_TOKENS, salt=str(how)) for each in asked], **how)
     check_tokens(folder, asked, found)
     if "first_token" not in how:
-        assert all(each.stories["prefill"].unpipelined for each in found)
+        assert all(each.traces["prefill"].unpipelined for each in found)
 
 
 @pytest.mark.parametrize("policy", ["fixed:1", "fixed:2", "adaptive", "cost"])
@@ -177,7 +179,7 @@ def test_policies(pair: Pair, folder: Path, policy: str) -> None:
     asked = [prompt(length) for length in LENGTHS]
     found = ask_all(pair, [greedy(each, NUM_TOKENS, salt=policy) for each in asked], policy=policy)
     check_tokens(folder, asked, found)
-    long = ask_one(pair, greedy(prompt(250), 2, salt=policy), policy=policy).stories["prefill"]
+    long = ask_one(pair, greedy(prompt(250), 2, salt=policy), policy=policy).traces["prefill"]
     groups = [each for found in long.groups.values() for each in found]
     covered = sum(stop - start for start, stop in (group.layers for group in groups))
     assert covered == NUM_LAYERS * -(-250 // CHUNK), "not every layer of every chunk is told of once"

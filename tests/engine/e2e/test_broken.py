@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 from tests.engine.e2e.breaking import compare
-from tests.engine.e2e.broken_rank import BROKEN
-from tests.engine.e2e.house import House, Side, check_idle, opened
+from tests.engine.e2e.broken_worker import BROKEN
+from tests.engine.e2e.instances import InstancePool, Side, check_idle, opened
 from tests.engine.tiny import tiny
 
 from baton.engine.instance import Instance
 from baton.errors import EngineError
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 FAILS_CLOSED = ("skipped_group",)
 
@@ -25,14 +25,14 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
 
 @pytest.fixture
-def sound(house: House, folder: Path) -> Instance:
-    return house.instance(Side(str(folder)))
+def sound(pool: InstancePool, folder: Path) -> Instance:
+    return pool.instance(Side(str(folder)))
 
 
 def test_the_control_is_right(monkeypatch: pytest.MonkeyPatch, folder: Path, sound: Instance) -> None:

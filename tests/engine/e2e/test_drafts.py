@@ -13,9 +13,9 @@ import pytest
 from tests.engine.drafts import Count, counted, drafted, expected
 from tests.engine.e2e import broken_drafts
 from tests.engine.e2e.breaking import broken
-from tests.engine.e2e.house import (
+from tests.engine.e2e.instances import (
     CROSSINGS,
-    House,
+    InstancePool,
     Side,
     ask_all,
     ask_one,
@@ -50,7 +50,7 @@ SAMPLED = {
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
@@ -61,8 +61,8 @@ def side(layout: str, name: str, **options: object) -> Side:
     return plain.but(**{**sizes, **options})
 
 
-def pair_of(house: House, prefill: str, decode: str) -> Pair:
-    return house.pair(side(prefill, "prefill"), side(decode, "decode"))
+def pair_of(pool: InstancePool, prefill: str, decode: str) -> Pair:
+    return pool.pair(side(prefill, "prefill"), side(decode, "decode"))
 
 
 def count(instance: Instance) -> Count:
@@ -92,8 +92,8 @@ def check_each(pair: Pair, salt: str) -> None:
 
 
 @pytest.mark.parametrize("crossing", [each for each in CROSSINGS if each not in ALIKE], ids=" to ".join)
-def test_tokens_and_guesses(house: House, crossing: tuple[str, str]) -> None:
-    pair = pair_of(house, *crossing)
+def test_tokens_and_guesses(pool: InstancePool, crossing: tuple[str, str]) -> None:
+    pair = pair_of(pool, *crossing)
     check_pair(pair, str(crossing))
     longer, before = [*prompt(LENGTHS[-1]), *prompt(7, "tail")], count(pair.decode)
     again = ask_one(pair, greedy(longer, NUM_TOKENS, salt=str(crossing)))
@@ -104,8 +104,8 @@ def test_tokens_and_guesses(house: House, crossing: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("layout", ["pp2", "dp2.tp1"])
-def test_one_instance(house: House, layout: str) -> None:
-    instance = house.instance(side(layout, "both"))
+def test_one_instance(pool: InstancePool, layout: str) -> None:
+    instance = pool.instance(side(layout, "both"))
     asked, before = [prompt(length, "alone") for length in LENGTHS], count(instance)
     found = ask_all(instance, [greedy(each, NUM_TOKENS) for each in asked])
     check_tokens(drafted(FAMILY), asked, found, NUM_TOKENS)
@@ -115,14 +115,14 @@ def test_one_instance(house: House, layout: str) -> None:
 
 
 @pytest.mark.parametrize("crossing", [("tp2", "pp2"), ("cp2", "tp1")], ids=" to ".join)
-def test_with_an_index_of_its_own(house: House, crossing: tuple[str, str]) -> None:
+def test_with_an_index_of_its_own(pool: InstancePool, crossing: tuple[str, str]) -> None:
     """DeepSeek-V3.2: the draft picks tokens by index keys that travel with its latents."""
     folder = drafted("deepseek_v32")
     prefill, decode = (
         replace(side(layout, name), model=str(folder))
         for layout, name in zip(crossing, ("prefill", "decode"), strict=True)
     )
-    pair = house.pair(prefill, decode)
+    pair = pool.pair(prefill, decode)
     asked = [prompt(length) for length in LENGTHS]
     found = ask_all(pair, [greedy(each, NUM_TOKENS) for each in asked])
     check_tokens(folder, asked, found, NUM_TOKENS)
@@ -130,10 +130,10 @@ def test_with_an_index_of_its_own(house: House, crossing: tuple[str, str]) -> No
     check_idle(pair.prefill, pair.decode)
 
 
-def test_a_draft_that_knows_nothing_changes_nothing(house: House) -> None:
+def test_a_draft_that_knows_nothing_changes_nothing(pool: InstancePool) -> None:
     folder = drafted(FAMILY, is_random=True)
     poor = replace(side("tp1", "prefill"), model=str(folder))
-    pair = house.pair(poor, replace(poor, layout="tp2", name="decode"))
+    pair = pool.pair(poor, replace(poor, layout="tp2", name="decode"))
     asked = [prompt(length) for length in LENGTHS]
     found = ask_all(pair, [greedy(each, NUM_TOKENS) for each in asked])
     check_tokens(folder, asked, found, NUM_TOKENS)
@@ -142,8 +142,8 @@ def test_a_draft_that_knows_nothing_changes_nothing(house: House) -> None:
     assert wanted.accepted < wanted.drafted // 8
 
 
-def test_draft_entries_travel_with_the_others(house: House) -> None:
-    pair = pair_of(house, "tp1", "tp1")
+def test_draft_entries_travel_with_the_others(pool: InstancePool) -> None:
+    pair = pair_of(pool, "tp1", "tp1")
     for length in LENGTHS:
         heard = ask_one(pair, greedy(prompt(length), 2, salt=f"bytes {length}"))
         copies = [copy for copies in heard.traces["prefill"].copies.values() for copy in copies]
@@ -152,10 +152,10 @@ def test_draft_entries_travel_with_the_others(house: House) -> None:
 
 
 @pytest.mark.parametrize("kind", SAMPLED)
-def test_other_sampling_is_the_same_with_guesses(house: House, kind: str) -> None:
+def test_other_sampling_is_the_same_with_guesses(pool: InstancePool, kind: str) -> None:
     """Also where nothing is greedy: a guess stands if it is what would have been sampled."""
-    plain = house.instance(side("tp1", "plain", has_draft=False))
-    pair = pair_of(house, "tp1", "tp2")
+    plain = pool.instance(side("tp1", "plain", has_draft=False))
+    pair = pair_of(pool, "tp1", "tp2")
     requests = [greedy(prompt(length, kind), NUM_TOKENS, **SAMPLED[kind]) for length in LENGTHS]
     before = count(pair.decode)
     wanted, found = ask_all(plain, requests), ask_all(pair, requests)
@@ -169,10 +169,10 @@ def test_other_sampling_is_the_same_with_guesses(house: House, kind: str) -> Non
     assert (count(pair.decode) - before).accepted > 0
 
 
-def test_forks_guess_from_their_own_tokens(house: House) -> None:
+def test_forks_guess_from_their_own_tokens(pool: InstancePool) -> None:
     for where, decode in (
-        (house.instance(side("tp1", "both")),) * 2,
-        (pair_of(house, "tp1", "tp2"), house.instance(side("tp2", "decode"))),
+        (pool.instance(side("tp1", "both")),) * 2,
+        (pair_of(pool, "tp1", "tp2"), pool.instance(side("tp2", "decode"))),
     ):
         asked = [prompt(length, "forks") for length in (PAGE, 2 * PAGE, 29)]
         before, total = count(decode), Count(0, 0)
@@ -185,9 +185,9 @@ def test_forks_guess_from_their_own_tokens(house: House) -> None:
         assert count(decode) - before == total
 
 
-def test_an_answer_ends_inside_of_what_was_guessed(house: House) -> None:
+def test_an_answer_ends_inside_of_what_was_guessed(pool: InstancePool) -> None:
     """At every token of an answer, right ones guessed and others."""
-    pair = pair_of(house, "tp1", "tp1")
+    pair = pair_of(pool, "tp1", "tp1")
     asked = prompt(12, "ends")
     answer = oracle(drafted(FAMILY), [asked], NUM_TOKENS)[0]
     firsts = [at for at, token in enumerate(answer) if token not in answer[:at]]
@@ -199,10 +199,10 @@ def test_an_answer_ends_inside_of_what_was_guessed(house: House) -> None:
     check_idle(pair.prefill, pair.decode)
 
 
-def test_few_pages(house: House) -> None:
+def test_few_pages(pool: InstancePool) -> None:
     """Preempted sequences begin again, and guess again."""
     tight = side("tp1", "tight").but(pool_tokens=256, context_max=200)
-    instance = house.instance(tight)
+    instance = pool.instance(tight)
     asked = [prompt(40, str(index)) for index in range(8)]
     found = ask_all(instance, [greedy(each, NUM_TOKENS) for each in asked])
     check_tokens(drafted(FAMILY), asked, found, NUM_TOKENS)
@@ -210,16 +210,16 @@ def test_few_pages(house: House) -> None:
     check_idle(instance)
 
 
-def test_a_target_takes_a_draft_or_leaves_it(house: House) -> None:
+def test_a_target_takes_a_draft_or_leaves_it(pool: InstancePool) -> None:
     """It asks for what it runs; a source that has not got that is refused by name."""
     with_it, without = side("tp1", "prefill"), side("tp1", "plain", has_draft=False)
-    pair = house.pair(with_it, without)
+    pair = pool.pair(with_it, without)
     asked = [prompt(length, "left") for length in LENGTHS]
     found = ask_all(pair, [greedy(each, NUM_TOKENS) for each in asked])
     check_tokens(drafted(FAMILY), asked, found, NUM_TOKENS)
     assert count(pair.decode) == Count(0, 0)
     check_idle(pair.prefill, pair.decode)
-    pair = house.pair(without, with_it)
+    pair = pool.pair(without, with_it)
     with pytest.raises(EngineError, match=r"draft\.0\.latent"):
         ask_one(pair, greedy(prompt(20), 4))
     check_idle(pair.prefill, pair.decode)
@@ -237,20 +237,23 @@ def test_from_the_command_line() -> None:
     assert list(map(int, done.stdout.split())) == answer[:stop]
 
 
-def test_refusals(house: House) -> None:
+def test_refusals(pool: InstancePool) -> None:
     with pytest.raises(ConfigError, match="no draft layer"):
         derive_sizes(EngineConfig(str(tiny("llama")), has_draft=True))
-    instance = house.instance(side("tp1", "both"))
+    instance = pool.instance(side("tp1", "both"))
     rows = replace(greedy([0] * 4, 4), embeddings=bytes(16 * CONFIG["hidden_size"]))
     with pytest.raises(ConfigError, match="input embeddings where drafts run; give token ids"):
         ask_one(instance, rows)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", broken_drafts.BROKEN)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_broken_draft_is_seen(house: House, monkeypatch: pytest.MonkeyPatch, name: str, role: str) -> None:
+def test_a_broken_draft_is_seen(
+    pool: InstancePool, monkeypatch: pytest.MonkeyPatch, name: str, role: str
+) -> None:
     plain = side("tp1", "decode" if role == "prefill" else "prefill")
-    sound = house.instance(plain)
+    sound = pool.instance(plain)
     with broken(side("tp1", f"{name} {role}"), name, monkeypatch, "broken_drafts") as instance:
         pair = Pair(instance, sound) if role == "prefill" else Pair(sound, instance)
         # A source guesses without anybody checking it: one token is all that it samples.

@@ -8,14 +8,32 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.engine.e2e.handing import Handed, end_of
-from tests.engine.e2e.house import Heard, House, Listener, Side, ask_one, check_idle, greedy, opened, until
+from tests.engine.e2e.instances import (
+    BothSides,
+    Heard,
+    InstancePool,
+    Listener,
+    Side,
+    ask_one,
+    check_idle,
+    end_of,
+    greedy,
+    opened,
+    until,
+)
 from tests.engine.e2e.prompts import prompt
 from tests.engine.tiny import oracle, tiny
 
-from baton.engine.instance.instance import Instance
-from baton.engine.pair import Pair
-from baton.engine.requests import Generate, Inbound, Outbound, Piece, Told, Trouble
+from baton.engine.deployment import Pair
+from baton.engine.instance import Instance
+from baton.engine.requests import (
+    EngineRequest,
+    InboundHandoff,
+    OutboundHandoff,
+    OutputChunk,
+    RequestError,
+    RequestFinished,
+)
 from baton.engine.sampling_params import SamplingParams
 from baton.protocol.outcomes import Why
 
@@ -30,7 +48,7 @@ SAMPLED = SamplingParams(temperature=2.0, seed=3, max_tokens=6, ignore_eos=True,
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
@@ -41,20 +59,20 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def slow(house: House, folder: Path) -> Pair:
+def slow(pool: InstancePool, folder: Path) -> Pair:
     first = Side(str(folder), name="slow").but(link_bytes_per_s=SLOW_BYTES_PER_S, chunk_tokens=LENGTH)
-    return house.pair(first, Side(str(folder), name="target"))
+    return pool.pair(first, Side(str(folder), name="target"))
 
 
 @pytest.fixture(scope="module")
-def stuck(house: House, slow: Pair, folder: Path) -> Pair:
+def stuck(pool: InstancePool, slow: Pair, folder: Path) -> Pair:
     first = Side(str(folder), name="stuck").but(link_bytes_per_s=STUCK_BYTES_PER_S, chunk_tokens=LENGTH)
-    return Pair(house.instance(first), slow.decode)
+    return Pair(pool.instance(first), slow.decode)
 
 
 def settled_s(listener: Listener) -> float:
-    record = listener.instance.desk._records.get(listener.number)
-    return record.story.settled_s if record else -1.0
+    record = listener.instance.core.requests.get(listener.number)
+    return record.trace.settled_s if record else -1.0
 
 
 def firsts(listener: Listener, count: int) -> Heard:
@@ -62,25 +80,25 @@ def firsts(listener: Listener, count: int) -> Heard:
     heard = Heard()
     while len(heard.answers) < count:
         event = listener.next()
-        assert isinstance(event, Piece), event
+        assert isinstance(event, OutputChunk), event
         heard.add(event)
     assert settled_s(listener) == 0.0, "the cache was there before the first tokens"
     return heard
 
 
 def test_all_first_tokens_come_early_and_once(slow: Pair) -> None:
-    request = Generate(tuple(prompt(LENGTH)), SAMPLED)
+    request = EngineRequest(tuple(prompt(LENGTH)), SAMPLED)
     alone = ask_one(slow.decode, replace(request, salt="alone"))
-    handed = Handed(slow, request)
+    handed = BothSides(slow, request)
     heard = firsts(handed.decode, SAMPLED.n)
     rest = handed.decode.heard()
     for index, answer in rest.answers.items():
         heard.answers[index] += answer
     assert heard.tokens == alone.tokens
     assert rest.finishes == alone.finishes
-    story = rest.stories["both"]
+    story = rest.traces["both"]
     assert story.token_s < story.settled_s < story.stepped_s
-    assert isinstance(handed.prefill.until(Told), Told)
+    assert isinstance(handed.prefill.until(RequestFinished), RequestFinished)
     check_idle(slow.prefill, slow.decode)
 
 
@@ -88,35 +106,35 @@ def test_not_early_where_that_is_not_wanted(slow: Pair, folder: Path) -> None:
     asked = prompt(LENGTH, "late")
     heard = ask_one(slow, greedy(asked, 4), first_token="decode")
     assert heard.tokens == [oracle(folder, [asked], 4)[0]]
-    assert heard.stories["decode"].token_s >= heard.stories["decode"].settled_s > 0
+    assert heard.traces["decode"].token_s >= heard.traces["decode"].settled_s > 0
     early = ask_one(slow, greedy(asked, 4, salt="early"))
     assert early.tokens == heard.tokens
-    assert early.stories["decode"].token_s < early.stories["decode"].settled_s
+    assert early.traces["decode"].token_s < early.traces["decode"].settled_s
 
 
 def test_a_hand_over_that_fails_after_its_first_token(stuck: Pair) -> None:
-    handed = Handed(stuck, greedy(prompt(LENGTH), 8))
+    handed = BothSides(stuck, greedy(prompt(LENGTH), 8))
     firsts(handed.decode, 1)
     stuck.prefill.abort(handed.prefill.number, "the source had enough")
-    trouble = handed.decode.until(Trouble)
-    assert isinstance(trouble, Trouble)
+    trouble = handed.decode.until(RequestError)
+    assert isinstance(trouble, RequestError)
     assert trouble.cause is not None
     assert trouble.cause.why is Why.ABORTED
     assert "the source had enough" in trouble.text
-    assert isinstance(handed.decode.until(Told), Told)
+    assert isinstance(handed.decode.until(RequestFinished), RequestFinished)
     check_idle(stuck.prefill, stuck.decode)
 
 
 def test_an_abort_between_the_first_token_and_the_cache(stuck: Pair) -> None:
-    handed = Handed(stuck, Generate(tuple(prompt(LENGTH)), SAMPLED))
+    handed = BothSides(stuck, EngineRequest(tuple(prompt(LENGTH)), SAMPLED))
     firsts(handed.decode, SAMPLED.n)
     until(lambda: stuck.decode.load().pages.leased > 0, "the target's pages are leased")
     stuck.decode.abort(handed.decode.number)
     heard = handed.decode.heard()
     assert heard.finishes == dict.fromkeys(range(SAMPLED.n), "abort")
     assert not any(heard.answers.values())
-    trouble = handed.prefill.until(Trouble)
-    assert isinstance(trouble, Trouble)
+    trouble = handed.prefill.until(RequestError)
+    assert isinstance(trouble, RequestError)
     assert trouble.cause is not None
     check_idle(stuck.prefill, stuck.decode)
     for instance in (stuck.prefill, stuck.decode):
@@ -132,16 +150,16 @@ def test_an_answer_that_ended_at_its_source(stuck: Pair, folder: Path) -> None:
     """One token is all, by the request or by the source's context; nothing waits for the cache."""
     asked = prompt(LENGTH)
     wanted = [oracle(folder, [asked], 4)[0][:1]]
-    heard = Handed(stuck, greedy(asked, 1, n=2)).decode.heard()
+    heard = BothSides(stuck, greedy(asked, 1, n=2)).decode.heard()
     assert (heard.tokens, heard.finishes) == (wanted * 2, {0: "length", 1: "length"})
     check_idle(stuck.prefill, stuck.decode)
 
 
-def test_a_source_with_less_context(house: House, slow: Pair, folder: Path) -> None:
+def test_a_source_with_less_context(pool: InstancePool, slow: Pair, folder: Path) -> None:
     first = Side(str(folder), name="short").but(context_max=41)
-    pair = Pair(house.instance(first), slow.decode)
+    pair = Pair(pool.instance(first), slow.decode)
     asked = prompt(40)
-    heard = Handed(pair, greedy(asked, 8)).decode.heard()
+    heard = BothSides(pair, greedy(asked, 8)).decode.heard()
     assert heard.tokens == [oracle(folder, [asked], 4)[0][:1]]
     assert heard.finishes == {0: "length"}
     check_idle(pair.prefill, pair.decode)
@@ -149,13 +167,13 @@ def test_a_source_with_less_context(house: House, slow: Pair, folder: Path) -> N
 
 def test_another_number_of_answers_at_the_source(slow: Pair) -> None:
     transfer, request = secrets.token_hex(8), greedy(prompt(20), 8)
-    inbound = Inbound(transfer, slow.prefill.address)
+    inbound = InboundHandoff(transfer, slow.prefill.address)
     two = SamplingParams(max_tokens=8, n=2, ignore_eos=True, temperature=0.0)
-    decode = Listener(slow.decode, replace(request, params=two, hand=inbound))
-    prefill = Listener(slow.prefill, replace(request, hand=Outbound(transfer)))
+    decode = Listener(slow.decode, replace(request, params=two, handoff=inbound))
+    prefill = Listener(slow.prefill, replace(request, handoff=OutboundHandoff(transfer)))
     tokens, end = end_of(decode)
     assert tokens == []
-    assert isinstance(end, Trouble)
+    assert isinstance(end, RequestError)
     assert end.cause is not None
     assert end.cause.why is Why.REFUSED_PROMPT
     end_of(prefill)

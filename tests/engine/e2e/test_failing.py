@@ -12,8 +12,17 @@ from pathlib import Path
 from time import monotonic
 
 import pytest
-from tests.engine.e2e.handing import Handed
-from tests.engine.e2e.house import House, Listener, Side, ask_one, check_idle, greedy, opened, until
+from tests.engine.e2e.instances import (
+    BothSides,
+    InstancePool,
+    Listener,
+    Side,
+    ask_one,
+    check_idle,
+    greedy,
+    opened,
+    until,
+)
 from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.tiny import tiny
 
@@ -34,7 +43,7 @@ NUM_TOKENS = 2000
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
@@ -58,9 +67,9 @@ def heard_within(listener: Listener, start_s: float) -> RequestError:
 
 @pytest.mark.parametrize("layout", ["tp1", "pp2.tp2"])
 @pytest.mark.parametrize("rank", [0, -1], ids=["first rank", "last rank"])
-def test_a_killed_decode_rank(house: House, folder: Path, layout: str, rank: int) -> None:
-    pair = house.pair(Side(str(folder), name="first"), Side(str(folder), layout, name="second"))
-    handed = Handed(pair, greedy(prompt(40), NUM_TOKENS))
+def test_a_killed_decode_rank(pool: InstancePool, folder: Path, layout: str, rank: int) -> None:
+    pair = pool.pair(Side(str(folder), name="first"), Side(str(folder), layout, name="second"))
+    handed = BothSides(pair, greedy(prompt(40), NUM_TOKENS))
     # The first token comes early; with the second one the hand-over is through.
     assert all(isinstance(handed.decode.until(OutputChunk), OutputChunk) for _ in range(2))
     pids = pair.decode.pids
@@ -79,11 +88,11 @@ def test_a_killed_decode_rank(house: House, folder: Path, layout: str, rank: int
 
 @pytest.mark.parametrize("layout", ["tp1", "pp2.tp2"])
 @pytest.mark.parametrize("rank", [0, -1], ids=["first rank", "last rank"])
-def test_a_killed_prefill_rank(house: House, folder: Path, layout: str, rank: int) -> None:
+def test_a_killed_prefill_rank(pool: InstancePool, folder: Path, layout: str, rank: int) -> None:
     # A slow link: the hand-over is under way when its source is lost.
     first = Side(str(folder), layout, name="slow").but(link_bytes_per_s=2e4, chunk_tokens=64)
-    pair = house.pair(first, Side(str(folder), name="third"))
-    handed = Handed(pair, greedy(prompt(1000), 8))
+    pair = pool.pair(first, Side(str(folder), name="third"))
+    handed = BothSides(pair, greedy(prompt(1000), 8))
     until(lambda: any(not books.is_idle for books in pair.prefill.core.schedulers), "the prompt is begun")
     pids, address = pair.prefill.pids, pair.prefill.address
     victim = sorted(pids)[rank]
@@ -103,8 +112,8 @@ def test_a_killed_prefill_rank(house: House, folder: Path, layout: str, rank: in
     check_other_lives(pair.decode, folder)
 
 
-def test_a_stopped_rank(house: House, folder: Path) -> None:
-    instance = house.instance(Side(str(folder), "pp2", name="halting").but(silence_s=2.0))
+def test_a_stopped_rank(pool: InstancePool, folder: Path) -> None:
+    instance = pool.instance(Side(str(folder), "pp2", name="halting").but(silence_s=2.0))
     listener = Listener(instance, greedy(prompt(40), NUM_TOKENS))
     assert isinstance(listener.until(OutputChunk), OutputChunk)
     pids = instance.pids
@@ -119,7 +128,7 @@ def test_a_stopped_rank(house: House, folder: Path) -> None:
 
 SCRIPT = """
 import sys
-from tests.engine.e2e.house import Side
+from tests.engine.e2e.instances import Side
 from baton.engine.instance import Instance
 instance = Instance(Side(sys.argv[1], "pp2").config).start()
 print(*instance.pids.values(), flush=True)
@@ -144,8 +153,8 @@ def check_other_lives(instance: Instance, folder: Path) -> None:
     check_tokens(folder, [asked], [ask_one(instance, greedy(asked, 16))], 16)
 
 
-def test_a_pair_says_why_it_fails(house: House, folder: Path) -> None:
-    pair = house.pair(Side(str(folder), name="first"), Side(str(folder), name="second"))
+def test_a_pair_says_why_it_fails(pool: InstancePool, folder: Path) -> None:
+    pair = pool.pair(Side(str(folder), name="first"), Side(str(folder), name="second"))
     _, pieces = pair.ask(PairRequest(greedy(prompt(40), NUM_TOKENS)))
     # The first token comes early; with the second one the hand-over is through.
     next(pieces), next(pieces)
@@ -162,33 +171,33 @@ def test_a_pair_says_why_it_fails(house: House, folder: Path) -> None:
     ids=["other weights", "other family", "other dtype"],
 )
 def test_unlike_models_are_refused(
-    house: House, folder: Path, family: str, changes: dict[str, int], dtype: str
+    pool: InstancePool, folder: Path, family: str, changes: dict[str, int], dtype: str
 ) -> None:
     other = Side(str(tiny(family, **changes)), name="other").but(dtype=dtype)
-    pair = house.pair(Side(str(folder), name="first"), other)
+    pair = pool.pair(Side(str(folder), name="first"), other)
     with pytest.raises(EngineError, match=r"decode: .*(model|fingerprint|dtype)"):
         ask_one(pair, greedy(prompt(40), 8))
     check_idle(pair.prefill, pair.decode)
 
 
-def test_what_one_side_refuses_is_not_left_at_the_other(house: House, folder: Path) -> None:
+def test_what_one_side_refuses_is_not_left_at_the_other(pool: InstancePool, folder: Path) -> None:
     first = Side(str(folder), name="short").but(context_max=100)
-    pair = house.pair(first, Side(str(folder), name="second"))
+    pair = pool.pair(first, Side(str(folder), name="second"))
     with pytest.raises(ConfigError, match="120"):
         ask_one(pair, greedy(prompt(120), 8))
     check_idle(pair.prefill, pair.decode)
 
 
-def test_an_answer_that_nobody_wants_any_more(house: House, folder: Path) -> None:
-    pair = house.pair(Side(str(folder), name="first"), Side(str(folder), name="second"))
+def test_an_answer_that_nobody_wants_any_more(pool: InstancePool, folder: Path) -> None:
+    pair = pool.pair(Side(str(folder), name="first"), Side(str(folder), name="second"))
     _, pieces = pair.ask(PairRequest(greedy(prompt(40), NUM_TOKENS)))
     next(pieces)
     pieces.close()
     check_idle(pair.prefill, pair.decode)
 
 
-def test_another_secret_is_refused(folder: Path, house: House) -> None:
-    one = house.instance(Side(str(folder), name="first"))
+def test_another_secret_is_refused(folder: Path, pool: InstancePool) -> None:
+    one = pool.instance(Side(str(folder), name="first"))
     other = Instance(replace(Side(str(folder)).config, secret=b"another secret of thirty-two by."))
     with pytest.raises(ConfigError, match="secret"):
         Pair(one, other)
@@ -206,9 +215,9 @@ def test_another_secret_is_refused(folder: Path, house: House) -> None:
     ids=["empty", "too long", "no such token", "no such temperature"],
 )
 def test_a_request_that_cannot_be(
-    house: House, folder: Path, tokens: list[int], params: dict[str, float], words: str
+    pool: InstancePool, folder: Path, tokens: list[int], params: dict[str, float], words: str
 ) -> None:
-    instance = house.instance(Side(str(folder), name="first"))
+    instance = pool.instance(Side(str(folder), name="first"))
     with pytest.raises(ConfigError, match=words):
         instance.submit(greedy(tokens, 8, **params), print)
     check_idle(instance)

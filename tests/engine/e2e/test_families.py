@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.engine.e2e.house import House, Side, ask_all, ask_one, check_idle, greedy, opened
+from tests.engine.e2e.instances import InstancePool, Side, ask_all, ask_one, check_idle, greedy, opened
 from tests.engine.e2e.prompts import LENGTHS, NUM_TOKENS, PAGE, check_tokens, prompt
 from tests.engine.tiny import FAMILIES, tiny
 
@@ -22,7 +22,7 @@ SMALL_CHUNK = 40
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
@@ -59,19 +59,19 @@ def decode(folder: Path) -> Side:
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_undisaggregated_alone(house: House, folder: Path, decode: Side, length: int) -> None:
+def test_undisaggregated_alone(pool: InstancePool, folder: Path, decode: Side, length: int) -> None:
     skip_demo(folder)
     asked = prompt(length)
-    heard = ask_one(house.instance(decode), greedy(asked, NUM_TOKENS, salt="alone"))
+    heard = ask_one(pool.instance(decode), greedy(asked, NUM_TOKENS, salt="alone"))
     check_tokens(folder, [asked], [heard])
     assert heard.traces["both"].num_cached == 0
 
 
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["whole", "chunked"])
 def test_undisaggregated_mixed(
-    house: House, folder: Path, prefill: Side, chunking: Side, is_chunked: bool
+    pool: InstancePool, folder: Path, prefill: Side, chunking: Side, is_chunked: bool
 ) -> None:
-    where = house.instance(chunking if is_chunked else prefill)
+    where = pool.instance(chunking if is_chunked else prefill)
     asked = [prompt(length) for length in LENGTHS]
     found = ask_all(where, [greedy(each, NUM_TOKENS, salt="mixed") for each in asked])
     check_tokens(folder, asked, found)
@@ -80,10 +80,12 @@ def test_undisaggregated_mixed(
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_disaggregated_alone(house: House, folder: Path, prefill: Side, decode: Side, length: int) -> None:
+def test_disaggregated_alone(
+    pool: InstancePool, folder: Path, prefill: Side, decode: Side, length: int
+) -> None:
     skip_demo(folder)
     asked = prompt(length)
-    heard = ask_one(house.pair(prefill, decode), greedy(asked, NUM_TOKENS, salt="pair alone"))
+    heard = ask_one(pool.pair(prefill, decode), greedy(asked, NUM_TOKENS, salt="pair alone"))
     check_tokens(folder, [asked], [heard])
     assert {role: (story.num_cached, story.num_held) for role, story in heard.traces.items()} == {
         "prefill": (0, 0),
@@ -94,17 +96,17 @@ def test_disaggregated_alone(house: House, folder: Path, prefill: Side, decode: 
 
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["whole", "chunked"])
 def test_disaggregated_mixed(
-    house: House, folder: Path, prefill: Side, decode: Side, is_chunked: bool
+    pool: InstancePool, folder: Path, prefill: Side, decode: Side, is_chunked: bool
 ) -> None:
-    pair = house.pair(prefill.but(chunk_tokens=SMALL_CHUNK) if is_chunked else prefill, decode)
+    pair = pool.pair(prefill.but(chunk_tokens=SMALL_CHUNK) if is_chunked else prefill, decode)
     asked = [prompt(length) for length in LENGTHS]
     found = ask_all(pair, [greedy(each, NUM_TOKENS, salt=f"mixed {is_chunked}") for each in asked])
     check_tokens(folder, asked, found)
     check_idle(pair.prefill, pair.decode)
 
 
-def test_undisaggregated_after_a_hit(house: House, folder: Path, chunking: Side) -> None:
-    where = house.instance(chunking)
+def test_undisaggregated_after_a_hit(pool: InstancePool, folder: Path, chunking: Side) -> None:
+    where = pool.instance(chunking)
     asked = prompt(LONG)
     longer = [*asked, *prompt(PAGE + 3, "tail")]
     found = [ask_one(where, greedy(each, NUM_TOKENS, salt="hit")) for each in (asked, asked, longer)]
@@ -114,9 +116,9 @@ def test_undisaggregated_after_a_hit(house: House, folder: Path, chunking: Side)
 
 @pytest.mark.parametrize("warm", [(False, False), (False, True), (True, False), (True, True)], ids=str)
 def test_disaggregated_after_a_hit(
-    house: House, folder: Path, chunking: Side, decode: Side, warm: tuple[bool, bool]
+    pool: InstancePool, folder: Path, chunking: Side, decode: Side, warm: tuple[bool, bool]
 ) -> None:
-    pair = house.pair(chunking, decode)
+    pair = pool.pair(chunking, decode)
     at_source, at_target = warm
     salt = f"hits {warm}"
     asked = prompt(LONG)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.engine.e2e.breaking import broken
-from tests.engine.e2e.house import Side, ask_all, ask_one, check_idle, greedy, opened
+from tests.engine.e2e.instances import Side, ask_all, ask_one, check_idle, greedy, opened
 from tests.engine.e2e.prompts import LENGTHS, PAGE, check_tokens, prompt
 from tests.engine.tiny import tiny
 
@@ -26,8 +26,8 @@ def test_tokens(family: str, prefill: str, decode: str, name: str, monkeypatch: 
     longer = [*asked[-1], *prompt(PAGE + 3, "tail")]
     plain = Side(str(folder)).but(chunk_tokens=100, policy="fixed:1")
     source = Side(str(folder), prefill, "late").but(chunk_tokens=100, policy="fixed:1")
-    with opened() as house, broken(source, name, monkeypatch, "late_rank") as late:
-        sound = house.instance(Side(plain.model, decode, "sound", plain.options))
+    with opened() as pool, broken(source, name, monkeypatch, "late_worker") as late:
+        sound = pool.instance(Side(plain.model, decode, "sound", plain.options))
         pair = Pair(late, sound)
         for salt in ("first", "second"):
             found = ask_all(pair, [greedy(each, NUM_TOKENS, salt=salt) for each in asked])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.e2e.house import House, Side, ask_all, ask_one, check_idle, greedy, opened
+from tests.engine.e2e.instances import InstancePool, Side, ask_all, ask_one, check_idle, greedy, opened
 from tests.engine.e2e.prompts import LENGTHS, check_tokens, prompt
 from tests.engine.tiny import tiny
 
@@ -67,7 +67,7 @@ CASES = [(GQA, each) for each in crossings("pp3:1-3-1")] + [(MLA, each) for each
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
@@ -80,9 +80,9 @@ def sides(folder: Path, crossing: Crossing) -> tuple[Side, Side]:
 
 
 @pytest.mark.parametrize(("family", "crossing"), CASES, ids=[f"{family}: {each}" for family, each in CASES])
-def test_tokens(house: House, family: str, crossing: Crossing) -> None:
+def test_tokens(pool: InstancePool, family: str, crossing: Crossing) -> None:
     folder = tiny(family, **crossing.changes)
-    pair = house.pair(*sides(folder, crossing))
+    pair = pool.pair(*sides(folder, crossing))
     asked = [prompt(length) for length in LENGTHS]
     found = ask_all(pair, [greedy(each, 64, salt=str(crossing)) for each in asked])
     check_tokens(folder, asked, found)

@@ -9,13 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.engine.e2e.handing import Handed, end_of, ends_of
-from tests.engine.e2e.house import House, Listener, Side, ask_all, check_idle, greedy, opened
+from tests.engine.e2e.instances import (
+    BothSides,
+    InstancePool,
+    Listener,
+    Side,
+    ask_all,
+    check_idle,
+    end_of,
+    ends_of,
+    greedy,
+    opened,
+)
 from tests.engine.e2e.prompts import NUM_TOKENS, PAGE, check_tokens, prompt
 from tests.engine.tiny import oracle, tiny
 
-from baton.engine.pair import Pair
-from baton.engine.requests import Generate, Piece, Told
+from baton.engine.deployment import Pair
+from baton.engine.requests import EngineRequest, OutputChunk, RequestFinished
 from baton.engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.engine
@@ -26,7 +36,7 @@ LENGTHS = (5, PAGE, 40, 70)
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
@@ -37,15 +47,15 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(house: House, folder: Path) -> Pair:
+def pair(pool: InstancePool, folder: Path) -> Pair:
     plain = Side(str(folder)).but(chunk_tokens=40)
-    return house.pair(replace(plain, layout="pp2"), replace(plain, layout="dp2.tp1"))
+    return pool.pair(replace(plain, layout="pp2"), replace(plain, layout="dp2.tp1"))
 
 
 @pytest.fixture(scope="module")
-def tight(house: House, folder: Path) -> Pair:
+def tight(pool: InstancePool, folder: Path) -> Pair:
     plain = Side(str(folder)).but(chunk_tokens=40, pool_tokens=SMALL_POOL)
-    return house.pair(replace(plain, name="first"), replace(plain, name="second"))
+    return pool.pair(replace(plain, name="first"), replace(plain, name="second"))
 
 
 def prompts(seed: str) -> list[list[int]]:
@@ -56,7 +66,7 @@ def prompts(seed: str) -> list[list[int]]:
 def test_abort_of_hand_overs_at_random_moments(pair: Pair, folder: Path, seed: int) -> None:
     chance = random.Random(seed)
     asked = prompts("abort")
-    handed = [Handed(pair, greedy(each, NUM_TOKENS, salt=f"abort {seed}")) for each in asked]
+    handed = [BothSides(pair, greedy(each, NUM_TOKENS, salt=f"abort {seed}")) for each in asked]
     doomed = chance.sample(range(NUM_ASKED), NUM_ASKED // 2)
     for index in doomed:
         time.sleep(chance.random() * 0.05)  # a moment that nobody chose
@@ -69,7 +79,7 @@ def test_abort_of_hand_overs_at_random_moments(pair: Pair, folder: Path, seed: i
         tokens = ends[1][0]
         assert tokens == answer[: len(tokens)]
         if index not in doomed:
-            assert all(isinstance(end, Told) for _, end in ends)
+            assert all(isinstance(end, RequestFinished) for _, end in ends)
             assert tokens == answer
     check_idle(pair.prefill, pair.decode)
 
@@ -86,17 +96,17 @@ def test_abort_on_one_instance(pair: Pair, folder: Path, seed: int) -> None:
         time.sleep(chance.random() * 0.05)  # a moment that nobody chose
         where.abort(listener.number)
     for listener in listeners:
-        assert isinstance(end_of(listener)[1], Told)
+        assert isinstance(end_of(listener)[1], RequestFinished)
     check_idle(where)
 
 
 def test_an_aborted_request_says_so(pair: Pair) -> None:
     listener = Listener(pair.decode, greedy(prompt(40), 2000))
-    assert isinstance(listener.until(Piece), Piece)
+    assert isinstance(listener.until(OutputChunk), OutputChunk)
     pair.decode.abort(listener.number)
     finish = None
-    while not isinstance(event := listener.next(), Told):
-        assert isinstance(event, Piece)
+    while not isinstance(event := listener.next(), RequestFinished):
+        assert isinstance(event, OutputChunk)
         finish = event.finish
     assert finish == "abort"
     check_idle(pair.decode)
@@ -117,7 +127,7 @@ def test_preempted_samples_are_the_same(tight: Pair, pair: Pair) -> None:
     params = SamplingParams(
         temperature=0.9, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True, repetition_penalty=1.2, logprobs=1
     )
-    requests = [Generate(tuple(each), params, salt="samples") for each in prompts("samples")]
+    requests = [EngineRequest(tuple(each), params, salt="samples") for each in prompts("samples")]
     before = tight.decode.counts()["preempted"]
     pressed, roomy = ask_all(tight, requests), ask_all(pair.prefill, requests)
     assert [each.tokens for each in pressed] == [each.tokens for each in roomy]
@@ -147,7 +157,9 @@ def test_all_at_once_both_ways(tight: Pair, folder: Path, seed: int) -> None:
             asked, chance.choice((2, 20, NUM_TOKENS)), salt=f"soak {seed}", n=chance.choice((1, 1, 2))
         )
         where = chance.choice([tight, back, tight.prefill, tight.decode])
-        listeners = Handed(where, request).sides if isinstance(where, Pair) else (Listener(where, request),)
+        listeners = (
+            BothSides(where, request).sides if isinstance(where, Pair) else (Listener(where, request),)
+        )
         is_doomed = index % 5 == 0
         if is_doomed:
             time.sleep(chance.random() * 0.02)  # a moment that nobody chose
@@ -157,6 +169,6 @@ def test_all_at_once_both_ways(tight: Pair, folder: Path, seed: int) -> None:
     wanted = oracle(folder, [asked for asked, _, _ in running], NUM_TOKENS)
     for (_, listener, is_doomed), answer in zip(running, wanted, strict=True):
         answers, end = ends_of(listener)
-        assert is_doomed or isinstance(end, Told), end
+        assert is_doomed or isinstance(end, RequestFinished), end
         assert all(tokens == answer[: len(tokens)] for tokens in answers.values())
     check_idle(tight.prefill, tight.decode)

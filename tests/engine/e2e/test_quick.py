@@ -11,13 +11,22 @@ from dataclasses import replace
 
 import pytest
 from tests.engine.e2e.breaking import compare
-from tests.engine.e2e.handing import Handed, end_of
-from tests.engine.e2e.house import House, Side, ask_all, ask_one, check_idle, greedy, opened
+from tests.engine.e2e.instances import (
+    BothSides,
+    InstancePool,
+    Side,
+    ask_all,
+    ask_one,
+    check_idle,
+    end_of,
+    greedy,
+    opened,
+)
 from tests.engine.e2e.prompts import LENGTHS, PAGE, check_tokens, prompt
 from tests.engine.tiny import oracle, tiny
 
-from baton.engine.pair import Pair
-from baton.engine.requests import Generate, Piece, Trouble
+from baton.engine.deployment import Pair
+from baton.engine.requests import EngineRequest, OutputChunk, RequestError
 from baton.engine.sampling_params import SamplingParams
 
 NUM_TOKENS = 24
@@ -25,9 +34,9 @@ LONG = LENGTHS[-1]
 SAMPLED = SamplingParams(temperature=0.9, seed=3, n=3, max_tokens=NUM_TOKENS, logprobs=2)
 
 
-def opened_pair(house: House, family: str, prefill: str, decode: str) -> Pair:
+def opened_pair(pool: InstancePool, family: str, prefill: str, decode: str) -> Pair:
     plain = Side(str(tiny(family))).but(chunk_tokens=100)
-    return house.pair(replace(plain, layout=prefill), replace(plain, layout=decode))
+    return pool.pair(replace(plain, layout=prefill), replace(plain, layout=decode))
 
 
 @pytest.mark.parametrize(
@@ -38,21 +47,21 @@ def test_tokens(family: str, prefill: str, decode: str) -> None:
     folder = tiny(family)
     asked = [prompt(length) for length in LENGTHS]
     longer = [*asked[-1], *prompt(PAGE + 3, "tail")]
-    with opened() as house:
-        pair = opened_pair(house, family, prefill, decode)
+    with opened() as pool:
+        pair = opened_pair(pool, family, prefill, decode)
         handed = ask_all(pair, [greedy(each, NUM_TOKENS) for each in asked])
         check_tokens(folder, asked, handed, NUM_TOKENS)
         again = ask_one(pair, greedy(longer, NUM_TOKENS))
         check_tokens(folder, [longer], [again], NUM_TOKENS)
-        for copies in again.stories["prefill"].copies.values():
+        for copies in again.traces["prefill"].copies.values():
             routes = [(copy.chunk, copy.target_rank) for copy in copies]
             assert len(set(routes)) == len(routes), "K and V of a group go in one copy"
-        assert again.stories["prefill"].num_cached >= LONG - LONG % (2 * PAGE)
+        assert again.traces["prefill"].num_cached >= LONG - LONG % (2 * PAGE)
         if "dp" not in decode:
-            assert again.stories["decode"].num_held >= LONG - LONG % (2 * PAGE)
+            assert again.traces["decode"].num_held >= LONG - LONG % (2 * PAGE)
         whole = ask_all(pair.decode, [greedy(each, NUM_TOKENS, salt="whole") for each in asked])
         check_tokens(folder, asked, whole, NUM_TOKENS)
-        request = Generate(tuple(asked[-2]), SAMPLED)
+        request = EngineRequest(tuple(asked[-2]), SAMPLED)
         assert ask_one(pair, request).answers.keys() == {0, 1, 2}
         assert ask_one(pair, request).tokens == ask_one(pair.decode, request).tokens
         check_idle(pair.prefill, pair.decode)
@@ -61,33 +70,33 @@ def test_tokens(family: str, prefill: str, decode: str) -> None:
 def test_ends() -> None:
     folder, asked = tiny("llama"), prompt(40)
     wanted = oracle(folder, [asked], NUM_TOKENS)[0]
-    with opened() as house:
-        pair = opened_pair(house, "llama", "tp1", "pp2")
+    with opened() as pool:
+        pair = opened_pair(pool, "llama", "tp1", "pp2")
         stopped = ask_one(pair, greedy(asked, NUM_TOKENS, stop_ids=(wanted[0],)))
         assert (stopped.tokens, stopped.finishes) == ([wanted[:1]], {0: "stop"})
         single = ask_one(pair, greedy(asked, 1))
         assert (single.tokens, single.finishes) == ([wanted[:1]], {0: "length"})
-        assert "decode" not in single.stories
+        assert "decode" not in single.traces
         for side in (0, 1):
-            handed = Handed(pair, greedy(prompt(LONG), 2000))
+            handed = BothSides(pair, greedy(prompt(LONG), 2000))
             listener = handed.sides[side]
             listener.instance.abort(listener.number)
             for each in handed.sides:
                 end_of(each)
             check_idle(pair.prefill, pair.decode)
-        dying = Handed(pair, greedy(asked, 2000))
-        assert isinstance(dying.decode.until(Piece), Piece)
+        dying = BothSides(pair, greedy(asked, 2000))
+        assert isinstance(dying.decode.until(OutputChunk), OutputChunk)
         os.kill(pair.decode.pids[1], signal.SIGKILL)
-        trouble = dying.decode.until(Trouble, timeout_s=10.0)
-        assert isinstance(trouble, Trouble)
+        trouble = dying.decode.until(RequestError, timeout_s=10.0)
+        assert isinstance(trouble, RequestError)
         assert "rank 1" in trouble.text  # lost by its instance, or by the hand-over that is not over yet
         check_idle(pair.prefill)
 
 
 def test_a_broken_hand_over_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny("llama")
-    with opened() as house:
-        sound = house.instance(Side(str(folder)))
+    with opened() as pool:
+        sound = pool.instance(Side(str(folder)))
         for name in ("first_token", "source_pages"):
             with pytest.raises(AssertionError, match="answer 0: token"):
                 compare(folder, sound, name, monkeypatch)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.engine.e2e.house import House, Side, ask_all, ask_one, check_idle, greedy, opened
+from tests.engine.e2e.instances import InstancePool, Side, ask_all, ask_one, check_idle, greedy, opened
 from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.hybrids import HYBRIDS, REACH, hybrid
 
@@ -42,7 +42,7 @@ FURTHER = [
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
@@ -54,9 +54,9 @@ def sides(folder: Path, prefill: str, decode: str) -> tuple[Side, Side]:
 
 
 @pytest.mark.parametrize(("family", "prefill", "decode"), [*CASES, *FURTHER])
-def test_tokens(house: House, family: str, prefill: str, decode: str) -> None:
+def test_tokens(pool: InstancePool, family: str, prefill: str, decode: str) -> None:
     folder = hybrid(family)
-    pair = house.pair(*sides(folder, prefill, decode))
+    pair = pool.pair(*sides(folder, prefill, decode))
     asked = [prompt(length) for length in LENGTHS]
     found = ask_all(pair, [greedy(each, NUM_TOKENS) for each in asked])
     check_tokens(folder, asked, found, NUM_TOKENS)
@@ -70,10 +70,10 @@ def test_tokens(house: House, family: str, prefill: str, decode: str) -> None:
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_chunks_end_inside_of_a_convolutions_reach(house: House, family: str) -> None:
+def test_chunks_end_inside_of_a_convolutions_reach(pool: InstancePool, family: str) -> None:
     folder = hybrid(family)
     prefill, decode = sides(folder, "tp1", "tp1")
-    pair = house.pair(prefill.but(chunk_tokens=SHORT), decode)
+    pair = pool.pair(prefill.but(chunk_tokens=SHORT), decode)
     asked = [prompt(length, "short") for length in (SHORT, SHORT + 1, 2 * SHORT + 1, 15)]
     found = ask_all(pair, [greedy(each, NUM_TOKENS) for each in asked])
     check_tokens(folder, asked, found, NUM_TOKENS)
@@ -81,9 +81,9 @@ def test_chunks_end_inside_of_a_convolutions_reach(house: House, family: str) ->
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_answers_fork(house: House, family: str) -> None:
+def test_answers_fork(pool: InstancePool, family: str) -> None:
     folder = hybrid(family)
-    pair = house.pair(*sides(folder, "tp1", "tp2"))
+    pair = pool.pair(*sides(folder, "tp1", "tp2"))
     asked = prompt(23, "fork")
     heard = ask_one(pair, greedy(asked, NUM_TOKENS, n=3))
     assert len(heard.tokens) == 3

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tests.engine.e2e.house import Side
+from tests.engine.e2e.instances import Side
 from tests.engine.tiny import tiny
 
 from baton.engine import executor

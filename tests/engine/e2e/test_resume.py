@@ -8,13 +8,23 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.engine.e2e.handing import Handed, end_of
-from tests.engine.e2e.house import Heard, House, Listener, Side, ask_all, ask_one, check_idle, opened
+from tests.engine.e2e.instances import (
+    BothSides,
+    Heard,
+    InstancePool,
+    Listener,
+    Side,
+    ask_all,
+    ask_one,
+    check_idle,
+    end_of,
+    opened,
+)
 from tests.engine.text.vocabularies import byte_level
 from tests.engine.tiny import tiny
 
-from baton.engine.pair import Pair
-from baton.engine.requests import Generate, Piece, Told
+from baton.engine.deployment import Pair
+from baton.engine.requests import EngineRequest, OutputChunk, RequestFinished
 from baton.engine.sampling_params import SamplingParams
 from baton.errors import ConfigError
 
@@ -41,19 +51,19 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def pair(house: House, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(pool: InstancePool, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("resume") / "llama"
     backend = byte_level()
     shutil.copytree(tiny("llama", vocab_size=len(backend)), folder)
     backend.save_pretrained(folder)
     plain = Side(str(folder)).but(chunk_tokens=16)
-    return house.pair(plain, replace(plain, name="two", layout="pp2"))
+    return pool.pair(plain, replace(plain, name="two", layout="pp2"))
 
 
 @pytest.fixture(autouse=True)
@@ -62,23 +72,23 @@ def _idle(pair: Pair) -> Iterator[None]:
     check_idle(pair.prefill, pair.decode)
 
 
-def asked(**params: Any) -> Generate:
+def asked(**params: Any) -> EngineRequest:
     tokens = tuple(byte_level().encode(PROMPT))
     wanted = {"temperature": 0.9, "max_tokens": NUM_TOKENS, "ignore_eos": True, **params}
-    return Generate(tokens, SamplingParams(**wanted))
+    return EngineRequest(tokens, SamplingParams(**wanted))
 
 
-def pieces(pair: Pair, request: Generate) -> list[Piece]:
+def pieces(pair: Pair, request: EngineRequest) -> list[OutputChunk]:
     """What is told token by token, uninterrupted."""
     listener = Listener(pair.decode, request)
-    found: list[Piece] = []
-    while not isinstance(event := listener.next(), Told):
-        assert isinstance(event, Piece), event
+    found: list[OutputChunk] = []
+    while not isinstance(event := listener.next(), RequestFinished):
+        assert isinstance(event, OutputChunk), event
         found.append(event)
     return found
 
 
-def check_seam(whole: list[Piece], num_told: int, rest: Heard) -> None:
+def check_seam(whole: list[OutputChunk], num_told: int, rest: Heard) -> None:
     """The rest is exactly what was told after so many pieces."""
     wanted = Heard()
     for piece in whole[num_told:]:
@@ -93,13 +103,13 @@ def check_seam(whole: list[Piece], num_told: int, rest: Heard) -> None:
         assert ours.top == pytest.approx(theirs.top, abs=1e-4), where
 
 
-def broken_off(request: Generate, whole: list[Piece]) -> list[Generate]:
+def broken_off(request: EngineRequest, whole: list[OutputChunk]) -> list[EngineRequest]:
     """The request after each of its pieces but the last."""
     tokens = [sampled.token for piece in whole for sampled in piece.tokens]
     return [replace(request, generated=tuple(tokens[:count])) for count in range(1, len(tokens))]
 
 
-def check_every_cut(pair: Pair, request: Generate) -> list[Piece]:
+def check_every_cut(pair: Pair, request: EngineRequest) -> list[OutputChunk]:
     """On one instance and handed over, first token early and late."""
     whole = pieces(pair, request)
     rests = broken_off(request, whole)
@@ -170,23 +180,25 @@ def test_the_last_token_ends_at_the_source(pair: Pair) -> None:
     request = asked(seed=7)
     whole = pieces(pair, request)
     rest = broken_off(request, whole)[-1]
-    handed = Handed(pair, rest)
+    handed = BothSides(pair, rest)
     heard = handed.decode.heard()
     check_seam(whole, NUM_TOKENS - 1, heard)
-    assert heard.stories["both"].stepped_s == 0
-    assert isinstance(handed.prefill.until(Told), Told)
+    assert heard.traces["both"].stepped_s == 0
+    assert isinstance(handed.prefill.until(RequestFinished), RequestFinished)
 
 
-def test_the_last_token_waits_for_no_copy(house: House, pair: Pair) -> None:
+def test_the_last_token_waits_for_no_copy(pool: InstancePool, pair: Pair) -> None:
     """A source knows that the token ends the answer, although it is not the answer's first."""
     side = Side(pair.prefill.config.model, name="slow").but(link_bytes_per_s=COPY_BYTES_PER_S)
-    slow = Pair(house.instance(side), pair.decode)
-    request = Generate(
+    slow = Pair(pool.instance(side), pair.decode)
+    request = EngineRequest(
         tuple(range(5, 105)) * 10, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     )
-    handed = Handed(slow, replace(request, generated=(7, 8)))
+    handed = BothSides(slow, replace(request, generated=(7, 8)))
     assert handed.decode.heard().finishes == {0: "length"}
-    assert isinstance(end_of(handed.prefill)[1], Told), "the copies were waited for until the deadline"
+    assert isinstance(end_of(handed.prefill)[1], RequestFinished), (
+        "the copies were waited for until the deadline"
+    )
     check_idle(slow.prefill)
 
 

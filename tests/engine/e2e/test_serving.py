@@ -13,15 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.engine.e2e.handing import Handed, end_of
-from tests.engine.e2e.house import (
+from tests.engine.e2e.instances import (
     WAIT_S_MAX,
-    House,
+    BothSides,
+    InstancePool,
     Listener,
     Side,
     ask_all,
     ask_one,
     check_idle,
+    end_of,
     greedy,
     opened,
     until,
@@ -29,11 +30,11 @@ from tests.engine.e2e.house import (
 from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.tiny import tiny
 
+from baton.engine.commands import Command, Step
 from baton.engine.deployment import Pair
 from baton.engine.instance import Instance
 from baton.engine.load import EngineLoad
 from baton.engine.requests import OutputChunk, RequestError, RequestFinished
-from baton.engine.steps import Order, Step
 from baton.errors import EngineError, FullError
 from baton.protocol.outcomes import Why
 from baton.session.registry import RegistryClient, Roster, Topology
@@ -45,7 +46,7 @@ CHUNK = 20
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
@@ -56,9 +57,9 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(house: House, folder: Path) -> Pair:
+def pair(pool: InstancePool, folder: Path) -> Pair:
     plain = Side(str(folder)).but(chunk_tokens=CHUNK)
-    return house.pair(replace(plain, layout="pp2"), replace(plain, name="two"))
+    return pool.pair(replace(plain, layout="pp2"), replace(plain, name="two"))
 
 
 def check_sum(load: EngineLoad) -> None:
@@ -68,7 +69,7 @@ def check_sum(load: EngineLoad) -> None:
 
 
 def test_load_of_a_pair_at_work(pair: Pair) -> None:
-    handed = [Handed(pair, greedy(prompt(200, str(index)), 400)) for index in range(4)]
+    handed = [BothSides(pair, greedy(prompt(200, str(index)), 400)) for index in range(4)]
     until(lambda: pair.decode.load().num_running == 4, "all run on the target")
     until(lambda: pair.decode.load().pages.used > 0, "pages are written by the target itself")
     while any(not each.decode.events.qsize() or not is_told(each.decode) for each in handed):
@@ -99,9 +100,9 @@ def is_free(load: EngineLoad) -> bool:
     )
 
 
-def test_more_than_may_wait(house: House, folder: Path) -> None:
+def test_more_than_may_wait(pool: InstancePool, folder: Path) -> None:
     side = Side(str(folder), name="narrow").but(queue_max=2, sequences_max=3)
-    instance = house.instance(side)
+    instance = pool.instance(side)
     request = greedy(prompt(20), 300)
     # A burst that can begin at once is nobody's queue.
     running = [Listener(instance, replace(request, salt=str(index))) for index in range(3)]
@@ -122,7 +123,7 @@ def test_more_than_may_wait(house: House, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["closed", "killed"])
-def test_the_end_is_told_once(house: House, folder: Path, way: str) -> None:
+def test_the_end_is_told_once(pool: InstancePool, folder: Path, way: str) -> None:
     instance = Instance(Side(str(folder), name="ending").config).start()
     told: list[str] = []
     ended = threading.Event()
@@ -197,7 +198,7 @@ def check_phoenix(other: Instance, folder: Path) -> None:
     check_idle(other)
 
 
-def test_a_port_that_is_taken(house: House, folder: Path) -> None:
+def test_a_port_that_is_taken(pool: InstancePool, folder: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -210,7 +211,7 @@ class Steps:
     """Which steps a sequence is part of, in order, and where its abort came in between."""
 
     def __init__(self, instance: Instance, patch: pytest.MonkeyPatch) -> None:
-        self.orders: list[Order | str] = []
+        self.orders: list[Command | str] = []
         tell, drop = instance.core._send, instance.core._drop
         patch.setattr(instance.core, "_send", lambda order: (self.orders.append(order), tell(order)))
         patch.setattr(instance.core, "_drop", lambda *given: (self.orders.append("dropped"), drop(*given)))
@@ -221,7 +222,7 @@ class Steps:
             place
             for place, order in enumerate(self.orders)
             if isinstance(order, Step)
-            and any(work.sequence == number for batch in order.batches for work in batch.works)
+            and any(work.sequence == number for batch in order.batches for work in batch.sequences)
         ]
 
     @property
@@ -236,7 +237,7 @@ def test_an_abort_stops_a_long_prompt_after_its_chunk(
 ) -> None:
     request = greedy(prompt(LONG, who), 8, salt=secrets.token_hex(4))
     steps = Steps(pair.prefill, patch)
-    handed = None if who == "alone" else Handed(pair, request)
+    handed = None if who == "alone" else BothSides(pair, request)
     prefill = handed.prefill if handed else Listener(pair.prefill, request)
     until(lambda: len(steps.of(prefill.number)) > 3, "some chunks were begun")
     doomed = handed.decode if handed and who == "target" else prefill
@@ -261,11 +262,11 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_trouble_names_the_peer(house: House, pair: Pair, folder: Path) -> None:
+def test_trouble_names_the_peer(pool: InstancePool, pair: Pair, folder: Path) -> None:
     """A target whose source is killed hears which one it was."""
     side = Side(str(folder), name="doomed").but(link_bytes_per_s=2e3, chunk_tokens=1000)
-    doomed = house.instance(side)
-    handed = Handed(Pair(doomed, pair.decode), greedy(prompt(500), 8))
+    doomed = pool.instance(side)
+    handed = BothSides(Pair(doomed, pair.decode), greedy(prompt(500), 8))
     assert isinstance(handed.decode.until(OutputChunk), OutputChunk)
     os.kill(doomed.pids[0], signal.SIGKILL)
     tokens, end = end_of(handed.decode)

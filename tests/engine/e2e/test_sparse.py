@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 from tests.engine.e2e import broken_index
 from tests.engine.e2e.breaking import broken
-from tests.engine.e2e.house import CROSSINGS, House, Side, ask_all, ask_one, check_idle, greedy, opened
+from tests.engine.e2e.instances import (
+    CROSSINGS,
+    InstancePool,
+    Side,
+    ask_all,
+    ask_one,
+    check_idle,
+    greedy,
+    opened,
+)
 from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.tiny import FAMILIES, tiny
 
@@ -25,7 +34,7 @@ NUM_TOKENS = 40
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
@@ -43,8 +52,8 @@ def check_pair(pair: Pair, salt: str) -> None:
 
 
 @pytest.mark.parametrize("crossing", CROSSINGS, ids=" to ".join)
-def test_tokens(house: House, crossing: tuple[str, str]) -> None:
-    pair = house.pair(*sides(*crossing))
+def test_tokens(pool: InstancePool, crossing: tuple[str, str]) -> None:
+    pair = pool.pair(*sides(*crossing))
     check_pair(pair, str(crossing))
     longer = [*prompt(LENGTHS[-1]), *prompt(7, "tail")]
     again = ask_one(pair, greedy(longer, NUM_TOKENS, salt=str(crossing)))
@@ -53,8 +62,8 @@ def test_tokens(house: House, crossing: tuple[str, str]) -> None:
         assert again.traces["prefill"].num_cached > 0
 
 
-def test_index_keys_travel_with_the_latent(house: House) -> None:
-    pair = house.pair(*sides("tp1", "tp1"))
+def test_index_keys_travel_with_the_latent(pool: InstancePool) -> None:
+    pair = pool.pair(*sides("tp1", "tp1"))
     for length in LENGTHS:
         heard = ask_one(pair, greedy(prompt(length), 2, salt=f"bytes {length}"))
         copies = [copy for copies in heard.traces["prefill"].copies.values() for copy in copies]
@@ -63,11 +72,14 @@ def test_index_keys_travel_with_the_latent(house: House) -> None:
         assert sum(copy.num_bytes for copy in copies) == 4 * num_numbers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", broken_index.BROKEN)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_broken_index_is_seen(house: House, monkeypatch: pytest.MonkeyPatch, name: str, role: str) -> None:
+def test_a_broken_index_is_seen(
+    pool: InstancePool, monkeypatch: pytest.MonkeyPatch, name: str, role: str
+) -> None:
     prefill, decode = sides("tp1", "tp1")
-    sound = house.instance(decode if role == "prefill" else prefill)
+    sound = pool.instance(decode if role == "prefill" else prefill)
     # A chunk as long as the prompts: the source chooses by what it has just computed.
     side = replace(prefill, name=f"{name} {role}").but(chunk_tokens=256)
     with broken(side, name, monkeypatch, "broken_index") as instance:

@@ -14,8 +14,18 @@ from pathlib import Path
 import pytest
 from tests.engine.e2e.breaking import broken
 from tests.engine.e2e.broken_states import BROKEN
-from tests.engine.e2e.handing import Handed, end_of
-from tests.engine.e2e.house import House, Side, ask_all, ask_one, check_idle, greedy, opened, until
+from tests.engine.e2e.instances import (
+    BothSides,
+    InstancePool,
+    Side,
+    ask_all,
+    ask_one,
+    check_idle,
+    end_of,
+    greedy,
+    opened,
+    until,
+)
 from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.hybrids import hybrid
 from tests.engine.tiny import oracle
@@ -36,7 +46,7 @@ FAMILIES = ("qwen3_5_text", "falcon_h1")
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
@@ -56,8 +66,8 @@ def test_it_is_said_that_prefixes_are_not_kept(folder: Path) -> None:
     assert any("64 state" in line for line in lines)
 
 
-def test_a_layers_state_leaves_with_its_last_chunk(house: House, folder: Path) -> None:
-    pair = house.pair(side(folder, "by layer", policy="fixed:1"), side(folder, "second", state_slots=3))
+def test_a_layers_state_leaves_with_its_last_chunk(pool: InstancePool, folder: Path) -> None:
+    pair = pool.pair(side(folder, "by layer", policy="fixed:1"), side(folder, "second", state_slots=3))
     asked = prompt(2 * CHUNK + 8, "by layer")
     story = ask_one(pair, greedy(asked, 2)).traces["prefill"]
     config = json.loads((folder / "config.json").read_text())
@@ -76,16 +86,16 @@ def test_a_layers_state_leaves_with_its_last_chunk(house: House, folder: Path) -
     assert found == {at: size for at, size in wanted.items() if size}
 
 
-def test_fewer_slots_than_requests(house: House, folder: Path) -> None:
-    pair = house.pair(side(folder, "first", state_slots=2), side(folder, "second", state_slots=3))
+def test_fewer_slots_than_requests(pool: InstancePool, folder: Path) -> None:
+    pair = pool.pair(side(folder, "first", state_slots=2), side(folder, "second", state_slots=3))
     asked = [prompt(length, f"slots {length}") for length in (1, 5, 18, 33, 7, 40, 21, 2)]
     found = ask_all(pair, [greedy(each, NUM_TOKENS) for each in asked])
     check_tokens(folder, asked, found, NUM_TOKENS)
     check_idle(pair.prefill, pair.decode)
 
 
-def test_more_answers_than_slots(house: House, folder: Path) -> None:
-    where = house.instance(side(folder, "second", state_slots=3))
+def test_more_answers_than_slots(pool: InstancePool, folder: Path) -> None:
+    where = pool.instance(side(folder, "second", state_slots=3))
     asked = [prompt(9, "fork one"), prompt(30, "fork two")]
     found = ask_all(where, [greedy(each, NUM_TOKENS, n=3) for each in asked])
     check_tokens(folder, asked, found, NUM_TOKENS)
@@ -93,8 +103,8 @@ def test_more_answers_than_slots(house: House, folder: Path) -> None:
     check_idle(where)
 
 
-def test_preempted_answers_are_the_same(house: House, folder: Path) -> None:
-    pair = house.pair(side(folder, "first", state_slots=2), side(folder, "tight", pool_tokens=160))
+def test_preempted_answers_are_the_same(pool: InstancePool, folder: Path) -> None:
+    pair = pool.pair(side(folder, "first", state_slots=2), side(folder, "tight", pool_tokens=160))
     before = pair.decode.counts()["preempted"]
     asked = [prompt(length, f"tight {length}") for length in (20, 25, 30, 35)]
     found = ask_all(pair, [greedy(each, 40) for each in asked])
@@ -103,11 +113,11 @@ def test_preempted_answers_are_the_same(house: House, folder: Path) -> None:
     check_idle(pair.prefill, pair.decode)
 
 
-def test_aborts_at_random_moments(house: House, folder: Path) -> None:
-    pair = house.pair(side(folder, "first", state_slots=2), side(folder, "second", state_slots=3))
+def test_aborts_at_random_moments(pool: InstancePool, folder: Path) -> None:
+    pair = pool.pair(side(folder, "first", state_slots=2), side(folder, "second", state_slots=3))
     chance = random.Random(5)
     asked = [prompt(30 + index, "abort") for index in range(8)]
-    handed = [Handed(pair, greedy(each, NUM_TOKENS)) for each in asked]
+    handed = [BothSides(pair, greedy(each, NUM_TOKENS)) for each in asked]
     doomed = chance.sample(range(len(asked)), len(asked) // 2)
     for index in doomed:
         time.sleep(chance.random() * 0.05)  # a moment that nobody chose
@@ -124,11 +134,11 @@ def test_aborts_at_random_moments(house: House, folder: Path) -> None:
     check_idle(pair.prefill, pair.decode)
 
 
-def test_a_killed_source_leaves_clean_slots(house: House, folder: Path) -> None:
+def test_a_killed_source_leaves_clean_slots(pool: InstancePool, folder: Path) -> None:
     # A slow link: states are under way when their source is lost.
     slow = replace(side(folder, "slow", link_bytes_per_s=5e3), layout="tp2")
-    pair = house.pair(slow, side(folder, "second", state_slots=3))
-    handed = [Handed(pair, greedy(prompt(40, f"kill {index}"), NUM_TOKENS)) for index in range(2)]
+    pair = pool.pair(slow, side(folder, "second", state_slots=3))
+    handed = [BothSides(pair, greedy(prompt(40, f"kill {index}"), NUM_TOKENS)) for index in range(2)]
     until(lambda: any(not books.is_idle for books in pair.prefill.core.schedulers), "the prompts are begun")
     os.kill(pair.prefill.pids[1], signal.SIGKILL)
     assert all(isinstance(end_of(each.decode)[1], RequestError) for each in handed)
@@ -144,14 +154,14 @@ def num_mapped(pid: int) -> int:
     return Path(f"/proc/{pid}/maps").read_text().count("/memfd:")
 
 
-def test_a_source_that_hangs_is_ended_before_its_pages_are_stuck(house: House) -> None:
+def test_a_source_that_hangs_is_ended_before_its_pages_are_stuck(pool: InstancePool) -> None:
     # Two of three slots are in quarantine while the stopped rank lives: for long, and the target gives up.
     folder = hybrid("falcon_h1")
     slow = replace(side(folder, "slow", link_bytes_per_s=5e3), layout="tp2")
-    pair = house.pair(slow, side(folder, "second", state_slots=3))
+    pair = pool.pair(slow, side(folder, "second", state_slots=3))
     pid, other = (pair.prefill.pids[rank] for rank in (0, 1))
     before = num_mapped(pid)
-    handed = [Handed(pair, greedy(prompt(40, f"hang {index}"), NUM_TOKENS)) for index in range(2)]
+    handed = [BothSides(pair, greedy(prompt(40, f"hang {index}"), NUM_TOKENS)) for index in range(2)]
     until(lambda: num_mapped(pid) > before, "the target's memory is mapped")
     os.kill(pid, signal.SIGSTOP)
     os.kill(other, signal.SIGKILL)
@@ -161,10 +171,11 @@ def test_a_source_that_hangs_is_ended_before_its_pages_are_stuck(house: House) -
     assert pair.decode.is_running
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_state_is_seen(house: House, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_state_is_seen(pool: InstancePool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = hybrid("falcon_h1")
-    sound = house.instance(side(folder, "sound"))
+    sound = pool.instance(side(folder, "sound"))
     with broken(side(folder, f"broken {name}"), name, monkeypatch, "broken_states") as instance:
         pair = Pair(sound, instance) if name == "uncopied_state" else Pair(instance, sound)
         asked = [prompt(length, "broken") for length in (40, 19)]

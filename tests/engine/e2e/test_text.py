@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.engine.e2e.house import Heard, House, Side, ask_all, check_idle, opened
+from tests.engine.e2e.instances import Heard, InstancePool, Side, ask_all, check_idle, opened
 from tests.engine.text.vocabularies import byte_level
 from tests.engine.tiny import tiny
 
-from baton.engine.pair import Pair
-from baton.engine.requests import Generate
+from baton.engine.deployment import Pair
+from baton.engine.requests import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.engine
@@ -23,25 +23,25 @@ PROMPT = "the quick brown fox caf\u00e9 \u4f60\u597d"
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def pair(house: House, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(pool: InstancePool, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = tmp_path_factory.mktemp("text") / "llama"
     backend = byte_level()
     shutil.copytree(tiny("llama", vocab_size=len(backend)), folder)
     backend.save_pretrained(folder)
     plain = Side(str(folder)).but(chunk_tokens=16)
-    return house.pair(plain, replace(plain, name="two"))
+    return pool.pair(plain, replace(plain, name="two"))
 
 
-def requests(**params: Any) -> list[Generate]:
+def requests(**params: Any) -> list[EngineRequest]:
     tokens = tuple(byte_level().encode(PROMPT))
     wanted = {"temperature": 0.8, "max_tokens": 40, "ignore_eos": True, **params}
-    return [Generate(tokens, SamplingParams(seed=seed, **wanted)) for seed in range(NUM_ASKED)]
+    return [EngineRequest(tokens, SamplingParams(seed=seed, **wanted)) for seed in range(NUM_ASKED)]
 
 
 def check_same(found: list[Heard], wanted: list[Heard]) -> None:

@@ -169,7 +169,7 @@ for module in (torch.cuda, torch.accelerator):
             setattr(module, name, ask)
 if sys.argv[1:]:
     torch.cuda.is_available()
-import baton.engine.fork_server, baton.engine.rank.process
+import baton.engine.fork_server, baton.engine.worker
 print(len(os.listdir("/proc/self/task")))
 """
 

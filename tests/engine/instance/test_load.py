@@ -15,7 +15,7 @@ from baton.engine.load import (
     Rate,
 )
 from baton.engine.pages import PageGeometry
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequence import Sequence, SequenceRole
 from baton.errors import FullError

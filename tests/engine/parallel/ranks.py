@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from baton.engine.parallel.mesh import Mesh, connect
+from baton.engine.parallel import Mesh, connect
 from baton.plan import parse_layout
 
 TIMEOUT_S = 60.0

@@ -16,10 +16,10 @@ import torch
 
 from baton.engine.attention.pools import CachePools
 from baton.engine.checkpoint import open_checkpoint
+from baton.engine.commands import Batch, ScheduledSequence
+from baton.engine.model_runner import ModelRunner, NoHooks
 from baton.engine.models.build import build
-from baton.engine.parallel.mesh import Mesh
-from baton.engine.runner import Quiet, Runner
-from baton.engine.steps import Batch, Work
+from baton.engine.parallel import Mesh
 from baton.plan import Spec, Storage
 from baton.plan.models.config import read_config
 from baton.plan.models.parts import stack
@@ -55,7 +55,7 @@ def script(num_groups: int, vocab_size: int, seed: int = 0) -> Script:
     lengths = {i: [*chunks, *[1] * NUM_DECODED] for i, chunks in _CHUNKS.items()}
     starts = dict.fromkeys(_CHUNKS, 0)
     while any(lengths.values()):
-        groups: list[list[Work]] = [[] for _ in range(num_groups)]
+        groups: list[list[ScheduledSequence]] = [[] for _ in range(num_groups)]
         for i, left in lengths.items():
             if not left or i // 2 > len(steps):
                 continue
@@ -63,7 +63,7 @@ def script(num_groups: int, vocab_size: int, seed: int = 0) -> Script:
             starts[i] += length
             num_prompt = sum(_CHUNKS[i])
             is_inside = starts[i] < num_prompt
-            work = Work(
+            work = ScheduledSequence(
                 sequence=i,
                 start=start,
                 tokens=tokens[i][start : starts[i]],
@@ -93,12 +93,12 @@ def run_rank(mesh: Mesh, folder: Path, device: torch.device = CPU) -> Logits:
     }
     pools = CachePools(spec, mesh.rank, content, device)
     stage = build(checkpoint, mesh.cut(cache.num_layers, torch.float32, device))
-    runner = Runner(stage, mesh, pools)
+    runner = ModelRunner(stage, mesh, pools)
     found: Logits = {}
     plan = script(mesh.layout.size("dp"), checkpoint.config["vocab_size"])
     for number, batches in enumerate(plan.steps):
-        logits = runner.run(batches, Quiet())
+        logits = runner.run(batches, NoHooks())
         if logits is not None:
-            sampled = [work.sequence for work in batches[mesh.at["dp"]].works if work.num_samples]
+            sampled = [work.sequence for work in batches[mesh.at["dp"]].sequences if work.num_samples]
             found |= {(number, i): row.cpu().numpy() for i, row in zip(sampled, logits, strict=True)}
     return found

@@ -10,7 +10,7 @@ from tests.engine.parallel.script import Logits, run_rank, run_ranks, script
 from tests.engine.tiny import tiny
 from transformers import AutoModelForCausalLM
 
-from baton.engine.parallel.mesh import Mesh
+from baton.engine.parallel import Mesh
 from baton.plan import parse_layout
 
 FAMILIES = ("llama", "deepseek_v3")
@@ -51,7 +51,7 @@ def test_one_rank_is_right(folders: list[Path], alone: list[Logits]) -> None:
         )
         tokens: dict[int, list[int]] = {}
         for number, (batch,) in enumerate(script(1, model.config.vocab_size).steps):
-            for work in batch.works:
+            for work in batch.sequences:
                 tokens.setdefault(work.sequence, []).extend(work.tokens)
                 if work.num_samples:
                     with torch.inference_mode():

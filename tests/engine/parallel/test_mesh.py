@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.engine.parallel.ranks import on_mesh
 
-from baton.engine.parallel.mesh import Mesh, partition
+from baton.engine.parallel import Mesh, partition
 from baton.errors import EngineError
 from baton.plan import parse_layout
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from baton.engine.attention import states
 from baton.engine.attention.states import Alike, PassStates
-from baton.engine.parallel.mesh import Mesh
+from baton.engine.parallel import Mesh
 from baton.plan import parse_layout
 
 CLOSE = 1e-3
@@ -57,7 +57,7 @@ def wanted(model: torch.nn.Module) -> Logits:
     found: Logits = {}
     tokens: dict[int, list[int]] = {}
     for number, (batch,) in enumerate(script(1, model.config.vocab_size).steps):
-        for work in batch.works:
+        for work in batch.sequences:
             tokens.setdefault(work.sequence, []).extend(work.tokens)
             if work.num_samples:
                 with torch.inference_mode():

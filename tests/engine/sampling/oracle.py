@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from baton.engine.commands import StartSequence
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.steps import Begin
 
 MISTAKES = (
     "bias is left out",
@@ -37,8 +37,8 @@ class Case:
     params: SamplingParams
     eos_ids: tuple[int, ...] = (0,)
 
-    def begin(self, sequence: int = 1) -> Begin:
-        return Begin(sequence, 0, list(self.tokens), self.num_prompt, self.params)
+    def begin(self, sequence: int = 1) -> StartSequence:
+        return StartSequence(sequence, 0, list(self.tokens), self.num_prompt, self.params)
 
 
 def shaped(case: Case, mistake: str = "") -> list[np.float32]:

@@ -9,9 +9,9 @@ from tests.engine.sampling import oracle
 from tests.engine.sampling.oracle import Case
 
 from baton.engine import sampler as sampling
+from baton.engine.commands import SampledToken, StartSequence
 from baton.engine.sampler import Sampler, Want, uniform
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.steps import Begin, Sampled
 from baton.errors import EngineError
 
 VOCAB_SIZE = 12
@@ -25,7 +25,7 @@ GOLDEN = [0.156742553465558, 0.6269999134633438, 0.4633667468151501, 0.337761341
 
 def told(params: SamplingParams, sequence: int = 1, index: int = 0) -> Sampler:
     one = Sampler(len(LOGITS), (0,))
-    one.begin(Begin(sequence, 0, list(PROMPT), len(PROMPT), params, index))
+    one.begin(StartSequence(sequence, 0, list(PROMPT), len(PROMPT), params, index))
     return one
 
 
@@ -34,7 +34,7 @@ def draws(params: SamplingParams, num_draws: int) -> list[int]:
     one = Sampler(len(LOGITS), (0,))
     for seed in range(num_draws):
         its_params = msgspec.structs.replace(params, seed=seed)
-        one.begin(Begin(seed, 0, list(PROMPT), len(PROMPT), its_params))
+        one.begin(StartSequence(seed, 0, list(PROMPT), len(PROMPT), its_params))
     logits = torch.tensor([LOGITS] * num_draws)
     wants = [Want(seed, 1, len(PROMPT)) for seed in range(num_draws)]
     return [some[0].token for some in one.sample(logits, wants)]
@@ -84,10 +84,10 @@ def test_every_token_is_the_one_its_uniform_number_picks():
 def test_greedy_takes_the_lowest_id_of_the_largest():
     one = told(SamplingParams(temperature=0))
     logits = torch.tensor([LOGITS])
-    assert one.sample(logits, [Want(1, 1, 5)]) == [[Sampled(1)]]
-    assert one.sample(logits, [Want(1, 3, 5)]) == [[Sampled(1)] * 3]
+    assert one.sample(logits, [Want(1, 1, 5)]) == [[SampledToken(1)]]
+    assert one.sample(logits, [Want(1, 3, 5)]) == [[SampledToken(1)] * 3]
     assert told(SamplingParams(temperature=0, logit_bias={10: 0.25})).sample(logits, [Want(1, 1, 5)]) == [
-        [Sampled(10)]
+        [SampledToken(10)]
     ]
 
 
@@ -95,7 +95,7 @@ def test_greedy_without_wishes_leaves_the_logits_alone(monkeypatch: pytest.Monke
     """One maximum for the batch: nothing is copied, weighed or sorted."""
     one = Sampler(VOCAB_SIZE, (0,))
     for sequence in range(5):
-        one.begin(Begin(sequence, 0, [1], 1, SamplingParams(temperature=0)))
+        one.begin(StartSequence(sequence, 0, [1], 1, SamplingParams(temperature=0)))
     for name in ("weigh", "draw", "likeliest"):
         monkeypatch.delattr(sampling, name)
     logits = torch.randn(5, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
@@ -118,14 +118,14 @@ def mixed_requests() -> list[SamplingParams]:
     ]
 
 
-def generate(requests: list[SamplingParams], chosen: list[int], num_steps: int) -> list[list[Sampled]]:
+def generate(requests: list[SamplingParams], chosen: list[int], num_steps: int) -> list[list[SampledToken]]:
     """Some of the requests in one batch, on logits that depend on the last token."""
     one = Sampler(64, (0,))
     table = torch.randn(64, 64, generator=torch.Generator().manual_seed(5)) * 2
     known = {request: list(PROMPT) for request in chosen}
-    answers: dict[int, list[Sampled]] = {request: [] for request in chosen}
+    answers: dict[int, list[SampledToken]] = {request: [] for request in chosen}
     for request in chosen:
-        one.begin(Begin(request, 0, known[request], len(PROMPT), requests[request]))
+        one.begin(StartSequence(request, 0, known[request], len(PROMPT), requests[request]))
     for _ in range(num_steps):
         logits = table[[known[request][-1] for request in chosen]]
         found = one.sample(logits, [Want(request, 1, len(known[request])) for request in chosen])
@@ -164,7 +164,7 @@ def test_another_instance_goes_on_with_an_answer():
     for step in range(10):
         ((sampled,),) = first.sample(logits[step : step + 1], [Want(1, 1, 5 + step)])
         second = told(SamplingParams())
-        second.begin(Begin(1, 0, [*PROMPT, *answer], len(PROMPT), params))
+        second.begin(StartSequence(1, 0, [*PROMPT, *answer], len(PROMPT), params))
         assert second.sample(logits[step : step + 1], [Want(1, 1, 5 + step)]) == [[sampled]]
         answer.append(sampled.token)
         first.extend(1, [sampled.token])
@@ -185,7 +185,7 @@ def test_forks_of_a_prompt_are_its_answers():
 def test_rows_want_different_numbers_of_tokens():
     one = Sampler(VOCAB_SIZE, (0,))
     for sequence in range(3):
-        one.begin(Begin(sequence, 0, list(PROMPT), 5, SamplingParams(seed=6, logprobs=1)))
+        one.begin(StartSequence(sequence, 0, list(PROMPT), 5, SamplingParams(seed=6, logprobs=1)))
     found = one.sample(torch.tensor([LOGITS] * 3), [Want(0, 4, 5), Want(1, 0, 5), Want(2, 1, 5)])
     assert [len(some) for some in found] == [4, 0, 1]
     assert found[2][0] == found[0][0]
@@ -230,10 +230,10 @@ def test_log_probabilities_are_the_models_own(num_logprobs: int):
 def test_log_probabilities_are_told_to_those_who_asked():
     one = Sampler(VOCAB_SIZE, (0,))
     for sequence, count in enumerate([None, 3, 0, None, 1]):
-        one.begin(Begin(sequence, 0, [1], 1, SamplingParams(temperature=0, logprobs=count)))
+        one.begin(StartSequence(sequence, 0, [1], 1, SamplingParams(temperature=0, logprobs=count)))
     found = one.sample(torch.tensor([LOGITS] * 5), [Want(sequence, 1, 1) for sequence in range(5)])
     assert [list(some[0].top) for some in found] == [[], [1, 10, 3], [1], [], [1]]
-    assert found[0] == [Sampled(1)]
+    assert found[0] == [SampledToken(1)]
 
 
 @pytest.mark.parametrize("is_ignored", [False, True])
@@ -265,15 +265,15 @@ def test_penalties_follow_what_is_generated():
 def test_placeholders_of_embeddings_have_no_logit():
     one = Sampler(VOCAB_SIZE, (0,))
     params = SamplingParams(temperature=0, repetition_penalty=2.0)
-    one.begin(Begin(1, 0, [-1, VOCAB_SIZE, 1], 3, params))
-    assert one.sample(torch.tensor([LOGITS]), [Want(1, 1, 3)]) == [[Sampled(10)]]
+    one.begin(StartSequence(1, 0, [-1, VOCAB_SIZE, 1], 3, params))
+    assert one.sample(torch.tensor([LOGITS]), [Want(1, 1, 3)]) == [[SampledToken(10)]]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_broken_logits_are_refused_with_their_sequence(value: float):
     one = Sampler(VOCAB_SIZE, (0,))
     for sequence in (40, 41):
-        one.begin(Begin(sequence, 0, [1], 1, SamplingParams(temperature=sequence - 40)))
+        one.begin(StartSequence(sequence, 0, [1], 1, SamplingParams(temperature=sequence - 40)))
     logits = torch.tensor([LOGITS] * 2)
     logits[1, 3] = value
     with pytest.raises(EngineError, match=r"\[41\]"):
@@ -310,7 +310,7 @@ def test_a_gpu_takes_the_tokens_the_cpu_takes():
     for device in ("cpu", "cuda"):
         one = Sampler(3000, (0,))
         for request, params in enumerate(requests):
-            one.begin(Begin(request, 0, [*PROMPT, 7, 7], len(PROMPT), params))
+            one.begin(StartSequence(request, 0, [*PROMPT, 7, 7], len(PROMPT), params))
         wants = [Want(request, 1 + request % 3, 7) for request in range(len(requests))]
         found.append(one.sample(logits.to(device), wants))
     assert [[each.token for each in some] for some in found[0]] == [

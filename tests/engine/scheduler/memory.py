@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from itertools import product
 
+from baton.engine.commands import Batch, PageTables, ScheduledSequence
 from baton.engine.pages import PageGeometry
-from baton.engine.steps import Batch, Tables, Work
 from baton.plan.cache import Cache, Window
 from baton.plan.kinds import Draft, Paged, Recurrent
 from baton.plan.layout import Layout, parse_layout
@@ -102,14 +102,14 @@ class Memory:
             for rank, offset in product(range(self.layout.size("cp")), range(self.page_tokens)):
                 entry = self.cells.get((copy.group, rank, copy.source, offset), JUNK)
                 self.cells[copy.group, rank, copy.target, offset] = entry
-        for work in batch.works:
+        for work in batch.sequences:
             # Where an answer forked, the draft's entry before is written again.
             start = work.start - (work.hidden is not None)
             self.check(work.pages, known[work.sequence][:start], work.prompt_tokens, str(work.sequence))
-        for work in batch.works:
+        for work in batch.sequences:
             self._write_work(work, known[work.sequence])
 
-    def check(self, pages: Tables, wanted: list[int], prompt_tokens: int, name: str) -> None:
+    def check(self, pages: PageTables, wanted: list[int], prompt_tokens: int, name: str) -> None:
         """Asserts that the pages hold these entries, from token 0 on, as far as anything looks at them."""
         for group, extent in self.extents.items():
             if not extent.has_tokens:
@@ -125,7 +125,7 @@ class Memory:
                     f"{name}: {group} of token {token} of {len(wanted)} is not there"
                 )
 
-    def write(self, pages: Tables, start: int, new: list[int], prompt_tokens: int) -> None:
+    def write(self, pages: PageTables, start: int, new: list[int], prompt_tokens: int) -> None:
         """Puts entries of tokens from `start` on into pages; only the last window of windowed groups."""
         for group, extent in self.extents.items():
             if not extent.has_tokens:
@@ -136,7 +136,7 @@ class Memory:
             for token in range(first, stop):
                 self.cells[self._cell(group, pages, token, prompt_tokens)] = new[token - start]
 
-    def _write_work(self, work: Work, wanted: list[int]) -> None:
+    def _write_work(self, work: ScheduledSequence, wanted: list[int]) -> None:
         stop = work.start + len(work.tokens)
         for group, extent in self.extents.items():
             if not extent.has_tokens:
@@ -145,7 +145,9 @@ class Memory:
             for token in range(work.start - (work.hidden is not None), stop):
                 self.cells[self._cell(group, work.pages, token, work.prompt_tokens)] = wanted[token]
 
-    def _cell(self, group: str, pages: Tables, token: int, prompt_tokens: int) -> tuple[str, int, int, int]:
+    def _cell(
+        self, group: str, pages: PageTables, token: int, prompt_tokens: int
+    ) -> tuple[str, int, int, int]:
         # Rounded up, so that few lists are worked out.
         num_tokens = max(64, -(-(token + 1) // 64) * 64)
         rank, slot = spots(self.layout, self.page_tokens, num_tokens, prompt_tokens)[token]

@@ -53,7 +53,7 @@ def _share_a_partial_page(scheduler: Scheduler) -> None:
     scheduler.kv_cache.pools["tokens"].hold(parent.pages["tokens"][1:])
     child.pages["tokens"][1:] = parent.pages["tokens"][1:]
     for batch in scheduler.in_flight:
-        batch.works[1].pages["tokens"][1:] = child.pages["tokens"][1:]
+        batch.sequences[1].pages["tokens"][1:] = child.pages["tokens"][1:]
 
 
 def _free_a_held_page(scheduler: Scheduler) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tests.engine.scheduler.memory import Memory
 
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.commands import Batch
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequence import Sequence, SequenceRole, SequenceStatus
-from baton.engine.steps import Batch
 from baton.errors import ConfigError, EngineError
 
 PAGE = 4
@@ -41,14 +41,14 @@ def step(scheduler: Scheduler, token: int = 1, limit: int | None = None) -> Batc
 
 
 def done(scheduler: Scheduler, batch: Batch, token: int = 1) -> None:
-    samples = {work.sequence: [token] * work.num_samples for work in batch.works if work.num_samples}
+    samples = {work.sequence: [token] * work.num_samples for work in batch.sequences if work.num_samples}
     scheduler.complete(batch, samples)
     scheduler.check_integrity()
 
 
 def spans(batch: Batch | None) -> list[tuple[int, int, int, int]]:
     """Sequence, start, stop and samples of each work."""
-    works = batch.works if batch else []
+    works = batch.sequences if batch else []
     return [(work.sequence, work.start, work.start + len(work.tokens), work.num_samples) for work in works]
 
 
@@ -217,7 +217,7 @@ def test_the_youngest_gives_its_pages_to_the_oldest() -> None:
     assert young.status is SequenceStatus.WAITING
     assert [sequence.number for sequence in scheduler.take_changes().preempted] == [2]
     while len(scheduler.sequences[1].generated) < 7:
-        assert all(work.sequence == 1 for work in step(scheduler).works)
+        assert all(work.sequence == 1 for work in step(scheduler).sequences)
     scheduler.finish(1)
     # What it had generated is computed again, and it goes on with one more token.
     assert spans(step(scheduler)) == [(2, 0, 8, 0)]
@@ -439,9 +439,9 @@ def test_embeddings_go_with_their_tokens_and_are_not_cached() -> None:
     rows = [bytes([row]) * 8 for row in range(9)]
     sequence = Sequence(1, (0,) * 9, SamplingParams(max_tokens=3), prompt_embeddings=b"".join(rows))
     scheduler.add(sequence)
-    assert step(scheduler).works[0].embeddings == b"".join(rows[:8])
-    assert step(scheduler).works[0].embeddings == rows[8]
-    assert step(scheduler).works[0].embeddings is None
+    assert step(scheduler).sequences[0].embeddings == b"".join(rows[:8])
+    assert step(scheduler).sequences[0].embeddings == rows[8]
+    assert step(scheduler).sequences[0].embeddings is None
     scheduler._preempt(sequence)
     step(scheduler)
     assert spans(step(scheduler)) == [(1, 8, 9, 0)], "a work has rows of one sort"

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 from tests.engine.scheduler.moves import walk
 
+from baton.engine.commands import PageCopy, ScheduledSequence
 from baton.engine.kv_cache import KVCacheManager
 from baton.engine.pages import PageGeometry
 from baton.engine.prefix_cache import PrefixCache, PrefixNode
 from baton.engine.scheduler import Scheduler
 from baton.engine.sequence import Sequence, SequenceStatus
-from baton.engine.steps import PageCopy, Work
 
 NUM_WALKS = 6000
 """At most: a walk is another one with another order of hashes, and the rarest variant shows in 1 of 500."""
@@ -159,7 +159,9 @@ def preempts_what_is_in_flight(patch: pytest.MonkeyPatch) -> None:
 def schedules_what_is_in_flight(patch: pytest.MonkeyPatch) -> None:
     real = Scheduler._schedule_tokens
 
-    def broken(self: Scheduler, sequence: Sequence, size: int, guesses: tuple[int, ...] = ()) -> Work:
+    def broken(
+        self: Scheduler, sequence: Sequence, size: int, guesses: tuple[int, ...] = ()
+    ) -> ScheduledSequence:
         work = real(self, sequence, size, guesses)
         sequence.num_in_flight = 0
         return work
@@ -250,7 +252,7 @@ def takes_a_draft_for_a_layer(patch: pytest.MonkeyPatch) -> None:
 def keeps_a_guess_that_was_wrong(patch: pytest.MonkeyPatch) -> None:
     real = Scheduler._append_tokens
 
-    def broken(self: Scheduler, sequence: Sequence, work: Work, tokens: list[int]) -> None:
+    def broken(self: Scheduler, sequence: Sequence, work: ScheduledSequence, tokens: list[int]) -> None:
         real(self, sequence, work, tokens)
         sequence.num_computed = sequence.num_scheduled = work.start + len(work.tokens)
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from tests.engine.scheduler.memory import JUNK, Memory, entries, with_next
 
-from baton.engine.sampling.params import SamplingParams
+from baton.engine.commands import Batch, PageTables, ScheduledSequence
+from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequence import Sequence, SequenceRole, SequenceStatus
-from baton.engine.steps import Batch, Tables, Work
 from baton.errors import ConfigError
 
 VOCABULARY = 3
@@ -37,7 +37,7 @@ class Lent:
     """Pages that a hand-over may touch, as it was told of them."""
 
     sequence: Sequence
-    pages: Tables
+    pages: PageTables
     num_held: int = 0
     sent: list[int] | None = None
     """What a target may copy, once the prompt is complete."""
@@ -131,10 +131,10 @@ class World:
         if batch is None:
             return False
         config = self.scheduler.config
-        assert batch.works
+        assert batch.sequences
         assert batch.num_rows <= config.batch_tokens_max
-        assert len(batch.works) <= config.sequences_max
-        kinds = [self._check_work(work) for work in batch.works]
+        assert len(batch.sequences) <= config.sequences_max
+        kinds = [self._check_work(work) for work in batch.sequences]
         assert kinds == sorted(kinds, reverse=True), "decode rows come first"
         assert limit is None or sum(kinds) <= limit
         self.seen["copies"] += len(batch.copies)
@@ -145,16 +145,16 @@ class World:
     def run(self) -> None:
         """The ranks compute the next batch."""
         batch = self.pending.pop(0)
-        self.memory.run(batch, {work.sequence: self._written(work) for work in batch.works})
+        self.memory.run(batch, {work.sequence: self._written(work) for work in batch.sequences})
 
     def complete(self) -> None:
         batch = self.in_flight.pop(0)
         if self.pending and self.pending[0] is batch:
             self.run()
-        samples = {work.sequence: self._drawn(work) for work in batch.works if work.num_samples}
+        samples = {work.sequence: self._drawn(work) for work in batch.sequences if work.num_samples}
         proposals = {
             work.sequence: guess
-            for work in batch.works
+            for work in batch.sequences
             if work.num_samples
             and (guess := self._guess(work.sequence, samples[work.sequence][: 1 + work.num_drafted]))
             is not None
@@ -165,7 +165,7 @@ class World:
             if sequence.status is not SequenceStatus.ENDED
         }
         self.scheduler.complete(batch, samples, proposals)
-        for work in batch.works:
+        for work in batch.sequences:
             if work.num_samples and work.sequence in live:
                 self._sampled(live[work.sequence], samples[work.sequence], is_guessed=work.num_drafted > 0)
                 if work.num_drafted:
@@ -267,7 +267,7 @@ class World:
             assert sequence.role is not SequenceRole.SOURCE
             assert sequence.number in self.started
             assert not any(
-                work.sequence == sequence.number for batch in self.in_flight for work in batch.works
+                work.sequence == sequence.number for batch in self.in_flight for work in batch.sequences
             )
             self.scheduled[sequence.number] = 0
             self.forked.discard(sequence.number)
@@ -282,7 +282,7 @@ class World:
                 cached = self.entries_of(sequence)[: sequence.num_cached]
                 self.memory.check(sequence.pages, cached, sequence.num_prompt, "what the source has cached")
 
-    def _check_work(self, work: Work) -> bool:
+    def _check_work(self, work: ScheduledSequence) -> bool:
         """Whether a work is decoding."""
         sequence, tokens = self.scheduler.sequences[work.sequence], self.tokens[work.sequence]
         assert work.sequence in self.started
@@ -304,7 +304,7 @@ class World:
             assert work.start == before, "a sequence goes on where it was"
         self.scheduled[work.sequence] = stop
         flights = [
-            other for batch in self.in_flight for other in batch.works if other.sequence == work.sequence
+            other for batch in self.in_flight for other in batch.sequences if other.sequence == work.sequence
         ]
         assert len(flights) < self.scheduler.config.chunks_in_flight
         assert all(not other.num_samples for other in flights), "the token after it is not known"
@@ -321,7 +321,7 @@ class World:
         """Answers are a function of what was seen, so that equal prompts go on equally."""
         return [(last + index) % VOCABULARY for index in range(count)]
 
-    def _drawn(self, work: Work) -> list[int]:
+    def _drawn(self, work: ScheduledSequence) -> list[int]:
         """What is sampled: behind a guess that is right, one more."""
         sampled = self._samples(self.plain_by_number(work.sequence)[-1], work.num_samples)
         for guess in work.tokens[len(work.tokens) - work.num_drafted :]:
@@ -338,7 +338,7 @@ class World:
         right = self._samples(last, 1)[0]
         return (right, right, (right + 1) % VOCABULARY, None)[last % 4]
 
-    def _written(self, work: Work) -> list[int]:
+    def _written(self, work: ScheduledSequence) -> list[int]:
         """The entries of a sequence as they are once a work is computed."""
         if self.setting.cache != "draft":
             return self.entries_by_number(work.sequence)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from baton.engine.attention.pools import DTYPES
 from baton.engine.checkpoint import Checkpoint, open_checkpoint
-from baton.engine.rank.parts import DTYPES
 from baton.errors import ConfigError
 
 

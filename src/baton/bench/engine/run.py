@@ -14,9 +14,9 @@ from typing import Any
 
 from baton.bench.engine.options import Options
 from baton.bench.engine.peer import Peer
-from baton.engine.instance.config import InstanceConfig, derive
-from baton.engine.instance.instance import Instance
-from baton.engine.requests import Event, Generate, Piece, Told, Trouble
+from baton.engine.config import EngineConfig, derive_sizes
+from baton.engine.instance import Instance
+from baton.engine.requests import EngineRequest, OutputChunk, RequestError, RequestEvent, RequestFinished
 from baton.engine.sampling_params import SamplingParams
 from baton.errors import EngineError
 
@@ -86,7 +86,7 @@ class Measured:
 
 def check(options: Options) -> None:
     """Raises on what would be refused, before anything is started."""
-    derive(_config(options))
+    derive_sizes(_config(options))
 
 
 def num_steps(options: Options) -> int:
@@ -138,9 +138,9 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
     return found, perf_counter() - start_s
 
 
-def _config(options: Options) -> InstanceConfig:
+def _config(options: Options) -> EngineConfig:
     context_max = max(options.num_prompt, NUM_SHORT + options.num_decoded) + 16
-    return InstanceConfig(
+    return EngineConfig(
         model=options.model,
         name="bench",
         dtype=options.dtype,
@@ -152,26 +152,26 @@ def _config(options: Options) -> InstanceConfig:
     )
 
 
-def _put(events: queue.SimpleQueue[tuple[int, Event]], index: int, event: Event) -> None:
+def _put(events: queue.SimpleQueue[tuple[int, RequestEvent]], index: int, event: RequestEvent) -> None:
     events.put((index, event))
 
 
 def _answers(instance: Instance, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """All prompts at once, with a salt of this call's own: nothing is cached."""
-    events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+    events: queue.SimpleQueue[tuple[int, RequestEvent]] = queue.SimpleQueue()
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     salt, found = secrets.token_hex(8), [list[int]() for _ in prompts]
     for index, prompt in enumerate(prompts):
-        request = Generate(tuple(prompt), params, salt=f"{salt} {index}")
+        request = EngineRequest(tuple(prompt), params, salt=f"{salt} {index}")
         instance.submit(request, partial(_put, events, index))
     num_open = len(prompts)
     while num_open:
         index, event = events.get(timeout=ANSWER_S_MAX)
         match event:
-            case Piece():
+            case OutputChunk():
                 found[index].extend(sampled.token for sampled in event.tokens)
-            case Trouble():
+            case RequestError():
                 raise EngineError(event.text)
-            case Told():
+            case RequestFinished():
                 num_open -= 1
     return found

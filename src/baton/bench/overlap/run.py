@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 
 from baton.bench.overlap.figures import Case, Round, Row, case_text, link_text, rows_of
 from baton.bench.overlap.options import COST, OFF, Options, speed_of
-from baton.engine.instance.config import derive
-from baton.engine.instance.instance import Instance
-from baton.engine.pair import ANSWER_S_MAX, Ask, Pair
-from baton.engine.requests import Event, Generate, Story, Trouble
-from baton.engine.requests import Told as Ended
+from baton.engine.config import derive_sizes
+from baton.engine.deployment import ANSWER_S_MAX, Pair, PairRequest
+from baton.engine.instance import Instance
+from baton.engine.requests import EngineRequest, RequestError, RequestEvent
+from baton.engine.requests import RequestFinished as Ended
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.stories import Told
+from baton.engine.trace import HandoffTrace, RequestTrace
 from baton.errors import EngineError
 
 NUM_LEARNING = 3
@@ -67,12 +67,12 @@ class Meter:
     pair: Pair
     rng: random.Random
 
-    def hand_over(self, num_tokens: int, policy: str) -> Told:
+    def hand_over(self, num_tokens: int, policy: str) -> HandoffTrace:
         """One hand-over under a policy."""
-        answer, pieces = self.pair.ask(Ask(self._request(num_tokens, 2), policy=policy))
+        answer, pieces = self.pair.ask(PairRequest(self._request(num_tokens, 2), policy=policy))
         for _ in pieces:
             pass
-        told = Told(answer.asked_s, answer.first_s, answer.stories["prefill"], answer.stories["decode"])
+        told = HandoffTrace(answer.asked_s, answer.first_s, answer.traces["prefill"], answer.traces["decode"])
         if told.prefill.num_cached or told.decode.num_held:
             raise EngineError(f"{told.prefill.num_cached} tokens of a prompt that nobody had were cached")
         return told
@@ -80,34 +80,34 @@ class Meter:
     def compare(self, num_tokens: int) -> Compared:
         """An answer that was handed over layer by layer, beside that of the prefill instance alone."""
         request = self._request(num_tokens, NUM_COMPARED)
-        (handed,) = self.pair.tokens(Ask(request, policy="fixed:1"))
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        (handed,) = self.pair.tokens(PairRequest(request, policy="fixed:1"))
+        events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
         self.pair.prefill.submit(replace(request, salt=secrets.token_hex(8)), events.put)
         alone: list[int] = []
         while not isinstance(event := events.get(timeout=ANSWER_S_MAX), Ended):
-            if isinstance(event, Trouble):
+            if isinstance(event, RequestError):
                 raise EngineError(event.text)
             alone.extend(sampled.token for sampled in event.tokens)
         return Compared(len(alone), sum(a == b for a, b in zip(handed, alone, strict=False)))
 
-    def compute(self, num_tokens: int) -> Story:
+    def compute(self, num_tokens: int) -> RequestTrace:
         """The same without handing anything over."""
-        answer, pieces = self.pair.ask(Ask(self._request(num_tokens, 1)))
+        answer, pieces = self.pair.ask(PairRequest(self._request(num_tokens, 1)))
         for _ in pieces:
             pass
-        return answer.stories["prefill"]
+        return answer.traces["prefill"]
 
-    def _request(self, num_tokens: int, max_tokens: int) -> Generate:
+    def _request(self, num_tokens: int, max_tokens: int) -> EngineRequest:
         vocab_size = self.pair.prefill.sizes.architecture.vocab_size
         tokens = tuple(self.rng.randrange(vocab_size) for _ in range(num_tokens))
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        return Generate(tokens, params, salt=secrets.token_hex(8))
+        return EngineRequest(tokens, params, salt=secrets.token_hex(8))
 
 
 def check(options: Options) -> None:
     """Raises on what would be refused, before anything is started."""
     for role in ("prefill", "decode"):
-        derive(options.instance(role, b"", 0.0))
+        derive_sizes(options.instance(role, b"", 0.0))
 
 
 def num_steps(options: Options) -> int:
@@ -183,5 +183,5 @@ def _even_speed(options: Options) -> float:
     return num_bytes / _compute_s(story)
 
 
-def _compute_s(story: Story) -> float:
+def _compute_s(story: RequestTrace) -> float:
     return story.prompt_s - story.begun_s

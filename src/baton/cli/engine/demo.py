@@ -30,12 +30,11 @@ from baton.cli.deployment.showing import Screen
 from baton.cli.deployment.talking import Voice
 from baton.cli.engine.showing import PICTURE, REFRESH_PER_S, TRACE, figures_text, start, write_timelines
 from baton.engine.checkpoint.demo import DEMO, fetch_demo
-from baton.engine.deployment import Deployment
-from baton.engine.instance.config import InstanceConfig
-from baton.engine.pair import Ask
-from baton.engine.requests import Generate, Story
+from baton.engine.config import EngineConfig
+from baton.engine.deployment import Deployment, PairRequest
+from baton.engine.requests import EngineRequest
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.stories import Told, serial_s
+from baton.engine.trace import HandoffTrace, RequestTrace, serial_s
 from baton.errors import ConfigError, EngineError
 from baton.plan.printer import human_time
 
@@ -74,10 +73,10 @@ class Question:
             "cache_salt": name,
         }
 
-    def request(self) -> Generate:
+    def request(self) -> EngineRequest:
         """The same for the engine itself."""
         params = SamplingParams(temperature=0.0, max_tokens=self.num_tokens_max, min_tokens=2)
-        return Generate(self.prompt, params)
+        return EngineRequest(self.prompt, params)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +86,13 @@ class Answered:
     name: str
     question: Question
     tokens: tuple[int, ...]
-    told: Told
+    told: HandoffTrace
 
 
 def run(show: Show) -> bool:
     """Everything, in order; whether all tokens are identical."""
     console = Console(highlight=False, soft_wrap=True)
-    alone = Deployment(InstanceConfig(_model(show.model), ALONE, "alone", chunk_tokens=CHUNK_TOKENS))
+    alone = Deployment(EngineConfig(_model(show.model), ALONE, "alone", chunk_tokens=CHUNK_TOKENS))
     # Also short prompts are handed over: this is about hand-overs.
     engine, front = Engine(chunk_tokens=CHUNK_TOKENS), Front(port=0, local="never")
     options = Options(show.model, (show.prefill,), (show.decode,), engine=engine, front=front)
@@ -209,23 +208,23 @@ def _print(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _told(voice: Voice, identity: str, asked_s: float, first_s: float) -> Told:
+def _told(voice: Voice, identity: str, asked_s: float, first_s: float) -> HandoffTrace:
     """What both sides tell of a request; the clock is the same, since all of this is one machine."""
     limit_s = monotonic() + STORY_S_MAX
     while monotonic() < limit_s:
         stories = {
-            job["side"]: msgspec.convert(job["story"], Story, str_keys=True)
+            job["side"]: msgspec.convert(job["story"], RequestTrace, str_keys=True)
             for instance in voice.get(f"/v1/timelines/{identity}")["instances"]
             for job in instance["jobs"]
             if job["story"] is not None
         }
         if "source" in stories and "target" in stories:
-            return Told(asked_s, first_s, stories["source"], stories["target"])
+            return HandoffTrace(asked_s, first_s, stories["source"], stories["target"])
         time.sleep(LOOK_S)
     raise EngineError(f"the story of {identity} is not complete after {STORY_S_MAX:.0f} s")
 
 
-def _link(free: Told) -> tuple[float, float]:
+def _link(free: HandoffTrace) -> tuple[float, float]:
     """The slowest link that keeps up with every rank, and how long the rank computes that needs it."""
     found = []
     for rank, groups in free.prefill.groups.items():
@@ -266,7 +265,7 @@ def _is_same(console: Console, alone: Deployment, answers: Sequence[Answered]) -
     expected: dict[tuple[int, ...], list[int]] = {}
     with start(alone):
         for question in dict.fromkeys(answer.question for answer in answers):
-            _, pieces = alone.ask(Ask(question.request()))
+            _, pieces = alone.ask(PairRequest(question.request()))
             expected[question.prompt] = [sampled.token for piece in pieces for sampled in piece.tokens]
     counts = []
     for answer in answers:

@@ -37,9 +37,9 @@ from baton.engine.attention.slots import (
 from baton.engine.attention.softmax import Partial
 from baton.engine.attention.sparse import Chooser
 from baton.engine.attention.states import PassStates
+from baton.engine.commands import Batch
 from baton.engine.models.base import HeadOptions, IndexQuery, LatentQuery, Recurrence
-from baton.engine.parallel.mesh import Mesh
-from baton.engine.steps import Batch
+from baton.engine.parallel import Mesh
 from baton.errors import EngineError
 from baton.plan.cache import Component
 from baton.plan.ranges import Range
@@ -63,7 +63,7 @@ class Pass:
         self._masks = Masks(pools.device)
         self._found: dict[tuple[str, tuple[int, int]], Writes] = {}
         self._reads: dict[tuple[str, tuple[int, int], int | None, torch.dtype], Reads] = {}
-        places = [np.arange(work.start, work.start + len(work.tokens)) for work in batch.works]
+        places = [np.arange(work.start, work.start + len(work.tokens)) for work in batch.sequences]
         every = np.concatenate([np.empty(0, dtype=np.int64), *places])
         self._positions = torch.from_numpy(every).to(pools.device, non_blocking=True)
         self.positions = self._positions[self._own[0] : self._own[1]]
@@ -173,7 +173,7 @@ class Pass:
         """By units and rows of a page."""
         key = (keeper.group, form)
         if key not in self._found:
-            self._found[key] = slots.find_writes(self._pages(keeper, form), self._batch.works)
+            self._found[key] = slots.find_writes(self._pages(keeper, form), self._batch.sequences)
         return self._found[key]
 
     def _read(
@@ -265,7 +265,7 @@ def _segments(batch: Batch, wanted: Range) -> list[Segment]:
     """The works' rows that fall in a range of the batch's rows."""
     found = []
     row = 0
-    for work in batch.works:
+    for work in batch.sequences:
         first, last = max(row, wanted[0]), min(row + len(work.tokens), wanted[1])
         if first < last:
             start = work.start + first - row

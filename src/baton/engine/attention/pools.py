@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.engine.steps import PageCopy
+from baton.engine.commands import PageCopy
 from baton.errors import ConfigError, EngineError
 from baton.plan.cache import Component
 from baton.plan.ownership import Spec, box, placements

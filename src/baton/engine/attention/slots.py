@@ -16,7 +16,7 @@ from torch import Tensor
 
 from baton.engine.attention.pools import Scratch
 from baton.engine.attention.prefill import ChunkInputs
-from baton.engine.steps import Work
+from baton.engine.commands import ScheduledSequence
 from baton.errors import EngineError
 from baton.plan.ranges import Range, Ranges, even_cuts
 from baton.plan.schemes import Scheme, Split
@@ -27,7 +27,7 @@ from baton.plan.tokens import Ints, Stride
 class Segment:
     """Query rows [first, last) are one sequence's, from position `start` on."""
 
-    work: Work
+    work: ScheduledSequence
     first: int
     last: int
     start: int
@@ -56,7 +56,7 @@ class Pages:
     keeping: Keeping
     device: torch.device
 
-    def firsts(self, work: Work, slots: Ints) -> Ints:
+    def firsts(self, work: ScheduledSequence, slots: Ints) -> Ints:
         """The pool's row of the first unit of each slot; those of further units follow a page size apart."""
         table = np.asarray(work.pages.get(self.group, ()), dtype=np.int64)
         size = self.keeping.page_tokens
@@ -132,7 +132,7 @@ class Reads:
     buckets: tuple[Bucket, ...]
 
 
-def find_writes(pages: Pages, works: Sequence[Work]) -> Writes:
+def find_writes(pages: Pages, works: Sequence[ScheduledSequence]) -> Writes:
     """Where the step's tokens go."""
     rows, slots = [], []
     row = 0
@@ -251,7 +251,7 @@ class Keeping:
         """Whether every rank keeps every token."""
         return self.scheme.num_shares(self.count) == 1
 
-    def kept(self, work: Work, wanted: Range) -> tuple[Ints, Ints]:
+    def kept(self, work: ScheduledSequence, wanted: Range) -> tuple[Ints, Ints]:
         """The kept tokens of a range of positions, and their slots."""
         positions = np.arange(*wanted, dtype=np.int64)
         if self.is_whole:

@@ -20,7 +20,7 @@ from baton.engine.attention import softmax
 from baton.engine.attention.prefill import seen
 from baton.engine.attention.slots import Bucket, CachedRows, Chunk, Reads
 from baton.engine.models.base import IndexQuery
-from baton.engine.parallel.collectives import Group
+from baton.engine.parallel import RankGroup
 
 _HIDDEN = float("-inf")
 
@@ -32,7 +32,7 @@ class Chooser:
     query: IndexQuery
     """Of the rows that attend; its keys are those of the whole step."""
     stored: CachedRows
-    cp: Group | None
+    cp: RankGroup | None
     """The ranks that keep parts of the tokens; None where each keeps all."""
 
     def choose(self, reads: Reads, num_seen: int) -> Reads:

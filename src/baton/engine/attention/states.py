@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.pools import CachePools
+from baton.engine.commands import Batch, ScheduledSequence
 from baton.engine.models.base import Recurrence
-from baton.engine.parallel.collectives import Group
-from baton.engine.steps import Batch, Work
+from baton.engine.parallel import RankGroup
 from baton.errors import EngineError
 from baton.plan.cache import Component
 from baton.plan.ownership import cuts
@@ -43,7 +43,7 @@ class Alike:
 class PassStates:
     """The states of a batch's sequences; every rank of a tp group has the same batch."""
 
-    def __init__(self, batch: Batch, pools: CachePools, tp: Group) -> None:
+    def __init__(self, batch: Batch, pools: CachePools, tp: RankGroup) -> None:
         self._batch = batch
         self._pools = pools
         self._tp = tp
@@ -109,9 +109,9 @@ def _spelt_out(blocks: Sequence[Range]) -> list[int]:
 
 
 def _alike(batch: Batch, group: str, device: torch.device) -> list[Alike]:
-    works: dict[int, list[tuple[Work, int]]] = {}
+    works: dict[int, list[tuple[ScheduledSequence, int]]] = {}
     row = 0
-    for work in batch.works:
+    for work in batch.sequences:
         if work.tokens:
             works.setdefault(len(work.tokens), []).append((work, row))
         row += len(work.tokens)
@@ -135,7 +135,7 @@ def _alike(batch: Batch, group: str, device: torch.device) -> list[Alike]:
     return found
 
 
-def _slot(work: Work, group: str) -> int:
+def _slot(work: ScheduledSequence, group: str) -> int:
     table = work.pages.get(group)
     if not table:
         raise EngineError(f"sequence {work.sequence} has no slot of {group!r} for its recurrent state")

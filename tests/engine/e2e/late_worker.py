@@ -1,4 +1,4 @@
-"""A rank process whose clock is that of a device: what is computed is known to be some milliseconds later."""
+"""A worker process whose clock is that of a device: a mark is passed some milliseconds after it is made."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from time import monotonic
 
 import torch
 
-from baton.engine.rank import parts, process
-from baton.engine.rank.clock import Mark
-from baton.engine.rank.pipeline import Pipeline
+from baton.engine import worker
+from baton.engine.layer_pipeline import LayerPipeline, Mark
 from baton.transport import HostFence
 
 LATE_S = 0.003
@@ -30,7 +29,7 @@ class LateMark:
 class LateClock:
     """A device that is always the same time behind its host."""
 
-    is_late = True
+    is_async = True
 
     def mark(self) -> LateMark:
         """Passed a little later."""
@@ -54,7 +53,7 @@ def late(device: torch.device) -> LateClock:
 
 
 def main(connection: Connection, name: str) -> None:
-    """The whole life of a rank whose link always has time, or never, by its name."""
-    parts.clock_of = late
-    Pipeline._slack_s = lambda self: SLACK_S[name]
-    process.main(connection)
+    """Runs a worker whose link always has time, or never, by its name."""
+    worker.clock_of = late
+    LayerPipeline._slack_s = lambda self: SLACK_S[name]
+    worker.main(connection)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +14,21 @@ from typing import Any
 
 import pytest
 
-from baton.engine.instance.config import InstanceConfig
-from baton.engine.instance.instance import Instance
-from baton.engine.pair import Ask, Pair
-from baton.engine.requests import Event, Generate, Piece, Story, Told, Trouble
+from baton.engine.commands import SampledToken
+from baton.engine.config import EngineConfig
+from baton.engine.deployment import Pair, PairRequest
+from baton.engine.instance import Instance
+from baton.engine.requests import (
+    EngineRequest,
+    InboundHandoff,
+    OutboundHandoff,
+    OutputChunk,
+    RequestError,
+    RequestEvent,
+    RequestFinished,
+)
 from baton.engine.sampling_params import SamplingParams
-from baton.engine.steps import Sampled
+from baton.engine.trace import RequestTrace
 from baton.errors import ConfigError, EngineError
 from baton.plan import parse_layout
 from baton.transport import open_transport
@@ -63,16 +73,16 @@ class Side:
         return replace(self, options=tuple(sorted({**dict(self.options), **options}.items())))
 
     @property
-    def config(self) -> InstanceConfig:
+    def config(self) -> EngineConfig:
         """What it is started with."""
         options = {"pool_tokens": 4096, "num_threads": 1, "is_warmed": False, "silence_s": SILENCE_S}
         options |= dict(self.options)
         name = f"{self.name} {self.layout}".replace(":", "-")
-        return InstanceConfig(self.model, self.layout, name=name, secret=SECRET, **options)
+        return EngineConfig(self.model, self.layout, name=name, secret=SECRET, **options)
 
 
-class House:
-    """Instances by what they are."""
+class InstancePool:
+    """Running instances by their configuration."""
 
     def __init__(self) -> None:
         self._instances: dict[Side, Instance] = {}
@@ -114,13 +124,13 @@ class House:
 
 
 @contextmanager
-def opened() -> Iterator[House]:
-    """A house that is closed in the end."""
-    house = House()
+def opened() -> Iterator[InstancePool]:
+    """A pool that is closed in the end."""
+    pool = InstancePool()
     try:
-        yield house
+        yield pool
     finally:
-        house.close()
+        pool.close()
 
 
 @cache
@@ -142,17 +152,17 @@ def skip_without(transport: str) -> None:
 class Heard:
     """All that came of a request: its answers by index, and the stories by role."""
 
-    answers: dict[int, list[Sampled]] = field(default_factory=dict)
+    answers: dict[int, list[SampledToken]] = field(default_factory=dict)
     texts: dict[int, str] = field(default_factory=dict)
     finishes: dict[int, str] = field(default_factory=dict)
-    stories: dict[str, Story] = field(default_factory=dict)
+    traces: dict[str, RequestTrace] = field(default_factory=dict)
 
     @property
     def tokens(self) -> list[list[int]]:
         """Token ids by index."""
         return [[each.token for each in self.answers[index]] for index in sorted(self.answers)]
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: OutputChunk) -> None:
         """One more piece."""
         self.answers.setdefault(piece.index, []).extend(piece.tokens)
         self.texts[piece.index] = self.texts.get(piece.index, "") + piece.text
@@ -164,16 +174,16 @@ class Heard:
 class Listener:
     """A request on one instance, as its caller hears it."""
 
-    def __init__(self, instance: Instance, request: Generate) -> None:
+    def __init__(self, instance: Instance, request: EngineRequest) -> None:
         self.instance = instance
-        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
         self.number = instance.submit(request, self.events.put)
 
-    def next(self, timeout_s: float = WAIT_S_MAX) -> Event:
+    def next(self, timeout_s: float = WAIT_S_MAX) -> RequestEvent:
         """What it hears next."""
         return self.events.get(timeout=timeout_s)
 
-    def until(self, kind: type[Event], timeout_s: float = WAIT_S_MAX) -> Event:
+    def until(self, kind: type[RequestEvent], timeout_s: float = WAIT_S_MAX) -> RequestEvent:
         """The next event of a kind; others are passed over."""
         while not isinstance(event := self.next(timeout_s), kind):
             pass
@@ -184,43 +194,75 @@ class Listener:
         heard = Heard()
         while True:
             event = self.next()
-            if isinstance(event, Piece):
+            if isinstance(event, OutputChunk):
                 heard.add(event)
-            elif isinstance(event, Trouble):
+            elif isinstance(event, RequestError):
                 raise EngineError(event.text)
-            elif isinstance(event, Told):
-                heard.stories["both"] = event.story
+            elif isinstance(event, RequestFinished):
+                heard.traces["both"] = event.trace
                 return heard
 
 
 Where = Instance | Pair
 
 
-def ask_all(where: Where, requests: Sequence[Generate], **how: Any) -> list[Heard]:
+def ask_all(where: Where, requests: Sequence[EngineRequest], **how: Any) -> list[Heard]:
     """All requests at once, on one instance or through a pair."""
     if isinstance(where, Instance):
         listeners = [Listener(where, request) for request in requests]
         return [each.heard() for each in listeners]
-    asked = [where.ask(Ask(request, **how)) for request in requests]
+    asked = [where.ask(PairRequest(request, **how)) for request in requests]
     found = []
     for answer, pieces in asked:
         heard = Heard()
         for piece in pieces:
             heard.add(piece)
-        heard.stories = answer.stories
+        heard.traces = answer.traces
         found.append(heard)
     return found
 
 
-def ask_one(where: Where, request: Generate, **how: Any) -> Heard:
+def ask_one(where: Where, request: EngineRequest, **how: Any) -> Heard:
     """One request alone."""
     return ask_all(where, [request], **how)[0]
 
 
-def greedy(tokens: Sequence[int], num_tokens: int, *, salt: str = "", **params: Any) -> Generate:
+class BothSides:
+    """One request on both instances of a pair."""
+
+    def __init__(self, pair: Pair, request: EngineRequest) -> None:
+        transfer = secrets.token_hex(16)
+        inbound = InboundHandoff(transfer, pair.prefill.address)
+        self.decode = Listener(pair.decode, replace(request, handoff=inbound))
+        self.prefill = Listener(pair.prefill, replace(request, handoff=OutboundHandoff(transfer)))
+
+    @property
+    def sides(self) -> tuple[Listener, Listener]:
+        """Prefill and decode."""
+        return self.prefill, self.decode
+
+
+def end_of(listener: Listener, timeout_s: float = WAIT_S_MAX) -> tuple[list[int], RequestEvent]:
+    """The tokens that a request got, and what it ended with: its story, or trouble."""
+    answers, end = ends_of(listener, timeout_s)
+    return answers.get(0, []), end
+
+
+def ends_of(listener: Listener, timeout_s: float = WAIT_S_MAX) -> tuple[dict[int, list[int]], RequestEvent]:
+    """The same for a request with several answers, by index."""
+    answers: dict[int, list[int]] = {}
+    while True:
+        event = listener.next(timeout_s)
+        if isinstance(event, OutputChunk):
+            answers.setdefault(event.index, []).extend(sampled.token for sampled in event.tokens)
+        elif isinstance(event, RequestFinished | RequestError):
+            return answers, event
+
+
+def greedy(tokens: Sequence[int], num_tokens: int, *, salt: str = "", **params: Any) -> EngineRequest:
     """A request for exactly so many likeliest tokens."""
     wanted = {"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True, **params}
-    return Generate(tuple(tokens), SamplingParams(**wanted), salt=salt)
+    return EngineRequest(tuple(tokens), SamplingParams(**wanted), salt=salt)
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S_MAX) -> None:
@@ -234,10 +276,10 @@ def until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S_MA
 def check_idle(*instances: Instance) -> None:
     """Nothing is under way any more, and every page is free or a cached prefix."""
     for instance in instances:
-        desk = instance.desk
-        until(lambda desk=desk: not desk._records, f"{instance.config.name} has no requests: {desk._records}")
-        for books in desk._books:
-            until(lambda books=books: books.is_idle, f"{instance.config.name} is idle: {books.counts()}")
-            books.check_integrity()
-            for count in books.counts().pages.values():
+        core = instance.core
+        until(lambda core=core: not core.requests, f"{instance.config.name} has no requests: {core.requests}")
+        for scheduler in core.schedulers:
+            until(lambda scheduler=scheduler: scheduler.is_idle, f"{instance.config.name} is idle")
+            scheduler.check_integrity()
+            for count in [pool.counts() for pool in scheduler.kv_cache.pools.values()]:
                 assert count.num_used == 0, f"pages are kept for nobody: {count}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-from tests.engine.e2e.house import House, Side, greedy, opened
+from tests.engine.e2e.instances import InstancePool, Side, greedy, opened
 from tests.engine.e2e.prompts import prompt
 from tests.engine.hybrids import hybrid
 
@@ -23,29 +23,29 @@ STATE_BYTES = 6 * 16 * 10 * 4 + 3 * (6 * 16 + 2 * 2 * 10) * 4
 
 
 @pytest.fixture(scope="module")
-def house() -> Iterator[House]:
+def pool() -> Iterator[InstancePool]:
     with opened() as found:
         yield found
 
 
 @pytest.mark.parametrize("policy", ["fixed:1", "off"])
-def test_states_are_due_in_the_last_chunk_by_layers(house: House, policy: str) -> None:
+def test_states_leave_with_the_last_chunk(pool: InstancePool, policy: str) -> None:
     plain = Side(str(hybrid("bamba"))).but(chunk_tokens=CHUNK)
-    pair = house.pair(plain, Side(plain.model, name="two", options=plain.options))
+    pair = pool.pair(plain, Side(plain.model, name="two", options=plain.options))
     answer, pieces = pair.ask(PairRequest(greedy(prompt(NUM_TOKENS), 2), policy=policy))
     list(pieces)
     story = answer.traces["prefill"]
-    dues = [due for copy in story.copies[0] for due in copy.dues]
-    assert sum(copy.num_bytes for copy in story.copies[0]) == sum(due.num_bytes for due in dues)
+    layers = [layer for copy in story.copies[0] for layer in copy.layers_ready]
+    assert sum(copy.num_bytes for copy in story.copies[0]) == sum(layer.num_bytes for layer in layers)
     # Layers 1 and 4 of 5 attend. They send every chunk, the others in the last one.
     keys, rest = KEY_BYTES * CHUNK, KEY_BYTES * (NUM_TOKENS - 2 * CHUNK)
-    sent = [(due.num_bytes, due.state_bytes) for due in dues]
+    sent = [(layer.num_bytes, layer.state_bytes) for layer in layers]
     state = (STATE_BYTES, STATE_BYTES)
     assert sent == [*[(keys, 0)] * 4, state, (rest, 0), state, state, (rest, 0)]
-    assert all(before.ready_s < after.ready_s for before, after in pairwise(dues))
+    assert all(before.ready_s < after.ready_s for before, after in pairwise(layers))
     *_, last = (group.start_s for group in story.groups[0] if group.layers[0] == 0)
-    assert all(due.ready_s > last for due in dues if due.state_bytes)
-    assert dues[-1].ready_s == pytest.approx(story.prompt_s)
+    assert all(layer.ready_s > last for layer in layers if layer.state_bytes)
+    assert layers[-1].ready_s == pytest.approx(story.prompt_s)
     told = HandoffTrace(answer.asked_s, answer.first_s, story, answer.traces["decode"])
     assert 0 <= told.bound(serial_s(story)) <= 1
     assert told.state_share() == pytest.approx(

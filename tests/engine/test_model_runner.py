@@ -1,4 +1,4 @@
-"""The runner's loop on one rank: hooks, what is sampled, input embeddings, copies."""
+"""The model runner on one rank: hooks, rows to sample from, input embeddings, page copies."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from baton.engine.attention.pools import CachePools
 from baton.engine.checkpoint import open_checkpoint
+from baton.engine.commands import Batch, PageCopy, ScheduledSequence
+from baton.engine.config import engine_storage
+from baton.engine.model_runner import ModelRunner, NoHooks
 from baton.engine.models.base import Stage
 from baton.engine.models.build import build
-from baton.engine.parallel.mesh import Mesh
-from baton.engine.runner import Quiet, Runner
-from baton.engine.steps import Batch, PageCopy, Work
-from baton.engine.storage import engine_storage
+from baton.engine.parallel import Mesh
 from baton.errors import EngineError
 from baton.plan import Spec, parse_layout
 from baton.plan.models.config import read_config
@@ -40,10 +40,10 @@ class Rig:
         content = {name: np.zeros(size, dtype=np.uint8) for name, size in buffers(spec, 0, "t").items()}
         self.pools = CachePools(spec, 0, content, CPU)
         self.stage: Stage = build(checkpoint, self.mesh.cut(cache.num_layers, torch.float32, CPU))
-        self.runner = Runner(self.stage, self.mesh, self.pools)
+        self.runner = ModelRunner(self.stage, self.mesh, self.pools)
 
-    def run(self, *works: Work, copies: tuple[PageCopy, ...] = ()) -> Tensor | None:
-        return self.runner.run([Batch(list(works), list(copies))], Quiet())
+    def run(self, *sequences: ScheduledSequence, copies: tuple[PageCopy, ...] = ()) -> Tensor | None:
+        return self.runner.run([Batch(list(sequences), list(copies))], NoHooks())
 
 
 @pytest.fixture(scope="module")
@@ -56,30 +56,30 @@ def rig(folder: Path) -> Rig:
     return Rig(folder)
 
 
-def prompt(sequence: int, pages: list[int], *, num_samples: int = 1) -> Work:
-    return Work(sequence, 0, TOKENS, {"tokens": pages}, len(TOKENS), num_samples)
+def prompt(sequence: int, pages: list[int], *, num_samples: int = 1) -> ScheduledSequence:
+    return ScheduledSequence(sequence, 0, TOKENS, {"tokens": pages}, len(TOKENS), num_samples)
 
 
-def test_hooks_hear_every_layer_once_its_cache_is_there(rig: Rig) -> None:
-    heard: list[object] = []
+def test_hooks_are_called_for_every_layer_once_its_cache_is_stored(rig: Rig) -> None:
+    calls: list[object] = []
 
-    class Listener:
+    class Recorder:
         def before_forward(self, batch: Batch) -> None:
-            heard.append(batch.num_rows)
+            calls.append(batch.num_rows)
 
         def layer_done(self, layer: int) -> None:
             stored = [bool(rig.pools.view("k", i)[3].any()) for i in range(5)]
             assert stored == [i <= layer for i in range(5)]
-            heard.append(layer)
+            calls.append(layer)
 
         def after_forward(self) -> None:
-            heard.append("end")
+            calls.append("end")
 
-    rig.runner.run([Batch([prompt(0, [3, 1])])], Listener())
-    assert heard == [7, 0, 1, 2, 3, 4, "end"]
+    rig.runner.run([Batch([prompt(0, [3, 1])])], Recorder())
+    assert calls == [7, 0, 1, 2, 3, 4, "end"]
 
 
-def test_only_works_that_sample_have_logits(rig: Rig) -> None:
+def test_only_sequences_that_are_sampled_have_logits(rig: Rig) -> None:
     both = rig.run(prompt(0, [3, 1]), prompt(1, [2, 4], num_samples=0), prompt(2, [5, 6], num_samples=3))
     assert both is not None
     assert both.shape == (2, 101)
@@ -88,23 +88,23 @@ def test_only_works_that_sample_have_logits(rig: Rig) -> None:
     assert rig.run(prompt(3, [7, 8], num_samples=0)) is None
 
 
-def test_input_embeddings_stand_for_tokens(rig: Rig) -> None:
+def test_input_embeddings_replace_those_of_tokens(rig: Rig) -> None:
     plain = rig.run(prompt(0, [3, 1]))
     assert rig.stage.embedding is not None
     rows = rig.stage.embedding.embed(torch.tensor(TOKENS)).numpy().astype(np.float32).tobytes()
-    given = Work(1, 0, [0] * len(TOKENS), {"tokens": [2, 4]}, len(TOKENS), 1, rows)
-    found = rig.run(prompt(2, [5, 6]), given)
+    given = ScheduledSequence(1, 0, [0] * len(TOKENS), {"tokens": [2, 4]}, len(TOKENS), 1, rows)
+    both = rig.run(prompt(2, [5, 6]), given)
     assert plain is not None
-    assert found is not None
-    torch.testing.assert_close(found, plain.expand(2, -1))
+    assert both is not None
+    torch.testing.assert_close(both, plain.expand(2, -1))
     with pytest.raises(EngineError, match="bytes of input embeddings for 7 tokens; give 192 bytes"):
-        rig.run(Work(1, 0, [0] * len(TOKENS), {"tokens": [2, 4]}, len(TOKENS), 1, rows[:-4]))
+        rig.run(ScheduledSequence(1, 0, [0] * len(TOKENS), {"tokens": [2, 4]}, len(TOKENS), 1, rows[:-4]))
 
 
 def test_copied_pages_serve_another_sequence(rig: Rig) -> None:
     rig.run(prompt(0, [3, 1]))
-    after = Work(0, len(TOKENS), [11], {"tokens": [3, 1]}, len(TOKENS), 1)
-    fork = Work(1, len(TOKENS), [11], {"tokens": [3, 9]}, len(TOKENS), 1)
+    after = ScheduledSequence(0, len(TOKENS), [11], {"tokens": [3, 1]}, len(TOKENS), 1)
+    fork = ScheduledSequence(1, len(TOKENS), [11], {"tokens": [3, 9]}, len(TOKENS), 1)
     copied = rig.run(fork, copies=(PageCopy("tokens", 1, 9),))
     plain = rig.run(after)
     assert copied is not None
@@ -114,9 +114,9 @@ def test_copied_pages_serve_another_sequence(rig: Rig) -> None:
 
 def test_a_step_has_a_batch_for_every_dp_group(rig: Rig) -> None:
     with pytest.raises(EngineError, match="a step of 2 batches for 1 dp groups"):
-        rig.runner.run([Batch(), Batch()], Quiet())
+        rig.runner.run([Batch(), Batch()], NoHooks())
 
 
 def test_a_stage_that_does_not_fit_is_refused(rig: Rig) -> None:
     with pytest.raises(EngineError, match="first stage has the embedding"):
-        Runner(Stage(rig.stage.layers, None, rig.stage.head), rig.mesh, rig.pools)
+        ModelRunner(Stage(rig.stage.layers, None, rig.stage.head), rig.mesh, rig.pools)

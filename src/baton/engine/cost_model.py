@@ -1,0 +1,417 @@
+"""What a step will take, and how to group its layers so that the hand-over is complete soonest.
+
+**CostModel** measures. Compute is averaged by powers of two of the rows in a step, since a step of a few rows
+takes as long as one of some dozens. A link is fitted as time = overhead + bytes / speed over the groups that
+crossed it. A group's time begins when the group is computed and the link is free, so the overhead holds all
+that a group costs besides its bytes. A group that finds the link idle may take a latency longer, to be bound
+and submitted; other groups hide that behind the copy before them, so it is fitted apart.
+
+**GroupPlanner** chooses by the predicted time from the begin of the forward to the last byte at the target:
+
+    completion(groups) = max(compute + (k - 1) x group_s, finish of the last group on the link)
+
+A group takes `group_s` from the forward itself, because the threads that bind and submit it share the
+interpreter with the one that launches layers. The last group is offered after the last layer, so a single
+group takes nothing: `off` is compute plus the whole transfer. A grouping is chosen only if it beats that.
+
+Predictions miss. The grouping that is best for the predicted times leaves no slack, so the best ones for
+several speeds of compute and of transfer are compared over all of these speeds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, combinations, pairwise
+from math import isclose, log2
+
+import numpy as np
+import numpy.typing as npt
+
+from baton.engine.commands import CopyRecord
+from baton.plan import Spec
+from baton.plan.cache import Extent
+from baton.plan.dtypes import item_bytes
+from baton.plan.overlap import Groups, LayerTimes, choose
+from baton.plan.ownership import box
+from baton.plan.ranges import Range, overlap, to_ids
+from baton.plan.tokens import Ints
+
+COST = "cost"
+
+# Before the first measurement.
+OVERHEAD_S_DEFAULT = 5e-4
+BYTES_PER_S_DEFAULT = 2e9
+LAYER_S_DEFAULT = 1e-3
+SPREAD_DEFAULT = 0.3
+
+KEEP = 0.7
+"""Weight of the older measurements against a new one."""
+SLOWER_MAX = 2.0
+"""Older measurements count for at most this many times the new one. The first step loads kernels and the
+first copy maps memory: on an H200 a first step of 0.9 s otherwise distorted the predictions of many steps of
+30 ms."""
+LATE_MAX = 4.0
+"""A group counts for at most this many times what was expected. On an H200, 5 of about 140 hand-overs stood
+still for 50 to 135 ms and otherwise spoiled the fit of its link for the next five. A slower link is believed
+a few hand-overs later."""
+LEAST_RISE = 0.05
+"""Weight of a longer time in the least time of a layer."""
+GROUP_S_DECAY = 0.02
+"""While steps have no groups, the remembered `group_s` shrinks by this part each: groups are tried again
+after some dozens of steps, so that one bad measurement does not turn them off for good."""
+OVERHEAD_PRIOR_WEIGHT, OVERHEAD_PRIOR_PART = 0.02, 1 / 60
+"""Groups of one size say nothing of the overhead. A prior, at most this part of a group's time, decides there
+and counts for little as soon as sizes differ."""
+LATENCY_PRIOR_WEIGHT = 0.2
+"""Of a latency of 0: where every group found the link idle, what they took is overhead."""
+FREE_TERMS = [list(terms) for size in (1, 2, 3) for terms in combinations(range(3), size)]
+"""Which of overhead, slope and latency are above 0."""
+MB = 1e6
+NUM_LINKS_MAX = 256
+
+GROUP_COST = 0.25
+"""What a group takes from the forward, as a part of its overhead, where that is not measured (on a CPU)."""
+SPREAD_MIN, SPREAD_MAX = 0.07, 0.5
+SLOWER_COPIES = (1.3, 2.0)
+"""A copy beside compute may take this many times as long as one alone. Without these, 32K tokens at 25 GB/s
+on an H200 were cut into 24, 7 and 1 layers and exposed 45 ms."""
+EQUAL_SIZES = (1, 2, 4, 8)
+"""Equal groups are never the best for one speed, and never far off at any."""
+NUM_PLANS_KEPT = 64
+TIE_RELATIVE = 1e-12
+"""A smaller difference is rounding, not a better grouping."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """What a step took, or is expected to take."""
+
+    layer_s: float
+    """Of a layer, on average."""
+    rest_s: float = 0.0
+    """Of the last layer, after its cache entries were stored."""
+    spread: float = 0.0
+    """By what part of it steps have differed from the prediction."""
+    group_s: float | None = None
+    """What each group of layers took from the forward; None: not measured."""
+    least_s: float = 0.0
+    """Of a layer in recent steps that nothing slowed down."""
+
+
+@dataclass(frozen=True)
+class StepPrediction:
+    """The predicted times of a step whose layers are to be grouped."""
+
+    layer_s: float
+    rest_s: float
+    transfer_s: tuple[float, ...]
+    """By layer."""
+    overhead_s: float
+    """On the link, for each group."""
+    group_s: float
+    """Taken from the forward by each group but the last."""
+    spread: float = 0.0
+    lead_s: float = 0.0
+    """Nothing leaves before this time, since the host launches layers first."""
+
+    @cached_property
+    def _sent_s(self) -> tuple[float, ...]:
+        return (0.0, *accumulate(self.transfer_s))
+
+    @property
+    def whole(self) -> Groups:
+        """All layers in one group: no pipelining."""
+        return ((0, len(self.transfer_s)),)
+
+    def ready_s(self, num_layers: int, compute: float = 1.0) -> float:
+        """When the first layers can leave, with compute at so many times its prediction."""
+        return max(self.lead_s, compute * (num_layers * self.layer_s - self.rest_s))
+
+    def completion_s(self, groups: Groups, compute: float = 1.0, transfer: float = 1.0) -> float:
+        """From the begin of the forward to the last byte: compute slowed by groups, and exposed transfer."""
+        finish_s = 0.0
+        for index, (start, stop) in enumerate(groups):
+            link_s = self.overhead_s + transfer * (self._sent_s[stop] - self._sent_s[start])
+            finish_s = max(finish_s, self.ready_s(stop, compute) + index * self.group_s) + link_s
+        compute_s = compute * len(self.transfer_s) * self.layer_s + (len(groups) - 1) * self.group_s
+        return max(finish_s, compute_s)
+
+    def layer_times(self) -> LayerTimes:
+        """The same for the policies of the plan, which know no `group_s`."""
+        ready_s = (0.0, *(self.ready_s(stop) for stop in range(1, len(self.transfer_s) + 1)))
+        compute_s = tuple(after_s - before_s for before_s, after_s in pairwise(ready_s))
+        return LayerTimes(compute_s, self.transfer_s, self.overhead_s)
+
+    def is_near(self, other: StepPrediction) -> bool:
+        """Whether the groups of one serve the other: only the proportions to a layer's compute matter."""
+
+        def near(ours_s: float, theirs_s: float, part: float, layers: float = 1e-4) -> bool:
+            return isclose(ours_s / self.layer_s, theirs_s / other.layer_s, rel_tol=part, abs_tol=layers)
+
+        return (
+            abs(self.spread - other.spread) <= 0.15
+            and near(self.overhead_s, other.overhead_s, 0.4)
+            and near(self.group_s, other.group_s, 0.4)
+            and near(self.rest_s, other.rest_s, 0.0, layers=0.15)
+            and near(self.lead_s, other.lead_s, 0.0, layers=1.5)
+            and len(self.transfer_s) == len(other.transfer_s)
+            and all(map(lambda ours, theirs: near(ours, theirs, 0.07), self.transfer_s, other.transfer_s))
+        )
+
+
+class GroupPlanner:
+    """Chooses the groups of a step. Plans are kept: finding one takes the launching thread a millisecond."""
+
+    def __init__(self) -> None:
+        self._plans: deque[tuple[StepPrediction, Groups]] = deque(maxlen=NUM_PLANS_KEPT)
+
+    def plan(self, policy: str, prediction: StepPrediction, avg_tokens: int) -> Groups:
+        """The groups of a policy; those of `cost` only if they are predicted to beat a single group."""
+        if policy != COST or len(prediction.transfer_s) == 1 or prediction.layer_s <= 0.0:
+            return choose(policy, prediction.layer_times(), avg_tokens)
+        groups = next((groups for known, groups in self._plans if known.is_near(prediction)), None)
+        if groups is None:
+            groups = _most_robust(prediction)
+            self._plans.appendleft((prediction, groups))
+        whole = prediction.whole
+        return groups if prediction.completion_s(groups) < prediction.completion_s(whole) else whole
+
+
+def _most_robust(prediction: StepPrediction) -> Groups:
+    """Of the groupings that are best at some speed, the one that is complete soonest over all speeds."""
+    spread = min(max(prediction.spread, SPREAD_MIN), SPREAD_MAX)
+    speeds = [(1.0, 1.0), (1 - spread, 1.0), (1 + spread, 1.0), *((1.0, slower) for slower in SLOWER_COPIES)]
+    best = (soonest_groups(prediction, *speed) for speed in speeds)
+    equal = (choose(f"fixed:{size}", prediction.layer_times(), 0) for size in EQUAL_SIZES)
+    candidates = dict.fromkeys((prediction.whole, *best, *equal))
+    return min(
+        candidates, key=lambda groups: sum(prediction.completion_s(groups, *speed) for speed in speeds)
+    )
+
+
+def soonest_groups(step: StepPrediction, compute: float = 1.0, transfer: float = 1.0) -> Groups:
+    """The grouping of least predicted completion, at so many times the predicted compute and transfer.
+
+    Let finish[k][e] be the earliest time at which layers [0, e) can all have left in k groups. The last of
+    them is some [b, e), and it is ready after the k - 1 groups before it have taken their time from the
+    forward:
+
+        finish[k][e] = min over b < e of  max(finish[k-1][b], ready[e] + (k-1) group_s) + overhead + T[b:e]
+
+    The time of the groups before b enters through a maximum and a sum, so the best whole is made of best
+    parts."""
+    num_layers = len(step.transfer_s)
+    ready_s = np.array([0.0, *(step.ready_s(stop, compute) for stop in range(1, num_layers + 1))])
+    sent_s = transfer * np.array([0.0, *accumulate(step.transfer_s)])
+    link_s = step.overhead_s + sent_s[None, :] - sent_s[:, None]
+    link_s[np.tri(num_layers + 1, dtype=np.bool_)] = np.inf
+    finish_s = np.full(num_layers + 1, np.inf)
+    finish_s[0] = 0.0
+    starts: list[npt.NDArray[np.intp]] = []
+    best_s, num_best = np.inf, 0
+    for num_before in range(num_layers):
+        slowed_s = num_before * step.group_s
+        compute_s = compute * num_layers * step.layer_s + slowed_s
+        tail_s = ready_s[-1] + slowed_s + link_s[-2, -1]
+        busy_s = ready_s[1] + sent_s[-1] + (num_before + 1) * step.overhead_s
+        if max(compute_s, tail_s, busy_s) >= best_s * (1 - TIE_RELATIVE):
+            break  # so many groups, or more, cannot be sooner
+        finishes_s = np.maximum(finish_s[:, None], ready_s + slowed_s) + link_s
+        starts.append(finishes_s.argmin(axis=0))
+        finish_s = finishes_s.min(axis=0)
+        completion_s = max(compute_s, float(finish_s[-1]))
+        if completion_s < best_s * (1 - TIE_RELATIVE):
+            best_s, num_best = completion_s, num_before + 1
+    groups: list[tuple[int, int]] = []
+    stop = num_layers
+    for group_starts in reversed(starts[:num_best]):
+        groups.append((int(group_starts[stop]), stop))
+        stop = groups[-1][0]
+    return tuple(reversed(groups))
+
+
+class LinkModel:
+    """Overhead, seconds per byte and latency of a link, by exponentially weighted least squares."""
+
+    def __init__(self) -> None:
+        self._weight = self._seconds = 0.0
+        self._normal, self._right = np.zeros((3, 3)), np.zeros(3)
+        self._terms = np.zeros(3)
+        self.overhead_s, self.byte_s = OVERHEAD_S_DEFAULT, 1 / BYTES_PER_S_DEFAULT
+
+    def add(self, groups: Sequence[tuple[int, float, bool]]) -> None:
+        """The groups of one hand-over, as (bytes, seconds, found the link idle); together they weigh 1."""
+        rows = np.array([(1.0, num_bytes / MB, was_idle) for num_bytes, _, was_idle in groups])
+        seconds = np.array([seconds for _, seconds, _ in groups])
+        if self._weight:
+            expected = rows @ self._terms
+            if expected.sum() > seconds.sum() * SLOWER_MAX:
+                self._weight = self._seconds = 0.0
+                self._normal, self._right = np.zeros((3, 3)), np.zeros(3)
+            seconds = np.minimum(seconds, expected * LATE_MAX + OVERHEAD_S_DEFAULT)
+        self._weight = self._weight * KEEP + 1.0
+        self._seconds = self._seconds * KEEP + float(seconds.mean())
+        self._normal = self._normal * KEEP + rows.T @ rows / len(groups)
+        self._right = self._right * KEEP + rows.T @ seconds / len(groups)
+        self._fit()
+
+    def _fit(self) -> None:
+        prior_s = min(OVERHEAD_S_DEFAULT, self._seconds / self._weight * OVERHEAD_PRIOR_PART)
+        normal = self._normal + np.diag((OVERHEAD_PRIOR_WEIGHT, 0.0, LATENCY_PRIOR_WEIGHT))
+        right = self._right + np.array((OVERHEAD_PRIOR_WEIGHT * prior_s, 0.0, 0.0))
+        best, error_min = np.zeros(3), 0.0
+        for free in FREE_TERMS:
+            terms = np.zeros(3)
+            terms[free] = np.linalg.solve(normal[np.ix_(free, free)], right[free])
+            error = float(terms @ normal @ terms - 2 * right @ terms)
+            if (terms >= 0.0).all() and error < error_min:
+                best, error_min = terms, error
+        self._terms = best
+        self.overhead_s, self.byte_s = float(best[0]), float(best[1]) / MB
+
+
+class CostModel:
+    """The measurements of one rank; the compute thread and the endpoint's both add to them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._steps: dict[int, StepTiming] = {}
+        """By powers of two of the rows, in seconds per row."""
+        self._links: dict[int, LinkModel] = {}
+        """By session, the one measured last at the end."""
+
+    def add_step(self, num_rows: int, timing: StepTiming, *, num_groups: int = 0) -> None:
+        """What a step of so many rows took; `num_groups` is 0 where it handed nothing over."""
+        bucket, num_rows = _bucket(num_rows), max(1, num_rows)
+        layer_s, rest_s = timing.layer_s / num_rows, timing.rest_s / num_rows
+        before = self._steps.get(bucket)
+        if before is None or before.layer_s <= 0.0:
+            self._steps[bucket] = StepTiming(layer_s, rest_s, SPREAD_DEFAULT, timing.group_s, layer_s)
+            return
+        group_s = timing.group_s
+        if group_s is None and before.group_s is not None:
+            group_s = before.group_s * (1 - GROUP_S_DECAY if num_groups else 1.0)
+        elif group_s is not None and before.group_s is not None:
+            group_s = _mean(before.group_s, group_s)
+        self._steps[bucket] = StepTiming(
+            _mean(min(before.layer_s, SLOWER_MAX * layer_s), layer_s),
+            _mean(before.rest_s, rest_s),
+            _mean(before.spread, min(1.0, abs(layer_s / before.layer_s - 1))),
+            group_s,
+            min(layer_s, LEAST_RISE * layer_s + (1 - LEAST_RISE) * before.least_s),
+        )
+
+    def add_copies(self, session: int, copies: Sequence[CopyRecord], ready_s: Mapping[int, float]) -> None:
+        """The copies of a hand-over: its groups, computed at `ready_s`, crossed a link one after another."""
+        if not copies:
+            return
+        # Groups that were computed before the grant waited for that, not for the link.
+        free_s = min(copy.submitted_s for copy in copies)
+        groups: list[tuple[int, float, bool]] = []
+        for chunk in sorted({copy.chunk for copy in copies}):
+            chunk_copies = [copy for copy in copies if copy.chunk == chunk]
+            submitted_s = min(copy.submitted_s for copy in chunk_copies)
+            computed_s = min(submitted_s, ready_s.get(chunk, submitted_s))
+            start_s = max(free_s, computed_s)
+            was_idle = not groups or computed_s >= free_s
+            free_s = max(free_s, *(copy.ended_s for copy in chunk_copies))
+            if free_s > start_s:
+                groups.append((sum(copy.num_bytes for copy in chunk_copies), free_s - start_s, was_idle))
+        if not groups:
+            return
+        with self._lock:
+            link = self._links.pop(session, None) or LinkModel()
+            link.add(groups)
+            self._links[session] = link
+            while len(self._links) > NUM_LINKS_MAX:
+                del self._links[next(iter(self._links))]
+
+    def step(self, num_rows: int) -> StepTiming:
+        """What a step of so many rows is expected to take."""
+        if not self._steps:
+            return StepTiming(LAYER_S_DEFAULT, 0.0, SPREAD_DEFAULT, least_s=LAYER_S_DEFAULT)
+        bucket, num_rows = _bucket(num_rows), max(1, num_rows)
+        nearest = self._steps[min(self._steps, key=lambda known: abs(known - bucket))]
+        layer_s = nearest.layer_s * num_rows
+        rest_s = min(layer_s, nearest.rest_s * num_rows)
+        return replace(nearest, layer_s=layer_s, rest_s=rest_s, least_s=nearest.least_s * num_rows)
+
+    def link(self, session: int) -> tuple[float, float]:
+        """Overhead per group and seconds per byte of a session's link; of the last one for a new session."""
+        with self._lock:
+            if not self._links:
+                return OVERHEAD_S_DEFAULT, 1 / BYTES_PER_S_DEFAULT
+            link = self._links.get(session) or next(reversed(self._links.values()))
+            return link.overhead_s, link.byte_s
+
+    def predict(
+        self, num_layers: int, num_rows: int, layer_bytes: Mapping[int, int | Ints], lead_s: float = 0.0
+    ) -> StepPrediction:
+        """A step, given the bytes that each session gets from a layer, or from each of the layers.
+
+        What goes to several sessions leaves by one port, one after the other.
+        """
+        step, transfer_s, overhead_s = self.step(num_rows), np.zeros(num_layers), 0.0
+        for session, num_bytes in layer_bytes.items():
+            link_overhead_s, byte_s = self.link(session)
+            transfer_s += np.asarray(num_bytes) * byte_s
+            overhead_s += link_overhead_s
+        group_s = GROUP_COST * overhead_s if step.group_s is None else step.group_s
+        return StepPrediction(
+            step.layer_s, step.rest_s, tuple(transfer_s.tolist()), overhead_s, group_s, step.spread, lead_s
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerBytes:
+    """How many bytes each layer of a rank has to hand over: states and windows make layers differ."""
+
+    components: tuple[tuple[Extent, Ints], ...]
+    """The extent of each component, and the bytes of one entry on each layer."""
+    kinds: tuple[int, ...]
+    """A number for each layer, the same for layers that keep the same."""
+
+    @classmethod
+    def of_rank(cls, spec: Spec, rank: int, layers: Range) -> LayerBytes:
+        """Of the layers [layers) that a rank computes."""
+        components: list[tuple[Extent, Ints]] = []
+        for component in spec.cache.components:
+            held = box(spec, component, rank, "this")
+            num_units = held.units[1] - held.units[0]
+            entry_bytes = np.zeros(layers[1] - layers[0], dtype=np.int64)
+            held_layers = [layer - layers[0] for layer in to_ids(held.layers) if layer < layers[1]]
+            entry_bytes[held_layers] = (
+                num_units * component.num_elements * item_bytes(spec.storage.dtype_of(component))
+            )
+            components.append((component.extent, entry_bytes))
+        kinds: dict[tuple[int, ...], int] = {}
+        by_layer = zip(*(entry_bytes.tolist() for _, entry_bytes in components), strict=True)
+        return cls(tuple(components), tuple(kinds.setdefault(kept, len(kinds)) for kept in by_layer))
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers keep the same."""
+        return max(self.kinds, default=0) == 0
+
+    def of_tokens(self, num_tokens: int, tokens: Range) -> tuple[Ints, Ints]:
+        """By layer: all bytes of some tokens of a prompt, and those of states, which go with the last."""
+        paged, states = np.zeros(len(self.kinds), dtype=np.int64), np.zeros(len(self.kinds), dtype=np.int64)
+        for extent, entry_bytes in self.components:
+            if extent.has_tokens:
+                first, last = overlap(extent.wanted(num_tokens, 0), tokens) or (0, 0)
+                paged += entry_bytes * (last - first)
+            elif tokens[1] >= num_tokens:
+                states += entry_bytes
+        return paged + states, states
+
+
+def _mean(before_s: float, new_s: float) -> float:
+    return KEEP * before_s + (1 - KEEP) * new_s
+
+
+def _bucket(num_rows: int) -> int:
+    return int(log2(max(1, num_rows)))

@@ -1,0 +1,324 @@
+"""Runs a rank's layers for one step, with every collective that they need, and samples tokens.
+
+Every rank of an instance takes part in every step, with an empty batch too, so that collectives match. A
+layer gives a share of a sum; the runner sums it over tp or, for the MLPs of dp groups, over the rows of all
+groups and the ranks of dp x tp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.engine.attention.passes import Pass
+from baton.engine.attention.pools import CachePools
+from baton.engine.attention.slots import Rows, deal_rows
+from baton.engine.commands import Batch, SampledToken, ScheduledSequence
+from baton.engine.drafting import DraftToken, NextTokens, sampled_rows, with_forks, with_given_rows
+from baton.engine.models.base import Head, Layer, Stage
+from baton.engine.parallel import Mesh
+from baton.engine.sampler import Sampler, Want
+from baton.errors import EngineError
+
+_ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""The types of rows between stages, which send them as an index."""
+
+
+class ForwardHooks(Protocol):
+    """Called as a forward proceeds."""
+
+    def before_forward(self, batch: Batch) -> None:
+        """The batch of this rank's dp group is about to be computed."""
+
+    def layer_done(self, layer: int) -> None:
+        """The cache entries of the layer are in the pools, or queued on the device to be."""
+
+    def after_forward(self) -> None:
+        """The last layer of this rank is computed, or queued."""
+
+
+class NoHooks:
+    """Hooks that do nothing."""
+
+    def before_forward(self, batch: Batch) -> None: ...
+    def layer_done(self, layer: int) -> None: ...
+    def after_forward(self) -> None: ...
+
+
+class ModelRunner:
+    """Runs the stage of one rank."""
+
+    def __init__(self, stage: Stage, mesh: Mesh, pools: CachePools) -> None:
+        if mesh.is_first != (stage.embedding is not None) or mesh.is_last != (stage.head is not None):
+            raise EngineError(
+                "the first stage has the embedding and the last the head; this one does not fit"
+            )
+        self._stage = stage
+        self._mesh = mesh
+        self._pools = pools
+        self._row_format: tuple[int, torch.dtype] | None = None
+        """Width and type of the rows from the previous stage, which sends them once."""
+        self._has_sent_format = False
+        self._vocab_shares: list[int] | None = None
+        """How many tokens of the vocabulary each tp rank has."""
+        self._draft_input: _DraftInput | None = None
+        """The step that the draft still has to follow."""
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether `propose` has to follow every step."""
+        return self._stage.draft is not None
+
+    @torch.inference_mode()
+    def run(self, batches: Sequence[Batch], hooks: ForwardHooks) -> Tensor | None:
+        """Runs one step, batches by dp group; returns logits (rows to sample from, vocabulary).
+
+        They are in float32, on the last stage's cp 0, on all of its tp ranks; elsewhere, and where nothing is
+        to be sampled, None is returned.
+        """
+        if len(batches) != self._mesh.dp.size:
+            raise EngineError(f"a step of {len(batches)} batches for {self._mesh.dp.size} dp groups")
+        batch = batches[self._mesh.at["dp"]]
+        step = _StepRows(batches, self._mesh)
+        self._pools.copy_pages(batch.copies)
+        x = self._input_rows(batch, step)
+        # Not before: a later stage waits here for the one before it.
+        hooks.before_forward(batch)
+        attention = Pass(batch, self._mesh, self._pools)
+        *_, last = self._stage.layers
+        for layer in self._stage.layers:
+            x = self._mix(layer, x, attention, hooks)
+            if layer is last and self._mesh.is_last and self._stage.draft is None:
+                x = step.narrow(x)
+            x = self._feed(layer, x, step)
+        hooks.after_forward()
+        if not self._mesh.is_last:
+            self._send_rows(x)
+            return None
+        self._draft_input = _DraftInput(batches, attention, x) if self._stage.draft else None
+        return self._logits(x, step, self._stage.head)
+
+    @torch.inference_mode()
+    def propose(self, sampled: Sequence[Sequence[int]] | None, hooks: ForwardHooks) -> list[DraftToken]:
+        """Runs the draft layer after a step: stores its cache entries and predicts draft tokens.
+
+        `sampled` has the accepted and sampled tokens of each sequence that was sampled from. The rank that
+        sampled knows them; the others of the last stage take part with None. There is a draft token for each
+        of these sequences, on the ranks that see the logits of the whole vocabulary."""
+        previous, draft, head = self._draft_input, self._stage.draft, self._stage.head
+        if previous is None or draft is None or head is None:
+            raise EngineError("a draft follows a step on the last stage; there was none")
+        self._draft_input = None
+        dp = self._mesh.at["dp"]
+        batches = [with_forks(batch) for batch in previous.batches]
+        following = NextTokens(batches[dp], self._share_sampled(batches[dp], sampled))
+        step = _StepRows(batches, self._mesh, following.last_rows)
+        attention, hidden = previous.attention, head.normed(previous.rows)
+        if batches[dp] is not previous.batches[dp]:
+            attention = Pass(batches[dp], self._mesh, self._pools)
+            hidden = self._with_given(hidden, previous.batches[dp], step)
+        own_tokens = torch.from_numpy(following.tokens[step.own[0] : step.own[1]])
+        ids = own_tokens.to(self._pools.device, non_blocking=True)
+        embedded = draft.embedding.scale(self._mesh.tp.sum(draft.embedding.embed(ids)))
+        predicted_from = self._sampled_rows(hidden, step)
+        x = self._mix(draft.layer, draft.join(embedded, hidden), attention, hooks)
+        x = self._feed(draft.layer, step.narrow(x), step)
+        logits = self._logits(x, step, draft.head)
+        if logits is None:
+            return []
+        tokens = logits.argmax(dim=-1).tolist()
+        return [DraftToken(token, row) for token, row in zip(tokens, predicted_from, strict=True)]
+
+    def _with_given(self, hidden: Tensor, batch: Batch, step: _StepRows) -> Tensor:
+        """This rank's rows for the draft, of its rows of a batch and the given ones."""
+        rows = deal_rows(batch.num_rows, self._mesh.cp.size)
+        all_rows = self._mesh.cp.gather(hidden, rows.sizes) if rows.is_dealt else hidden
+        return with_given_rows(all_rows, batch)[step.own[0] : step.own[1]]
+
+    def _share_sampled(self, batch: Batch, sampled: Sequence[Sequence[int]] | None) -> list[list[int]]:
+        """The sampled tokens, on all ranks of the last stage."""
+        num_sequences = sum(1 for scheduled in batch.sequences if scheduled.num_samples)
+        if self._mesh.tp.size * self._mesh.cp.size == 1 or not num_sequences:
+            return [list(tokens) for tokens in sampled or ()]
+        width = 1 + max(scheduled.num_drafted for scheduled in batch.sequences)
+        # Each row holds the number of tokens and the tokens; all ranks but one add zeros.
+        table = torch.zeros((num_sequences, 1 + width), dtype=torch.int64, device=self._pools.device)
+        for row, tokens in enumerate(sampled or ()):
+            table[row, : len(tokens) + 1] = torch.tensor([len(tokens), *tokens])
+        shared = self._mesh.cp.sum(self._mesh.tp.sum(table)).tolist()
+        return [row[1 : 1 + row[0]] for row in shared]
+
+    def _mix(self, layer: Layer, x: Tensor, attention: Pass, hooks: ForwardHooks) -> Tensor:
+        if len(x):
+            x = layer.join_mix(x, self._mesh.tp.sum(layer.mix(x, attention)))
+        # The layer's cache entries are stored: they can leave while the rest of the layer is computed.
+        hooks.layer_done(layer.index)
+        return x
+
+    def _feed(self, layer: Layer, x: Tensor, step: _StepRows) -> Tensor:
+        if self._mesh.dp.size == 1:
+            return layer.join_feed(x, self._mesh.width.sum(layer.feed(x))) if len(x) else x
+        all_rows = self._mesh.dp.gather(x, step.sizes)
+        if len(all_rows) == 0:
+            return x
+        fed = self._mesh.width.sum(layer.feed(all_rows))
+        return layer.join_feed(x, fed[step.first : step.first + step.num_own])
+
+    def _input_rows(self, batch: Batch, step: _StepRows) -> Tensor:
+        """The rows before this rank's first layer: embedded, or from the previous stage."""
+        first, last = step.own
+        device, embedding = self._pools.device, self._stage.embedding
+        if embedding is None:
+            if self._row_format is None:
+                sent = self._mesh.pipe.receive(torch.zeros(2, dtype=torch.int64, device=device)).tolist()
+                self._row_format = (sent[0], _ROW_DTYPES[sent[1]])
+            num_hidden, dtype = self._row_format
+            return self._mesh.pipe.receive(
+                torch.empty((last - first, num_hidden), dtype=dtype, device=device)
+            )
+        ids = np.fromiter(
+            (token for scheduled in batch.sequences for token in scheduled.tokens), np.int64, batch.num_rows
+        )
+        tokens = torch.from_numpy(ids[first:last]).to(device, non_blocking=True)
+        x = embedding.scale(self._mesh.tp.sum(embedding.embed(tokens)))
+        return _with_embeddings(x, batch, step)
+
+    def _send_rows(self, x: Tensor) -> None:
+        if not self._has_sent_format:
+            self._has_sent_format = True
+            row_format = [x.shape[1], _ROW_DTYPES.index(x.dtype)]
+            self._mesh.pipe.send(torch.tensor(row_format, device=x.device))
+        self._mesh.pipe.send(x)
+
+    def _sampled_rows(self, x: Tensor, step: _StepRows) -> Tensor:
+        """The rows to sample from, on every cp rank, of this rank's rows."""
+        sampled = step.sampled
+        rows = x if step.is_narrowed else x.index_select(0, step.own_sampled(x.device))
+        if not step.rows.is_dealt:
+            return rows
+        sizes = [int(((sampled >= a) & (sampled < b)).sum()) for a, b in step.rows.cuts]
+        return self._mesh.cp.gather(rows, sizes)
+
+    def _logits(self, x: Tensor, step: _StepRows, head: Head | None) -> Tensor | None:
+        if len(step.sampled) == 0 or head is None:
+            return None
+        rows = self._sampled_rows(x, step)
+        if self._mesh.cp.index:
+            return None
+        share = head.logits(rows)
+        if self._vocab_shares is None:
+            sizes = self._mesh.tp.stack(torch.tensor([share.shape[1]], device=share.device))
+            self._vocab_shares = sizes.flatten().tolist()
+        return self._mesh.tp.gather(share.mT, self._vocab_shares).mT.contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftInput:
+    """A step after its last layer."""
+
+    batches: Sequence[Batch]
+    attention: Pass
+    rows: Tensor
+
+
+class _StepRows:
+    """Which rows of a step lie on which rank, and which are sampled from."""
+
+    def __init__(
+        self, batches: Sequence[Batch], mesh: Mesh, sampled: NDArray[np.int64] | None = None
+    ) -> None:
+        dealt = [deal_rows(batch.num_rows, mesh.cp.size) for batch in batches]
+        self.rows: Rows = dealt[mesh.at["dp"]]
+        self.own = self.rows.cuts[mesh.cp.index]
+        self.num_own = self.own[1] - self.own[0]
+        self.sizes = [rows.sizes[mesh.cp.index] for rows in dealt]
+        """Rows of each dp group at this rank's cp coordinate."""
+        self.first = sum(self.sizes[: mesh.at["dp"]])
+        self.sampled = sampled_rows(batches[mesh.at["dp"]]) if sampled is None else sampled
+        """Rows of the batch that are sampled from."""
+        self.is_narrowed = False
+
+    def own_sampled(self, device: torch.device) -> Tensor:
+        """Which of this rank's rows are sampled from."""
+        own = self.sampled[(self.sampled >= self.own[0]) & (self.sampled < self.own[1])] - self.own[0]
+        # Without waiting: the host would fall back to the device at the end of every forward.
+        return torch.from_numpy(own).to(device, non_blocking=True)
+
+    def narrow(self, x: Tensor) -> Tensor:
+        """Keeps only the rows that are sampled from, once the last layer has stored its tokens.
+
+        Rows that several ranks or dp groups share stay as they are dealt.
+        """
+        if len(self.sizes) > 1 or self.rows.is_dealt or len(self.sampled) == len(x):
+            return x
+        self.is_narrowed = True
+        return x.index_select(0, self.own_sampled(x.device))
+
+
+def _with_embeddings(x: Tensor, batch: Batch, step: _StepRows) -> Tensor:
+    """Given input embeddings in place of those of tokens; the family's scaling is applied to them already."""
+    row = 0
+    for scheduled in batch.sequences:
+        num_tokens, num_hidden = len(scheduled.tokens), x.shape[1]
+        first, last = max(row, step.own[0]), min(row + num_tokens, step.own[1])
+        if scheduled.embeddings is not None and first < last:
+            if len(scheduled.embeddings) != 4 * num_tokens * num_hidden:
+                raise EngineError(
+                    f"{len(scheduled.embeddings)} bytes of input embeddings for {num_tokens} tokens; "
+                    f"give {4 * num_hidden} bytes (float32) for each"
+                )
+            flat = torch.frombuffer(bytearray(scheduled.embeddings), dtype=torch.float32)
+            given = flat.view(num_tokens, num_hidden)[first - row : last - row]
+            x[first - step.own[0] : last - step.own[0]] = given.to(x.device, x.dtype)
+        row += num_tokens
+    return x
+
+
+def sample_tokens(
+    sampler: Sampler, logits: Tensor, sequences: Sequence[ScheduledSequence]
+) -> dict[int, list[SampledToken]]:
+    """By sequence: the tokens asked for or, after draft tokens, the accepted ones and one more.
+
+    A draft token is accepted if it is the very token that is sampled for its position, whatever the sampling
+    parameters are. Sampling is a function of the logits, the seed and the position, so an answer is the same
+    with draft tokens and without. `logits` has the rows of `sequences` in order, for each the row of its last
+    known token and of its draft tokens.
+    """
+    samples: dict[int, list[SampledToken]] = {}
+    first_rows: dict[int, int] = {}
+    num_rows = 0
+    for scheduled in sequences:
+        first_rows[scheduled.sequence] = num_rows
+        num_rows += 1 + scheduled.num_drafted
+        num_known = len(scheduled.tokens) - scheduled.num_drafted
+        sampler.extend(scheduled.sequence, scheduled.tokens[:num_known], scheduled.start)
+    accepted = list(sequences)
+    for depth in range(1 + max((scheduled.num_drafted for scheduled in sequences), default=0)):
+        wants = [
+            Want(
+                scheduled.sequence,
+                scheduled.num_samples,
+                scheduled.start + len(scheduled.tokens) - scheduled.num_drafted + depth,
+            )
+            for scheduled in accepted
+        ]
+        rows = [first_rows[scheduled.sequence] + depth for scheduled in accepted]
+        step_logits = logits if rows == list(range(len(logits))) else logits[rows]
+        for scheduled, tokens in zip(accepted, sampler.sample(step_logits, wants), strict=True):
+            samples.setdefault(scheduled.sequence, []).extend(tokens)
+        accepted = [
+            scheduled
+            for scheduled in accepted
+            if depth < scheduled.num_drafted
+            and samples[scheduled.sequence][depth].token == scheduled.tokens[depth - scheduled.num_drafted]
+        ]
+        for scheduled in accepted:
+            sampler.extend(scheduled.sequence, [samples[scheduled.sequence][depth].token])
+        if not accepted:
+            break
+    return samples

@@ -1,1 +1,0 @@
-"""Ranks of an instance together: their mesh and what they do as groups."""

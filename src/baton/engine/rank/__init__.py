@@ -1,1 +1,0 @@
-"""One rank of an instance: a process that computes steps and hands their caches over."""

@@ -1,0 +1,344 @@
+"""A worker process: one rank of an instance, with its part of the model, its cache pools and its endpoint.
+
+One thread listens to the scheduler, another computes. Hand-over commands are executed by the listening thread
+at once, even while a step is computed; steps, and what belongs to their order, go through a queue. The
+process ends when its pipe does, whatever it is busy with: the workers of an instance live and die together.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import queue
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import msgspec
+import torch
+
+from baton.engine.attention import prefill
+from baton.engine.attention.pools import DTYPES, CachePools
+from baton.engine.checkpoint import open_checkpoint
+from baton.engine.commands import (
+    AbortTransfer,
+    AttachCoordinator,
+    Command,
+    DeclineTransfer,
+    EndSequence,
+    ReceiveKV,
+    Reply,
+    SampledToken,
+    ScheduledSequence,
+    SendKV,
+    StartSequence,
+    Step,
+    StepDone,
+    Stop,
+    WorkerConfig,
+    WorkerFailed,
+    WorkerReady,
+)
+from baton.engine.config import engine_storage
+from baton.engine.connector import KVConnector, PromptSlice
+from baton.engine.cost_model import CostModel, LayerBytes
+from baton.engine.drafting import HIDDEN, PROPOSAL, DraftToken
+from baton.engine.layer_pipeline import LayerPipeline, clock_of
+from baton.engine.model_runner import ModelRunner, sample_tokens
+from baton.engine.models.build import build, describe
+from baton.engine.parallel import connect
+from baton.engine.sampler import Sampler
+from baton.engine.sampling_params import Progress, SamplingParams, ending
+from baton.errors import BatonError, EngineError
+from baton.plan import Spec, parse_layout
+from baton.plan.models.config import read_cache
+from baton.plan.ownership import buffers
+from baton.protocol.outcomes import Aux
+from baton.session import Endpoint, EndpointConfig, SocketConfig, Timings
+from baton.transport import Transport, open_transport, option_names, parse_transport
+from baton.transport.throttled import throttle
+
+EXIT_S_MAX = 3.0
+"""How long a worker may take to end by itself; while it lives, pages that it may write are in quarantine."""
+ATTACH_S_MAX = 120.0
+"""How long the other ranks may take to attach once rank 0 waits for them."""
+
+
+class SchedulerPipe:
+    """Commands from the scheduler and replies to it; any thread may reply."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Command)
+
+    def receive_config(self) -> WorkerConfig:
+        """The first message."""
+        return msgspec.msgpack.decode(self._connection.recv_bytes(), type=WorkerConfig)
+
+    def receive(self) -> Command | None:
+        """The next command, or None when the pipe is closed."""
+        try:
+            command: Command = self._decoder.decode(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            return None
+        return command
+
+    def send(self, reply: Reply) -> None:
+        """Sends a reply; ends the process if the scheduler is gone."""
+        raw = self._encoder.encode(reply)
+        with self._lock:
+            try:
+                self._connection.send_bytes(raw)
+            except OSError:
+                os._exit(1)
+
+
+class Worker:
+    """One rank: loads its part of the model, attaches to the instance, then runs steps."""
+
+    def __init__(self, config: WorkerConfig, pipe: SchedulerPipe) -> None:
+        self.config = config
+        self.pipe = pipe
+        self._load()
+        if config.rank == 0:
+            self._attach(None)
+            endpoint = self.connector.endpoint
+            ready = WorkerReady(0, endpoint.address, endpoint.config.epoch, endpoint.registry or "")
+            pipe.send(ready)
+            if not endpoint.wait_ready(ATTACH_S_MAX):
+                raise EngineError(
+                    f"not all ranks of {config.instance} have attached after {ATTACH_S_MAX:.0f} s"
+                )
+            # A registry that is hosted here has its address by now.
+            pipe.send(msgspec.structs.replace(ready, registry=endpoint.registry or ""))
+        else:
+            command = pipe.receive()
+            if not isinstance(command, AttachCoordinator):
+                raise EngineError(f"rank {config.rank} received {command} before its coordinator's address")
+            self._attach(command)
+            pipe.send(WorkerReady(config.rank))
+
+    def _load(self) -> None:
+        """Loads the weights of this rank, and connects to the other ranks."""
+        config = self.config
+        checkpoint = open_checkpoint(config.model)
+        cache = read_cache(checkpoint.config, f"model {config.model}", has_draft=config.has_draft)
+        layout = parse_layout(config.layout)
+        self.device = torch.device(config.device)
+        if config.device == "cuda":
+            self.device = torch.device("cuda", config.rank % torch.cuda.device_count())
+            torch.cuda.set_device(self.device)
+        prefill.preload(self.device)
+        self.mesh = connect(layout, config.rank, Path(config.rendezvous), self.device)
+        share = self.mesh.cut(cache.num_layers, DTYPES[config.dtype], self.device)
+        self.stage = build(checkpoint, share, max_context=config.context_max, has_draft=config.has_draft)
+        storage = engine_storage(cache, config.page_tokens, config.dtype).with_pages(config.num_pages)
+        self.spec = Spec(layout, cache, storage)
+        self.fingerprint = f"{checkpoint.fingerprint()} {config.dtype}"
+        self.vocab_size = describe(checkpoint.config, config.context_max).vocab_size
+
+    def _attach(self, coordinator: AttachCoordinator | None) -> None:
+        """Makes the pools, the endpoint over them, and what runs steps."""
+        config, spec, mesh = self.config, self.spec, self.mesh
+        transport = _open_transport(config)
+        pools = _allocate_pools(spec, config.rank, transport, self.device)
+        endpoint = Endpoint(
+            EndpointConfig(
+                instance=config.instance,
+                spec=spec,
+                rank=config.rank,
+                secret=config.secret,
+                role=config.role,
+                epoch=coordinator.epoch if coordinator else 0,
+                coordinator=coordinator.coordinator if coordinator else None,
+                registry=config.registry,
+                embed_registry=config.embed_registry if coordinator is None else None,
+                fingerprint=self.fingerprint,
+                staging_bytes=config.staging_bytes,
+                timings=Timings(silence_s=config.silence_s),
+                url=config.url,
+                sockets=SocketConfig(host=config.host, port=0 if coordinator else config.port),
+            ),
+            pools,
+            transport,
+        )
+        layers = spec.layout.stages(spec.cache.num_layers, "this")[mesh.at["pp"]]
+        clock, costs = clock_of(self.device), CostModel()
+        self.connector = KVConnector(
+            endpoint,
+            layers,
+            costs,
+            self.pipe.send,
+            num_drafts=int(self.stage.draft is not None),
+            # A later stage has nothing to launch before the first one is through its layers.
+            begins_with_step=clock.is_async and mesh.is_first,
+        )
+        layer_bytes = LayerBytes.of_rank(spec, config.rank, layers)
+        self.pipeline = LayerPipeline(self.connector, costs, clock, layers, layer_bytes, policy=config.policy)
+        self.runner = ModelRunner(self.stage, mesh, CachePools(spec, config.rank, pools, self.device))
+        is_sampler = mesh.is_last and mesh.at["cp"] == 0 and mesh.at["tp"] == 0
+        self.sampler = Sampler(self.vocab_size, config.eos_ids) if is_sampler else None
+        self._prompts: dict[int, tuple[int, SamplingParams]] = {}
+        """By sequence: the length of its prompt, without tokens answered already, and its parameters."""
+        self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
+
+    def listen(self) -> None:
+        """Executes hand-over commands and queues the others, until the pipe closes."""
+        while (command := self.pipe.receive()) is not None:
+            match command:
+                case SendKV():
+                    self.connector.send(command)
+                case ReceiveKV():
+                    self.connector.receive(command)
+                case AbortTransfer():
+                    self.connector.abort(command)
+                case DeclineTransfer():
+                    self.connector.decline(command)
+                case _:
+                    self._queue.put(command)
+        self._queue.put(Stop())
+        threading.Event().wait(EXIT_S_MAX)
+        os._exit(1)
+
+    def compute(self) -> None:
+        """Runs queued commands until it is to stop."""
+        while True:
+            match self._queue.get():
+                case Step() as step:
+                    self.pipe.send(self._run(step))
+                case StartSequence() as started:
+                    if self.sampler and started.dp == self.mesh.at["dp"]:
+                        self.sampler.begin(started)
+                        self._prompts[started.sequence] = (started.num_prompt, started.params)
+                case EndSequence(sequence):
+                    if self.sampler:
+                        self.sampler.end(sequence)
+                        self._prompts.pop(sequence, None)
+                case Stop():
+                    return
+
+    def close(self) -> None:
+        """Leaves the instance and the mesh."""
+        self.connector.close()
+        self.mesh.close()
+
+    def _run(self, step: Step) -> StepDone:
+        start_s = monotonic()
+        batch = step.batches[self.mesh.at["dp"]]
+        logits = self.runner.run(step.batches, self.pipeline)
+        sampled = [scheduled for scheduled in batch.sequences if scheduled.num_samples]
+        samples: dict[int, list[SampledToken]] = {}
+        if self.sampler and sampled:
+            assert logits is not None
+            samples = sample_tokens(self.sampler, logits, sampled)
+        drafts = self._propose(sampled, samples) if self.runner.has_draft else {}
+        # Before the commits: once every copy is known to be done, the times of its layers have to be.
+        groups = self.pipeline.finish()
+        for part in self.pipeline.slices:
+            aux, is_ended = self._aux(part, samples, drafts.get(part.scheduled.sequence))
+            self.connector.commit(part, aux, is_ended=is_ended)
+        return StepDone(
+            number=step.number,
+            rank=self.config.rank,
+            groups=groups,
+            samples=samples,
+            proposals={sequence: draft.token for sequence, draft in drafts.items()},
+            hidden={
+                scheduled.sequence: drafts[scheduled.sequence].hidden
+                for scheduled in sampled
+                if scheduled.num_samples > 1 and scheduled.sequence in drafts
+            },
+            unpipelined=self.pipeline.unpipelined,
+            start_s=start_s,
+            stop_s=monotonic(),
+        )
+
+    def _propose(
+        self, sampled: list[ScheduledSequence], samples: dict[int, list[SampledToken]]
+    ) -> dict[int, DraftToken]:
+        """Runs the draft layer; returns draft tokens by sequence, on the rank that samples."""
+        if not self.sampler:
+            self.runner.propose(None, self.pipeline)
+            return {}
+        # Where an answer forks, the first one's token stands for all.
+        tokens = [
+            [sample.token for sample in samples[scheduled.sequence][: 1 + scheduled.num_drafted]]
+            for scheduled in sampled
+        ]
+        drafts = self.runner.propose(tokens, self.pipeline)
+        return {scheduled.sequence: draft for scheduled, draft in zip(sampled, drafts, strict=True)}
+
+    def _aux(
+        self, part: PromptSlice, samples: dict[int, list[SampledToken]], draft: DraftToken | None
+    ) -> tuple[Aux | None, bool]:
+        """What the target needs besides the cache, and whether the answer ended with its first token."""
+        scheduled = part.scheduled
+        first_tokens = samples.get(scheduled.sequence)
+        if not first_tokens or self.sampler is None:
+            return None, False
+        aux = Aux(
+            tokens=tuple(sample.token for sample in first_tokens),
+            # Where any were asked for, a token's own is among them; where none were, the target reports none.
+            logprobs=tuple(sample.top for sample in first_tokens),
+            sampler_position=scheduled.start + len(scheduled.tokens),
+            cached_tokens=part.transfer.command.num_cached,
+            # A row is long, and a single answer goes on from the draft token alone.
+            tensors={HIDDEN: draft.hidden} if draft is not None and scheduled.num_samples > 1 else {},
+            fields={} if draft is None else {PROPOSAL: draft.token},
+        )
+        return aux, all(self._is_ending(scheduled, sample.token) for sample in first_tokens)
+
+    def _is_ending(self, scheduled: ScheduledSequence, token: int) -> bool:
+        """Whether an answer ends with the first token, as far as tokens decide that."""
+        num_prompt, params = self._prompts[scheduled.sequence]
+        num_tokens = scheduled.start + len(scheduled.tokens) + 1
+        progress = Progress(token, num_tokens - num_prompt, num_tokens, self.config.context_max)
+        return ending(progress, params, self.config.eos_ids) is not None
+
+
+def _open_transport(config: WorkerConfig) -> Transport:
+    name, options = parse_transport(config.transport)
+    if "host" in option_names(name):
+        # Peers reach this memory by the coordinator's address, unless the options name another.
+        options.setdefault("host", config.host)
+    transport = open_transport(name, **options)
+    if not config.link_bytes_per_s:
+        return transport
+    return throttle(transport, bytes_per_s=config.link_bytes_per_s, is_shared=True)
+
+
+def _allocate_pools(spec: Spec, rank: int, transport: Transport, device: torch.device) -> dict[str, Any]:
+    sizes = buffers(spec, rank, "pool")
+    if device.type == "cuda":
+        return {name: torch.zeros(size, dtype=torch.uint8, device=device) for name, size in sizes.items()}
+    return {name: transport.allocate(size) for name, size in sizes.items()}
+
+
+def main(connection: Connection) -> None:
+    """Runs a worker over the pipe that its process was started with."""
+    pipe = SchedulerPipe(connection)
+    config = pipe.receive_config()
+    torch.set_num_threads(config.num_threads)
+    torch.set_num_interop_threads(1)
+    try:
+        worker = Worker(config, pipe)
+        # What exists now stays; the garbage collector would scan it again and again, and delay steps.
+        gc.collect()
+        gc.freeze()
+        threading.Thread(target=worker.listen, name="listen", daemon=True).start()
+        try:
+            worker.compute()
+        finally:
+            failure = sys.exception()
+            if failure is not None:
+                # Before its hand-overs fail, so that the scheduler hears the reason first.
+                pipe.send(WorkerFailed(config.rank, f"{type(failure).__name__}: {failure}"))
+            worker.close()
+    except BatonError as error:
+        pipe.send(WorkerFailed(config.rank, str(error)))
+        os._exit(1)
