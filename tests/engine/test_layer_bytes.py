@@ -8,7 +8,7 @@ from baton.engine.rank.pace import Pace, Took
 from baton.plan import Spec, Storage, parse_layout
 from baton.plan.cache import Cache, Units
 from baton.plan.kinds import Conv, Paged, Recurrent
-from baton.plan.models.parts import Part, stack
+from baton.plan.models.parts import ModelPart, stack
 
 KEY = 2 * 3 * 4 * 4
 """Bytes of a token in a full layer: k and v of 3 heads of 4 channels."""
@@ -19,7 +19,7 @@ def cache() -> Cache:
     """Layers 0 and 3 attend, the first with a window of 8; 1 and 2 recur."""
     recurrent = Recurrent(6, 10, (Conv("x", Units(6), 5, 3),))
     kinds = ((Paged(3, 4, window=8), ((0, 1),)), (recurrent, ((1, 3),)), (Paged(3, 4), ((3, 4),)))
-    return stack((Part(4, kinds),))
+    return stack((ModelPart(4, kinds),))
 
 
 def of_rank(layout: str, rank: int, layers: tuple[int, int]) -> LayerBytes:

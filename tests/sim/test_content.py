@@ -11,7 +11,7 @@ from baton.errors import EngineError
 from baton.plan.binding import Tables, bind
 from baton.plan.execution import execute
 from baton.plan.planner import plan
-from baton.plan.prompt import Chunk, Prompt
+from baton.plan.routes import Chunk, Prompt
 from baton.sim.catalogue import NUM_FAMILIES, family
 from baton.sim.content import Copybook, pages_needed, pages_of_bytes, prefixes
 from baton.sim.pool import Pool

@@ -14,10 +14,9 @@ from tests.plan.test_property import chunks_of
 from tests.plan.world import World, page_tables, worlds
 
 from baton.errors import TransportError
-from baton.plan.binding import Tables, bind
+from baton.plan.binding import ALWAYS_PACK, Tables, bind
 from baton.plan.dtypes import ITEM_BYTES
 from baton.plan.execution import Memory, allocate, execute
-from baton.plan.packing import ALWAYS_PACK
 from baton.plan.planner import plan
 from baton.plan.steps import STAGING, Copy, Pack, Spans, Step, Unpack
 

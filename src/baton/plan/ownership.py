@@ -12,9 +12,8 @@ from functools import cached_property, lru_cache
 
 from baton.errors import LayoutError
 from baton.plan.cache import Cache, Component
-from baton.plan.layout import Layout
+from baton.plan.layout import Layout, Mirror, Scheme, Stripe
 from baton.plan.ranges import Range, Ranges, intersection, size
-from baton.plan.schemes import Mirror, Scheme, Stripe
 from baton.plan.storage import Holding, Placement, Storage, place
 from baton.plan.tokens import Stride
 

@@ -10,9 +10,9 @@ from baton.plan.cache import Component
 from baton.plan.dtypes import item_bytes
 from baton.plan.estimate import FLOPS_PER_RANK, Estimate
 from baton.plan.ownership import Spec, cuts
-from baton.plan.prompt import BoundRoute
 from baton.plan.ranges import Range, Ranges, from_ids, text
 from baton.plan.report import Report
+from baton.plan.routes import BoundRoute
 from baton.plan.tokens import TokenSet
 
 ROWS_MAX = 32

@@ -1,6 +1,6 @@
 """What every byte of a cache has to be, by a hash of (component, layer, token, unit, place) and the prompt.
 
-Who holds what is taken from `baton.plan.elements` and the strides of the pools, not from the planner. What
+Who holds what is taken from `baton.plan.checker` and the strides of the pools, not from the planner. What
 does not depend on page tables or prompts is worked out once for a spec, a rank and a prompt length.
 """
 
@@ -14,13 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.plan.cache import Component
-from baton.plan.conversion import convert
-from baton.plan.dtypes import item_bytes
-from baton.plan.elements import Holdings, has_tokens
+from baton.plan.checker import Holdings, has_tokens
+from baton.plan.dtypes import convert, item_bytes
 from baton.plan.execution import Bytes
 from baton.plan.ownership import Spec, buffers, placements
-from baton.plan.prompt import Chunk
 from baton.plan.ranges import Range
+from baton.plan.routes import Chunk
 from baton.plan.storage import Placement
 from baton.plan.tokens import Ints
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.engine.steps import Work
+from baton.plan.layout import Scheme, Split
 from baton.plan.ranges import Range, Ranges, even_cuts
-from baton.plan.schemes import Scheme, Split
 from baton.plan.tokens import Ints, Stride
 
 _END = 1 << 40

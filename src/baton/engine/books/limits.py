@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from baton.engine.books.room import Room
 from baton.engine.books.sequence import Role, Sequence
 from baton.errors import ConfigError
-from baton.plan.prompt import TOKENS_MAX
+from baton.plan.routes import TOKENS_MAX
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,8 @@ from functools import lru_cache
 from math import lcm
 
 from baton.plan.cache import Cache, Extent, Full, State, Window
-from baton.plan.layout import Layout
+from baton.plan.layout import Layout, Mirror, Split, Stripe
 from baton.plan.ranges import Ranges
-from baton.plan.schemes import Mirror, Split, Stripe
 
 
 class Shares:

@@ -25,7 +25,7 @@ from baton.engine.model.norms import NormSpec
 from baton.engine.model.seam import Cut, Share, Stage
 from baton.engine.model.weights import Checkpoint, DryLoader, ExpertsHook, Loader, rows
 from baton.errors import ConfigError
-from baton.plan.models.quoting import shown
+from baton.plan.models.fields import shown
 
 PROBLEMS_SHOWN = 3
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

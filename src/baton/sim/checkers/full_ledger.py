@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from baton.plan.planner import plan
-from baton.plan.prompt import Prompt, resolve
+from baton.plan.routes import Prompt, resolve
 from baton.protocol.outcomes import Outcome, Ready
 from baton.sim.checkers.base import Checker
 from baton.sim.engines.job import Job

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from baton.plan.prompt import Chunk
+from baton.plan.routes import Chunk
 from baton.protocol.outcomes import Waiting
 from baton.session.handles import Sending
 from baton.sim.content import pages_needed, parts

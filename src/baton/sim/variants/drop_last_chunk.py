@@ -6,25 +6,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from baton.plan import binding
 from baton.protocol.machine import replace
-from baton.session import flights, loads
+from baton.session import flights
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 
-_make_loads = loads.make_loads
+_make_loads = binding.bind_source
 
 
 def _without_last(terms: Any, source_rank: int, table: Any, box: Any) -> Any:
-    loads = _make_loads(terms, source_rank, table, box)
+    sends = _make_loads(terms, source_rank, table, box)
     if box.tokens[1] < terms.prompt.num_tokens:
-        return loads
-    return [replace(load, copies=(), packs=()) for load in loads]
+        return sends
+    return [replace(load, copies=(), packs=()) for load in sends]
 
 
 @contextmanager
 def broken() -> Iterator[None]:
     """Takes the copies out of the last chunk."""
-    with patched(flights, make_loads=_without_last):
+    with patched(flights, bind_source=_without_last):
         yield
 
 

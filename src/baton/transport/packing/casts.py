@@ -1,6 +1,6 @@
 """Rows whose element type changes on the way.
 
-Every number comes out as baton.plan.conversion has it, to the bit: nearest even, fp8 saturating at 448.
+Every number comes out as baton.plan.dtypes has it, to the bit: nearest even, fp8 saturating at 448.
 A NaN comes out as some NaN: torch's own kernels do not agree among themselves on its sign and payload.
 """
 

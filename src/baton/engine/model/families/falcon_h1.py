@@ -17,7 +17,7 @@ from baton.engine.model.fields import ModelFields
 from baton.engine.model.mixers.beside import BesideSpec, Branch
 from baton.engine.model.mixers.gqa import GqaSpec
 from baton.engine.model.mixers.mamba2 import GroupNormSpec, Mamba2Spec
-from baton.plan.models.families.mamba import mamba2
+from baton.plan.models.families.recurrent import mamba2
 
 UNLIMITED = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
 """Steps of any length, as JSON has it."""
