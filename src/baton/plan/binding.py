@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -76,6 +76,8 @@ LAYER_SPANS_MAX = 1 << 14
 """Spans that one bound plan keeps with page ids filled in."""
 SMALL_SPANS_MAX = 256
 """Up to this many spans a template of all layers of a chunk is kept, beside that of one."""
+
+Value = TypeVar("Value")
 
 Pair: TypeAlias = tuple[int, int]
 """A source rank and a target rank."""
@@ -292,21 +294,21 @@ def pairs_alike(plan: Plan) -> tuple[tuple[Pair, ...], ...]:
 
 
 @lru_cache(maxsize=PLANS_MAX)
-def _pairs_alike(key: PlanKey) -> tuple[tuple[Pair, ...], ...]:
-    plan = key.plan
+def _pairs_alike(plan_key: PlanKey) -> tuple[tuple[Pair, ...], ...]:
+    plan = plan_key.plan
     known: dict[Hashable, Hashable] = {}
 
     def local(spec: Spec, side: str, rank: int, route: Route) -> Hashable:
         """Where a route's elements lie, without the rank's number."""
-        what = (side, rank, route.component, route.layers, route.units)
-        if what not in known:
+        key = (side, rank, route.component, route.layers, route.units)
+        if key not in known:
             held = box(spec, spec.cache.by_name[route.component], rank, side)
             at = placements(spec, rank, side)[route.component]
             position = {layer: i for i, layer in enumerate(to_ids(held.layers))}
             layers = tuple(position[layer] for layer in to_ids(route.layers))
             units = (route.units[0] - held.units[0], route.units[1] - route.units[0])
-            known[what] = (at.buffer, at.offset, tuple(at.strides.items()), layers, units)
-        return known[what]
+            known[key] = (at.buffer, at.offset, tuple(at.strides.items()), layers, units)
+        return known[key]
 
     by_pair: dict[Pair, list[Hashable]] = {}
     for route in plan.routes:
@@ -337,17 +339,40 @@ class _Entries:
         return self.runs.num_tokens
 
 
+class _BoundedCache(Generic[Value]):
+    """Values by key; when their sizes together would exceed a limit, all of them are dropped."""
+
+    def __init__(self, size_max: int) -> None:
+        self._size_max = size_max
+        self._size = 0
+        self._values: dict[Hashable, Value] = {}
+
+    def get(
+        self, key: Hashable, make: Callable[[], Value], measure: Callable[[Value], int] | None = None
+    ) -> Value:
+        """What `key` stands for, made if it is not there; every value has size 1 unless it is measured."""
+        value = self._values.get(key)
+        if value is None:
+            value = make()
+            size = 1 if measure is None else measure(value)
+            if self._size + size > self._size_max:
+                self._values.clear()
+                self._size = 0
+            if size <= self._size_max:
+                self._values[key] = value
+                self._size += size
+        return value
+
+
 class _Memo:
-    """What the routes of one bound plan share, up to limits beyond which it is made again."""
+    """What the routes of one bound plan share."""
 
     def __init__(self) -> None:
         self._strides: dict[Hashable, tuple[Stride, ...]] = {}
-        self._entries: dict[tuple[Stride, ...], _Entries] = {}
-        self._counts: dict[Hashable, int] = {}
-        self._templates: dict[Hashable, SpanTemplate] = {}
-        self._num_spans = 0
-        self._layer_spans: dict[Hashable, Spans] = {}
-        self._num_filled = 0
+        self._entries = _BoundedCache[_Entries](RUNS_MAX)
+        self._templates = _BoundedCache[SpanTemplate](TEMPLATE_SPANS_MAX)
+        self._layer_spans = _BoundedCache[Spans](LAYER_SPANS_MAX)
+        self.span_counts = _BoundedCache[int](RUNS_MAX)
 
     def strides(self, placed: PlacedRoute, prompt: Prompt) -> tuple[Stride, ...]:
         """The patterns whose common entries a route carries of the whole prompt."""
@@ -360,48 +385,16 @@ class _Memo:
 
     def entries(self, strides: tuple[Stride, ...]) -> _Entries:
         """The common entries; the same object for the same strides."""
-        known = self._entries.get(strides)
-        if known is None:
-            if len(self._entries) >= RUNS_MAX:
-                self._entries.clear()
-            known = self._entries[strides] = _Entries(strides, runs(strides))
-        return known
-
-    def count(self, key: Hashable, make: Callable[[], int]) -> int:
-        """The number that `key` stands for."""
-        known = self._counts.get(key)
-        if known is None:
-            if len(self._counts) >= RUNS_MAX:
-                self._counts.clear()
-            known = self._counts[key] = make()
-        return known
+        return self._entries.get(strides, lambda: _Entries(strides, runs(strides)))
 
     def template(self, key: Hashable, make: Callable[[], SpanTemplate]) -> SpanTemplate:
         """The template that `key` stands for."""
-        known = self._templates.get(key)
-        if known is None:
-            known = make()
-            if self._num_spans + len(known) > TEMPLATE_SPANS_MAX:
-                self._templates.clear()
-                self._num_spans = 0
-            if len(known) <= TEMPLATE_SPANS_MAX:
-                self._templates[key] = known
-                self._num_spans += len(known)
-        return known
+        return self._templates.get(key, make, len)
 
     def layer_spans(self, template: SpanTemplate, *tables: Ints | None) -> Spans:
         """A template filled with page ids and joined: the next layers of the same tokens need it again."""
         key = (template, *(None if table is None else table.tobytes() for table in tables))
-        known = self._layer_spans.get(key)
-        if known is None:
-            known = join(template.fill(*tables), *template.item_bytes)
-            if self._num_filled + len(known) > LAYER_SPANS_MAX:
-                self._layer_spans.clear()
-                self._num_filled = 0
-            if len(known) <= LAYER_SPANS_MAX:
-                self._layer_spans[key] = known
-                self._num_filled += len(known)
-        return known
+        return self._layer_spans.get(key, lambda: join(template.fill(*tables), *template.item_bytes), len)
 
 
 @dataclass(frozen=True)
@@ -481,7 +474,7 @@ class RouteChunk:
         """Direct copies, before neighbours are joined."""
         ends = (self.placed.source.geometry, self.placed.target.geometry)
         key = (self.entries, self.placed.extents, ends)
-        return len(self.layers.source) * self.memo.count(key, self._count_spans)
+        return len(self.layers.source) * self.memo.span_counts.get(key, self._count_spans)
 
     def _count_spans(self) -> int:
         ends = (self._layer_end("source"), self._layer_end("target"))
@@ -508,28 +501,30 @@ class RouteChunk:
             for side in ("source", "target")
         }
 
-    def lower(self, tables: Tables, giver: str, taker: str, base: int = 0) -> Lowered:
+    def lower(self, tables: Tables, from_side: str, to_side: str, base: int = 0) -> Lowered:
         """The spans from one of `source`, `target` and `staging` to another; in staging from `base` on."""
-        page_tables = (self._table(tables, giver), self._table(tables, taker))
-        if self._is_small and STAGING not in (giver, taker):
+        page_tables = (self._table(tables, from_side), self._table(tables, to_side))
+        if self._is_small and STAGING not in (from_side, to_side):
             # One pass over the spans of all layers is cheaper than several over those of one.
             every = self.memo.template(
-                (self, giver, taker),
-                lambda: self._template(giver, taker).over(self._offsets(giver, taker)),
+                (self, from_side, to_side),
+                lambda: self._template(from_side, to_side).over(self._offsets(from_side, to_side)),
             )
             return Lowered(every.fill(*page_tables))
-        template = self._template(giver, taker)
+        template = self._template(from_side, to_side)
         layer = self.memo.layer_spans(template, *page_tables)
-        return over_layers(layer, self._offsets(giver, taker, base), template.item_bytes)
+        return over_layers(layer, self._offsets(from_side, to_side, base), template.item_bytes)
 
     @cached_property
     def _is_small(self) -> bool:
         return self.num_spans <= SMALL_SPANS_MAX
 
-    def spans(self, tables: Tables, giver: str, taker: str, base: int = 0) -> Spans:
+    def spans(self, tables: Tables, from_side: str, to_side: str, base: int = 0) -> Spans:
         """The spans of `lower`, ascending and with neighbours joined."""
         return merge(
-            [self.lower(tables, giver, taker, base)], self._item_bytes(giver), self._item_bytes(taker)
+            [self.lower(tables, from_side, to_side, base)],
+            self._item_bytes(from_side),
+            self._item_bytes(to_side),
         )
 
     def _item_bytes(self, side: str) -> int:
@@ -541,25 +536,25 @@ class RouteChunk:
         by_rank = tables.source if side == "source" else tables.target
         return self.end(side).table(by_rank, self.num_pages[side])
 
-    def _offsets(self, giver: str, taker: str, base: int = 0) -> LayerOffsets:
-        if (giver, taker) == ("source", "target"):
+    def _offsets(self, from_side: str, to_side: str, base: int = 0) -> LayerOffsets:
+        if (from_side, to_side) == ("source", "target"):
             return self.layers
         ends = {"source": self.layers.source, "target": self.layers.target}
-        if STAGING in (giver, taker):
+        if STAGING in (from_side, to_side):
             layer_bytes = self.entries.num_tokens * self.placed.token_bytes
             ends[STAGING] = np.arange(base, base + self.num_bytes, layer_bytes, dtype=np.int64)
-        return LayerOffsets.of(ends[giver], ends[taker])
+        return LayerOffsets.of(ends[from_side], ends[to_side])
 
-    def _template(self, giver: str, taker: str) -> SpanTemplate:
-        key = (self.entries, self.placed.extents, self._geometry(giver), self._geometry(taker))
-        return self.memo.template(key, lambda: self._make_template(giver, taker))
+    def _template(self, from_side: str, to_side: str) -> SpanTemplate:
+        key = (self.entries, self.placed.extents, self._geometry(from_side), self._geometry(to_side))
+        return self.memo.template(key, lambda: self._make_template(from_side, to_side))
 
     def _geometry(self, side: str) -> Hashable:
         return self.placed.wire_item_bytes if side == STAGING else self.end(side).geometry
 
-    def _make_template(self, giver: str, taker: str) -> SpanTemplate:
-        source = self._layer_end(giver)
-        target = source if taker == giver else self._layer_end(taker)
+    def _make_template(self, from_side: str, to_side: str) -> SpanTemplate:
+        source = self._layer_end(from_side)
+        target = source if to_side == from_side else self._layer_end(to_side)
         return make_template(source, target, self.placed.extents, self.entries.runs)
 
     def _layer_end(self, side: str) -> LayerEnd:
@@ -578,12 +573,12 @@ class RouteChunk:
             axes=tuple(reversed(strides)),
         )
 
-    def alike(self, giver: str, taker: str) -> Hashable:
+    def alike(self, from_side: str, to_side: str) -> Hashable:
         """Equal for routes of one pair of ranks that lower to the same spans."""
-        offsets = self._offsets(giver, taker)
+        offsets = self._offsets(from_side, to_side)
         ends = tuple(
             (self.end(side).group, self.end(side).geometry, at.tobytes())
-            for side, at in ((giver, offsets.source), (taker, offsets.target))
+            for side, at in ((from_side, offsets.source), (to_side, offsets.target))
         )
         return (self.entries, self.placed.extents, ends)
 
@@ -676,31 +671,33 @@ class PairChunk:
             for part in self.parts
         }
 
-    def unstaged_spans(self, tables: Tables, giver: str, taker: str) -> list[tuple[tuple[str, str], Spans]]:
+    def unstaged_spans(
+        self, tables: Tables, from_side: str, to_side: str
+    ) -> list[tuple[tuple[str, str], Spans]]:
         """What keeps its element type from one of `source` and `target` to another, by pair of buffers."""
         filled: list[tuple[tuple[str, str], Spans]] = []
-        for buffers, parts, first in self._by_buffers(giver, taker):
+        for buffers, parts, first in self._by_buffers(from_side, to_side):
             if first < len(filled):
                 spans = filled[first][1]
             else:
-                spans = merge([part.lower(tables, giver, taker) for part in parts])
+                spans = merge([part.lower(tables, from_side, to_side) for part in parts])
             filled.append((buffers, spans))
         return filled
 
-    def _by_buffers(self, giver: str, taker: str) -> tuple[_BufferGroup, ...]:
+    def _by_buffers(self, from_side: str, to_side: str) -> tuple[_BufferGroup, ...]:
         """What shares a pair of buffers, and the first pair of buffers whose spans are the same."""
-        known = self._groups.get((giver, taker))
+        known = self._groups.get((from_side, to_side))
         if known is None:
             together: dict[tuple[str, str], list[RouteChunk]] = {}
             for part in self.parts:
                 if not part.placed.is_converted:
-                    together.setdefault((part.buffer(giver), part.buffer(taker)), []).append(part)
-            keys = [tuple(part.alike(giver, taker) for part in parts) for parts in together.values()]
+                    together.setdefault((part.buffer(from_side), part.buffer(to_side)), []).append(part)
+            keys = [tuple(part.alike(from_side, to_side) for part in parts) for parts in together.values()]
             known = tuple(
                 (buffers, tuple(parts), keys.index(key))
                 for (buffers, parts), key in zip(together.items(), keys, strict=True)
             )
-            self._groups[giver, taker] = known
+            self._groups[from_side, to_side] = known
         return known
 
 
@@ -714,7 +711,7 @@ class BoundPlan:
         self._index = _pair_index(PlanKey(plan))
         self._routes: dict[Pair, tuple[PromptRoute, ...]] = {}
         self._memo = _Memo()
-        self._kept: dict[Hashable, Any] = {}
+        self._kept = _BoundedCache[Any](KEPT_MAX)
 
     @property
     def pairs(self) -> Iterable[Pair]:
@@ -760,11 +757,7 @@ class BoundPlan:
 
     def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What `key` stands for, made if it is not there; it must not depend on page tables."""
-        if key not in self._kept:
-            if len(self._kept) >= KEPT_MAX:
-                self._kept.clear()
-            self._kept[key] = make()
-        return self._kept[key]
+        return self._kept.get(key, make)
 
 
 def bound_plan(plan: Plan, prompt: Prompt) -> BoundPlan:

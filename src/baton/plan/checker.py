@@ -116,11 +116,11 @@ class Holdings:
 
 def _inverted(owners: Iterable[tuple[int, Iterable[int]]]) -> dict[int, frozenset[int]]:
     """Members by owner, from owners by member."""
-    found: dict[int, set[int]] = {}
+    members_of: dict[int, set[int]] = {}
     for member, coordinates in owners:
         for coordinate in coordinates:
-            found.setdefault(coordinate, set()).add(member)
-    return {coordinate: frozenset(members) for coordinate, members in found.items()}
+            members_of.setdefault(coordinate, set()).add(member)
+    return {coordinate: frozenset(members) for coordinate, members in members_of.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def _prove_cover(plan: Plan, case: tuple[str, Held, tuple[_Rule, ...]], where: s
             for unit in range(*claim.units):
                 cells[layer, unit].append(claim)
     needed = _meeting_shares(plan, name, held.share)
-    for distinct in {tuple(found): None for found in cells.values()}:
+    for distinct in {tuple(covering): None for covering in cells.values()}:
         _prove_cell(distinct, needed, where)
 
 
@@ -199,12 +199,12 @@ def _prove_cell(claims: Sequence[_Rule], needed: frozenset[int], where: str) -> 
         by_share.setdefault(claim.source_share, []).append(claim)
     if set(by_share) != needed:
         raise PlanError(f"{where}: source shares {sorted(by_share)} arrive, {sorted(needed)} are needed")
-    for found in by_share.values():
-        turns = sorted((claim.turns.lo, claim.turns.hi) for claim in found)
+    for rules in by_share.values():
+        turns = sorted((claim.turns.lo, claim.turns.hi) for claim in rules)
         starts, stops = [lo for lo, _ in turns], [hi for _, hi in turns]
-        is_alike = len({(claim.turns.period, claim.layers) for claim in found}) == 1
-        if not is_alike or starts != [0, *stops[:-1]] or stops[-1] != found[0].turns.period:
-            raise PlanError(f"{where}: turns {turns} of {found[0].turns.period} leave a gap or overlap")
+        is_alike = len({(claim.turns.period, claim.layers) for claim in rules}) == 1
+        if not is_alike or starts != [0, *stops[:-1]] or stops[-1] != rules[0].turns.period:
+            raise PlanError(f"{where}: turns {turns} of {rules[0].turns.period} leave a gap or overlap")
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +288,8 @@ def check(plan: Plan, prompt: Prompt, routes: Iterable[BoundRoute]) -> None:
         claims.setdefault((route.target, route.component), []).append(claim)
     for rank in plan.target.layout.group(plan.target_dp):
         for component in plan.target.cache.components:
-            found = claims.get((rank, component.name), [])
-            _check_cover(component, rank, targets.of(component.name, rank), found, tokens)
+            sent = claims.get((rank, component.name), [])
+            _check_cover(component, rank, targets.of(component.name, rank), sent, tokens)
 
 
 def _checked_claim(plan: Plan, route: BoundRoute, tokens: _Tokens, sources: Holdings) -> _Claim:
@@ -353,8 +353,8 @@ def _check_cover(
 
 def _classes(members: frozenset[int], sets: Sequence[frozenset[int]]) -> list[list[int]]:
     """`members` grouped by which of `sets` they belong to."""
-    found: dict[tuple[bool, ...], list[int]] = {}
+    classes: dict[tuple[bool, ...], list[int]] = {}
     distinct = list(dict.fromkeys(sets))
     for member in sorted(members):
-        found.setdefault(tuple(member in part for part in distinct), []).append(member)
-    return list(found.values())
+        classes.setdefault(tuple(member in part for part in distinct), []).append(member)
+    return list(classes.values())

@@ -61,11 +61,11 @@ def execute(steps: Iterable[Step], source: Memory, target: Memory) -> None:
 def _room(staging: dict[tuple[int, int], Bytes], ends: tuple[int, int], spans: Spans) -> Bytes:
     """Staging of a pair, grown to hold what the spans write."""
     needed = int((spans.target + spans.length).max())
-    found = staging.get(ends, np.zeros(0, dtype=np.uint8))
-    if len(found) < needed:
-        found = np.concatenate([found, np.zeros(needed - len(found), dtype=np.uint8)])
-        staging[ends] = found
-    return found
+    room = staging.get(ends, np.zeros(0, dtype=np.uint8))
+    if len(room) < needed:
+        room = np.concatenate([room, np.zeros(needed - len(room), dtype=np.uint8)])
+        staging[ends] = room
+    return room
 
 
 def _move(spans: Spans, source: Bytes, target: Bytes) -> None:
@@ -106,27 +106,27 @@ class _Elements:
 
 def fill(spec: Spec, dp: int, prompt: Prompt, tables: PageTables, memory: Memory) -> None:
     """Writes every element that the ranks of a dp group hold of a prompt."""
-    for found in _elements(spec, dp, prompt, tables):
-        raw = _raw(found.hashes, item_bytes(spec.storage.dtype_of(found.component)))
-        offsets = found.offsets.reshape(-1, 1) + np.arange(raw.shape[1])
-        memory[found.key][offsets] = raw
+    for elements in _elements(spec, dp, prompt, tables):
+        raw = _raw(elements.hashes, item_bytes(spec.storage.dtype_of(elements.component)))
+        offsets = elements.offsets.reshape(-1, 1) + np.arange(raw.shape[1])
+        memory[elements.key][offsets] = raw
 
 
 def compare(specs: tuple[Spec, Spec], dp: int, prompt: Prompt, tables: PageTables, memory: Memory) -> Verdict:
     """Looks at every element that a target was to be sent, in the target's dtype."""
     source, target = specs
     num_bytes = num_right = 0
-    for found in _elements(target, dp, prompt, tables):
-        start, stop = found.component.extent.wanted(
-            prompt.num_tokens, prompt.held.get(found.component.group, 0)
+    for elements in _elements(target, dp, prompt, tables):
+        start, stop = elements.component.extent.wanted(
+            prompt.num_tokens, prompt.held.get(elements.component.group, 0)
         )
-        keep = np.flatnonzero((found.tokens >= start) & (found.tokens < stop))
-        dtypes = (source.storage.dtype_of(found.component), target.storage.dtype_of(found.component))
-        raw = _raw(found.hashes.take(keep, axis=1), item_bytes(dtypes[0]))
+        keep = np.flatnonzero((elements.tokens >= start) & (elements.tokens < stop))
+        dtypes = (source.storage.dtype_of(elements.component), target.storage.dtype_of(elements.component))
+        raw = _raw(elements.hashes.take(keep, axis=1), item_bytes(dtypes[0]))
         wanted = convert(raw.reshape(-1), *dtypes).reshape(-1, item_bytes(dtypes[1]))
-        offsets = found.offsets.take(keep, axis=1).reshape(-1, 1) + np.arange(wanted.shape[1])
+        offsets = elements.offsets.take(keep, axis=1).reshape(-1, 1) + np.arange(wanted.shape[1])
         num_bytes += wanted.size
-        num_right += int(np.count_nonzero(memory[found.key][offsets] == wanted))
+        num_right += int(np.count_nonzero(memory[elements.key][offsets] == wanted))
     return Verdict(num_bytes, num_right)
 
 

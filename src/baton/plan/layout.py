@@ -109,10 +109,10 @@ class Layout:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank sits on every axis."""
-        found = dict.fromkeys(AXIS_NAMES, 0)
+        position = dict.fromkeys(AXIS_NAMES, 0)
         for axis in reversed(self.axes):
-            rank, found[axis.name] = divmod(rank, axis.size)
-        return found
+            rank, position[axis.name] = divmod(rank, axis.size)
+        return position
 
     def strides(self) -> dict[str, int]:
         """By how much the rank number grows along each axis."""

@@ -47,14 +47,14 @@ def plan(source: Spec, target: Spec, source_dp: int = 0, target_dp: int = 0) -> 
                 f"dp group {dp} does not exist; groups are 0 to {spec.layout.size('dp') - 1}",
                 sides=f"{side} {spec.layout}",
             )
-    found: list[Route] = []
+    routes: list[Route] = []
     for component in target.cache.components:
         check_component(source, target, component)
-        found.extend(_component_routes(source, target, (source_dp, target_dp), component))
+        routes.extend(_component_routes(source, target, (source_dp, target_dp), component))
     check_granules(
-        source, target, [(route.source, route.target, route.component, route.units) for route in found]
+        source, target, [(route.source, route.target, route.component, route.units) for route in routes]
     )
-    result = Plan(source, target, source_dp, target_dp, tuple(found))
+    result = Plan(source, target, source_dp, target_dp, tuple(routes))
     prove(result)
     return result
 
@@ -139,10 +139,10 @@ def _overlapping(
 
 def _pieces(cut: Sequence[Piece]) -> _Pieces[Piece]:
     """The distinct pieces of a cut with the coordinates that hold each."""
-    found: dict[Piece, list[int]] = {}
+    holders: dict[Piece, list[int]] = {}
     for coordinate, piece in enumerate(cut):
-        found.setdefault(piece, []).append(coordinate)
-    return [(piece, tuple(coordinates)) for piece, coordinates in found.items()]
+        holders.setdefault(piece, []).append(coordinate)
+    return [(piece, tuple(coordinates)) for piece, coordinates in holders.items()]
 
 
 def _ranks(spec: Spec, dp: int, at: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]) -> list[int]:

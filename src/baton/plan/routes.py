@@ -234,7 +234,7 @@ def resolve(plan: Plan, prompt: Prompt) -> tuple[BoundRoute, ...]:
     """Every route that carries something, sorted by source, target, component, units and tokens."""
     check_held(plan.target, prompt)
     sets: dict[tuple[Stride, ...], tuple[TokenSet, int]] = {}
-    found: list[BoundRoute] = []
+    bound: list[BoundRoute] = []
     for route in plan.routes:
         component = plan.target.cache.by_name[route.component]
         strides = tuple(route_strides(plan, route, prompt, wanted(plan, component, prompt)))
@@ -247,11 +247,11 @@ def resolve(plan: Plan, prompt: Prompt) -> tuple[BoundRoute, ...]:
             num_bytes = size(layers) * (route.units[1] - route.units[0]) * count * per_unit
             units = route.units if component.units else None
             spelt = tokens if component.extent.has_tokens else None
-            found.append(
+            bound.append(
                 BoundRoute(route.source, route.target, component.name, layers, units, spelt, num_bytes)
             )
     return tuple(
-        sorted(found, key=lambda r: (r.source, r.target, r.component, r.units or (), r.tokens or ()))
+        sorted(bound, key=lambda r: (r.source, r.target, r.component, r.units or (), r.tokens or ()))
     )
 
 

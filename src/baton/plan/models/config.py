@@ -133,10 +133,10 @@ def _family(model_type: object, where: str) -> Family:
 @cache
 def _families() -> dict[str, Family]:
     """Every family by model_type: what the modules of the folder list."""
-    found: dict[str, Family] = {}
+    known: dict[str, Family] = {}
     for module in pkgutil.iter_modules(families.__path__):
-        found |= importlib.import_module(f"{families.__name__}.{module.name}").FAMILIES
-    return dict(sorted(found.items()))
+        known |= importlib.import_module(f"{families.__name__}.{module.name}").FAMILIES
+    return dict(sorted(known.items()))
 
 
 def _active_parameters(values: Mapping[str, object], where: str) -> float | None:

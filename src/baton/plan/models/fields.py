@@ -53,10 +53,10 @@ class Fields:
 
     def number(self, name: str, most: int = DIM_MAX, least: int = 1) -> int:
         """A whole number that the config must have."""
-        found = self.number_or_none(name, most, least)
-        if found is None:
+        value = self.number_or_none(name, most, least)
+        if value is None:
             raise self.refusal(f"{name} is missing; give it as a whole number from {least} to {most}")
-        return found
+        return value
 
     def number_or_none(self, name: str, most: int = DIM_MAX, least: int = 1) -> int | None:
         """A whole number, or None where the config has none."""

@@ -98,11 +98,11 @@ def _shifted(layers: Ranges, by: int) -> Ranges:
 
 def _unified(placed: Iterable[Placed]) -> Iterator[Component]:
     """One set of components per bundle and shape, each on all the layers that have it."""
-    found: dict[str, dict[tuple[Component, ...], list[Range]]] = {}
+    bundles: dict[str, dict[tuple[Component, ...], list[Range]]] = {}
     for kind, layers in placed:
         for name, members in _bundles(kind.components(layers)).items():
-            found.setdefault(name, {}).setdefault(tuple(members), []).extend(layers)
-    for shapes in found.values():
+            bundles.setdefault(name, {}).setdefault(tuple(members), []).extend(layers)
+    for shapes in bundles.values():
         for i, (shape, ranges) in enumerate(shapes.items()):
             suffix = f".{i}" if i else ""
             for component in shape:
