@@ -26,8 +26,9 @@ import numpy as np
 import torch
 
 from baton.bench.record import commit, machine
-from baton.plan.binding import ALWAYS_PACK, Tables, bind
+from baton.plan.binding import bind
 from baton.plan.cache import Cache
+from baton.plan.chunks import Tables
 from baton.plan.dtypes import convert, item_bytes
 from baton.plan.execution import Memory, execute
 from baton.plan.layout import parse_layout
@@ -36,7 +37,7 @@ from baton.plan.ownership import Spec, buffers
 from baton.plan.planner import plan
 from baton.plan.report import pages_needed
 from baton.plan.routes import Chunk, Prompt
-from baton.plan.steps import Copy, Pack, Step, Unpack
+from baton.plan.steps import ALWAYS_PACK, Copy, Pack, Step, Unpack
 from baton.plan.storage import parse_storage
 from baton.transport.packing import cut_by_page, prepare, prepare_scaled
 

@@ -10,28 +10,15 @@ from functools import cached_property
 import numpy as np
 from tests.plan.world import World, holdings, make_cache, page_tables, put, raw_values
 
-from baton.plan.binding import (
-    CONVERT,
-    DIRECT,
-    PACK,
-    ChunkReceive,
-    ChunkSend,
-    PackCost,
-    PairChunk,
-    Tables,
-    TransferTerms,
-    bind,
-    bind_source,
-    bind_target,
-    bound_plan,
-)
+from baton.plan.binding import ChunkReceive, ChunkSend, TransferTerms, bind, bind_source, bind_target
+from baton.plan.chunks import PairChunk, Tables, bound_plan
 from baton.plan.execution import Memory, allocate
 from baton.plan.kinds import Paged, Recurrent
 from baton.plan.layout import parse_layout
 from baton.plan.ownership import Spec
 from baton.plan.planner import plan
 from baton.plan.routes import Chunk, Plan, Prompt
-from baton.plan.steps import STAGING, Copy, Spans, Step, Unpack
+from baton.plan.steps import CONVERT, DIRECT, PACK, STAGING, Copy, PackCost, Spans, Step, Unpack
 from baton.plan.storage import parse_storage
 
 FILL = 0xA5

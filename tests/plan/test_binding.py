@@ -27,23 +27,14 @@ from tests.plan.scene import (
 from tests.plan.world import World, make_cache, needed, raw_values, worlds
 
 from baton.errors import ConfigError
-from baton.plan import binding
+from baton.plan import chunks
 from baton.plan.binding import (
-    ALWAYS_PACK,
-    CONVERT,
-    DIRECT,
-    NEVER_PACK,
-    PACK,
-    SMALL_SPANS_MAX,
     Mode,
     Need,
-    PackCost,
-    Tables,
     TransferTerms,
     bind,
     bind_source,
     bind_target,
-    bound_plan,
     check_pages,
     expected_bytes,
     modes,
@@ -53,6 +44,7 @@ from baton.plan.binding import (
     writable,
 )
 from baton.plan.cache import Cache
+from baton.plan.chunks import SMALL_SPANS_MAX, Tables, bound_plan
 from baton.plan.execution import execute
 from baton.plan.kinds import Latent, Paged, Recurrent
 from baton.plan.layout import parse_layout
@@ -61,7 +53,20 @@ from baton.plan.ownership import END, Spec
 from baton.plan.planner import plan
 from baton.plan.report import Report, pages_needed
 from baton.plan.routes import Chunk, Plan, Prompt, resolve
-from baton.plan.steps import STAGING, Copy, Pack, Step, Unpack, copy_lengths
+from baton.plan.steps import (
+    ALWAYS_PACK,
+    CONVERT,
+    DIRECT,
+    NEVER_PACK,
+    PACK,
+    STAGING,
+    Copy,
+    Pack,
+    PackCost,
+    Step,
+    Unpack,
+    copy_lengths,
+)
 from baton.plan.storage import parse_storage
 from baton.plan.tokens import Runs, set_runs
 
@@ -353,8 +358,8 @@ def test_small_and_large_chunks_bind_alike(world: World) -> None:
                 copies = []
                 for limit in (0, 1 << 20):
                     with pytest.MonkeyPatch.context() as patch:
-                        patch.setattr(binding, "SMALL_SPANS_MAX", limit)
-                        moved = binding.BoundPlan(scene.plan, scene.prompt).chunk(pair, chunk)
+                        patch.setattr(chunks, "SMALL_SPANS_MAX", limit)
+                        moved = chunks.BoundPlan(scene.plan, scene.prompt).chunk(pair, chunk)
                         copies.append([plain(step) for step in moved.copies(tables, scene.plain(pair))])
                 assert copies[0] == copies[1]
                 kept = scene.moved(chunk, pair).copies(tables, scene.plain(pair))
@@ -364,14 +369,14 @@ def test_small_and_large_chunks_bind_alike(world: World) -> None:
 def test_groups_of_layers_share_one_template(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an engine cuts is another place each time; finding the spans of its tokens anew would cost."""
     num_made = 0
-    make_template = binding.make_template
+    make_template = chunks.make_template
 
     def counted(source: LayerEnd, target: LayerEnd, extents: tuple[int, ...], runs: Runs) -> SpanTemplate:
         nonlocal num_made
         num_made += 1
         return make_template(source, target, extents, runs)
 
-    monkeypatch.setattr(binding, "make_template", counted)
+    monkeypatch.setattr(chunks, "make_template", counted)
     cache = make_cache(8, (Paged(2, 4), ((0, 8),)))
     storage = parse_storage("hnd", 16, "bf16").with_pages(dict.fromkeys(cache.groups, 64))
     spec, prompt, ids = Spec(parse_layout("tp1"), cache, storage), Prompt(100), np.arange(7)

@@ -14,14 +14,15 @@ from hypothesis import given, settings
 from tests.plan.scene import FILL, chunks_of, count_writes, padded
 from tests.plan.world import World, holdings, needed, page_tables, put, raw_values, worlds
 
-from baton.plan import binding
-from baton.plan.binding import ALWAYS_PACK, NEVER_PACK, PackCost, Tables, bind
+from baton.plan import chunks
+from baton.plan.binding import bind
 from baton.plan.checker import check
+from baton.plan.chunks import Tables
 from baton.plan.dtypes import convert
 from baton.plan.execution import Memory, allocate, execute
 from baton.plan.planner import plan
 from baton.plan.routes import resolve
-from baton.plan.steps import Copy, Step
+from baton.plan.steps import ALWAYS_PACK, NEVER_PACK, Copy, PackCost, Step
 
 NUM_PARTS = 8
 """So that several processes share the search."""
@@ -66,13 +67,13 @@ def assert_merged(steps: list[Step]) -> None:
 @contextmanager
 def small_chunks_up_to(num_spans: int) -> Iterator[None]:
     """Chunks of these worlds are small; with 0 they are bound like large ones."""
-    usual, binding.SMALL_SPANS_MAX = binding.SMALL_SPANS_MAX, num_spans
-    binding._bound_plan.cache_clear()
+    usual, chunks.SMALL_SPANS_MAX = chunks.SMALL_SPANS_MAX, num_spans
+    chunks._bound_plan.cache_clear()
     try:
         yield
     finally:
-        binding.SMALL_SPANS_MAX = usual
-        binding._bound_plan.cache_clear()
+        chunks.SMALL_SPANS_MAX = usual
+        chunks._bound_plan.cache_clear()
 
 
 def hand_over(world: World, cost: PackCost) -> None:
@@ -115,5 +116,5 @@ def hand_over(world: World, cost: PackCost) -> None:
 @given(worlds())
 def test_every_target_byte_is_right_and_written_once(part: int, world: World) -> None:
     cost = [NEVER_PACK, ALWAYS_PACK, PackCost(span_s=2e-6)][world.seed % 3]
-    with small_chunks_up_to(binding.SMALL_SPANS_MAX if world.seed % 2 else 0):
+    with small_chunks_up_to(chunks.SMALL_SPANS_MAX if world.seed % 2 else 0):
         hand_over(world, cost)

@@ -15,25 +15,20 @@ from tests.plan.world import World, worlds
 
 from baton.errors import ConfigError, RemoteProtocolError, TransportError
 from baton.plan.binding import (
-    ALWAYS_PACK,
-    CONVERT,
-    DIRECT,
-    NEVER_PACK,
-    PACK,
     ChunkSend,
     TransferTerms,
     bind,
     bind_source,
     bind_target,
-    bound_plan,
     expected_bytes,
     modes,
     place_in_staging,
     writable,
 )
+from baton.plan.chunks import bound_plan
 from baton.plan.execution import Memory, execute
 from baton.plan.routes import Chunk, Prompt
-from baton.plan.steps import STAGING, Copy, Spans
+from baton.plan.steps import ALWAYS_PACK, CONVERT, DIRECT, NEVER_PACK, PACK, STAGING, Copy, Spans
 from baton.session.moving import checksums, run_packs, run_unpacks
 from baton.session.page_tables import check_terms, decode_pages, decode_tables, encode_pages
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from baton.errors import EngineError
-from baton.plan.binding import Tables, bind
+from baton.plan.binding import bind
+from baton.plan.chunks import Tables
 from baton.plan.execution import execute
 from baton.plan.planner import plan
 from baton.plan.routes import Chunk, Prompt

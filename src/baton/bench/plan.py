@@ -5,29 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
 
 from baton.bench.record import seconds, side_by_side
-from baton.plan import binding, checker, layout, ownership, planner, routes
-from baton.plan.binding import (
-    DIRECT,
-    NEVER_PACK,
-    PackCost,
-    Tables,
-    TransferTerms,
-    bind,
-    bind_source,
-    bind_target,
-)
+from baton.plan import checker, chunks, layout, ownership, planner, routes
+from baton.plan.binding import TransferTerms, bind, bind_source, bind_target
+from baton.plan.chunks import Tables
 from baton.plan.layout import parse_layout
 from baton.plan.models import load_cache
 from baton.plan.ownership import Spec
 from baton.plan.planner import plan
 from baton.plan.report import Report, pages_needed
 from baton.plan.routes import Chunk, Prompt
+from baton.plan.steps import DIRECT, NEVER_PACK, PackCost
 from baton.plan.storage import parse_storage
 
 COLD_S_MAX = 0.5
@@ -68,7 +61,7 @@ def run(repeats: int) -> Iterator[Row]:
 
 def _forget() -> None:
     """Empties every cache that a first plan fills."""
-    for module in (binding, checker, layout, ownership, planner, routes):
+    for module in (checker, chunks, layout, ownership, planner, routes):
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
@@ -132,13 +125,13 @@ def _small_chunk(repeats: int) -> Row:
     made = plan(side, side)
     requests = cycle([_tables(num_tokens // page, seed) for seed in range(NUM_REQUESTS)])
 
-    def one_request() -> None:
-        tables = next(requests)
-        terms = TransferTerms(made, prompt, tables.target, {(0, 0): DIRECT})
-        bind_source(terms, 0, tables.source[0], chunk)
-        bind_target(terms, 0, 0, chunk)
+    def hundred_requests() -> None:
+        for tables in islice(requests, 100):
+            terms = TransferTerms(made, prompt, tables.target, {(0, 0): DIRECT})
+            bind_source(terms, 0, tables.source[0], chunk)
+            bind_target(terms, 0, 0, chunk)
 
-    took = seconds(lambda: [one_request() for _ in range(100)], repeats)
+    took = seconds(hundred_requests, repeats)
     per_chunk = {key: value / 100 for key, value in took.items()}
     return Row("bind 1,024 tokens x 4 layers, both ranks", per_chunk, f"{per_chunk['median_s'] * 1e6:.0f} us")
 

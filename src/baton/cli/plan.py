@@ -10,7 +10,6 @@ import typer
 
 from baton.cli.page import render_page
 from baton.errors import ConfigError
-from baton.plan.binding import PackCost
 from baton.plan.estimate import estimates
 from baton.plan.layout import parse_layout
 from baton.plan.models import active_parameters, load_cache
@@ -19,6 +18,7 @@ from baton.plan.planner import plan as make_plan
 from baton.plan.printer import render
 from baton.plan.report import Report, pages_needed
 from baton.plan.routes import Prompt
+from baton.plan.steps import PackCost
 from baton.plan.storage import parse_storage
 
 

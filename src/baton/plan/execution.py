@@ -14,9 +14,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.plan.binding import PageTables
 from baton.plan.cache import Component
 from baton.plan.checker import Holdings, has_tokens
+from baton.plan.chunks import PageTables
 from baton.plan.dtypes import convert, item_bytes
 from baton.plan.ownership import Spec, buffers, placements
 from baton.plan.routes import Prompt

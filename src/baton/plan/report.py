@@ -12,20 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from baton.plan.binding import (
-    PACK,
-    PackCost,
-    Pair,
-    PairChunk,
-    Tables,
-    bound_plan,
-    pairs_alike,
-)
 from baton.plan.cache import Component
 from baton.plan.checker import check
+from baton.plan.chunks import Pair, PairChunk, Tables, bound_plan, pairs_alike
 from baton.plan.dtypes import item_bytes
 from baton.plan.ownership import Spec
 from baton.plan.routes import BoundRoute, Plan, Prompt, resolve
+from baton.plan.steps import PACK, PackCost
 from baton.plan.tokens import Ints, TokenSet
 
 VERSION = 1

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from baton.plan import PackCost, Plan, Prompt, plan
-from baton.plan.binding import DIRECT, Mode, Pair, PlanKey, expected_bytes, modes, needs
+from baton.plan.binding import Mode, expected_bytes, modes, needs
+from baton.plan.chunks import Pair, PlanKey
+from baton.plan.steps import DIRECT
 from baton.protocol.arrival import Arrival, Prepared, ReceiverState, Terms
 from baton.protocol.ledger import Ledger, Need
 from baton.protocol.messages import Grant, Inquiry, Invite, Lane, PageTable, Receive

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from baton.plan.binding import Gathers
+from baton.plan.chunks import Gathers
 from baton.plan.steps import Pack, Unpack
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from baton.errors import ConfigError, RemoteProtocolError
-from baton.plan.binding import TransferTerms, bound_plan, check_reach, staging_bytes
+from baton.plan.binding import TransferTerms, check_reach, staging_bytes
+from baton.plan.chunks import bound_plan
 from baton.plan.ownership import Spec
 from baton.plan.routes import TOKENS_MAX
 from baton.plan.tokens import Ints

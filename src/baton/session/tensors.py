@@ -11,7 +11,7 @@ import xxhash
 from torch import Tensor
 
 from baton.errors import TransportError
-from baton.plan.binding import Gathers
+from baton.plan.chunks import Gathers
 from baton.plan.steps import STAGING, Pack, Spans, Unpack
 from baton.transport import packing
 from baton.transport.base import Bytes

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from baton.plan.binding import ALWAYS_PACK, NEVER_PACK
+from baton.plan.steps import ALWAYS_PACK, NEVER_PACK
 from baton.plan.tokens import Ints
 from baton.protocol.messages import VERSION_MAX, VERSION_MIN
 from baton.protocol.peer import SESSION, Party

@@ -10,11 +10,11 @@ from baton.cli.deployment.options import BOTH, DECODE, PREFILL, Options
 from baton.engine.instance.config import InstanceConfig, Sizes, derive
 from baton.engine.storage import engine_storage
 from baton.plan import Spec
-from baton.plan.binding import PackCost
 from baton.plan.planner import plan
 from baton.plan.printer import human_bytes
 from baton.plan.report import Report
 from baton.plan.routes import Prompt
+from baton.plan.steps import PackCost
 
 TOKENS_SHOWN = 1024
 
