@@ -26,19 +26,18 @@ import numpy as np
 import torch
 
 from baton.bench.record import commit, machine
-from baton.plan.binding import Tables, bind
+from baton.plan.binding import bind
 from baton.plan.cache import Cache
-from baton.plan.conversion import convert
-from baton.plan.dtypes import item_bytes
+from baton.plan.chunks import Tables
+from baton.plan.dtypes import convert, item_bytes
 from baton.plan.execution import Memory, execute
 from baton.plan.layout import parse_layout
 from baton.plan.models import load_cache
 from baton.plan.ownership import Spec, buffers
-from baton.plan.packing import ALWAYS_PACK
 from baton.plan.planner import plan
-from baton.plan.prompt import Chunk, Prompt
 from baton.plan.report import pages_needed
-from baton.plan.steps import Copy, Pack, Step, Unpack
+from baton.plan.routes import Chunk, Prompt
+from baton.plan.steps import ALWAYS_PACK, Copy, Pack, Step, Unpack
 from baton.plan.storage import parse_storage
 from baton.transport.packing import cut_by_page, prepare, prepare_scaled
 

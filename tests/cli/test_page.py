@@ -14,10 +14,10 @@ from baton.cli.page import render_page
 from baton.plan.layout import parse_layout
 from baton.plan.models import load_cache
 from baton.plan.ownership import Spec
-from baton.plan.packing import PackCost
 from baton.plan.planner import plan
-from baton.plan.prompt import Prompt
 from baton.plan.report import Report, pages_needed
+from baton.plan.routes import Prompt
+from baton.plan.steps import PackCost
 from baton.plan.storage import parse_storage
 
 PAGED = "paged:layers=4,heads=4,dim=64"

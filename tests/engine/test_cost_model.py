@@ -21,7 +21,7 @@ from baton.engine.cost_model import (
 from baton.plan import Spec, Storage, parse_layout
 from baton.plan.cache import Cache, Units
 from baton.plan.kinds import Conv, Paged, Recurrent
-from baton.plan.models.parts import Part, stack
+from baton.plan.models.parts import ModelPart, stack
 from baton.plan.overlap import Groups, bound, choose, completion_s
 
 NUM_LAYERS = 32
@@ -375,7 +375,7 @@ def layer_bytes(layout: str, rank: int, layers: tuple[int, int]) -> LayerBytes:
     """Layers 0 and 3 attend, the first with a window of 8; 1 and 2 are recurrent."""
     recurrent = Recurrent(6, 10, (Conv("x", Units(6), 5, 3),))
     kinds = ((Paged(3, 4, window=8), ((0, 1),)), (recurrent, ((1, 3),)), (Paged(3, 4), ((3, 4),)))
-    cache: Cache = stack((Part(4, kinds),))
+    cache: Cache = stack((ModelPart(4, kinds),))
     spec = Spec(parse_layout(layout), cache, Storage(page_tokens=4, dtype="fp32"))
     return LayerBytes.of_rank(spec, rank, layers)
 

@@ -12,10 +12,10 @@ from tests.plan.world import token_owners, unit_owners
 from baton.plan.layout import parse_layout
 from baton.plan.models import load_cache
 from baton.plan.ownership import Spec
-from baton.plan.packing import PackCost
 from baton.plan.planner import plan
-from baton.plan.prompt import Prompt
 from baton.plan.report import Report, pages_needed
+from baton.plan.routes import Prompt
+from baton.plan.steps import PackCost
 from baton.plan.storage import parse_storage
 
 EXAMPLE = {

@@ -13,7 +13,7 @@ from baton.plan.kinds import Conv, Latent, Paged, Recurrent
 from baton.plan.layout import parse_layout
 from baton.plan.ownership import Spec
 from baton.plan.planner import plan
-from baton.plan.prompt import BoundRoute, Prompt, resolve
+from baton.plan.routes import BoundRoute, Prompt, resolve
 from baton.plan.storage import Storage
 
 

@@ -7,8 +7,7 @@ from itertools import product
 import pytest
 
 from baton.errors import LayoutError
-from baton.plan.layout import parse_layout
-from baton.plan.schemes import Mirror, Split, Stripe
+from baton.plan.layout import Mirror, Split, Stripe, parse_layout
 
 
 def test_ranks_are_row_major_in_the_written_order() -> None:

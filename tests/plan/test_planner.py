@@ -13,7 +13,7 @@ from baton.plan.kinds import Draft, Latent, Paged, Recurrent
 from baton.plan.layout import parse_layout
 from baton.plan.ownership import Spec
 from baton.plan.planner import plan
-from baton.plan.prompt import Prompt, resolve
+from baton.plan.routes import Prompt, resolve
 from baton.plan.storage import Storage, parse_storage
 
 BASE = make_cache(4, (Paged(4, 8), ((0, 4),)))

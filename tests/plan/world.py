@@ -12,8 +12,8 @@ from baton.plan.cache import Cache, Component, Units
 from baton.plan.kinds import Conv, Draft, Index, Latent, Paged, Recurrent
 from baton.plan.layout import Layout, parse_layout
 from baton.plan.ownership import Spec, placements
-from baton.plan.prompt import Prompt
 from baton.plan.ranges import from_ids
+from baton.plan.routes import Prompt
 from baton.plan.storage import Storage
 
 ORDERS = [

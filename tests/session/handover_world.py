@@ -21,11 +21,10 @@ import numpy as np
 from tests.plan.world import Held, holdings, make_cache, needed, put, raw_values
 
 from baton.plan import Cache, Prompt, Spec, Storage, parse_layout
-from baton.plan.conversion import convert
-from baton.plan.dtypes import item_bytes
+from baton.plan.dtypes import convert, item_bytes
 from baton.plan.kinds import Paged
 from baton.plan.ownership import buffers
-from baton.plan.packing import ALWAYS_PACK, NEVER_PACK
+from baton.plan.steps import ALWAYS_PACK, NEVER_PACK
 from baton.plan.storage import HND, Order
 from baton.protocol.outcomes import Aux, Cause, Failed, Outcome, Ready
 from baton.protocol.timings import Timings

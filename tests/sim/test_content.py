@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from baton.errors import EngineError
-from baton.plan.binding import Tables, bind
+from baton.plan.binding import bind
+from baton.plan.chunks import Tables
 from baton.plan.execution import execute
 from baton.plan.planner import plan
-from baton.plan.prompt import Chunk, Prompt
+from baton.plan.routes import Chunk, Prompt
 from baton.sim.content import ExpectedCache, pages_needed, pages_of_bytes, prefixes
 from baton.sim.families import NUM_FAMILIES, family
 from baton.sim.pool import PagePool

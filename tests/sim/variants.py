@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from baton.plan import binding
 from baton.protocol import arrival as at_target
 from baton.protocol import departure as at_source
 from baton.protocol import judgement, offer, receiver
@@ -30,7 +31,7 @@ from baton.protocol.offer import OFFER
 from baton.protocol.outcomes import Aux, Cause, Failed, Stage, Why
 from baton.protocol.receiver import RECEIVER
 from baton.protocol.sender import SENDER, SenderState
-from baton.session import flights, loads, target
+from baton.session import flights, target
 from baton.session.arrivals import Arrivals
 from baton.session.coordinator import CoordinatorDriver
 from baton.session.departures import Departures
@@ -320,7 +321,7 @@ def ignore_odd_rank() -> Iterator[None]:
     verified_share=0.0,
 )
 def drop_last_chunk() -> Iterator[None]:
-    make_loads = loads.make_loads
+    make_loads = binding.bind_source
 
     def without_last(terms: Any, source_rank: int, table: Any, box: Any) -> Any:
         made = make_loads(terms, source_rank, table, box)
@@ -328,7 +329,7 @@ def drop_last_chunk() -> Iterator[None]:
             return made
         return [replace(load, copies=(), packs=()) for load in made]
 
-    with patched(flights, make_loads=without_last):
+    with patched(flights, bind_source=without_last):
         yield
 
 

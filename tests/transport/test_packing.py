@@ -14,12 +14,12 @@ from tests.plan.test_property import chunks_of
 from tests.plan.world import World, page_tables, worlds
 
 from baton.errors import TransportError
-from baton.plan.binding import Tables, bind
+from baton.plan.binding import bind
+from baton.plan.chunks import Tables
 from baton.plan.dtypes import ITEM_BYTES
 from baton.plan.execution import Memory, allocate, execute
-from baton.plan.packing import ALWAYS_PACK
 from baton.plan.planner import plan
-from baton.plan.steps import STAGING, Copy, Pack, Spans, Step, Unpack
+from baton.plan.steps import ALWAYS_PACK, STAGING, Copy, Pack, Spans, Step, Unpack
 
 torch = pytest.importorskip("torch", reason="packing is done by torch, which is not installed")
 

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.plan.conversion import convert
-from baton.plan.dtypes import ITEM_BYTES
+from baton.plan.dtypes import ITEM_BYTES, convert
 from baton.plan.steps import Spans, Unpack
 
 torch = pytest.importorskip("torch", reason="packing is done by torch, which is not installed")

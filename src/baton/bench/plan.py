@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
 
 from baton.bench.record import seconds, side_by_side
-from baton.plan import alike, compatibility, elements, layout, mirrors, ownership, planner
-from baton.plan.binding import Tables, bind
+from baton.plan import checker, chunks, layout, ownership, planner, routes
+from baton.plan.binding import TransferTerms, bind, bind_source, bind_target
+from baton.plan.chunks import Tables
 from baton.plan.layout import parse_layout
 from baton.plan.models import load_cache
 from baton.plan.ownership import Spec
-from baton.plan.packing import NEVER_PACK, PackCost
 from baton.plan.planner import plan
-from baton.plan.prompt import Chunk, Prompt
 from baton.plan.report import Report, pages_needed
+from baton.plan.routes import Chunk, Prompt
+from baton.plan.steps import DIRECT, NEVER_PACK, PackCost
 from baton.plan.storage import parse_storage
 
 COLD_S_MAX = 0.5
@@ -26,6 +28,7 @@ CACHED_S_MAX = 20e-6
 JSON_BYTES_MAX = 5_000_000
 BIND_RATIO_MAX = 5.0
 LARGE = ("pp16.tp64", "pp8.cp2.tp64")
+NUM_REQUESTS = 32
 MODELS = ("qwen3-235b-a22b", "deepseek-v3")
 UNLIKE = (("llama-3-70b", "tp4", "tp2"), ("llama-3-70b", "tp2", "tp8"), ("qwen3-235b-a22b", "tp4", "tp2"))
 
@@ -50,14 +53,15 @@ def run(repeats: int) -> Iterator[Row]:
     """Every measurement in turn."""
     for model in MODELS:
         yield from _planning(model, repeats)
-    yield _binding(repeats)
+    yield _large_chunk(repeats)
+    yield _small_chunk(repeats)
     for case in UNLIKE:
         yield from _copies(*case)
 
 
 def _forget() -> None:
     """Empties every cache that a first plan fills."""
-    for module in (alike, compatibility, elements, layout, mirrors, ownership, planner):
+    for module in (checker, chunks, layout, ownership, planner, routes):
         for value in vars(module).values():
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
@@ -82,21 +86,27 @@ def _planning(model: str, repeats: int) -> Iterator[Row]:
     yield Row(f"JSON of the plan, {model}", {"bytes": size}, f"{size / 1e6:.2f} MB", size < JSON_BYTES_MAX)
 
 
-def _binding(repeats: int) -> Row:
+def _tables(num_pages: int, seed: int) -> Tables:
+    """Page tables of one request on one rank of either side, pages scattered."""
+    rng = np.random.default_rng(seed)
+    return Tables(*({0: {"tokens": 2 * rng.permutation(num_pages).astype(np.int64)}} for _ in range(2)))
+
+
+def _large_chunk(repeats: int) -> Row:
     """A long latent prompt over scattered pages, against numpy writing arrays of the same size."""
     num_tokens, page, num_layers = 131_072, 64, 61
     num_pages = num_tokens // page
     prompt, chunk = Prompt(num_tokens), Chunk((0, num_layers), (0, num_tokens))
     side = spec("latent:layers=61,dim=576", "tp1", "hnd", prompt)
-    made, rng = plan(side, side), np.random.default_rng(1)
-    tables = Tables(*({0: {"tokens": 2 * rng.permutation(num_pages).astype(np.int64)}} for _ in range(2)))
+    made = plan(side, side)
+    # Every request has pages of its own, so nothing that is kept for a page table is of use to the next.
+    requests = cycle([_tables(num_pages, seed) for seed in range(NUM_REQUESTS)])
     layers, pages = np.arange(num_layers, dtype=np.int64), np.arange(num_pages, dtype=np.int64)
-    steps = bind(made, prompt, tables, chunk)
-    num_spans = sum(len(step.spans) for step in steps)
+    num_spans = sum(len(step.spans) for step in bind(made, prompt, next(requests), chunk))
     assert num_spans == num_layers * num_pages, "scattered pages must not merge"
     ours, peer = side_by_side(
         [
-            lambda: bind(made, prompt, tables, chunk),
+            lambda: bind(made, prompt, next(requests), chunk),
             lambda: [np.add.outer(layers * page, pages) for _ in range(3)],
         ],
         20 * repeats,
@@ -105,6 +115,25 @@ def _binding(repeats: int) -> Row:
     figures = {"spans": num_spans, "bind": ours, "add_outer": peer, "ratio": ratio}
     text = f"{ours['median_s'] * 1e3:.2f} ms, {ratio:.1f} x np.add.outer of the same size"
     return Row("bind 131,072 tokens x 61 layers, latent", figures, text, ratio <= BIND_RATIO_MAX)
+
+
+def _small_chunk(repeats: int) -> Row:
+    """One group of layers of a short prompt, at the source rank and at the target rank."""
+    num_tokens, page = 1024, 64
+    prompt, chunk = Prompt(num_tokens), Chunk((8, 12), (0, num_tokens))
+    side = spec("llama-3-8b", "tp1", "hnd", prompt)
+    made = plan(side, side)
+    requests = cycle([_tables(num_tokens // page, seed) for seed in range(NUM_REQUESTS)])
+
+    def hundred_requests() -> None:
+        for tables in islice(requests, 100):
+            terms = TransferTerms(made, prompt, tables.target, {(0, 0): DIRECT})
+            bind_source(terms, 0, tables.source[0], chunk)
+            bind_target(terms, 0, 0, chunk)
+
+    took = seconds(hundred_requests, repeats)
+    per_chunk = {key: value / 100 for key, value in took.items()}
+    return Row("bind 1,024 tokens x 4 layers, both ranks", per_chunk, f"{per_chunk['median_s'] * 1e6:.0f} us")
 
 
 def _copies(model: str, source: str, target: str) -> Iterator[Row]:

@@ -10,20 +10,19 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from baton.plan.binding import Tables, bind
+from baton.plan.binding import bind
 from baton.plan.cache import Cache
+from baton.plan.chunks import Tables
 from baton.plan.estimate import estimates
-from baton.plan.execution import allocate, execute
-from baton.plan.identity import compare, fill
+from baton.plan.execution import allocate, compare, execute, fill
 from baton.plan.layout import parse_layout
 from baton.plan.models import load_cache
 from baton.plan.ownership import Spec
-from baton.plan.packing import PackCost
 from baton.plan.planner import plan
 from baton.plan.printer import human_bytes, render
-from baton.plan.prompt import Chunk, Prompt
 from baton.plan.report import Report
-from baton.plan.steps import copy_lengths
+from baton.plan.routes import Chunk, Prompt
+from baton.plan.steps import PackCost, copy_lengths
 from baton.plan.storage import parse_storage
 from baton.plan.tokens import Ints
 

@@ -14,11 +14,11 @@ from baton.plan.estimate import estimates
 from baton.plan.layout import parse_layout
 from baton.plan.models import active_parameters, load_cache
 from baton.plan.ownership import Spec
-from baton.plan.packing import PackCost
 from baton.plan.planner import plan as make_plan
 from baton.plan.printer import render
-from baton.plan.prompt import Prompt
 from baton.plan.report import Report, pages_needed
+from baton.plan.routes import Prompt
+from baton.plan.steps import PackCost
 from baton.plan.storage import parse_storage
 
 

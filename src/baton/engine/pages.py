@@ -21,8 +21,7 @@ from functools import lru_cache
 from math import lcm
 
 from baton.plan.cache import Cache, Extent, Full, State, Window
-from baton.plan.layout import Layout
-from baton.plan.schemes import Mirror, Split, Stripe
+from baton.plan.layout import Layout, Mirror, Split, Stripe
 from baton.plan.storage import FUSED, HND, Storage
 
 

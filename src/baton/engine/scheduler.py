@@ -27,7 +27,7 @@ from baton.engine.kv_cache import KVCacheManager
 from baton.engine.pages import PageGeometry
 from baton.engine.sequence import Sequence, SequenceRole, SequenceStatus
 from baton.errors import ConfigError, EngineError
-from baton.plan.prompt import TOKENS_MAX
+from baton.plan.routes import TOKENS_MAX
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,17 @@
-"""Who sends what to whom: kinds, layouts, boxes, routes and the steps that move them. Pure, numpy only."""
+"""Who sends what to whom: caches, layouts, boxes, routes and the steps that move them. Pure, numpy only."""
 
-from baton.plan.binding import Tables, bind
+from baton.plan.binding import bind
 from baton.plan.cache import Cache, Component
-from baton.plan.checker import check
+from baton.plan.checker import check, prove
+from baton.plan.chunks import Tables
 from baton.plan.execution import allocate, execute
 from baton.plan.layout import Layout, parse_layout
 from baton.plan.models import load_cache
 from baton.plan.ownership import Spec
-from baton.plan.packing import PackCost
 from baton.plan.planner import plan
-from baton.plan.prompt import BoundRoute, Chunk, Prompt, resolve
-from baton.plan.proof import prove
 from baton.plan.report import Report
-from baton.plan.routes import Plan, Route
-from baton.plan.steps import Copy, Pack, Spans, Step, Unpack
+from baton.plan.routes import BoundRoute, Chunk, Plan, Prompt, Route, resolve
+from baton.plan.steps import Copy, Pack, PackCost, Spans, Step, Unpack
 from baton.plan.storage import Storage, parse_storage
 
 __all__ = [

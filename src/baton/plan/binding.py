@@ -1,119 +1,322 @@
 """A plan, a prompt, page tables and a chunk become steps.
 
-Most pairs of ranks need a Copy alone. Where the dtype differs the bytes land in the target's staging and an
-Unpack converts them; where the copies would be many and small (by `PackCost`) a Pack gathers them first.
-The choice looks at shapes, not at page tables, so both ends come to the same one on their own.
+A source rank binds with its own page tables and those of the targets, which a grant brings (`bind_source`); a
+target rank binds with its own alone (`bind_target`). `bind` does both for every pair of ranks: what the tests
+prove of it holds for the ranks. A pair moves in one of three modes:
 
-Staging holds the parts of a pair one after another, each in canonical order: layer, token, unit, dims.
+    direct     plain copies from buffer to buffer; element types are equal
+    convert    what changes its element type is copied into the target's staging and unpacked there, the rest
+               goes direct
+    pack       gathered into the source's staging, one copy, unpacked at the target
+
+The mode is chosen by what the copies of the whole prompt cost, so that one grant holds for all its chunks,
+however they are cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 
-from baton.plan.ends import PageTables, PlanRoute, Tables
-from baton.plan.lowering import Lowered
-from baton.plan.packing import PackCost
-from baton.plan.parts import Known, Part, PromptRoute, joined
-from baton.plan.prompt import Chunk, Prompt, check_held
-from baton.plan.routes import Plan
-from baton.plan.steps import STAGING, Copy, Pack, Spans, Step, Unpack
+from baton.errors import ConfigError
+from baton.plan.chunks import (
+    Gathers,
+    PageTables,
+    Pair,
+    RouteChunk,
+    RouteEnd,
+    Tables,
+    bound_plan,
+    check_mode,
+    pairs_alike,
+)
+from baton.plan.ranges import Range
+from baton.plan.routes import Chunk, Plan, Prompt
+from baton.plan.steps import PACK, STAGING, Copy, Pack, PackCost, Spans, Step, Unpack
+from baton.plan.tokens import Ints
 
-__all__ = ["PageTables", "Part", "Tables", "bind", "is_packed", "parts_by_pair", "unpacked"]
+# What a transfer settles before its first chunk.
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """How a pair moves a prompt, and the staging that its chunks need together, however they are cut."""
+
+    mode: str
+    staging_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Layers of which a pair needs the tokens from `start` to the end of the prompt."""
+
+    layers: Range
+    start: int
+
+
+def modes(plan: Plan, prompt: Prompt, cost: PackCost) -> dict[Pair, Mode]:
+    """The mode of each pair that has something to move, by what the whole prompt's copies cost."""
+    bound = bound_plan(plan, prompt)
+    chosen: dict[Pair, Mode] = {}
+    for pairs in pairs_alike(plan):
+        moved = bound.whole(pairs[0])
+        if moved.parts:
+            mode = moved.mode(cost)
+            chosen |= dict.fromkeys(pairs, Mode(mode, moved.staging_bytes(mode)))
+    return dict(sorted(chosen.items()))
+
+
+def staging_bytes(plan: Plan, prompt: Prompt, pair: Pair, mode: str) -> int:
+    """The staging that a pair's chunks need together in a given mode, however they are cut."""
+    bound = bound_plan(plan, prompt)
+
+    def count() -> int:
+        routes = bound.routes(pair)
+        check_mode([route.placed for route in routes], mode)
+        return sum(route.num_bytes for route in routes if mode == PACK or route.placed.is_converted)
+
+    num_bytes: int = bound.kept(("staging", pair, mode), count)
+    return num_bytes
+
+
+def needs(plan: Plan, prompt: Prompt) -> dict[Pair, tuple[Need, ...]]:
+    """The layers and tokens of a source rank's chunks that matter to each pair that has something to move.
+
+    Once chunks cover them, their steps carry every byte of the pair; a pair may need tokens of which it
+    carries nothing itself, because they are another rank's share.
+    """
+    bound = bound_plan(plan, prompt)
+    by_pair: dict[Pair, tuple[Need, ...]] = {}
+    for pair in bound.pairs:
+        carrying = [(route.first_token, route.layers[0]) for route in bound.routes(pair) if route.num_bytes]
+        starts: dict[int, int] = {}
+        # The least start of a layer is the last one to be put down.
+        for start, layers in sorted(carrying, key=itemgetter(0), reverse=True):
+            starts |= dict.fromkeys(layers, start)
+        if starts:
+            by_pair[pair] = _layer_ranges(starts)
+    return by_pair
+
+
+def _layer_ranges(starts: Mapping[int, int]) -> tuple[Need, ...]:
+    """Neighbouring layers with the same start as one range."""
+    ranges: list[Need] = []
+    for layer in sorted(starts):
+        last = ranges[-1] if ranges else None
+        if last is not None and (last.layers[1], last.start) == (layer, starts[layer]):
+            ranges[-1] = Need((last.layers[0], layer + 1), last.start)
+        else:
+            ranges.append(Need((layer, layer + 1), starts[layer]))
+    return tuple(ranges)
+
+
+def expected_bytes(plan: Plan, prompt: Prompt) -> dict[Pair, dict[str, int]]:
+    """The bytes on the wire of every pair that has something to move, by component."""
+    bound = bound_plan(plan, prompt)
+    by_pair: dict[Pair, dict[str, int]] = {}
+    for pair in bound.pairs:
+        sizes = {
+            route.placed.component.name: route.num_bytes for route in bound.routes(pair) if route.num_bytes
+        }
+        if sizes:
+            by_pair[pair] = sizes
+    return by_pair
+
+
+def check_reach(plan: Plan, prompt: Prompt, tables: PageTables, pair: Pair) -> bool:
+    """Raises ConfigError unless the target's tables are long enough for a pair; whether it moves anything."""
+    bound = bound_plan(plan, prompt)
+
+    def longest() -> list[tuple[RouteEnd, int]]:
+        by_group: dict[str, tuple[RouteEnd, int]] = {}
+        for part in bound.whole(pair).parts:
+            end, num_pages = part.placed.target, part.num_pages["target"]
+            if end.group not in by_group or by_group[end.group][1] < num_pages:
+                by_group[end.group] = (end, num_pages)
+        return list(by_group.values())
+
+    reach: list[tuple[RouteEnd, int]] = bound.kept(("reach", pair), longest)
+    for end, num_pages in reach:
+        end.table(tables, num_pages)
+    return bool(reach)
+
+
+def check_pages(plan: Plan, prompt: Prompt, tables: Mapping[str, Ints], target_rank: int) -> None:
+    """Raises ConfigError unless a target rank's tables are long enough and give each page once."""
+    bound = bound_plan(plan, prompt)
+
+    def used_entries() -> list[tuple[RouteEnd, Ints]]:
+        num_pages = prompt.num_tokens // plan.target.storage.page_tokens + 1
+        numbers = dict.fromkeys(plan.target.cache.groups, np.arange(num_pages, dtype=np.int64))
+        parts = [part for pair in bound.pairs_of_target(target_rank) for part in bound.whole(pair).parts]
+        ends = {part.placed.target.group: part.placed.target for part in parts}
+        entries = _pages_of(parts, "target", {target_rank: numbers})
+        return [(ends[group], used) for group, used in entries.items() if len(used)]
+
+    used: list[tuple[RouteEnd, Ints]] = bound.kept(("pages", target_rank), used_entries)
+    for end, entries in used:
+        pages = end.table({target_rank: tables}, int(entries[-1]) + 1)[entries].tolist()
+        if len(set(pages)) != len(pages):
+            twice = min(page for page, count in Counter(pages).items() if count > 1)
+            raise ConfigError(
+                f"the page table for group {end.group!r} of target rank {target_rank} gives page {twice} "
+                "to two places of one prompt"
+            )
+
+
+# A chunk.
+
+
+@dataclass(frozen=True, slots=True)
+class TransferTerms:
+    """What a grant settles for one transfer; `tables` are the target's, `modes` go by pair of ranks."""
+
+    plan: Plan
+    prompt: Prompt
+    tables: PageTables
+    modes: Mapping[Pair, str]
+    is_verified: bool = False
+
+    def mode(self, pair: Pair) -> str:
+        """How a pair moves; raises ConfigError where the grant has no lane for it."""
+        try:
+            return self.modes[pair]
+        except KeyError:
+            raise ConfigError(f"no lane from source rank {pair[0]} to target rank {pair[1]}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSend:
+    """What a source rank does for one chunk and one target rank; `sums` is empty unless verified.
+
+    Offsets into staging count from the chunk's own place there (`place_in_staging`).
+    """
+
+    target_rank: int
+    packs: tuple[Pack, ...]
+    copies: tuple[Copy, ...]
+    staging_bytes: int
+    """At the target; where there are packs, as much at the source."""
+    num_bytes: dict[str, int]
+    sums: Gathers
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkReceive:
+    """What a target rank does once a chunk of one source rank is there; `sums` is empty unless verified."""
+
+    source_rank: int
+    unpacks: tuple[Unpack, ...]
+    staging_bytes: int
+    num_bytes: dict[str, int]
+    sums: Gathers
+
+
+def bind_source(
+    terms: TransferTerms, source_rank: int, source_tables: Mapping[str, Ints], chunk: Chunk
+) -> list[ChunkSend]:
+    """What a source rank does for a chunk, for each target rank that gets something of it."""
+    bound = bound_plan(terms.plan, terms.prompt)
+    tables = Tables({source_rank: source_tables}, terms.tables)
+    sends: list[ChunkSend] = []
+    for pair in bound.pairs_of_source(source_rank):
+        moved = bound.chunk(pair, chunk)
+        if not moved.parts:
+            continue
+        mode = terms.mode(pair)
+        sends.append(
+            ChunkSend(
+                target_rank=pair[1],
+                packs=tuple(moved.packs(tables)) if mode == PACK else (),
+                copies=tuple(moved.copies(tables, mode)),
+                staging_bytes=moved.staging_bytes(mode),
+                num_bytes=moved.num_bytes,
+                sums=moved.gathers(tables, "source", mode) if terms.is_verified else {},
+            )
+        )
+    return sends
+
+
+def bind_target(terms: TransferTerms, source_rank: int, target_rank: int, chunk: Chunk) -> ChunkReceive:
+    """What a target rank does for a chunk of a source rank; needs none but its own page tables."""
+    pair, tables = (source_rank, target_rank), Tables({}, terms.tables)
+    moved = bound_plan(terms.plan, terms.prompt).chunk(pair, chunk)
+    if not moved.parts:
+        return ChunkReceive(source_rank, (), 0, {}, {})
+    mode = terms.mode(pair)
+    return ChunkReceive(
+        source_rank=source_rank,
+        unpacks=tuple(moved.unpacks(tables, mode)),
+        staging_bytes=moved.staging_bytes(mode),
+        num_bytes=moved.num_bytes,
+        sums=moved.gathers(tables, "target", mode) if terms.is_verified else {},
+    )
 
 
 def bind(
     plan: Plan, prompt: Prompt, tables: Tables, chunk: Chunk, cost: PackCost | None = None
 ) -> list[Step]:
-    """The steps that move one chunk of one prompt between every pair of ranks that the plan names."""
+    """The steps that move one chunk between every pair of ranks, each worked out by the two ranks alone."""
+    chosen = {pair: mode.mode for pair, mode in modes(plan, prompt, cost or PackCost()).items()}
+    terms = TransferTerms(plan, prompt, tables.target, chosen)
     steps: list[Step] = []
-    for parts in parts_by_pair(plan, prompt, tables, chunk).values():
-        steps.extend(packed(parts) if is_packed(parts, cost or PackCost()) else unpacked(parts))
+    for source_rank in dict.fromkeys(pair[0] for pair in bound_plan(plan, prompt).pairs):
+        for send in bind_source(terms, source_rank, tables.source.get(source_rank, {}), chunk):
+            receive = bind_target(terms, source_rank, send.target_rank, chunk)
+            steps += [*send.packs, *send.copies, *receive.unpacks]
     return steps
 
 
-def parts_by_pair(
-    plan: Plan, prompt: Prompt, tables: Tables, chunk: Chunk
-) -> dict[tuple[int, int], list[Part]]:
-    """What a chunk consists of, by source and target rank."""
-    check_held(plan.target, prompt)
-    pairs: dict[tuple[int, int], list[Part]] = {}
-    known = Known()
-    for route in plan.routes:
-        part = PromptRoute(PlanRoute(plan, route), prompt, known).part(tables, chunk)
-        if part is not None:
-            pairs.setdefault((route.source, route.target), []).append(part)
-    return pairs
+def writable(terms: TransferTerms, source_rank: int, target_rank: int) -> dict[str, tuple[Ints, Ints]]:
+    """Starts and lengths, by buffer of the target rank, of what a pair's copies write outside of staging."""
+    pair = (source_rank, target_rank)
+    bound, mode = bound_plan(terms.plan, terms.prompt), terms.mode(pair)
+    check_mode([route.placed for route in bound.routes(pair)], mode)
+    if mode == PACK:
+        return {}
+    ranges = bound.whole(pair).unstaged_spans(Tables({}, terms.tables), "target", "target")
+    return {buffers[1]: (spans.source, spans.length) for buffers, spans in ranges}
 
 
-def is_packed(parts: list[Part], cost: PackCost) -> bool:
-    """Whether a pair's copies are gathered into one; tokens that only move together are never taken apart."""
-    if parts[0].fixed.plan.source.storage.granule > 1:
-        return False
-    num_spans = sum(part.num_spans for part in parts)
-    return cost.prefers_packing(num_spans, sum(part.num_bytes for part in parts))
+def place_in_staging(copy: Copy, source_at: int, target_at: int) -> Spans:
+    """A copy's spans once it is known where in either end's staging the chunk lies."""
+    source, target = copy.spans.source, copy.spans.target
+    if copy.source_buffer == STAGING:
+        source = source + source_at
+    if copy.target_buffer == STAGING:
+        target = target + target_at
+    return Spans(source, target, copy.spans.length)
 
 
-def unpacked(parts: Sequence[Part]) -> Iterator[Step]:
-    """A pair's steps without packing: plain copies, and conversion at the target where the dtype differs."""
-    yield from direct([part for part in parts if not part.fixed.is_converted])
-    for part, base in staged([part for part in parts if part.fixed.is_converted]):
-        yield landing(part, base)
-        yield unpack(part, base)
+def pages_read(
+    plan: Plan, prompt: Prompt, tables: Mapping[str, Ints], chunk: Chunk, source_rank: int
+) -> dict[str, Ints]:
+    """The pages of a source rank that a chunk's copies read, ascending by group; `tables` are its own."""
+    bound = bound_plan(plan, prompt)
+    parts = [part for pair in bound.pairs_of_source(source_rank) for part in bound.chunk(pair, chunk).parts]
+    return {
+        group: np.sort(pages) for group, pages in _pages_of(parts, "source", {source_rank: tables}).items()
+    }
 
 
-def packed(parts: Sequence[Part]) -> Iterator[Step]:
-    """A pair's steps with packing: gathered at the source, one copy, scattered at the target."""
-    places = staged(parts)
-    yield from (pack(part, base) for part, base in places)
-    yield staging_copy(parts)
-    yield from (unpack(part, base) for part, base in places)
-
-
-def direct(parts: Sequence[Part]) -> Iterator[Copy]:
-    """Plain copies of parts of one pair, one for each pair of buffers."""
-    together: dict[tuple[str, str], list[Lowered]] = {}
+def _pages_of(parts: Iterable[RouteChunk], side: str, tables: PageTables) -> dict[str, Ints]:
+    """The pages that parts touch at one end of one rank, by group, in the order of its table."""
+    marks: dict[str, Ints] = {}
+    by_group: dict[str, Ints] = {}
+    seen = set()
     for part in parts:
-        spans = part.lower("source", "target")
-        together.setdefault(part.buffers, []).append(spans)
-    ends = (parts[0].route.source, parts[0].route.target) if parts else (0, 0)
-    for buffers, found in together.items():
-        yield Copy(*ends, *buffers, joined(found))
-
-
-def staged(parts: Sequence[Part]) -> list[tuple[Part, int]]:
-    """Parts with where they begin in staging, one after another."""
-    found, base = [], 0
-    for part in parts:
-        found.append((part, base))
-        base += part.num_bytes
-    return found
-
-
-def landing(part: Part, base: int) -> Copy:
-    """From the source's buffer straight into the target's staging."""
-    spans = joined([part.lower("source", "staging", base)])
-    return Copy(part.route.source, part.route.target, part.buffers[0], STAGING, spans)
-
-
-def pack(part: Part, base: int) -> Pack:
-    """From the source's buffer into its own staging."""
-    spans = joined([part.lower("source", "staging", base)])
-    return Pack(part.route.source, part.route.target, part.component.name, part.buffers[0], spans)
-
-
-def staging_copy(parts: Sequence[Part]) -> Copy:
-    """All of a pair's staging from one end to the other."""
-    num_bytes = sum(part.num_bytes for part in parts)
-    whole = (np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.array([num_bytes], dtype=np.int64))
-    return Copy(parts[0].route.source, parts[0].route.target, STAGING, STAGING, Spans(*whole))
-
-
-def unpack(part: Part, base: int) -> Unpack:
-    """From the target's staging to its buffer, in the target's dtype."""
-    items = (part.fixed.wire_item_bytes, part.fixed.target.at.item_bytes)
-    spans = joined([part.lower("staging", "target", base)], *items)
-    route = part.route
-    return Unpack(route.source, route.target, part.component.name, part.buffers[1], spans, part.fixed.dtypes)
+        end, entries = part.end(side), part.entries
+        if (end.group, entries) in seen:
+            continue
+        seen.add((end.group, entries))
+        table = by_group[end.group] = end.table(tables, part.num_pages[side])
+        counts = marks.setdefault(end.group, np.zeros(len(table) + 1, dtype=np.int64))
+        slots = part.owned(side).count(entries.runs.starts)
+        lengths = entries.runs.stops - entries.runs.starts
+        np.add.at(counts, slots // end.at.page_entries, 1)
+        np.subtract.at(counts, (slots + lengths - 1) // end.at.page_entries + 1, 1)
+    return {group: by_group[group][np.cumsum(counts[:-1]) > 0] for group, counts in marks.items()}

@@ -58,11 +58,11 @@ def estimates(report: Report, active_parameters: float | None) -> list[Estimate]
     by_layer = layer_bytes(report)
     total_s = compute_s(report, active_parameters) if active_parameters else 0.0
     per_layer = (total_s / len(by_layer),) * len(by_layer)
-    found = []
+    by_link = []
     for gbps in LINK_GBPS:
         transfer = tuple(num_bytes * 8 / (gbps * 1e9) for num_bytes in by_layer)
         times = LayerTimes(per_layer, transfer, GROUP_OVERHEAD_S)
         groups = choose("cost", times, report.prompt.num_tokens)
         serial_s = measure(times, choose("off", times, report.prompt.num_tokens)).completion_s
-        found.append(Estimate(gbps, serial_s, len(groups), measure(times, groups)))
-    return found
+        by_link.append(Estimate(gbps, serial_s, len(groups), measure(times, groups)))
+    return by_link

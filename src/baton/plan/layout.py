@@ -2,6 +2,9 @@
 
 Axes are written outermost first and ranks are numbered row-major in that order. An axis that is not written
 has size one.
+
+Context parallelism deals tokens by a scheme. A share is a part of the tokens; `num_shares` of them partition
+any prompt. Where there is one share, every rank of the axis holds all of it.
 """
 
 from __future__ import annotations
@@ -10,10 +13,11 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import TypeAlias
 
 from baton.errors import LayoutError
 from baton.plan.ranges import Range, Ranges, even_cuts, from_sizes
-from baton.plan.schemes import Mirror, Scheme, Split, Stripe
+from baton.plan.tokens import Stride
 
 AXIS_NAMES = ("dp", "pp", "cp", "tp")
 NUM_RANKS_MAX = 16_384
@@ -21,6 +25,57 @@ BLOCK_MAX = 1 << 24
 
 _AXIS = re.compile(r"(?P<name>[a-z]+)(?P<size>[0-9]+)(?::(?P<option>.+))?")
 _NUMBER = re.compile(r"[1-9][0-9]{0,9}")
+
+
+@dataclass(frozen=True, slots=True)
+class Mirror:
+    """Every rank holds every token."""
+
+    def num_shares(self, num_ranks: int) -> int:
+        """One: all ranks hold the same."""
+        del num_ranks
+        return 1
+
+    def share(self, index: int, num_ranks: int, num_tokens: int, page_tokens: int) -> Stride:
+        """All tokens."""
+        del index, num_ranks, page_tokens
+        return Stride(0, num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Contiguous runs of whole pages, sizes a page apart at most, earlier ranks getting the extra."""
+
+    def num_shares(self, num_ranks: int) -> int:
+        """One run per rank."""
+        return num_ranks
+
+    def share(self, index: int, num_ranks: int, num_tokens: int, page_tokens: int) -> Stride:
+        """The run of one rank; empty where there are fewer pages than ranks."""
+        num_pages = -(-num_tokens // page_tokens)
+        base, extra = divmod(num_pages, num_ranks)
+        first = index * base + min(index, extra)
+        last = first + base + (index < extra)
+        return Stride(min(first * page_tokens, num_tokens), min(last * page_tokens, num_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Stripe:
+    """Tokens dealt round robin in blocks; a block of 0 stands for the side's page."""
+
+    block: int
+
+    def num_shares(self, num_ranks: int) -> int:
+        """One stripe per rank."""
+        return num_ranks
+
+    def share(self, index: int, num_ranks: int, num_tokens: int, page_tokens: int) -> Stride:
+        """The stripe of one rank: owner(t) = (t // block) mod ranks."""
+        block = self.block or page_tokens
+        return Stride(0, num_tokens, index * block, block, num_ranks * block)
+
+
+Scheme: TypeAlias = Mirror | Split | Stripe
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +109,10 @@ class Layout:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank sits on every axis."""
-        found = dict.fromkeys(AXIS_NAMES, 0)
+        position = dict.fromkeys(AXIS_NAMES, 0)
         for axis in reversed(self.axes):
-            rank, found[axis.name] = divmod(rank, axis.size)
-        return found
+            rank, position[axis.name] = divmod(rank, axis.size)
+        return position
 
     def strides(self) -> dict[str, int]:
         """By how much the rank number grows along each axis."""

@@ -1,9 +1,9 @@
-"""From boxes to spans: where a route's elements lie on both ends, as few contiguous copies as there are.
+"""From boxes to spans: where a route's elements lie at both ends, as few contiguous copies as possible.
 
-Theory. A face is one end of a copy: a rank's pool behind a page table, or staging memory, which is a pool
-with one endless page. Along a route both faces are walked in the same logical order (layer, tokens, unit,
-dims), so a stretch of memory is one copy exactly as long as every axis inside it has the same extent at
-both ends and its strides follow on without a gap. Three things decide that:
+Theory. A `LayerEnd` is one end of a copy of one layer: a rank's pool behind a page table, or staging memory,
+which has no pages. Both ends are walked in the same logical order (tokens, unit, dims), so a stretch of
+memory is one copy exactly as long as every axis inside it has the same extent at both ends and its strides
+follow on without a gap. Three things decide that:
 
 - inside a token: axes are absorbed from the innermost one outwards while both strides equal what is
   absorbed so far;
@@ -12,14 +12,19 @@ both ends and its strides follow on without a gap. Three things decide that:
 - a whole page: if the piece fills the page at both ends, axes outside the token axis (units, in HND) may
   follow on.
 
-What is left over is an outer sum of offsets: layers x pieces x remaining axes, by numpy. A last pass joins
+What is left over is an outer sum of offsets: pieces x remaining axes. None of it depends on page ids: a span
+lies at `page id x stride + offset`, and which entry of the page table that is, and the offset, are the same
+for all prompts of a length. So the result is a `SpanTemplate` of one layer, made once. Filling in the page
+ids and laying the spans over the layers of a chunk takes a few numpy operations; a last pass joins
 neighbours that meet by luck of the page tables or across components and layers of one pool.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from math import prod
 from operator import itemgetter
 
 import numpy as np
@@ -28,55 +33,47 @@ from baton.plan.steps import Spans
 from baton.plan.tokens import Ints, Runs
 
 FEW = 32
-"""Up to this many spans plain integers are faster than arrays, whose sorting also lets other threads in."""
+"""Up to this many spans plain integers are faster than arrays, whose sorting also lets other threads run."""
 
 
 @dataclass(frozen=True, slots=True)
-class Face:
-    """One end of a copy of one component; `table` is None where memory has no pages."""
+class LayerEnd:
+    """One layer at one end of a copy; `slots` holds the first slot of every run of tokens.
+
+    `page_entries` is 0 where memory has no pages.
+    """
 
     item_bytes: int
-    layer_offsets: Ints
     slots: Ints
     token_stride: int
     axes: tuple[int, ...]
     page_entries: int = 0
     page_stride: int = 0
-    table: Ints | None = None
-
-    def offsets(self, slots: Ints) -> Ints:
-        """Byte offsets of slots within a layer."""
-        if self.table is None:
-            return slots * self.token_stride
-        pages, rest = np.divmod(slots, self.page_entries)
-        return np.asarray(self.table[pages] * self.page_stride + rest * self.token_stride, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class _Pieces:
     """Consecutive tokens that lie in one page at both ends: first slots and counts."""
 
     source: Ints
     target: Ints
     count: Ints
 
-    def where(self, keep: np.ndarray) -> Pieces:
-        """The pieces that a mask selects."""
-        return Pieces(self.source[keep], self.target[keep], self.count[keep])
+    def where(self, keep: np.ndarray) -> _Pieces:
+        return _Pieces(self.source[keep], self.target[keep], self.count[keep])
 
-    def single_tokens(self) -> Pieces:
-        """Every token a piece of its own."""
+    def single_tokens(self) -> _Pieces:
         first = np.repeat(np.cumsum(self.count) - self.count, self.count)
         step = np.arange(len(first), dtype=np.int64) - first
         ones = np.ones(len(first), dtype=np.int64)
-        return Pieces(
+        return _Pieces(
             np.repeat(self.source, self.count) + step, np.repeat(self.target, self.count) + step, ones
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """How a route lowers, whatever the page tables: elements of a stretch, and the axes left over."""
+class _Shape:
+    """Elements of a stretch and the axes left over, for part of a page and for a whole one."""
 
     is_token_joined: bool
     elements: int
@@ -84,43 +81,31 @@ class Shape:
     page_elements: int
     page_rest: tuple[int, ...]
 
-    def num_spans(self, pieces: Pieces, extents: tuple[int, ...], page_entries: int) -> int:
-        """Spans of one layer before neighbouring pages are joined."""
-        per_piece = int(np.prod([extents[axis] for axis in self.rest], dtype=np.int64))
-        per_page = int(np.prod([extents[axis] for axis in self.page_rest], dtype=np.int64))
-        if not self.is_token_joined:
-            return int(pieces.count.sum()) * per_piece
-        num_pages = int(np.count_nonzero(pieces.count == page_entries)) if page_entries else 0
-        return num_pages * per_page + (len(pieces.count) - num_pages) * per_piece
 
-
-def cut(source: Face, target: Face, runs: Runs) -> Pieces:
+def _cut(source: LayerEnd, target: LayerEnd, runs: Runs) -> _Pieces:
     """Runs cut where either end leaves a page."""
     lengths = runs.stops - runs.starts
     first = np.cumsum(lengths) - lengths
-    marks = [
-        first,
-        *(_page_marks(face, first, lengths) for face in (source, target) if face.table is not None),
-    ]
+    marks = [first, *(_page_marks(end, first, lengths) for end in (source, target) if end.page_entries)]
     at = np.sort(np.concatenate(marks))
     at = at[np.append(True, at[1:] != at[:-1])]
     run = np.searchsorted(first, at, side="right") - 1
     inside = at - first[run]
     count = np.diff(at, append=lengths.sum())
-    return Pieces(source.slots[run] + inside, target.slots[run] + inside, count)
+    return _Pieces(source.slots[run] + inside, target.slots[run] + inside, count)
 
 
-def _page_marks(face: Face, first: Ints, lengths: Ints) -> Ints:
+def _page_marks(end: LayerEnd, first: Ints, lengths: Ints) -> Ints:
     """Positions along the runs at which a new page begins."""
-    page = face.page_entries
-    before = face.slots // page
-    crossings = (face.slots + lengths - 1) // page - before
+    page = end.page_entries
+    before = end.slots // page
+    crossings = (end.slots + lengths - 1) // page - before
     run = np.repeat(np.arange(len(first)), crossings)
     nth = np.arange(len(run)) - np.repeat(np.cumsum(crossings) - crossings, crossings) + 1
-    return np.asarray(first[run] + (before[run] + nth) * page - face.slots[run], dtype=np.int64)
+    return np.asarray(first[run] + (before[run] + nth) * page - end.slots[run], dtype=np.int64)
 
 
-def shape(source: Face, target: Face, extents: tuple[int, ...]) -> Shape:
+def _shape(source: LayerEnd, target: LayerEnd, extents: tuple[int, ...]) -> _Shape:
     """What can be joined along the axes of a token, the token axis and a whole page."""
     axes = tuple(axis for axis, extent in enumerate(extents) if extent > 1)
     elements, rest = _absorb(source, target, extents, axes, 1)
@@ -129,13 +114,13 @@ def shape(source: Face, target: Face, extents: tuple[int, ...]) -> Shape:
         elements * target.item_bytes,
     )
     if not is_joined or source.page_entries != target.page_entries:
-        return Shape(is_joined, elements, rest, elements, rest)
+        return _Shape(is_joined, elements, rest, elements, rest)
     page_elements, page_rest = _absorb(source, target, extents, rest, elements * source.page_entries)
-    return Shape(True, elements, rest, page_elements, page_rest)
+    return _Shape(True, elements, rest, page_elements, page_rest)
 
 
 def _absorb(
-    source: Face, target: Face, extents: tuple[int, ...], axes: tuple[int, ...], elements: int
+    source: LayerEnd, target: LayerEnd, extents: tuple[int, ...], axes: tuple[int, ...], elements: int
 ) -> tuple[int, tuple[int, ...]]:
     """Joins axes that follow on from `elements` at both ends; returns what is joined and what is left."""
     left = list(axes)
@@ -152,75 +137,162 @@ def _absorb(
         left.remove(follows[0])
 
 
+def count_spans(source: LayerEnd, target: LayerEnd, extents: tuple[int, ...], runs: Runs) -> int:
+    """The spans of one layer before neighbours are joined: the length of its template, without making it."""
+    shape, count = _shape(source, target, extents), _cut(source, target, runs).count
+    per_piece = prod(extents[axis] for axis in shape.rest)
+    if not shape.is_token_joined:
+        return int(count.sum()) * per_piece
+    num_pages = int(np.count_nonzero(count == source.page_entries)) if source.page_entries else 0
+    per_page = prod(extents[axis] for axis in shape.page_rest)
+    return num_pages * per_page + (len(count) - num_pages) * per_piece
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerOffsets:
+    """Where layers begin at both ends."""
+
+    source: Ints
+    target: Ints
+    source_step_min: int
+    """The least distance from one layer to the next at the source."""
+
+    @staticmethod
+    def of(source: Ints, target: Ints) -> LayerOffsets:
+        """The offsets of at least one layer."""
+        steps = source[1:] - source[:-1]
+        return LayerOffsets(source, target, int(steps.min()) if len(steps) else 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TemplateEnd:
+    """Where the spans of one layer lie at one end; `pages` indexes the page table, None: no pages."""
+
+    pages: Ints | None
+    offsets: Ints
+    page_stride: int
+
+    def fill(self, table: Ints | None) -> Ints:
+        """Byte offsets under a page table, as if the layer began at byte 0."""
+        if self.pages is None:
+            return self.offsets
+        assert table is not None, "memory with pages has a page table"
+        filled: Ints = table[self.pages] * self.page_stride + self.offsets
+        return filled
+
+    def over(self, layer_offsets: Ints) -> TemplateEnd:
+        """The same of layers that begin at these bytes."""
+        pages = None if self.pages is None else np.tile(self.pages, len(layer_offsets))
+        return TemplateEnd(pages, (layer_offsets[:, None] + self.offsets).ravel(), self.page_stride)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SpanTemplate:
+    """The spans of one layer that begins at byte 0, page ids left open."""
+
+    source: TemplateEnd
+    target: TemplateEnd
+    length: Ints
+    item_bytes: tuple[int, int]
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    def fill(self, source_table: Ints | None, target_table: Ints | None) -> Spans:
+        """The spans under page tables, in no order, neighbours not joined."""
+        source = self.source.fill(source_table)
+        is_one_end = self.target is self.source
+        return Spans(source, source if is_one_end else self.target.fill(target_table), self.length)
+
+    def over(self, offsets: LayerOffsets) -> SpanTemplate:
+        """A template of all layers, as if they were one."""
+        source = self.source.over(offsets.source)
+        target = source if self.target is self.source else self.target.over(offsets.target)
+        return SpanTemplate(source, target, np.tile(self.length, len(offsets.source)), self.item_bytes)
+
+
+def make_template(source: LayerEnd, target: LayerEnd, extents: tuple[int, ...], runs: Runs) -> SpanTemplate:
+    """The spans of one layer; whole pages may be longer stretches than parts of one."""
+    shape, pieces = _shape(source, target, extents), _cut(source, target, runs)
+    if not shape.is_token_joined:
+        stretches = [(shape.rest, shape.elements, pieces.single_tokens())]
+    elif shape.page_rest == shape.rest:
+        stretches = [(shape.rest, shape.elements, pieces)]
+    else:
+        is_page = pieces.count == source.page_entries
+        per_token = shape.page_elements // source.page_entries
+        stretches = [
+            (shape.page_rest, per_token, pieces.where(is_page)),
+            (shape.rest, shape.elements, pieces.where(~is_page)),
+        ]
+    lengths = [
+        np.repeat(part.count * (elements * source.item_bytes), prod(extents[axis] for axis in axes))
+        for axes, elements, part in stretches
+    ]
+    source_end = _template_end(source, extents, [(axes, part.source) for axes, _, part in stretches])
+    target_end = source_end
+    if target is not source:
+        target_end = _template_end(target, extents, [(axes, part.target) for axes, _, part in stretches])
+    return SpanTemplate(
+        source_end, target_end, np.concatenate(lengths), (source.item_bytes, target.item_bytes)
+    )
+
+
+def _template_end(
+    end: LayerEnd, extents: tuple[int, ...], stretches: Sequence[tuple[tuple[int, ...], Ints]]
+) -> TemplateEnd:
+    """The outer sum of slots x remaining axes, cut into pages and offsets inside of them."""
+    pages, offsets = [], []
+    for axes, slots in stretches:
+        page, slot = np.divmod(slots, end.page_entries) if end.page_entries else (slots, slots)
+        inner = [np.arange(extents[axis], dtype=np.int64) * end.axes[axis] for axis in axes]
+        offsets.append(reduce(np.add.outer, inner, slot * end.token_stride).ravel())
+        pages.append(np.repeat(page, prod(extents[axis] for axis in axes)))
+    has_pages = bool(end.page_entries)
+    return TemplateEnd(np.concatenate(pages) if has_pages else None, np.concatenate(offsets), end.page_stride)
+
+
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """Spans of one component of one route; joined: known to be sorted and to have no neighbours."""
+    """Spans; joined: known to be ascending and to have no neighbours."""
 
     spans: Spans
     is_joined: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Stretches:
-    """Pieces of a token run that are one stretch of memory at either end for each place along `axes`."""
-
-    axes: tuple[int, ...]
-    elements: int
-    """Of one token."""
-    pieces: Pieces
-
-
-def stretches(source: Face, target: Face, extents: tuple[int, ...], pieces: Pieces) -> list[Stretches]:
-    """How pieces fall into stretches; whole pages may reach further than parts of one."""
-    found = shape(source, target, extents)
-    if not found.is_token_joined:
-        return [Stretches(found.rest, found.elements, pieces.single_tokens())]
-    if found.page_rest == found.rest:
-        return [Stretches(found.rest, found.elements, pieces)]
-    is_page = pieces.count == source.page_entries
-    per_token = found.page_elements // source.page_entries
-    return [
-        Stretches(found.page_rest, per_token, pieces.where(is_page)),
-        Stretches(found.rest, found.elements, pieces.where(~is_page)),
-    ]
+def over_layers(layer: Spans, offsets: LayerOffsets, item_bytes: tuple[int, int]) -> Lowered:
+    """The joined spans of one layer, repeated for every layer."""
+    if len(offsets.source) == 1:
+        return Lowered(
+            Spans(layer.source + offsets.source, layer.target + offsets.target, layer.length), True
+        )
+    source = (offsets.source[:, None] + layer.source).ravel()
+    target = (offsets.target[:, None] + layer.target).ravel()
+    spans = Spans(source, target, np.concatenate([layer.length] * len(offsets.source)))
+    # Layers that do not reach into each other are ascending as they are, and can meet at their borders alone.
+    reach = int(layer.source[-1] + layer.length[-1] - layer.source[0])
+    if reach != offsets.source_step_min:
+        return Lowered(spans, reach < offsets.source_step_min)
+    target_reach = layer.target[-1] + layer.length[-1] // item_bytes[0] * item_bytes[1] - layer.target[0]
+    meets = (np.diff(offsets.source) == reach) & (np.diff(offsets.target) == target_reach)
+    return Lowered(spans, not meets.any())
 
 
-def lower(source: Face, target: Face, extents: tuple[int, ...], pieces: Pieces) -> list[Lowered]:
-    """The spans of one component of one route; to be joined with what shares its buffers."""
-    return [
-        _spans(source, target, (extents, each.axes, each.elements), each.pieces)
-        for each in stretches(source, target, extents, pieces)
-    ]
-
-
-def _spans(
-    source: Face, target: Face, rest: tuple[tuple[int, ...], tuple[int, ...], int], pieces: Pieces
-) -> Lowered:
-    """The outer sum layers x pieces x remaining axes."""
-    extents, axes, elements_per_token = rest
-    source_at, target_at = source.offsets(pieces.source), target.offsets(pieces.target)
-    length = pieces.count * (elements_per_token * source.item_bytes)
-    within = join(Spans(source_at, target_at, length), source.item_bytes, target.item_bytes)
-    sides = []
-    for face, at in ((source, within.source), (target, within.target)):
-        inner = [np.arange(extents[axis], dtype=np.int64) * face.axes[axis] for axis in axes]
-        sides.append(reduce(np.add.outer, inner, np.add.outer(face.layer_offsets, at)).ravel())
-    repeats = len(sides[0]) // max(1, len(within) * len(source.layer_offsets))
-    lengths = np.tile(np.repeat(within.length, repeats), len(source.layer_offsets))
-    is_joined = repeats == 1 and _has_gaps(source.layer_offsets, within)
-    return Lowered(Spans(sides[0], sides[1], lengths), is_joined)
-
-
-def _has_gaps(layer_offsets: Ints, within: Spans) -> bool:
-    """Whether layers lie one after another at the source with room between them."""
-    if not len(within):
-        return True
-    reach = within.source[-1] + within.length[-1] - within.source[0]
-    return bool((np.diff(layer_offsets) > reach).all())
+def merge(parts: Sequence[Lowered], source_item: int = 1, target_item: int = 1) -> Spans:
+    """The spans of several parts as one set, neighbours joined."""
+    if len(parts) == 1 and parts[0].is_joined:
+        return parts[0].spans
+    if len(parts) == 1:
+        return join(parts[0].spans, source_item, target_item)
+    spans = [part.spans for part in parts]
+    source = np.concatenate([part.source for part in spans])
+    target = np.concatenate([part.target for part in spans])
+    length = np.concatenate([part.length for part in spans])
+    return join(Spans(source, target, length), source_item, target_item)
 
 
 def join(spans: Spans, source_item: int = 1, target_item: int = 1) -> Spans:
-    """Neighbours at both ends made one; the spans come back ascending by source offset."""
+    """Neighbours at both ends joined; the spans come back ascending by source offset."""
     if len(spans) < 2:
         return spans
     if len(spans) <= FEW:
@@ -240,12 +312,12 @@ def join(spans: Spans, source_item: int = 1, target_item: int = 1) -> Spans:
 def _join_few(spans: Spans, source_item: int, target_item: int) -> Spans:
     """The same with plain integers."""
     rows = zip(spans.source.tolist(), spans.target.tolist(), spans.length.tolist(), strict=True)
-    found: list[list[int]] = []
+    joined: list[list[int]] = []
     source_end = target_end = -1
     for source, target, length in sorted(rows, key=itemgetter(0)):
         if (source, target) == (source_end, target_end):
-            found[-1][2] += length
+            joined[-1][2] += length
         else:
-            found.append([source, target, length])
+            joined.append([source, target, length])
         source_end, target_end = source + length, target + length // source_item * target_item
-    return Spans(*(np.array(column, dtype=np.int64) for column in zip(*found, strict=True)))
+    return Spans(*(np.array(column, dtype=np.int64) for column in zip(*joined, strict=True)))

@@ -12,9 +12,8 @@ from functools import cached_property, lru_cache
 
 from baton.errors import LayoutError
 from baton.plan.cache import Cache, Component
-from baton.plan.layout import Layout
+from baton.plan.layout import Layout, Mirror, Scheme, Stripe
 from baton.plan.ranges import Range, Ranges, intersection, size
-from baton.plan.schemes import Mirror, Scheme, Stripe
 from baton.plan.storage import Holding, Placement, Storage, place
 from baton.plan.tokens import Stride
 
@@ -82,11 +81,11 @@ def scheme(spec: Spec, component: Component) -> Scheme:
 
 
 def _check_granule(spec: Spec, component: Component, side: str) -> None:
-    found = scheme(spec, component)
+    dealing = scheme(spec, component)
     granule = spec.storage.granule
-    if isinstance(found, Stripe) and (found.block or spec.storage.page_tokens) % granule:
+    if isinstance(dealing, Stripe) and (dealing.block or spec.storage.page_tokens) % granule:
         raise LayoutError(
-            f"stripes of {found.block} tokens cut through granules of {granule}; use a multiple",
+            f"stripes of {dealing.block} tokens cut through granules of {granule}; use a multiple",
             component=component.name,
             sides=f"{side} {spec.layout}",
         )
@@ -101,9 +100,9 @@ def share_stride(spec: Spec, component: Component, share: int, num_entries: int)
 @lru_cache(maxsize=65_536)
 def box(spec: Spec, component: Component, rank: int, side: str) -> Box:
     """What `rank` holds of `component`."""
-    found = cuts(spec, component, side)
+    pieces = cuts(spec, component, side)
     at = spec.layout.coordinates(rank)
-    return Box(found.layers[at["pp"]], found.units[at["tp"]], found.shares[at["cp"]])
+    return Box(pieces.layers[at["pp"]], pieces.units[at["tp"]], pieces.shares[at["cp"]])
 
 
 @lru_cache(maxsize=16_384)
@@ -115,12 +114,12 @@ def placements(spec: Spec, rank: int, side: str) -> dict[str, Placement]:
         if held.layers:
             holding = Holding(component, size(held.layers), held.units[1] - held.units[0])
             bundles.setdefault(component.bundle, []).append(holding)
-    found: dict[str, Placement] = {}
+    placed: dict[str, Placement] = {}
     for holdings in bundles.values():
-        found |= place(spec.storage, holdings)
-    return found
+        placed |= place(spec.storage, holdings)
+    return placed
 
 
 def buffers(spec: Spec, rank: int, side: str) -> dict[str, int]:
     """The buffers that `rank` needs, with their sizes in bytes."""
-    return {found.buffer: found.buffer_bytes for found in placements(spec, rank, side).values()}
+    return {at.buffer: at.buffer_bytes for at in placements(spec, rank, side).values()}

@@ -10,9 +10,9 @@ from baton.plan.cache import Component
 from baton.plan.dtypes import item_bytes
 from baton.plan.estimate import FLOPS_PER_RANK, Estimate
 from baton.plan.ownership import Spec, cuts
-from baton.plan.prompt import BoundRoute
 from baton.plan.ranges import Range, Ranges, from_ids, text
 from baton.plan.report import Report
+from baton.plan.routes import BoundRoute
 from baton.plan.tokens import TokenSet
 
 ROWS_MAX = 32
@@ -113,9 +113,9 @@ def _layers(layers: Ranges) -> str:
 def _num_mirrors(report: Report, component: Component) -> tuple[int, int]:
     """How many ranks of a group hold the same box, at the source and at the target."""
     given = report.plan.source.cache.by_name[component.name]
-    found = (cuts(report.plan.source, given, "source"), cuts(report.plan.target, component, "target"))
+    both = (cuts(report.plan.source, given, "source"), cuts(report.plan.target, component, "target"))
     source, target = (
-        len(cut.units) // len(set(cut.units)) * (len(cut.shares) // len(set(cut.shares))) for cut in found
+        len(cut.units) // len(set(cut.units)) * (len(cut.shares) // len(set(cut.shares))) for cut in both
     )
     return source, target
 
@@ -199,7 +199,7 @@ def _group(report: Report, key: Callable[[BoundRoute], tuple[object, ...]]) -> l
 
 
 def _row(report: Report, entries: list[tuple[str, list[BoundRoute]]]) -> _Row:
-    routes = [route for _, found in entries for route in found]
+    routes = [route for _, alike in entries for route in alike]
     sizes = [route.num_bytes for route in routes]
     sets = {route.tokens for route in routes}
     units = {route.units for route in routes if route.units is not None}
@@ -275,7 +275,7 @@ def _costs(estimates: Sequence[Estimate], active_parameters: float | None) -> st
         title = (
             "Time, estimated (transfer alone: no parameter count is known, so no compute to hide it behind)"
         )
-        links = [(f"{found.link_gbps} Gb/s", human_time(found.serial_s)) for found in estimates]
+        links = [(f"{estimate.link_gbps} Gb/s", human_time(estimate.serial_s)) for estimate in estimates]
         return title + "\n" + columns([("link per rank", "transfer"), *links])
     title = (
         f"Time, estimated (prefill {human_time(estimates[0].overlapped.compute_s)}: "
@@ -284,14 +284,14 @@ def _costs(estimates: Sequence[Estimate], active_parameters: float | None) -> st
     )
     heads = ("link per rank", "transfer", "prefill, then transfer", "overlapped", "groups", "exposed")
     rows: list[tuple[str, ...]] = [(*heads, "efficiency", "bound")]
-    for found in estimates:
-        outcome = found.overlapped
-        times = (outcome.transfer_s, found.serial_s, outcome.completion_s)
+    for estimate in estimates:
+        outcome = estimate.overlapped
+        times = (outcome.transfer_s, estimate.serial_s, outcome.completion_s)
         rows.append(
             (
-                f"{found.link_gbps} Gb/s",
+                f"{estimate.link_gbps} Gb/s",
                 *(human_time(seconds) for seconds in times),
-                str(found.num_groups),
+                str(estimate.num_groups),
                 human_time(outcome.exposed_s),
                 f"{outcome.efficiency:.3f}",
                 f"{outcome.bound:.3f}",

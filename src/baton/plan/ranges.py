@@ -40,17 +40,17 @@ def overlap(left: Range, right: Range) -> Range | None:
 
 def intersection(left: Ranges, right: Ranges) -> Ranges:
     """The integers in both; each input is sorted and disjoint."""
-    found: list[Range] = []
+    common_ranges: list[Range] = []
     i = j = 0
     while i < len(left) and j < len(right):
         common = overlap(left[i], right[j])
         if common:
-            found.append(common)
+            common_ranges.append(common)
         if left[i][1] <= right[j][1]:
             i += 1
         else:
             j += 1
-    return tuple(found)
+    return tuple(common_ranges)
 
 
 def size(ranges: Ranges) -> int:

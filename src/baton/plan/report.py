@@ -12,16 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from baton.plan.alike import Sort, sorts_of_pairs
-from baton.plan.binding import Part, Tables, is_packed, parts_by_pair, unpacked
 from baton.plan.cache import Component
 from baton.plan.checker import check
+from baton.plan.chunks import Pair, PairChunk, Tables, bound_plan, pairs_alike
 from baton.plan.dtypes import item_bytes
-from baton.plan.ownership import END, Spec
-from baton.plan.packing import PackCost
-from baton.plan.prompt import BoundRoute, Chunk, Prompt, resolve
-from baton.plan.routes import Plan
-from baton.plan.steps import copy_lengths
+from baton.plan.ownership import Spec
+from baton.plan.routes import BoundRoute, Plan, Prompt, resolve
+from baton.plan.steps import PACK, PackCost
 from baton.plan.tokens import Ints, TokenSet
 
 VERSION = 1
@@ -39,36 +36,33 @@ class Report:
     @cached_property
     def routes(self) -> tuple[BoundRoute, ...]:
         """The routes of this prompt, checked independently of the planner."""
-        found = resolve(self.plan, self.prompt)
-        check(self.plan, self.prompt, found)
-        return found
+        routes = resolve(self.plan, self.prompt)
+        check(self.plan, self.prompt, routes)
+        return routes
 
     @cached_property
-    def _sorts(self) -> list[tuple[Sort, list[Part]]]:
-        """The whole prompt as one chunk over scattered pages, once for each sort of pair."""
-        whole = Chunk((0, END), (0, self.prompt.num_tokens))
-        tables = Tables(
-            _scattered(self.plan.source, self.plan.source_dp, self.prompt),
-            _scattered(self.plan.target, self.plan.target_dp, self.prompt),
-        )
-        found = []
-        for sort in sorts_of_pairs(self.plan):
-            for parts in parts_by_pair(sort.plan, self.prompt, tables, whole).values():
-                found.append((sort, parts))
-        return found
+    def _pairs(self) -> list[tuple[tuple[Pair, ...], PairChunk]]:
+        """Pairs of ranks that bind alike, with what each of them moves of the whole prompt."""
+        bound = bound_plan(self.plan, self.prompt)
+        moved = [(pairs, bound.whole(pairs[0])) for pairs in pairs_alike(self.plan)]
+        return [(pairs, chunk) for pairs, chunk in moved if chunk.parts]
 
     @cached_property
     def copy_sizes(self) -> dict[int, int]:
         """How many copies there are of every size in bytes, ascending; a packed pair has one copy."""
-        found: Counter[int] = Counter()
-        for sort, parts in self._sorts:
-            if is_packed(parts, self.cost):
-                found[sum(part.num_bytes for part in parts)] += len(sort.pairs)
-                continue
-            sizes, counts = np.unique(copy_lengths(list(unpacked(parts))), return_counts=True)
+        tables = Tables(
+            _scattered(self.plan.source, self.plan.source_dp, self.prompt),
+            _scattered(self.plan.target, self.plan.target_dp, self.prompt),
+        )
+        totals: Counter[int] = Counter()
+        for pairs, chunk in self._pairs:
+            lengths = np.concatenate(
+                [copy.spans.length for copy in chunk.copies(tables, chunk.mode(self.cost))]
+            )
+            sizes, counts = np.unique(lengths, return_counts=True)
             for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
-                found[size] += count * len(sort.pairs)
-        return dict(sorted(found.items()))
+                totals[size] += count * len(pairs)
+        return dict(sorted(totals.items()))
 
     @property
     def num_copies(self) -> int:
@@ -91,14 +85,13 @@ class Report:
     @cached_property
     def packed_pairs(self) -> list[tuple[int, int]]:
         """Pairs of ranks whose copies are gathered first."""
-        return sorted(
-            pair for sort, parts in self._sorts if is_packed(parts, self.cost) for pair in sort.pairs
-        )
+        packed = (pairs for pairs, chunk in self._pairs if chunk.mode(self.cost) == PACK)
+        return sorted(pair for pairs in packed for pair in pairs)
 
     @cached_property
     def num_direct_copies(self) -> int:
         """Copies if nothing were packed."""
-        return sum(len(sort.pairs) * part.num_spans for sort, parts in self._sorts for part in parts)
+        return sum(len(pairs) * part.num_spans for pairs, chunk in self._pairs for part in chunk.parts)
 
     @cached_property
     def bytes_by_source(self) -> list[int]:

@@ -12,6 +12,9 @@ from baton.plan.tokens import Ints
 STAGING = "staging"
 """The buffer name of staging memory; a pair of ranks has one at each end, offsets counted from its lease."""
 
+DIRECT, CONVERT, PACK = "direct", "convert", "pack"
+"""How a pair of ranks moves a prompt; see `binding`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Spans:
@@ -74,3 +77,25 @@ def copy_lengths(steps: list[Step]) -> Ints:
     """The lengths of everything that crosses between ranks."""
     lengths = [step.spans.length for step in steps if isinstance(step, Copy)]
     return np.concatenate(lengths) if lengths else np.zeros(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class PackCost:
+    """What posting a span and packing a byte cost on this pair of machines.
+
+    The defaults are round figures for RDMA between GPUs; an endpoint measures its own.
+    """
+
+    span_s: float = 0.3e-6
+    link_bytes_per_s: float = 50e9
+    pack_bytes_per_s: float = 200e9
+    pack_s: float = 20e-6
+
+    def prefers_packing(self, num_spans: int, num_bytes: int) -> bool:
+        """Whether the posting that the link cannot hide costs more than packing and unpacking."""
+        exposed_s = num_spans * self.span_s - num_bytes / self.link_bytes_per_s
+        return exposed_s > self.pack_s + 2 * num_bytes / self.pack_bytes_per_s
+
+
+NEVER_PACK = PackCost(span_s=0.0)
+ALWAYS_PACK = PackCost(span_s=1.0, pack_s=0.0)

@@ -51,10 +51,6 @@ class Stride:
             below += sign * (periods * self.block + min(rest, self.block))
         return below
 
-    def clipped(self, start: int, stop: int) -> Stride:
-        """The members that lie in [start, stop)."""
-        return Stride(max(self.start, start), min(self.stop, stop), self.phase, self.block, self.period)
-
 
 def _members_below(stride: Stride, tokens: Ints) -> Ints:
     if stride.is_whole:
@@ -90,11 +86,11 @@ def runs(strides: Sequence[Stride]) -> Runs:
     """The tokens that belong to every one of `strides`."""
     start = max(stride.start for stride in strides)
     stop = min(stride.stop for stride in strides)
-    found = _whole(start, stop)
+    common = _whole(start, stop)
     for stride in strides:
         if not stride.is_whole:
-            found = _meet(found, _expand(stride, start, stop))
-    return found
+            common = _meet(common, _expand(stride, start, stop))
+    return common
 
 
 def _whole(start: int, stop: int) -> Runs:
@@ -139,8 +135,8 @@ def token_set(strides: Sequence[Stride]) -> TokenSet:
     if period == 1:
         return ((start, stop),)
     # Two periods tell all: a run that `start` cuts short has no copy of itself one period on.
-    found = runs([*strides, Stride(start, min(stop, start + 2 * period))])
-    pairs = list(zip(found.starts.tolist(), found.stops.tolist(), strict=True))
+    common = runs([*strides, Stride(start, min(stop, start + 2 * period))])
+    pairs = list(zip(common.starts.tolist(), common.stops.tolist(), strict=True))
     repeats = {a for a, _ in pairs}
     items: list[TokenItem] = []
     for a, b in pairs:

@@ -49,7 +49,7 @@ SPECS_MAX = 256
 @lru_cache(maxsize=SPECS_MAX)
 def spec_to_bytes(spec: Spec) -> bytes:
     """The spec as JSON; equal specs give equal bytes. Raises where `spec_from_bytes` would refuse them."""
-    found = {
+    fields = {
         "layout": spec.layout.text,
         "cache": {
             "num_layers": spec.cache.num_layers,
@@ -65,7 +65,7 @@ def spec_to_bytes(spec: Spec) -> bytes:
             "num_pages_default": spec.storage.num_pages_default,
         },
     }
-    raw = json.dumps(found, sort_keys=True, separators=(",", ":")).encode()
+    raw = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
     spec_from_bytes(raw)
     return raw
 
@@ -92,22 +92,22 @@ def spec_from_bytes(raw: bytes) -> Spec:
     if len(raw) > SPEC_BYTES_MAX:
         raise ConfigError(f"a spec has at most {SPEC_BYTES_MAX} bytes, found {len(raw)}")
     try:
-        found = json.loads(raw.decode("ascii"), object_pairs_hook=_once)
+        document = json.loads(raw.decode("ascii"), object_pairs_hook=_once)
     except (ValueError, RecursionError) as cause:
         raise ConfigError(
             f"a spec has to be JSON: {type(cause).__name__} ({str(cause)[:TEXT_MAX]})"
         ) from None
-    fields = _Read("spec", found).fields("layout", "cache", "storage")
+    fields = _Read("spec", document).fields("layout", "cache", "storage")
     spec = Spec(_layout(fields["layout"]), _cache(fields["cache"]), _storage(fields["storage"]))
     _check_pools(spec)
     return spec
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError(f"a field is given twice, among {', '.join(sorted(found))[:TEXT_MAX]}")
-    return found
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise ValueError(f"a field is given twice, among {', '.join(sorted(fields))[:TEXT_MAX]}")
+    return fields
 
 
 @dataclass(frozen=True, slots=True)

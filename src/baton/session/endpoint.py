@@ -17,7 +17,7 @@ from typing import Self
 
 from baton.errors import ConfigError, LocalProtocolError
 from baton.plan import PackCost, Spec
-from baton.plan.packing import NEVER_PACK
+from baton.plan.steps import NEVER_PACK
 from baton.protocol.outcomes import Stage, Why
 from baton.protocol.peer import MEMBER, SESSION, Party
 from baton.protocol.timings import Timings

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING
 from baton.errors import BatonError
 from baton.plan import Chunk as Box
 from baton.plan import Copy, Plan, Prompt
-from baton.plan.sides import pages_read
+from baton.plan.binding import ChunkSend, TransferTerms, bind_source, pages_read, place_in_staging
 from baton.plan.tokens import Ints
 from baton.protocol.messages import Grant, Lane, SessionPaths
 from baton.protocol.outcomes import Cause, Stage, Why
 from baton.protocol.sender import Sender
 from baton.session.handles import Copied, Offered, Sending
-from baton.session.loads import Load, Terms, make_loads, placed
 from baton.session.moving import checksums, run_packs
 from baton.session.staging import Lease
 from baton.transport import (
@@ -97,7 +96,7 @@ class Outgoing:
     offered: dict[int, Offered] = field(default_factory=dict)
     num_pages: dict[str, int] = field(default_factory=dict)
     grant: Grant | None = None
-    terms: Terms | None = None
+    terms: TransferTerms | None = None
     lanes: dict[int, Lane] = field(default_factory=dict)
     staging_used: dict[int, int] = field(default_factory=dict)
     flights: dict[int, Flight] = field(default_factory=dict)
@@ -119,7 +118,7 @@ class Flights:
         self.ways: dict[tuple[int, int, int], Way] = {}
         """By session, target rank and path number."""
         self.tickets: dict[int, tuple[Outgoing, Flight]] = {}
-        self.starved: deque[tuple[Outgoing, Flight, Load, Fence]] = deque()
+        self.starved: deque[tuple[Outgoing, Flight, ChunkSend, Fence]] = deque()
         """Loads that wait for staging."""
 
     def take_paths(self, message: SessionPaths) -> None:
@@ -159,7 +158,7 @@ class Flights:
         rank = self.rank.config.rank
         try:
             table = offered.pages
-            loads = make_loads(found.terms, rank, table, box)
+            loads = bind_source(found.terms, rank, table, box)
             plan, prompt = found.terms.plan, found.terms.prompt
             found.handle.narrow(offered.index, partial(_pages_read, plan, prompt, table, (box, rank)))
             for load in loads:
@@ -170,7 +169,7 @@ class Flights:
             self._spoil(flight, self.rank.cause(Why.COPY_FAILED, Stage.COPY, str(error)))
         self._end_if_over(found, flight)
 
-    def _dispatch(self, found: Outgoing, flight: Flight, load: Load, fence: Fence) -> None:
+    def _dispatch(self, found: Outgoing, flight: Flight, load: ChunkSend, fence: Fence) -> None:
         if flight.is_off:
             return
         flight.num_bytes[load.target_rank] = load.num_bytes
@@ -224,12 +223,12 @@ class Flights:
 
         fence.call_when_ready(lambda: self.rank.ports.post(begin))
 
-    def _pack(self, found: Outgoing, flight: Flight, load: Load, lease: Lease) -> None:
+    def _pack(self, found: Outgoing, flight: Flight, load: ChunkSend, lease: Lease) -> None:
         view = self.rank.pools.view(lease.offset, load.staging_bytes)
         job = partial(run_packs, load.packs, self.rank.pools.buffers, view)
         self.rank.ports.run(job, partial(self._packed, found, flight, load, lease))
 
-    def _packed(self, found: Outgoing, flight: Flight, load: Load, lease: Lease, result: object) -> None:
+    def _packed(self, found: Outgoing, flight: Flight, load: ChunkSend, lease: Lease, result: object) -> None:
         flight.num_jobs -= 1
         if isinstance(result, Exception):
             self._spoil(flight, self.rank.cause(Why.COPY_FAILED, Stage.COPY, f"packing failed: {result}"))
@@ -237,7 +236,7 @@ class Flights:
             self._submit(found, flight, load, lease.offset, NOW)
         self._end_if_over(found, flight)
 
-    def _sum(self, found: Outgoing, flight: Flight, loads: list[Load]) -> None:
+    def _sum(self, found: Outgoing, flight: Flight, loads: list[ChunkSend]) -> None:
         buffers = self.rank.pools.buffers
         self.rank.ports.run(
             lambda: {load.target_rank: checksums(load.sums, buffers) for load in loads},
@@ -252,7 +251,7 @@ class Flights:
             self._spoil(flight, self.rank.cause(Why.COPY_FAILED, Stage.COPY, f"checksum failed: {result}"))
         self._end_if_over(found, flight)
 
-    def _submit(self, found: Outgoing, flight: Flight, load: Load, staged_at: int, fence: Fence) -> None:
+    def _submit(self, found: Outgoing, flight: Flight, load: ChunkSend, staged_at: int, fence: Fence) -> None:
         lane = found.lanes[load.target_rank]
         assert found.grant is not None
         way = self.ways.get((found.grant.session, load.target_rank, lane.path))
@@ -281,7 +280,7 @@ class Flights:
     def _batch(self, way: Way, copy: Copy, staged_at: int, landed_at: int) -> Batch:
         region: Region = self.rank.pools.regions[copy.source_buffer]
         # The coordinators tell the target when a chunk is complete: announcing every batch wakes it in vain.
-        spans = placed(copy, staged_at, landed_at)
+        spans = place_in_staging(copy, staged_at, landed_at)
         return Batch(region, way.regions[copy.target_buffer], spans, is_announced=False)
 
     def moved(self, event: Event) -> None:

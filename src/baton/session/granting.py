@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from baton.plan import PackCost, Plan, Prompt, plan
-from baton.plan.outline import Pair, Same
-from baton.plan.sides import DIRECT, Mode, expected_bytes, modes, needs
+from baton.plan.binding import Mode, expected_bytes, modes, needs
+from baton.plan.chunks import Pair, PlanKey
+from baton.plan.steps import DIRECT
 from baton.protocol.arrival import Arrival, Prepared, ReceiverState, Terms
 from baton.protocol.ledger import Ledger, Need
 from baton.protocol.messages import Grant, Inquiry, Invite, Lane, PageTable, Receive
-from baton.session.loads import check_ranks
+from baton.session.page_tables import check_ranks
 from baton.session.sessions import Session
 
 if TYPE_CHECKING:
@@ -72,13 +73,13 @@ class Outlook:
 def look_ahead(found: Plan, prompt: Prompt, cost: PackCost) -> Outlook:
     """The outlook; asked again for a prompt of the same length, the same one."""
     return _look_ahead(
-        Same(found), prompt.num_tokens, tuple(sorted(prompt.held.items())), prompt.offset, cost
+        PlanKey(found), prompt.num_tokens, tuple(sorted(prompt.held.items())), prompt.offset, cost
     )
 
 
 @lru_cache(maxsize=OUTLOOKS_MAX)
 def _look_ahead(
-    same: Same, num_tokens: int, held: tuple[tuple[str, int], ...], offset: int, cost: PackCost
+    same: PlanKey, num_tokens: int, held: tuple[tuple[str, int], ...], offset: int, cost: PackCost
 ) -> Outlook:
     prompt = Prompt(num_tokens, dict(held), offset)
     chosen = modes(same.plan, prompt, cost)
@@ -94,11 +95,11 @@ def _look_ahead(
 
 def is_dealt(found: Plan) -> bool:
     """Whether some target has several mirrors to take turns, so that it matters where they begin."""
-    return _is_dealt(Same(found))
+    return _is_dealt(PlanKey(found))
 
 
 @lru_cache(maxsize=OUTLOOKS_MAX)
-def _is_dealt(same: Same) -> bool:
+def _is_dealt(same: PlanKey) -> bool:
     return any(route.turns.period > 1 for route in same.plan.routes)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.errors import BatonError
+from baton.plan.binding import TransferTerms
 from baton.protocol.landing import Landing
-from baton.session.loads import Terms
 from baton.session.staging import Lease
 from baton.transport import Invitation, Quiet, RevokeResult
 
@@ -55,5 +55,5 @@ class Incoming:
     record: Landing
     bays: dict[int, Bay]
     """By source rank."""
-    terms: Terms | None = None
+    terms: TransferTerms | None = None
     """Set when it is opened."""

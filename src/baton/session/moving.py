@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from baton.plan.chunks import Gathers
 from baton.plan.steps import Pack, Unpack
-from baton.session.loads import Gathers
 
 if TYPE_CHECKING:
     from baton.session.tensors import Buffer

@@ -10,7 +10,7 @@ import numpy as np
 
 from baton.errors import ConfigError
 from baton.plan import Prompt, Spec
-from baton.plan.prompt import check_held
+from baton.plan.routes import check_held
 from baton.plan.tokens import Ints
 from baton.session.handles import Pages
 from baton.transport import NOW, Fence

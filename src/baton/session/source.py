@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from baton.errors import BatonError
 from baton.plan import Prompt
+from baton.plan.binding import TransferTerms
 from baton.plan.tokens import Ints
 from baton.protocol.ledger import Rectangle
 from baton.protocol.messages import Grant, Offer, Settled
@@ -32,7 +33,7 @@ from baton.protocol.sender import (
 )
 from baton.session.flights import Flight, Flights, Outgoing
 from baton.session.handles import Offered, Pages, Sending
-from baton.session.loads import Terms, check_terms, decode_tables
+from baton.session.page_tables import check_terms, decode_tables
 from baton.session.requests import Digest, read_pages
 from baton.session.stepping import Stepping
 
@@ -131,7 +132,7 @@ class SourceHalf:
         try:
             plan = self.rank.plan_of(grant, is_source=True)
             tables = decode_tables(grant.tables, plan.target, grant.target_dp)
-            found.terms = Terms(plan, prompt, tables, modes, grant.is_verified)
+            found.terms = TransferTerms(plan, prompt, tables, modes, grant.is_verified)
             staging = {lane.target_rank: lane.staging_bytes for lane in grant.lanes}
             check_terms(found.terms, self.rank.config.rank, staging)
         except BatonError as error:

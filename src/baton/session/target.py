@@ -10,7 +10,7 @@ import numpy as np
 
 from baton.errors import BatonError, ConfigError
 from baton.plan import Chunk, Prompt
-from baton.plan.sides import check_pages
+from baton.plan.binding import TransferTerms, bind_target, check_pages, writable
 from baton.plan.steps import STAGING
 from baton.protocol.landing import (
     LANDING,
@@ -47,8 +47,8 @@ from baton.protocol.outcomes import Cause, Stage, Waiting, Why
 from baton.session.claims import Claims
 from baton.session.guests import Bay, Guest, Incoming, PathGoneError, StagingFullError
 from baton.session.handles import Receiving
-from baton.session.loads import Terms, decode_tables, encode_pages, make_unload, writable_by
 from baton.session.moving import checksums, run_unpacks
+from baton.session.page_tables import decode_tables, encode_pages
 from baton.session.requests import Request
 from baton.transport import Bytes, Quiet, Ranges, RevokeResult, Unknown
 
@@ -212,16 +212,16 @@ class TargetHalf:
             bay.guest.grants.add(grant)
         return Incoming(Landing(grant, self.rank.config.rank), bays)
 
-    def agree(self, grant: Grant, lanes: list[Lane]) -> Terms:
+    def agree(self, grant: Grant, lanes: list[Lane]) -> TransferTerms:
         """The terms of a grant; raises where this rank's pages are not what its plan needs."""
         rank, prompt = self.rank.config.rank, Prompt(grant.num_tokens, dict(grant.held), grant.offset)
         plan = self.rank.plan_of(grant, is_source=False)
         tables = decode_tables({rank: grant.tables[rank]}, plan.target, grant.target_dp)
         check_pages(plan, prompt, tables[rank], rank)
         modes = {(lane.source_rank, lane.target_rank): lane.mode for lane in lanes}
-        return Terms(plan, prompt, tables, modes, grant.is_verified)
+        return TransferTerms(plan, prompt, tables, modes, grant.is_verified)
 
-    def _open_lane(self, incoming: Incoming, terms: Terms, lane: Lane) -> Lane:
+    def _open_lane(self, incoming: Incoming, terms: TransferTerms, lane: Lane) -> Lane:
         bay = incoming.bays.get(lane.source_rank)
         if bay is None or bay.guest.is_gone:
             raise PathGoneError(f"path {lane.path} of rank {lane.source_rank} is gone")
@@ -229,7 +229,7 @@ class TargetHalf:
         if guest.is_unchecked and not lane.staging_bytes:
             return lane
         pools, transport = self.rank.pools, self.rank.transport
-        allowed = writable_by(terms, lane.source_rank, lane.target_rank)
+        allowed = writable(terms, lane.source_rank, lane.target_rank)
         for buffer, (starts, lengths) in allowed.items():
             permission = transport.grant(
                 guest.invitation.peer, pools.regions[buffer], Ranges(starts, lengths)
@@ -289,7 +289,7 @@ class TargetHalf:
         rank, pools = self.rank.config.rank, self.rank.pools
         chunk = Chunk(landed.layers, landed.tokens)
         assert incoming.terms is not None, "nothing is unpacked under a grant that was not opened"
-        found = make_unload(incoming.terms, landed.source_rank, rank, chunk)
+        found = bind_target(incoming.terms, landed.source_rank, rank, chunk)
         place: Bytes | None = None
         if found.staging_bytes:
             lease, start = incoming.bays[landed.source_rank].lease, landed.staged.get(rank, -1)

@@ -11,8 +11,8 @@ import xxhash
 from torch import Tensor
 
 from baton.errors import TransportError
+from baton.plan.chunks import Gathers
 from baton.plan.steps import STAGING, Pack, Spans, Unpack
-from baton.session.loads import Gathers
 from baton.transport import packing
 from baton.transport.base import Bytes
 

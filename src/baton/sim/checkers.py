@@ -9,7 +9,7 @@ from collections import Counter
 from typing import NoReturn
 
 from baton.plan.planner import plan
-from baton.plan.prompt import Prompt, resolve
+from baton.plan.routes import Prompt, resolve
 from baton.protocol.messages import (
     AnyMessage,
     Commit,

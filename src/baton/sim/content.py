@@ -1,6 +1,6 @@
 """The expected value of every byte of a cache: a hash of (component, layer, token, unit) and prompt.
 
-Which rank holds which element comes from `baton.plan.elements` and the strides of the pools, not from the
+Which rank holds which element comes from `baton.plan.checker` and the strides of the pools, not from the
 planner, so that the two check each other. Whatever does not depend on page tables or on the prompt's text is
 computed once for each spec, rank and prompt length.
 """
@@ -15,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.plan.cache import Component
-from baton.plan.conversion import convert
-from baton.plan.dtypes import item_bytes
-from baton.plan.elements import Holdings, has_tokens
+from baton.plan.checker import Holdings, has_tokens
+from baton.plan.dtypes import convert, item_bytes
 from baton.plan.execution import Bytes
 from baton.plan.ownership import Spec, buffers, placements
-from baton.plan.prompt import Chunk
 from baton.plan.ranges import Range
+from baton.plan.routes import Chunk
 from baton.plan.storage import Placement
 from baton.plan.tokens import Ints
 

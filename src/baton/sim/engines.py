@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from baton.plan.prompt import Chunk
+from baton.plan.routes import Chunk
 from baton.protocol.outcomes import Failed, Outcome, Ready, Waiting
 from baton.session.handles import Handle, Receiving, Sending
 from baton.session.requests import Digest, Request

@@ -11,8 +11,7 @@ from functools import lru_cache
 
 from baton.errors import LayoutError
 from baton.plan.cache import Cache, Units
-from baton.plan.kinds import Conv, Draft, Index, Latent, Paged, Recurrent
-from baton.plan.kinds.base import Kind
+from baton.plan.kinds import Conv, Draft, Index, Kind, Latent, Paged, Recurrent
 from baton.plan.layout import Layout, parse_layout
 from baton.plan.ownership import Spec
 from baton.plan.planner import plan

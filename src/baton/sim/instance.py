@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from baton.plan.ownership import Spec
-from baton.plan.packing import ALWAYS_PACK, NEVER_PACK
+from baton.plan.steps import ALWAYS_PACK, NEVER_PACK
 from baton.protocol.peer import SESSION, Party
 from baton.protocol.sender import SenderState
 from baton.session.coordinator import CoordinatorDriver, InstanceConfig

@@ -11,11 +11,10 @@ from baton.engine import worker
 from baton.engine.attention import states
 from baton.engine.attention.pools import CachePools
 from baton.engine.attention.states import Alike
-from baton.plan import parts
+from baton.plan import chunks
 from baton.plan.cache import Component
-from baton.plan.prompt import Chunk, Prompt
 from baton.plan.ranges import Range
-from baton.plan.routes import Plan
+from baton.plan.routes import Chunk, Plan, Prompt
 
 
 def nothing() -> None:
@@ -24,14 +23,14 @@ def nothing() -> None:
 
 def early_state() -> None:
     """A state leaves with the first chunk of a prompt, not with its last."""
-    right = parts.entries_in
+    right = chunks.entries_in
 
     def entries_in(plan: Plan, component: Component, prompt: Prompt, chunk: Chunk) -> Range:
         if component.extent.has_tokens:
             return right(plan, component, prompt, chunk)
         return (0, 1) if chunk.tokens[0] == 0 else (0, 0)
 
-    parts.entries_in = entries_in
+    chunks.entries_in = entries_in
 
 
 def used_slot() -> None:

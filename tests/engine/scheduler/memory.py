@@ -15,8 +15,7 @@ from baton.engine.commands import Batch, PageTables, ScheduledSequence
 from baton.engine.pages import PageGeometry
 from baton.plan.cache import Cache, Window
 from baton.plan.kinds import Draft, Paged, Recurrent
-from baton.plan.layout import Layout, parse_layout
-from baton.plan.schemes import Mirror, Split, Stripe
+from baton.plan.layout import Layout, Mirror, Split, Stripe, parse_layout
 
 LAYERS = ((0, 2),)
 WINDOW = 5

@@ -1,7 +1,7 @@
 """Pools whose every byte says what it is: a hash of salt, component, layer, token, unit and place.
 
 The content is the same on every rank and in every layout, and another for each salt, so that the bytes of one
-request in the pages of another are seen. Who holds what is taken from `baton.plan.elements`, which shares no
+request in the pages of another are seen. Who holds what is taken from `baton.plan.checker`, which shares no
 code with the planner. One layer is made at a time: a pool may be most of a machine's memory.
 """
 
@@ -16,12 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.plan.cache import Component
-from baton.plan.conversion import convert
-from baton.plan.dtypes import item_bytes
-from baton.plan.elements import Holdings, has_tokens
-from baton.plan.identity import Verdict
+from baton.plan.checker import Holdings, has_tokens
+from baton.plan.dtypes import convert, item_bytes
+from baton.plan.execution import Verdict
 from baton.plan.ownership import Spec, placements
-from baton.plan.prompt import Prompt
+from baton.plan.routes import Prompt
 from baton.plan.tokens import Ints
 
 Bytes: TypeAlias = NDArray[np.uint8]

@@ -20,7 +20,7 @@ from baton.bench.handoff.processes import Child
 from baton.bench.handoff.records import HandOver, Order, Received, Sent
 from baton.bench.handoff.scene import SIDES, Scene, num_ranks, sampler, spec_of
 from baton.errors import EngineError
-from baton.plan.identity import Verdict
+from baton.plan.execution import Verdict
 from baton.protocol.timings import Timings
 
 LEAD_S = 0.03

@@ -15,8 +15,8 @@ from baton.errors import ConfigError
 from baton.plan.cache import Component
 from baton.plan.overlap import LayerTimes, choose
 from baton.plan.ownership import END
-from baton.plan.prompt import Chunk, entries_in, resolve, wanted
 from baton.plan.ranges import Range, to_ids
+from baton.plan.routes import Chunk, entries_in, resolve, wanted
 
 
 @dataclass(frozen=True, slots=True)

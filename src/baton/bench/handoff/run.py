@@ -15,8 +15,8 @@ from baton.bench.handoff.scene import Scene, cache_of, fitted, room_bytes
 from baton.bench.handoff.story import story
 from baton.errors import EngineError
 from baton.observe import Timeline
-from baton.plan.identity import Verdict
-from baton.plan.prompt import resolve
+from baton.plan.execution import Verdict
+from baton.plan.routes import resolve
 
 NUM_CALIBRATIONS = 3
 

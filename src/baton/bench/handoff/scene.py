@@ -15,9 +15,8 @@ from baton.plan.layout import parse_layout
 from baton.plan.models import load_cache
 from baton.plan.ownership import Spec, buffers
 from baton.plan.planner import plan
-from baton.plan.prompt import Prompt
 from baton.plan.ranges import Range, intersection
-from baton.plan.routes import Plan
+from baton.plan.routes import Plan, Prompt
 from baton.plan.storage import parse_storage
 from baton.plan.tokens import Ints
 

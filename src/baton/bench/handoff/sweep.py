@@ -13,7 +13,7 @@ from baton.bench.handoff.fleet import Fleet, ask_all
 from baton.bench.handoff.records import HandOver
 from baton.bench.handoff.run import Options, calibrate, link_notes, paced, succeeded, total
 from baton.bench.handoff.scene import Scene, Side
-from baton.plan.identity import Verdict
+from baton.plan.execution import Verdict
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 POLICIES = ("cost", "adaptive", "fixed:1", "fixed:2", "fixed:4", "fixed:8", "off")

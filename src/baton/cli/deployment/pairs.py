@@ -10,11 +10,11 @@ from baton.cli.deployment.options import BOTH, DECODE, PREFILL, Options
 from baton.engine.config import EngineConfig, EngineSizes, derive_sizes
 from baton.engine.pages import engine_storage
 from baton.plan import Spec
-from baton.plan.packing import PackCost
 from baton.plan.planner import plan
 from baton.plan.printer import human_bytes
-from baton.plan.prompt import Prompt
 from baton.plan.report import Report
+from baton.plan.routes import Prompt
+from baton.plan.steps import PackCost
 
 TOKENS_SHOWN = 1024
 

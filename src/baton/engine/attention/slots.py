@@ -18,8 +18,8 @@ from baton.engine.attention.pools import Scratch
 from baton.engine.attention.prefill import ChunkInputs
 from baton.engine.commands import ScheduledSequence
 from baton.errors import EngineError
+from baton.plan.layout import Scheme, Split
 from baton.plan.ranges import Range, Ranges, even_cuts
-from baton.plan.schemes import Scheme, Split
 from baton.plan.tokens import Ints, Stride
 
 

@@ -12,7 +12,7 @@ from baton.engine.checkpoint.gguf import SUFFIX, GgufFile
 from baton.engine.checkpoint.safetensors import SafetensorsFolder
 from baton.errors import ConfigError
 from baton.plan.models import card_names
-from baton.plan.models.quoting import shown
+from baton.plan.models.fields import shown
 
 _USE = (
     "use a folder with config.json and safetensors, a .gguf file, 'demo', "

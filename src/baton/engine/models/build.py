@@ -30,7 +30,7 @@ from baton.engine.models.weights import (
     rows,
 )
 from baton.errors import ConfigError
-from baton.plan.models.quoting import shown
+from baton.plan.models.fields import shown
 
 PROBLEMS_SHOWN = 3
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from baton.plan.models.fields import Fields
-from baton.plan.models.quoting import shown
+from baton.plan.models.fields import Fields, shown
 
 POSITIONS_MAX = 1 << 28
 

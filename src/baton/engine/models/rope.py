@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.models.config import ModelFields
-from baton.plan.models.quoting import shown
+from baton.plan.models.fields import shown
 
 THETA = 10_000.0
 

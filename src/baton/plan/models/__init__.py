@@ -9,8 +9,8 @@ cached only where a draft runs.
 from __future__ import annotations
 
 from baton.plan.cache import Cache
+from baton.plan.models.config import card_names, read_parts
 from baton.plan.models.parts import stack
-from baton.plan.models.sources import card_names, read_parts
 
 __all__ = ["active_parameters", "card_names", "load_cache"]
 

@@ -1,4 +1,4 @@
-"""Hugging Face configs: from a config.json to the layers of a model.
+"""Models by name: from a built-in card, a Hugging Face config or a spec to the layers of a model.
 
 Draft layers that a config announces (num_nextn_predict_layers, mtp_num_hidden_layers) are not added: they are
 cached only where a draft runs. `read_cache` adds one on request, and so does a spec, as in
@@ -8,25 +8,99 @@ cached only where a draft runs. `read_cache` adds one on request, and so does a 
 from __future__ import annotations
 
 import importlib
+import json
+import os.path
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
+from importlib import resources
+from pathlib import Path
 
 from baton.errors import ConfigError
 from baton.plan.cache import Cache
 from baton.plan.models import families
-from baton.plan.models.fields import Family, Fields
-from baton.plan.models.parts import Part, draft_of, stack
-from baton.plan.models.quoting import shown
+from baton.plan.models.fields import Family, Fields, shown, suggestion
+from baton.plan.models.parts import EXAMPLE, ModelPart, draft_of, parse_spec, stack
+
+_SUFFIX = ".json"
+_CARDS = resources.files(__package__) / "cards"
 
 
-def read_config(values: object, where: str) -> Part:
+@cache
+def card_names() -> tuple[str, ...]:
+    """The built-in cards, sorted."""
+    names = (entry.name for entry in _CARDS.iterdir())
+    return tuple(sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)))
+
+
+def read_parts(text: str) -> tuple[ModelPart, ...]:
+    """The parts that MODEL text joins with `+`; a path may itself contain one."""
+    path = _config_path(text)
+    if path:
+        return (_read_file(path),)
+    return tuple(_read_part(part, text) for part in text.split("+"))
+
+
+def _read_part(part: str, text: str) -> ModelPart:
+    path = _config_path(part)
+    if path:
+        return _read_file(path)
+    if part in card_names():
+        return read_config(json.loads((_CARDS / (part + _SUFFIX)).read_text("utf-8")), f"card {part}")
+    if ":" in part:
+        return parse_spec(part)
+    raise _unknown(part, text)
+
+
+def _config_path(text: str) -> str | None:
+    """The config file that `text` leads to, if it does; os.path answers no where a path is malformed."""
+    inside = os.path.join(text, "config.json")
+    if text and os.path.isfile(inside):
+        return inside
+    return text if text.endswith(_SUFFIX) and os.path.isfile(text) else None
+
+
+def _read_file(path: str) -> ModelPart:
+    where = f"config {shown(path)}"
+    try:
+        values: object = json.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{where}: cannot be read ({error.strerror}); check the path and its rights"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: is not JSON ({_first_line(error)}); repair the file") from error
+    return read_config(values, where)
+
+
+def _first_line(error: Exception) -> str:
+    return ascii(str(error)).strip("'\"")
+
+
+def _unknown(part: str, text: str) -> ConfigError:
+    if not part:
+        return ConfigError(
+            f"model {shown(text)} has an empty part; write a card, a path or a spec, joined by '+'"
+        )
+    if part.endswith(_SUFFIX):
+        return ConfigError(f"there is no file {shown(part)}; check the path")
+    if os.path.isdir(part):
+        return ConfigError(f"folder {shown(part)} has no config.json; name a folder that does")
+    return ConfigError(
+        f"unknown model {shown(part)}{suggestion(part, card_names())}; "
+        f"use a card ({', '.join(card_names())}), a folder with a config.json, or a spec such as {EXAMPLE}"
+    )
+
+
+def read_config(values: object, where: str) -> ModelPart:
     """The layers that a config describes; `where` names it in messages."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where}: holds {shown(values)}; a config is a JSON object")
     family, stated = _model(values, where)
     fields = Fields(where, {**family.defaults, **stated})
-    return Part(fields.num_layers, family.read(fields), active_parameters=_active_parameters(values, where))
+    return ModelPart(
+        fields.num_layers, family.read(fields), active_parameters=_active_parameters(values, where)
+    )
 
 
 def read_cache(values: object, where: str, *, has_draft: bool = False) -> Cache:
@@ -59,10 +133,10 @@ def _family(model_type: object, where: str) -> Family:
 @cache
 def _families() -> dict[str, Family]:
     """Every family by model_type: what the modules of the folder list."""
-    found: dict[str, Family] = {}
+    known: dict[str, Family] = {}
     for module in pkgutil.iter_modules(families.__path__):
-        found |= importlib.import_module(f"{families.__name__}.{module.name}").FAMILIES
-    return dict(sorted(found.items()))
+        known |= importlib.import_module(f"{families.__name__}.{module.name}").FAMILIES
+    return dict(sorted(known.items()))
 
 
 def _active_parameters(values: Mapping[str, object], where: str) -> float | None:

@@ -6,17 +6,33 @@ none.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import TypeAlias
 
 from baton.errors import ConfigError
 from baton.plan.cache import DIM_MAX
 from baton.plan.kinds import Kind
-from baton.plan.models.parts import Placed
-from baton.plan.models.quoting import shown
-from baton.plan.models.spec import LAYERS_MAX
-from baton.plan.ranges import from_ids
+from baton.plan.ranges import Ranges, from_ids
+
+LAYERS_MAX = 100_000
+SHOWN_MAX = 80
+
+Placed: TypeAlias = tuple[Kind, Ranges]
+"""A kind and the layers that keep it."""
+
+
+def shown(value: object) -> str:
+    """The value as Python writes it, cut where it is long."""
+    text = ascii(value)
+    return text if len(text) <= SHOWN_MAX else text[: SHOWN_MAX - 3] + "..."
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """` (did you mean ...?)` where a known name is close, or nothing."""
+    close = get_close_matches(name[:SHOWN_MAX], list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +53,10 @@ class Fields:
 
     def number(self, name: str, most: int = DIM_MAX, least: int = 1) -> int:
         """A whole number that the config must have."""
-        found = self.number_or_none(name, most, least)
-        if found is None:
+        value = self.number_or_none(name, most, least)
+        if value is None:
             raise self.refusal(f"{name} is missing; give it as a whole number from {least} to {most}")
-        return found
+        return value
 
     def number_or_none(self, name: str, most: int = DIM_MAX, least: int = 1) -> int | None:
         """A whole number, or None where the config has none."""

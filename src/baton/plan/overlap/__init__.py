@@ -3,7 +3,6 @@
 import importlib
 import pkgutil
 from functools import cache
-from types import ModuleType
 
 from baton.errors import ConfigError
 from baton.plan.overlap.adaptive import AdaptiveConfig, group_size
@@ -41,20 +40,23 @@ __all__ = [
 def choose(policy: str, times: LayerTimes, avg_tokens: int) -> Groups:
     """The groups that the policy `cost`, `adaptive`, `fixed:N` or `off` makes of these layers."""
     name, separator, option = policy.partition(":")
-    if name not in policy_names():
-        spellings = ", ".join(_module(known).SPELLING for known in policy_names())
+    if name not in _policies():
+        spellings = ", ".join(known.spelling for known in _policies().values())
         raise ConfigError(f"overlap policy '{policy}' is not known; write one of {spellings}")
-    make_groups: Policy = _module(name).groups
-    groups = make_groups(times, avg_tokens, option if separator else None)
+    groups = _policies()[name].groups(times, avg_tokens, option if separator else None)
     check_groups(groups, times.num_layers)
     return groups
 
 
-@cache
 def policy_names() -> tuple[str, ...]:
-    """The policies there are, which is every module here but the one they share."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "base"))
+    """The policies that the modules of this folder list."""
+    return tuple(_policies())
 
 
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"{__name__}.{name}")
+@cache
+def _policies() -> dict[str, Policy]:
+    policies: dict[str, Policy] = {}
+    for module in pkgutil.iter_modules(__path__):
+        if module.name != "base":
+            policies |= importlib.import_module(f"{__name__}.{module.name}").POLICIES
+    return dict(sorted(policies.items()))

@@ -4,9 +4,7 @@ import math
 from dataclasses import dataclass
 
 from baton.errors import ConfigError
-from baton.plan.overlap.base import Groups, LayerTimes, equal_groups, refuse_option
-
-SPELLING = "adaptive"
+from baton.plan.overlap.base import Groups, LayerTimes, Policy, equal_groups, refuse_option
 
 # At this depth the default bounds could only give one-layer groups.
 SHALLOW_LAYERS_MAX = 4
@@ -44,9 +42,9 @@ class AdaptiveConfig:
 DEFAULT_CONFIG = AdaptiveConfig()
 
 
-def groups(times: LayerTimes, avg_tokens: int, option: str | None) -> Groups:
+def adaptive_groups(times: LayerTimes, avg_tokens: int, option: str | None) -> Groups:
     """Equal groups of the size that the formula gives with its defaults."""
-    refuse_option(SPELLING, option)
+    refuse_option("adaptive", option)
     return equal_groups(times.num_layers, group_size(times.num_layers, avg_tokens, DEFAULT_CONFIG))
 
 
@@ -72,3 +70,6 @@ def group_size(num_layers: int, avg_tokens: int, config: AdaptiveConfig) -> int:
 
 def _clamp(value: float, value_min: float, value_max: float) -> float:
     return max(value_min, min(value, value_max))
+
+
+POLICIES = {"adaptive": Policy("adaptive", adaptive_groups)}

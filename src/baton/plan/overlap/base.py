@@ -12,9 +12,9 @@ that pays much of it has an efficiency below 0. Where T is 0 there was nothing t
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol
 
 from baton.errors import ConfigError
 
@@ -68,11 +68,12 @@ class Outcome:
     bound: float
 
 
-class Policy(Protocol):
-    """The callable that every policy module exposes as `groups`."""
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a policy is written, and how it cuts layers by their times, the prompt length and its option."""
 
-    def __call__(self, times: LayerTimes, avg_tokens: int, option: str | None) -> Groups:
-        """Cut the layers of `times` into groups."""
+    spelling: str
+    groups: Callable[[LayerTimes, int, str | None], Groups]
 
 
 def completion_s(times: LayerTimes, groups: Groups) -> float:

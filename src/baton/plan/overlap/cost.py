@@ -23,9 +23,7 @@ beginning as early as k allows, which leaves room for layers that run later than
 import numpy as np
 import numpy.typing as npt
 
-from baton.plan.overlap.base import Groups, LayerTimes, refuse_option
-
-SPELLING = "cost"
+from baton.plan.overlap.base import Groups, LayerTimes, Policy, refuse_option
 
 # Sums of some hundred floats agree to about 1e-14; a difference below this is rounding, not a better cut.
 TIE_RELATIVE = 1e-12
@@ -33,9 +31,9 @@ TIE_RELATIVE = 1e-12
 Seconds = npt.NDArray[np.float64]
 
 
-def groups(times: LayerTimes, avg_tokens: int, option: str | None) -> Groups:
+def cost_groups(times: LayerTimes, avg_tokens: int, option: str | None) -> Groups:
     """The grouping of least predicted completion, with the fewest groups that reach it."""
-    refuse_option(SPELLING, option)
+    refuse_option("cost", option)
     ready_s = np.concatenate(([0.0], np.cumsum(times.compute_s)))
     link_s = _link_s(times)
     deadline_s = _least_completion_s(ready_s, link_s) * (1.0 + TIE_RELATIVE)
@@ -78,3 +76,6 @@ def _walk_back(finishes_s: list[Seconds], ready_s: Seconds, link_s: Seconds) -> 
         backwards.append((start, stop))
         stop = start
     return tuple(reversed(backwards))
+
+
+POLICIES = {"cost": Policy("cost", cost_groups)}

@@ -1,6 +1,6 @@
 """Rows whose element type changes on the way, with or without a scale per page.
 
-Every number is converted as baton.plan.conversion does it, bit for bit: nearest even, fp8 saturating at 448.
+Every number is converted as baton.plan.dtypes does it, bit for bit: nearest even, fp8 saturating at 448.
 A NaN becomes some NaN: torch's own kernels disagree among themselves on its sign and payload.
 
 fp8 with a scale per page means: number = element * scale of its page. From fp8, every element is multiplied

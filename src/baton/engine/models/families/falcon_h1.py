@@ -16,7 +16,7 @@ from baton.engine.models.config import ModelFields
 from baton.engine.models.gqa import BesideSpec, Branch, GqaSpec
 from baton.engine.models.layers import DecoderSpec, Names
 from baton.engine.models.mamba2 import GroupNormSpec, Mamba2Spec
-from baton.plan.models.families.mamba import mamba2
+from baton.plan.models.families.recurrent import mamba2
 
 UNLIMITED = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
 """Steps of any length, as JSON has it."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.plan.kinds import Paged
-from baton.plan.models.fields import Family, Fields, placed_by
-from baton.plan.models.parts import Placed
+from baton.plan.models.fields import Family, Fields, Placed, placed_by
 
 FULL = "full_attention"
 WINDOWED = "sliding_attention"

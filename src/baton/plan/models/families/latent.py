@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from baton.plan.kinds import Index, Latent
-from baton.plan.models.fields import Family, Fields
-from baton.plan.models.parts import Placed
+from baton.plan.models.fields import Family, Fields, Placed
 from baton.plan.ranges import from_ids
 
 INDEXED = "full"

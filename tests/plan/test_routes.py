@@ -12,10 +12,9 @@ from tests.plan.world import make_cache
 
 from baton.plan.kinds import Latent, Recurrent
 from baton.plan.layout import parse_layout
-from baton.plan.mirrors import deal
 from baton.plan.ownership import Spec
 from baton.plan.planner import plan
-from baton.plan.prompt import Prompt, resolve
+from baton.plan.routes import Prompt, deal, resolve
 from baton.plan.storage import Storage
 
 

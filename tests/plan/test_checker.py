@@ -9,15 +9,12 @@ import pytest
 from tests.plan.world import make_cache
 
 from baton.errors import PlanError
-from baton.plan.checker import check
+from baton.plan.checker import check, prove
 from baton.plan.kinds import Latent, Paged, Recurrent
 from baton.plan.layout import parse_layout
-from baton.plan.mirrors import Turns
 from baton.plan.ownership import Spec
 from baton.plan.planner import plan
-from baton.plan.prompt import BoundRoute, Prompt, resolve
-from baton.plan.proof import prove
-from baton.plan.routes import Plan, Route
+from baton.plan.routes import BoundRoute, Plan, Prompt, Route, Turns, resolve
 from baton.plan.storage import Storage
 from baton.plan.tokens import TokenSet, set_runs
 

@@ -1,14 +1,47 @@
-"""Mamba2 beside attention in every layer, or instead of it in most."""
+"""Recurrent layers: gated delta net or Mamba2 beside attention, or instead of it in most layers."""
 
 from __future__ import annotations
 
 from baton.plan.cache import Units
 from baton.plan.kinds import Conv, Paged, Recurrent
 from baton.plan.models.families.attention import FULL, heads_and_dim
-from baton.plan.models.families.delta import LINEAR, STATE_DTYPES
-from baton.plan.models.fields import Family, Fields, placed_by
-from baton.plan.models.parts import Placed
-from baton.plan.models.quoting import shown
+from baton.plan.models.fields import Family, Fields, Placed, placed_by, shown
+
+LINEAR = "linear_attention"
+STATE_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def delta_net(fields: Fields) -> Recurrent:
+    """A state per value head, and the packed convolution over queries, keys and values."""
+    num_keys, key_dim = fields.number("linear_num_key_heads"), fields.number("linear_key_head_dim")
+    num_values, value_dim = fields.number("linear_num_value_heads"), fields.number("linear_value_head_dim")
+    if num_values % num_keys:
+        raise fields.refusal(
+            f"linear_num_value_heads is {num_values}; "
+            f"it must be a multiple of linear_num_key_heads, {num_keys}"
+        )
+    taps = fields.number("linear_conv_kernel_dim", least=2) - 1
+    keys, values = Units(num_keys, "key head"), Units(num_values, "value head")
+    return Recurrent(
+        heads=num_values,
+        state=key_dim * value_dim,
+        convs=(
+            Conv("q", keys, key_dim, taps),
+            Conv("k", keys, key_dim, taps),
+            Conv("v", values, value_dim, taps),
+        ),
+        unit=values.name,
+        dtype=fields.choice("mamba_ssm_dtype", STATE_DTYPES),
+    )
+
+
+def hybrid(fields: Fields) -> tuple[Placed, ...]:
+    """Layers by layer_types, or attention in every full_attention_interval-th."""
+    types = fields.per_layer("layer_types", (LINEAR, FULL))
+    if types is None:
+        period = fields.number("full_attention_interval")
+        types = [LINEAR if (i + 1) % period else FULL for i in range(fields.num_layers)]
+    return placed_by(types, {FULL: Paged(*heads_and_dim(fields)), LINEAR: delta_net(fields)})
 
 
 def mamba2(fields: Fields) -> Recurrent:
@@ -63,4 +96,14 @@ def listed(fields: Fields) -> tuple[Placed, ...]:
     return placed_by(words, {FULL: Paged(*heads_and_dim(fields)), LINEAR: mamba2(fields)})
 
 
-FAMILIES: dict[str, Family] = {"bamba": Family(listed, {"mamba_expand": 2}), "falcon_h1": Family(parallel)}
+_DELTA = Family(hybrid, {"head_dim": 256, "full_attention_interval": 4})
+
+FAMILIES: dict[str, Family] = {
+    "bamba": Family(listed, {"mamba_expand": 2}),
+    "falcon_h1": Family(parallel),
+    "qwen3_5": _DELTA,
+    "qwen3_5_moe": _DELTA,
+    "qwen3_5_moe_text": _DELTA,
+    "qwen3_5_text": _DELTA,
+    "qwen3_next": _DELTA,
+}

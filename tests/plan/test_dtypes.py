@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from baton.plan.conversion import convert
+from baton.plan.dtypes import convert
 
 
 def through(values: list[float], target: str) -> np.ndarray:
