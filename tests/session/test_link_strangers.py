@@ -9,12 +9,11 @@ import pytest
 from tests.session.link_ends import DECODE, FIRST_WORDS, OFFERS, PREFILL, PRIVATE, dialled, said
 from tests.session.loop_world import Loops, converse, hear, opened
 
+from baton.protocol.handshake import Ended, Party
 from baton.protocol.messages import Refused
 from baton.protocol.outcomes import Why
-from baton.protocol.peer import Party
-from baton.session import link_sockets
-from baton.session.links import Ended
-from baton.session.loop import SocketConfig
+from baton.session import links
+from baton.session.links import SocketConfig
 
 # A socket or a task that nobody closed is a warning, and so an error.
 pytestmark = pytest.mark.filterwarnings("error")
@@ -32,7 +31,7 @@ REFUSALS = {
         "prefill",
         "the proof does not hold",
     ),
-    "version": (replace(DECODE, versions=(7, 8)), "prefill", "versions 1 to 1, the other 7 to 8"),
+    "version": (replace(DECODE, versions=(7, 8)), "prefill", "versions 2 to 2, the other 7 to 8"),
     "instance": (DECODE, "prefill-2", "instance 'prefill-2' was wanted here"),
     "purpose": (replace(DECODE, dials="cousin"), "prefill", "no links for 'cousin'"),
 }
@@ -155,7 +154,7 @@ def test_drip_does_not_stretch_the_handshake(loops: Loops):
 
 
 def test_no_more_strangers_than_allowed(loops: Loops, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(link_sockets, "HANDSHAKES_MAX", 2)
+    monkeypatch.setattr(links, "HANDSHAKES_MAX", 2)
     loop, far = loops.make(PREFILL)
     for _ in range(3):
         converse(loops.connect(loop.address), dialled())  # no strangers any more

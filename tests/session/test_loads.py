@@ -35,7 +35,7 @@ from baton.session.loads import (
     unpacks,
     writable_by,
 )
-from baton.session.moving import checksums, run_packs, run_unpacks
+from baton.session.tensors import checksums, run_packs, run_unpacks
 
 FEWER = settings(max_examples=max(1, settings().max_examples // 4))
 FINITE = 0xFB  # no byte with this bit off begins or ends a NaN or an infinity of any dtype

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from baton.protocol.messages import AnyMessage
-from baton.session.ports import Driven
+from baton.session.ports import Driver
 from baton.sim.process import Process
 from baton.sim.schedule import Entry
 
@@ -27,7 +27,7 @@ class Host:
         self.process = process
         self.name = name
         self.chance = chance
-        self.driver: Driven | None = None
+        self.driver: Driver | None = None
         self.after_call: Callable[[], None] | None = None
         """What looks whether something changed."""
         self.cords: dict[int, Cord] = {}

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from baton.plan.packing import ALWAYS_PACK, NEVER_PACK
 from baton.plan.tokens import Ints
+from baton.protocol.handshake import SESSION, Party
 from baton.protocol.messages import VERSION_MAX, VERSION_MIN
-from baton.protocol.peer import SESSION, Party
-from baton.protocol.sender import SenderState
-from baton.session.coordinator import CoordinatorDriver, InstanceConfig
-from baton.session.handles import Receiving, Sending
-from baton.session.pools import Pools
-from baton.session.rank import RankConfig, RankDriver
-from baton.session.requests import Digest
-from baton.session.requests import Request as Asked
+from baton.protocol.source_rank import SourceRankState
+from baton.session.config import InstanceConfig, RankConfig
+from baton.session.coordinator import CoordinatorDriver
+from baton.session.handles import Digest, Receiving, Sending
+from baton.session.handles import Request as Asked
+from baton.session.memory import Pools
+from baton.session.rank import RankDriver
 from baton.sim.engines.job import Job
 from baton.sim.engines.source import SourceEngine
 from baton.sim.engines.target import TargetEngine
@@ -89,7 +89,7 @@ class Incarnation:
             self.name, self.epoch, self.spec, NAME, FINGERPRINT, self.world.options.timings
         )
         driver = CoordinatorDriver(config, host)
-        driver.arrivals.granting.cost = ALWAYS_PACK if self.world.options.habits.is_packing else NEVER_PACK
+        driver.inbound.cost = ALWAYS_PACK if self.world.options.habits.is_packing else NEVER_PACK
         host.driver = driver
         party = Party(
             introduction=config.introduction(),
@@ -129,7 +129,7 @@ class Incarnation:
     def _poll(self, host: Host, rank: int) -> None:
         events = self.transports[rank].poll()
         if events:
-            host.enter(self.drivers[rank].moved, events)
+            host.enter(self.drivers[rank].on_completions, events)
 
     # What the engine asks of its ranks.
 
@@ -141,8 +141,8 @@ class Incarnation:
     def is_ungranted(self, job: Job) -> bool:
         """Whether some rank has not been given the grant of a transfer yet; an engine is not told."""
         for rank in job.ranks:
-            found = self.drivers[rank].source.outgoing.get(job.transfer)
-            if rank not in job.outcomes and (found is None or found.record.state is SenderState.WAITING):
+            found = self.drivers[rank].source.transfers.get(job.transfer)
+            if rank not in job.outcomes and (found is None or found.record.state is SourceRankState.WAITING):
                 return True
         return False
 

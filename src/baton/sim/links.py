@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from baton.errors import RemoteProtocolError
+from baton.protocol.handshake import Ended, Established
 from baton.protocol.messages import AnyMessage, Goodbye, Introduction, Refused
 from baton.protocol.outcomes import Cause, Stage, Why
 from baton.protocol.wire import decode, encode
-from baton.session.links import Ended, Established, Link
+from baton.session.links import Link
 from baton.sim.host import Host
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class SessionEnd:
         self.is_open = False
         self.host.cords.pop(self.number, None)
         driver = self.host.driver
-        if (self.is_linked or self.link.peer.is_dialler) and driver is not None:
+        if (self.is_linked or self.link.handshake.is_dialler) and driver is not None:
             found = cause if isinstance(cause, Cause) else gone(self.host, cause)
             if self.peer is not None:
                 self.network.note_trouble(self)

@@ -7,8 +7,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from baton.protocol.handshake import NONCE_BYTES, Party, Secure, accepting, dialling
 from baton.protocol.messages import AnyMessage
-from baton.protocol.peer import NONCE_BYTES, Party, Secure, accepting, dialling
 from baton.protocol.wire import CHANNEL_BYTES, Codec, Plain
 from baton.session.links import Link
 from baton.sim.host import Host
@@ -166,7 +166,7 @@ class Network:
     def standing(self) -> list[SessionEnd]:
         """The dialler's end of every link that stands."""
         self.ends = [end for end in self.ends if end.is_open]
-        return [end for end in self.ends if end.is_linked and end.link.peer.is_dialler]
+        return [end for end in self.ends if end.is_linked and end.link.handshake.is_dialler]
 
     def linked(self, end: SessionEnd) -> None:
         """A link passed its handshake at one end."""

@@ -29,7 +29,7 @@ class FinalQuiet(Checker):
 
     def received(self, end: SessionEnd, message: AnyMessage) -> None:
         """A grant comes in."""
-        if isinstance(message, Grant) and message.channel != end.link.peer.channel:
+        if isinstance(message, Grant) and message.channel != end.link.handshake.channel:
             self._strange.add((_life(end.host), message.grant))
 
     def sent(self, end: SessionEnd, message: AnyMessage) -> None:

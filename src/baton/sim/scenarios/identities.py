@@ -7,8 +7,8 @@ from dataclasses import replace
 from baton.errors import ConfigError
 from baton.protocol.messages import Grant, Paths, Settled
 from baton.protocol.outcomes import Why
-from baton.session.requests import Digest
-from baton.session.requests import Request as Asked
+from baton.session.handles import Digest
+from baton.session.handles import Request as Asked
 from baton.sim.faults import skew
 from baton.sim.scenarios.play import QUIET_OPTIONS, Play, Scenario, Side
 from baton.sim.transport.fate import End

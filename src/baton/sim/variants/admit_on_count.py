@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from baton.protocol import receiver
+from baton.protocol import target_coordinator
 from baton.sim.faults import reordering
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
@@ -19,7 +19,7 @@ def _is_counted(account: Any, terms: Any) -> bool:
 @contextmanager
 def broken() -> Iterator[None]:
     """Has enough commits be enough."""
-    with patched(receiver, is_complete=_is_counted):
+    with patched(target_coordinator, is_complete=_is_counted):
         yield
 
 

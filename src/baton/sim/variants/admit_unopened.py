@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from baton.protocol import receiver
-from baton.protocol.judgement import is_complete
+from baton.protocol import target_coordinator
+from baton.protocol.target_coordinator import is_complete
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 
@@ -19,7 +19,7 @@ def _impatient(one: Any, account: Any) -> bool:
 @contextmanager
 def broken() -> Iterator[None]:
     """Does not wait for ranks."""
-    with patched(receiver, _can_admit=_impatient):
+    with patched(target_coordinator, _can_admit=_impatient):
         yield
 
 

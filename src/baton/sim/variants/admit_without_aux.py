@@ -6,18 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from baton.protocol import judgement, receiver
+from baton.protocol import target_coordinator
 from baton.protocol.machine import replace
 from baton.protocol.outcomes import Aux
 from baton.sim.faults import reordering
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 
-_admit = receiver._admit
+_admit = target_coordinator._admit
+_complete = target_coordinator.is_complete
 
 
 def _is_complete(account: Any, terms: Any) -> bool:
-    return judgement.is_complete(replace(account, aux=account.aux or Aux()), terms)
+    return _complete(replace(account, aux=account.aux or Aux()), terms)
 
 
 def _admit_anyhow(one: Any, account: Any) -> Any:
@@ -27,7 +28,7 @@ def _admit_anyhow(one: Any, account: Any) -> Any:
 @contextmanager
 def broken() -> Iterator[None]:
     """Makes an empty record do."""
-    with patched(receiver, is_complete=_is_complete, _admit=_admit_anyhow):
+    with patched(target_coordinator, is_complete=_is_complete, _admit=_admit_anyhow):
         yield
 
 

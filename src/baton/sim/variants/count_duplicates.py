@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 
-from baton.protocol import judgement, receiver
+from baton.protocol import target_coordinator
 from baton.protocol.ledger import Ledger, Rectangle
 from baton.protocol.machine import replace
 from baton.sim.faults import duplication, reordering
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 
-_enter_landed = judgement.enter_landed
+_enter_landed = target_coordinator.enter_landed
 _AGAIN = 1000
 
 
@@ -39,7 +39,7 @@ def _entered(self: Ledger, pair: tuple[int, int], chunk: Rectangle) -> Ledger:
 @contextmanager
 def broken() -> Iterator[None]:
     """Forgets which chunks and cells were counted."""
-    with patched(receiver, enter_landed=_anew), patched(Ledger, entered=_entered):
+    with patched(target_coordinator, enter_landed=_anew), patched(Ledger, entered=_entered):
         yield
 
 

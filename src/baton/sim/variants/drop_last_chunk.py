@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from baton.protocol.machine import replace
-from baton.session import flights, loads
+from baton.session import copies, loads
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 
@@ -24,7 +24,7 @@ def _without_last(terms: Any, source_rank: int, table: Any, box: Any) -> Any:
 @contextmanager
 def broken() -> Iterator[None]:
     """Takes the copies out of the last chunk."""
-    with patched(flights, make_loads=_without_last):
+    with patched(copies, make_loads=_without_last):
         yield
 
 

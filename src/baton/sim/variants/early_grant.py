@@ -7,22 +7,22 @@ from contextlib import contextmanager
 from typing import Any
 
 from baton.protocol.machine import replace
-from baton.session.target import TargetHalf
+from baton.session.writers import TargetWriters
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 from baton.transport import NOW
 
-_begin = TargetHalf.begin
+_begin = TargetWriters.begin
 
 
-def _at_once(self: TargetHalf, receiving: Any, request: Any) -> None:
+def _at_once(self: TargetWriters, receiving: Any, request: Any) -> None:
     _begin(self, receiving, replace(request, fence=NOW))
 
 
 @contextmanager
 def broken() -> Iterator[None]:
     """Takes the last owner's work for done."""
-    with patched(TargetHalf, begin=_at_once):
+    with patched(TargetWriters, begin=_at_once):
         yield
 
 

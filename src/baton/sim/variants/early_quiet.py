@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from baton.protocol import offer
+from baton.protocol import source_coordinator
 from baton.protocol.machine import replace
 from baton.sim.faults import aborts, copies
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 
-_quiet_if_all = offer._quiet_if_all
+_quiet_if_all = source_coordinator._quiet_if_all
 
 
 def _at_once(one: Any, effects: Any) -> Any:
@@ -22,7 +22,7 @@ def _at_once(one: Any, effects: Any) -> Any:
 @contextmanager
 def broken() -> Iterator[None]:
     """Takes every rank for quiet."""
-    with patched(offer, _quiet_if_all=_at_once):
+    with patched(source_coordinator, _quiet_if_all=_at_once):
         yield
 
 

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from baton.session.flights import Flights
+from baton.session.copies import SourceCopies
 from baton.sim.faults import copies
 from baton.sim.transport.endpoint import Strength
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 from baton.transport import FailedQuiet, FailedUnknown
 
-_moved = Flights.moved
+_moved = SourceCopies.on_completion
 
 
-def _trusting(self: Flights, event: Any) -> None:
+def _trusting(self: SourceCopies, event: Any) -> None:
     known = FailedQuiet(event.ticket, event.cause) if isinstance(event, FailedUnknown) else event
     _moved(self, known)
 
@@ -24,7 +24,7 @@ def _trusting(self: Flights, event: Any) -> None:
 @contextmanager
 def broken() -> Iterator[None]:
     """Makes no difference between quiet and unknown."""
-    with patched(Flights, moved=_trusting):
+    with patched(SourceCopies, on_completion=_trusting):
         yield
 
 

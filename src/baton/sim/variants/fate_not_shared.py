@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from baton.protocol.coordinator import COORDINATOR, CoordinatorState, RankLost
+from baton.protocol.instance import INSTANCE, InstanceState, RankLost
 from baton.sim.faults import crash
 from baton.sim.variants.patching import acting
 from baton.sim.variants.variant import Variant
@@ -19,8 +19,8 @@ def _stay(one: Any, event: Any, now: float) -> Any:
 @contextmanager
 def broken() -> Iterator[None]:
     """Has the loss of a rank change nothing."""
-    serving = CoordinatorState.SERVING
-    with acting(COORDINATOR, serving, RankLost, _stay, serving):
+    serving = InstanceState.SERVING
+    with acting(INSTANCE, serving, RankLost, _stay, serving):
         yield
 
 

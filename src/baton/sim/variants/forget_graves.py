@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from baton.session.departures import Departures
+from baton.session.outbound import OutboundTransfers
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 
@@ -13,7 +13,7 @@ from baton.sim.variants.variant import Variant
 @contextmanager
 def broken() -> Iterator[None]:
     """Buries nothing."""
-    with patched(Departures, _bury=lambda self, transfer, grant, doubt: None):
+    with patched(OutboundTransfers, _retire=lambda self, transfer, grant, doubt: None):
         yield
 
 

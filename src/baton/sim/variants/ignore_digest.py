@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from baton.protocol.arrival import Offered, ReceiverState
-from baton.protocol.departure import Departure
 from baton.protocol.machine import replace
-from baton.protocol.receiver import RECEIVER, _offered
+from baton.protocol.messages import Offer
+from baton.protocol.source_coordinator import SourceCoordinator
+from baton.protocol.target_coordinator import TARGET_COORDINATOR, TargetCoordinatorState, _offered
 from baton.sim.faults import tokeniser
 from baton.sim.variants.patching import acting, patched
 from baton.sim.variants.variant import Variant
@@ -22,12 +22,16 @@ def _any(one: Any, event: Any, now: float) -> Any:
 @contextmanager
 def broken() -> Iterator[None]:
     """Takes every prompt for the right one, at both ends."""
-    states = (ReceiverState.PREPARING, ReceiverState.OPENING, ReceiverState.GRANTED)
+    states = (
+        TargetCoordinatorState.PREPARING,
+        TargetCoordinatorState.OPENING,
+        TargetCoordinatorState.GRANTED,
+    )
     with (
-        patched(Departure, mismatch=lambda one, prefill: None),
-        acting(RECEIVER, states[0], Offered, _any),
-        acting(RECEIVER, states[1], Offered, _any),
-        acting(RECEIVER, states[2], Offered, _any),
+        patched(SourceCoordinator, mismatch=lambda one, prefill: None),
+        acting(TARGET_COORDINATOR, states[0], Offer, _any),
+        acting(TARGET_COORDINATOR, states[1], Offer, _any),
+        acting(TARGET_COORDINATOR, states[2], Offer, _any),
     ):
         yield
 

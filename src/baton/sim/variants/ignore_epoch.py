@@ -8,21 +8,21 @@ from typing import Any
 
 import msgspec
 
-from baton.session.departures import Departures
+from baton.session.outbound import OutboundTransfers
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 
-_fault = Departures._fault
+_fault = OutboundTransfers._fault
 
 
-def _blind(self: Departures, session: Any, grant: Any) -> Any:
+def _blind(self: OutboundTransfers, session: Any, grant: Any) -> Any:
     return _fault(self, session, msgspec.structs.replace(grant, channel=session.channel))
 
 
 @contextmanager
 def broken() -> Iterator[None]:
     """Takes the channel of every grant for the right one."""
-    with patched(Departures, _fault=_blind):
+    with patched(OutboundTransfers, _fault=_blind):
         yield
 
 

@@ -6,22 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from baton.session.flights import Flights
+from baton.session.copies import SourceCopies
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 from baton.transport import NOW
 
-_dispatch = Flights._dispatch
+_dispatch = SourceCopies._submit
 
 
-def _at_once(self: Flights, found: Any, flight: Any, load: Any, fence: Any) -> None:
-    _dispatch(self, found, flight, load, NOW)
+def _at_once(self: SourceCopies, flight: Any, load: Any, staged_at: int, fence: Any) -> None:
+    _dispatch(self, flight, load, staged_at, NOW)
 
 
 @contextmanager
 def broken() -> Iterator[None]:
     """Takes every fence for ready."""
-    with patched(Flights, _dispatch=_at_once):
+    with patched(SourceCopies, _submit=_at_once):
         yield
 
 

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from baton.session.arrivals import Arrivals
+from baton.session.inbound import InboundTransfers
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 
-_received = Arrivals.received
+_received = InboundTransfers.on_message
 
 
-def _by_transfer(self: Arrivals, session: Any, message: Any) -> None:
-    coming = self.coming.get(getattr(message, "transfer", ""))
+def _by_transfer(self: InboundTransfers, session: Any, message: Any) -> None:
+    coming = self.transfers.get(getattr(message, "transfer", ""))
     grant = getattr(message, "grant", None)
     if coming is not None and coming.record.grant is not None and grant:
         self.grants[grant] = coming
@@ -24,7 +24,7 @@ def _by_transfer(self: Arrivals, session: Any, message: Any) -> None:
 @contextmanager
 def broken() -> Iterator[None]:
     """Finds the transfer by its id, whatever the grant."""
-    with patched(Arrivals, received=_by_transfer):
+    with patched(InboundTransfers, on_message=_by_transfer):
         yield
 
 

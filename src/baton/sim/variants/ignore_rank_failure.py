@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from typing import Any
 
 from baton.protocol.messages import Abort, Quiet, Unquiet
-from baton.session.departures import Departures
+from baton.session.outbound import OutboundTransfers
 from baton.sim.faults import copies
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 
-_heard = Departures.heard
+_heard = OutboundTransfers.on_rank_message
 
 
-def _deaf(self: Departures, rank: int, message: Any) -> None:
+def _deaf(self: OutboundTransfers, rank: int, message: Any) -> None:
     if not isinstance(message, Abort | Quiet | Unquiet):
         _heard(self, rank, message)
 
@@ -23,7 +23,7 @@ def _deaf(self: Departures, rank: int, message: Any) -> None:
 @contextmanager
 def broken() -> Iterator[None]:
     """Does not hear that a rank gave up, nor that it is quiet."""
-    with patched(Departures, heard=_deaf):
+    with patched(OutboundTransfers, on_rank_message=_deaf):
         yield
 
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from baton.session.departures import Departures
+from baton.session.outbound import OutboundTransfers
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 
-_bury = Departures._bury
+_bury = OutboundTransfers._retire
 
 
-def _forgetful(self: Departures, transfer: str, grant: bytes, doubt: str) -> None:
-    self.graves.pop(grant, None)
+def _forgetful(self: OutboundTransfers, transfer: str, grant: bytes, doubt: str) -> None:
+    self.tombstones.pop(grant, None)
     _bury(self, transfer, grant, doubt)
 
 
 @contextmanager
 def broken() -> Iterator[None]:
     """Digs a new grave over the old one."""
-    with patched(Departures, _bury=_forgetful):
+    with patched(OutboundTransfers, _retire=_forgetful):
         yield
 
 

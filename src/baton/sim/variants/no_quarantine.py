@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from baton.protocol.arrival import ReceiverState, SessionLost
-from baton.protocol.machine import replace
-from baton.protocol.receiver import RECEIVER, _session_lost
+from baton.protocol.machine import SessionLost, replace
+from baton.protocol.target_coordinator import TARGET_COORDINATOR, TargetCoordinatorState, _session_lost
 from baton.sim.faults import copies, crash
 from baton.sim.transport.endpoint import Strength
 from baton.sim.variants.patching import acting
@@ -22,7 +21,7 @@ def _trusting(one: Any, event: Any, now: float) -> Any:
 @contextmanager
 def broken() -> Iterator[None]:
     """Takes a lost source's word that it never gave."""
-    with acting(RECEIVER, ReceiverState.GRANTED, SessionLost, _trusting):
+    with acting(TARGET_COORDINATOR, TargetCoordinatorState.GRANTED, SessionLost, _trusting):
         yield
 
 

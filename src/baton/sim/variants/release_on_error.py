@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from baton.protocol import receiver
-from baton.protocol.arrival import Release
+from baton.protocol import target_coordinator
+from baton.protocol.target_coordinator import Release
 from baton.sim.faults import aborts, copies
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 
-_quarantine = receiver._quarantine
+_quarantine = target_coordinator._quarantine
 
 
 def _released(one: Any, outcome: Any, now: float, effects: Any) -> Any:
@@ -23,7 +23,7 @@ def _released(one: Any, outcome: Any, now: float, effects: Any) -> Any:
 @contextmanager
 def broken() -> Iterator[None]:
     """Adds a release to every failure."""
-    with patched(receiver, _quarantine=_released):
+    with patched(target_coordinator, _quarantine=_released):
         yield
 
 

@@ -6,27 +6,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from baton.session.flights import Flights
+from baton.session.copies import SourceCopies
 from baton.sim.faults import copies
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 
-_packed = Flights._packed
+_packed = SourceCopies._packed
 
 
-def _let_go(self: Flights, *args: Any) -> None:
+def _let_go(self: SourceCopies, *args: Any) -> None:
     _packed(self, *args)
-    _, flight, _, lease, _ = args
+    flight, _, lease, _ = args
     if lease in flight.leases:
         flight.leases.remove(lease)
-        self.rank.pools.staging.give_back(lease)
-        self._feed_starved()
+        self.pools.staging.give_back(lease)
+        self._lease_staging()
 
 
 @contextmanager
 def broken() -> Iterator[None]:
     """Gives leases back when copies begin."""
-    with patched(Flights, _packed=_let_go):
+    with patched(SourceCopies, _packed=_let_go):
         yield
 
 

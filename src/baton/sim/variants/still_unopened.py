@@ -6,24 +6,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from baton.session.target import TargetHalf
+from baton.session.writers import TargetWriters
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 
-_expect = TargetHalf._expect
+_expect = TargetWriters._expect
 
 
-def _expect_nobody(self: TargetHalf, grant: bytes, lanes: Any) -> Any:
+def _expect_nobody(self: TargetWriters, grant: bytes, lanes: Any) -> Any:
     found = _expect(self, grant, lanes)
     if "agree" in vars(self):  # the opening is going to fail
-        found.bays.clear()
+        found.leases.clear()
     return found
 
 
 @contextmanager
 def broken() -> Iterator[None]:
     """Forgets who was let in by a grant that is not opened."""
-    with patched(TargetHalf, _expect=_expect_nobody):
+    with patched(TargetWriters, _expect=_expect_nobody):
         yield
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from baton.protocol.deadlines import Deadlines
+from baton.protocol.timings import Deadlines
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 

@@ -6,25 +6,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from baton.protocol.landing import TakenBack
-from baton.session.target import TargetHalf
+from baton.protocol.messages import Closed
+from baton.session.writers import TargetWriters
 from baton.sim.faults import copies
 from baton.sim.transport.endpoint import Strength
 from baton.sim.variants.patching import patched
 from baton.sim.variants.variant import Variant
 
-_take_back = TargetHalf._take_back
+_take_back = TargetWriters._take_back
 
 
-def _hopeful(self: TargetHalf, incoming: Any, must_still: bool) -> TakenBack:
+def _hopeful(self: TargetWriters, incoming: Any, must_prove_quiet: bool) -> Closed:
     _take_back(self, incoming, False)
-    return TakenBack(True)
+    return Closed(grant=incoming.record.grant, rank=self.config.rank, is_quiet=True)
 
 
 @contextmanager
 def broken() -> Iterator[None]:
     """Says still, whatever the transport says."""
-    with patched(TargetHalf, _take_back=_hopeful):
+    with patched(TargetWriters, _take_back=_hopeful):
         yield
 
 
