@@ -19,7 +19,7 @@ class Item:
 
 
 class Walk:
-    """A table that notes its events; an event that is an exception is raised, a list is fed by the effects."""
+    """A table that notes its events; an exception among them is raised, a list is fed by the effects."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, object]] = []

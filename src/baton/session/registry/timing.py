@@ -1,9 +1,10 @@
-"""When things are due: keys with a time each, the earliest first."""
+"""When things are due: expiry times, and waits between attempts."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 Key = TypeVar("Key", bound=tuple[object, ...])
@@ -11,8 +12,8 @@ Key = TypeVar("Key", bound=tuple[object, ...])
 _SLACK = 64
 
 
-class Deadlines(Generic[Key]):
-    """A heap whose old entries are passed over when they come up, and swept when they are the most."""
+class Expiries(Generic[Key]):
+    """Keys with a time each: a heap that skips old entries, and sweeps them when they are many."""
 
     def __init__(self) -> None:
         self._at: dict[Key, tuple[float, int]] = {}
@@ -47,3 +48,23 @@ class Deadlines(Generic[Key]):
                 return at
             heapq.heappop(self._heap)
         return None
+
+
+class Backoff:
+    """Waits that double up to a most, each cut by chance so that many callers do not come back together."""
+
+    def __init__(self, first_s: float, most_s: float, chance: Callable[[], float] = random.random) -> None:
+        self._first_s = min(first_s, most_s)
+        self._most_s = most_s
+        self._chance = chance
+        self._next_s = self._first_s
+
+    def next(self) -> float:
+        """The next wait: between half of it and the whole."""
+        wait_s = self._next_s
+        self._next_s = min(2 * wait_s, self._most_s)
+        return wait_s * (1 + self._chance()) / 2
+
+    def reset(self) -> None:
+        """It worked: the next trouble begins with the first wait."""
+        self._next_s = self._first_s
