@@ -379,7 +379,7 @@ def test_no_handle_waits_for_an_instance_that_ended_loudly() -> None:
         until(lambda: world.source.counts()["outbound"] == 1, "an offer")
         coordinator = world.source.first.coordinator
         assert coordinator is not None
-        gone = coordinator.cause(Why.PEER_LOST, Stage.COPY, "gone")
+        gone = coordinator.config.cause(Why.PEER_LOST, Stage.COPY, "gone")
         coordinator.ports.post(lambda: coordinator.lost(coordinator.members[1], gone))
         for sending in found.sendings.values():
             assert isinstance(sending.wait(PATIENCE_S), Failed)

@@ -32,7 +32,7 @@ REFUSALS = {
         "the proof does not hold",
     ),
     "version": (replace(DECODE, versions=(7, 8)), "prefill", "versions 2 to 2, the other 7 to 8"),
-    "instance": (DECODE, "prefill-2", "instance 'prefill-2' was wanted here"),
+    "instance": (DECODE, "prefill-2", "instance 'prefill-2' was expected here"),
     "purpose": (replace(DECODE, dials="cousin"), "prefill", "no links for 'cousin'"),
 }
 
@@ -86,7 +86,7 @@ def test_acceptor_that_says_nothing_is_given_up(loops: Loops):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         loops.dial(loop, near, f"127.0.0.1:{silent.getsockname()[1]}")
         sock, _ = silent.accept()
-        assert "still greeting when its time was over" in near.wait("lost")[0][1]
+        assert "still greeting at its deadline" in near.wait("lost")[0][1]
         assert near.causes[0].why is Why.DEADLINE
         heard = said(hear(sock))
         sock.close()
