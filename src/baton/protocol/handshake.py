@@ -147,15 +147,15 @@ def accepting(own: Party, nonce: bytes, channel: bytes, deadline: float) -> Hand
 
 
 def _begin(record: Handshake, event: Connected, now: float) -> Step:
-    said = record.own.introduction
+    own = record.own.introduction
     hello = Hello(
         version_min=record.own.versions[0],
         version_max=record.own.versions[1],
         nonce=record.nonce,
         purpose=record.own.dials,
-        instance=said.instance,
-        epoch=said.epoch,
-        rank=said.rank,
+        instance=own.instance,
+        epoch=own.epoch,
+        rank=own.rank,
     )
     return replace(record, state=HandshakeState.GREETING, hello=hello), (hello,)
 
@@ -202,7 +202,7 @@ def _accept(record: Handshake, proof: Proof, now: float) -> Step:
 
 
 def _misfit(record: Handshake) -> str:
-    """Why somebody who knows the secret is wrong here all the same; empty if right."""
+    """Why a peer that knows the secret is refused all the same; empty if it is not."""
     assert record.hello is not None
     purpose, rank = record.hello.purpose, record.hello.rank
     if purpose not in record.own.accepts:
@@ -229,16 +229,16 @@ def _sealed(record: Handshake) -> Effects:
     return Secure(key, record.channel, record.is_dialler), record.own.introduction
 
 
-def _establish(record: Handshake, said: Introduction, now: float) -> Step:
+def _establish(record: Handshake, introduction: Introduction, now: float) -> Step:
     assert record.hello is not None
     assert record.challenge is not None
     hello, challenge = record.hello, record.challenge
     shaken = (hello.instance, hello.epoch, hello.rank)
     if record.is_dialler:
         shaken = (challenge.instance, challenge.epoch, -1)
-    if (said.instance, said.epoch, said.rank) != shaken:
+    if (introduction.instance, introduction.epoch, introduction.rank) != shaken:
         return _refuse(record, Why.REFUSED_AUTHENTICATION, "the introduction does not match the handshake")
-    return replace(record, state=HandshakeState.STANDING), (Established(said, record.channel),)
+    return replace(record, state=HandshakeState.STANDING), (Established(introduction, record.channel),)
 
 
 def _heard_refusal(record: Handshake, refused: Refused, now: float) -> Step:
@@ -256,8 +256,8 @@ def _give_up(record: Handshake, event: BadMessage, now: float) -> Step:
 
 
 def _refuse(record: Handshake, why: Why, text: str) -> Step:
-    said = record.own.introduction
-    cause = Cause(why, Stage.HANDSHAKE, instance=said.instance, rank=said.rank, text=text)
+    own = record.own.introduction
+    cause = Cause(why, Stage.HANDSHAKE, instance=own.instance, rank=own.rank, text=text)
     return replace(record, state=HandshakeState.ENDED), (Refused(cause=cause), Ended(cause))
 
 

@@ -1,6 +1,6 @@
 """A target instance's side of one transfer, at its coordinator.
 
-Before the grant is sent nobody may write and everything can be dropped at once. From the moment it is sent
+Before the grant is sent no source may write and everything can be dropped at once. From the moment it is sent
 the pages belong to the writers, whatever becomes of the transfer: a failure is concluded at once, but pages
 come back only when the source says quiet, or when each rank's transport says that nothing can land any more.
 
@@ -143,7 +143,7 @@ class Prepared:
     terms: GrantTerms
     ledger: Ledger
     is_ahead: bool = False
-    """Whether the source gets it before the ranks have opened: where opening keeps nobody from writing."""
+    """Whether the source gets it before the ranks have opened: where opening does not stop a writer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from functools import partial
 from baton.errors import BatonError, LocalProtocolError
 from baton.plan import Chunk, Prompt, Spec, plan
 from baton.plan.sides import pages_read
+from baton.plan.tokens import Ints
 from baton.protocol.ledger import Rectangle
 from baton.protocol.machine import Conclude, Forget
 from baton.protocol.messages import AnyMessage, Grant, Lane, Message, Offer, SessionPaths, Settled
@@ -36,7 +37,7 @@ from baton.protocol.source_rank import (
 )
 from baton.session.config import RankConfig
 from baton.session.dispatcher import Dispatcher
-from baton.session.handles import CopyTiming, Digest, OfferedChunk, Sending
+from baton.session.handles import CopyTiming, Digest, OfferedChunk, Pages, Sending, read_pages
 from baton.session.loads import Load, Terms, check_terms, decode_tables, make_loads, placed
 from baton.session.memory import Pools, StagingLease, tensors
 from baton.session.ports import Ports
@@ -173,6 +174,10 @@ class SourceCopies:
             )
         )
 
+    def read_pages(self, pages: Pages) -> dict[str, Ints]:
+        """From any thread: a copy of a page table; raises ConfigError on one that the pools cannot have."""
+        return read_pages(pages, self.config.spec)
+
     def chunk_ready(self, sending: Sending, chunk: OfferedChunk) -> None:
         """A chunk may be copied once its transfer is granted."""
         transfer = self._of(sending)
@@ -197,7 +202,7 @@ class SourceCopies:
         if transfer := self._of(sending):
             self._dispatcher.feed(transfer, AnswerEnded(aux))
 
-    def abort(self, sending: Sending, text: str) -> None:
+    def abort_sending(self, sending: Sending, text: str) -> None:
         """The engine gave up."""
         if transfer := self._of(sending):
             stage = Stage.OFFER if transfer.grant is None else Stage.COPY

@@ -203,12 +203,13 @@ class CopyTiming:
 
 
 class SendingDriver(Protocol):
-    """What a sending handle asks of its driver, on the driver's thread."""
+    """What a sending handle asks of its driver; `read_pages` on any thread, the rest on the driver's."""
 
+    def read_pages(self, pages: Pages) -> Mapping[str, Ints]: ...
     def chunk_ready(self, sending: Sending, chunk: OfferedChunk) -> None: ...
     def seal(self, sending: Sending, aux: Aux | None) -> None: ...
     def answer_ended(self, sending: Sending, aux: Aux) -> None: ...
-    def abort(self, sending: Sending, text: str) -> None: ...
+    def abort_sending(self, sending: Sending, text: str) -> None: ...
 
 
 class Sending(Handle):
@@ -218,14 +219,12 @@ class Sending(Handle):
         self,
         transfer: str,
         num_tokens: int,
-        spec: Spec,
         driver: SendingDriver,
         post: Callable[[Callable[[], None]], None],
-        on_change: Callable[[Handle], None],
+        on_change: Callable[[Handle], None] = lambda handle: None,
     ) -> None:
         super().__init__(transfer, on_change)
         self.num_tokens = num_tokens
-        self._spec = spec
         self._driver = driver
         self._post = post
         self._reading: dict[int, Callable[[], Mapping[str, Iterable[int]]]] = {}
@@ -248,7 +247,7 @@ class Sending(Handle):
                 f"transfer {self.transfer}: chunk of layers {layers} x tokens {tokens} is empty or outside "
                 f"of {self.num_tokens} tokens"
             )
-        table = read_pages(pages, self._spec)
+        table = self._driver.read_pages(pages)
         chunk = OfferedChunk(self._num_chunks, layers, tokens, table, fence)
         self._num_chunks += 1
         self._reading[chunk.index] = lambda: {group: ids.tolist() for group, ids in table.items()}
@@ -271,7 +270,7 @@ class Sending(Handle):
 
     def abort(self, text: str = "") -> None:
         """Gives the transfer up; pages are free once `reading` is empty."""
-        self._post(partial(self._driver.abort, self, text))
+        self._post(partial(self._driver.abort_sending, self, text))
 
     def reading(self) -> dict[str, frozenset[int]]:
         """The pages that a copy reads or will read; any other page of the transfer may be used anew."""

@@ -64,9 +64,8 @@ class RankDriver:
     def send(self, transfer: str, digest: Digest) -> Sending:
         """Begins the source's end of a transfer."""
         check_transfer(transfer)
-        spec, post = self.config.spec, self.ports.post
-        sending = Sending(transfer, digest.num_tokens, spec, self.source, post, self._changed)
-        post(partial(self.source.begin, sending, digest))
+        sending = Sending(transfer, digest.num_tokens, self.source, self.ports.post, self._changed)
+        self.ports.post(partial(self.source.begin, sending, digest))
         return sending
 
     def receive(self, request: Request) -> Receiving:

@@ -343,7 +343,7 @@ class TargetWriters:
         if unload.staging_bytes:
             lease, start = opened.leases[landed.source_rank].staging, landed.staged.get(rank, -1)
             if lease is None or not 0 <= start <= lease.num_bytes - unload.staging_bytes:
-                return f"{unload.staging_bytes} bytes to unpack are said to lie at {start} of the lease"
+                return f"{unload.staging_bytes} bytes to unpack do not fit at {start} of the lease"
             staged = pools.view(lease.offset + start, unload.staging_bytes)
         if unload.sums:
             sent = landed.checksums.get(rank, {})

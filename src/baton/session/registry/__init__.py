@@ -22,6 +22,7 @@ from baton.session.registry.server import RegistryConfig, RegistryServer
 __all__ = [
     "Assigned",
     "Change",
+    "ChangeKind",
     "Member",
     "Missing",
     "Refusal",
@@ -33,7 +34,6 @@ __all__ = [
     "Role",
     "Roster",
     "Topology",
-    "ChangeKind",
     "check_instance",
     "check_registry",
     "check_url",

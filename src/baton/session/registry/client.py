@@ -232,7 +232,7 @@ class Registration:
         self.trouble = ""
         """Why the last try failed; empty when it did not."""
         self._registered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Nobody has to wait for it: an exception that nobody asked for is not worth a complaint.
+        # The caller need not wait for it: asyncio then does not warn of an exception that was never read.
         self._registered.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._woken = asyncio.Event()
 
@@ -378,7 +378,7 @@ class RegistryClient:
 
     async def _unregister(self, member: Member) -> None:
         target = f"{_member_path(member)}?epoch={member.epoch}"
-        with suppress(RegistryError):  # who cannot be told lets it expire
+        with suppress(RegistryError):  # without an answer it expires
             await self._connection.call(RegistryCall("DELETE", target, call_s_max=CLOSE_S_MAX), Removed)
 
     async def _keep(self, registration: Registration) -> None:

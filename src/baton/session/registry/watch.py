@@ -116,7 +116,7 @@ class Watchers:
             watcher.end()
 
     async def serve(self, request: web.Request, response: web.StreamResponse, first: bytes) -> None:
-        """Writes the first event, then all that are published after this call, while somebody reads them."""
+        """Writes the first event, then all that are published after this call, until the reader leaves."""
         if len(self._open) >= NUM_WATCHERS_MAX:
             raise RegistryError(
                 Refusal.FULL, f"{NUM_WATCHERS_MAX} watches are open, the most there can be; close one"
