@@ -78,15 +78,6 @@ class CoordinatorDriver:
         """Takes no new transfers; ends when those under way have."""
         self._feed(DrainRequested(text))
 
-    def end(self, text: str) -> None:
-        """Ends the instance now."""
-        self._feed(EndRequested(text))
-
-    @property
-    def is_serving(self) -> bool:
-        """Whether every rank is there and transfers are taken."""
-        return self.record.state is InstanceState.SERVING
-
     def counts(self) -> Mapping[str, int]:
         """How much is under way, for metrics and for the integrity checks of tests; from any thread."""
         return {

@@ -68,11 +68,6 @@ class Link:
         """Whether messages can be sent."""
         self.is_ended = False
 
-    @property
-    def purpose(self) -> str:
-        """What the dialler called for; empty before its hello."""
-        return self.handshake.hello.purpose if self.handshake.hello else ""
-
     def begin(self, now: float) -> bytes:
         """At the dialler: what to send first."""
         self._step(Connected(), now)

@@ -316,14 +316,14 @@ class RegistryClient:
 
     async def coordinator(self, instance: str) -> str:
         """The address of an instance's coordinator, once the instance is complete."""
-        found = await self.topology(instance)
-        if not found.is_complete:
-            missing = found.missing[0]
+        topology = await self.topology(instance)
+        if not topology.is_complete:
+            missing = topology.missing[0]
             ranks = f" (ranks {_listed(missing.ranks)})" if missing.ranks else ""
             raise RegistryError(
                 Refusal.INCOMPLETE, f"instance {instance!r} is not complete: {missing.reason}{ranks}"
             )
-        for roster in found.instances:
+        for roster in topology.instances:
             if roster.instance == instance:
                 return roster.coordinator
         raise RegistryError(

@@ -274,8 +274,8 @@ def check_member(member: Member) -> int:
 
 def check_url(url: str) -> None:
     """Refuses what is neither empty nor where an instance could answer HTTP."""
-    found = _URL.fullmatch(url)
-    if url and (found is None or len(url) > 256 or int(found["port"] or 0) > 65_535):
+    match = _URL.fullmatch(url)
+    if url and (match is None or len(url) > 256 or int(match["port"] or 0) > 65_535):
         raise invalid("url", url)
 
 
