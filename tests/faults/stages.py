@@ -24,7 +24,7 @@ DEADLINE_S = TIMINGS.progress_s
 SETTLE_S_MAX = 10.0
 MODEL = "paged:layers=4,heads=4,dim=32"
 NUM_TOKENS = 512
-STANDING = {"guests", "sessions", "ways"}
+STANDING = {"connections", "sessions", "writers"}
 """What an idle instance has of its peers, by the names of `counts`."""
 SLOW_BYTES_PER_S = 0.5e6
 """Half a MiB a rank: copies take a second, and those of two ranks meet on a machine that others use."""

@@ -15,7 +15,7 @@ from baton.errors import ConfigError
 from baton.protocol.diagram import BEGIN, END, TABLES, diagram, document, grid, rewritten
 from baton.protocol.machine import Cell, cell, replace
 from baton.protocol.messages import AnyMessage
-from baton.protocol.sender import SENDER
+from baton.protocol.source_rank import SOURCE_RANK
 
 PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 
@@ -68,9 +68,11 @@ def test_a_changed_machine_changes_the_page():
     other = replace(TABLE, cells={**CELLS, (Door.GONE, Pulled): cell(_pull, Door.SHUT)})
     assert diagram(other) != diagram(TABLE)
     assert grid(other) != grid(TABLE)
-    for key in SENDER.cells:
-        fewer = replace(SENDER, cells={one: entry for one, entry in SENDER.cells.items() if one != key})
-        assert grid(fewer) != grid(SENDER), key
+    for key in SOURCE_RANK.cells:
+        fewer = replace(
+            SOURCE_RANK, cells={one: entry for one, entry in SOURCE_RANK.cells.items() if one != key}
+        )
+        assert grid(fewer) != grid(SOURCE_RANK), key
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import LocalProtocolError, RemoteProtocolError
-from baton.protocol.messages import AnyMessage, Beat, Hello, Offer, Proof
+from baton.protocol.messages import AnyMessage, Heartbeat, Hello, Offer, Proof
 from baton.protocol.wire import (
     FRAME_BYTES_MAX,
     STRANGER_BYTES_MAX,
@@ -91,7 +91,7 @@ BAD_BODIES = {
     "empty": b"",
     "not msgpack": b"\xc1",
     "text": PRIVATE.encode() + b"\r\n",
-    "trailing": encode(Beat()) + PRIVATE.encode(),
+    "trailing": encode(Heartbeat()) + PRIVATE.encode(),
     "not a map": msgspec.msgpack.encode([PRIVATE]),
     "no type": msgspec.msgpack.encode({"mac": PRIVATE}),
     "unknown type": msgspec.msgpack.encode({"type": PRIVATE}),

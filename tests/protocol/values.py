@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from baton.protocol.deadlines import Deadlines
 from baton.protocol.messages import Grant, Lane, Settled
 from baton.protocol.outcomes import Aux, Cause, Failed, Finished, Ready, Stage, Why
-from baton.protocol.timings import Timings
+from baton.protocol.timings import Deadlines, Timings
 
 TRANSFER = "room-7"
 GRANT_ID = b"\x11" * 16

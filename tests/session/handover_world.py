@@ -29,9 +29,8 @@ from baton.plan.storage import HND, Order
 from baton.protocol.outcomes import Aux, Cause, Failed, Outcome, Ready
 from baton.protocol.timings import Timings
 from baton.session.endpoint import Endpoint, EndpointConfig
-from baton.session.handles import Handle, Receiving, Sending
-from baton.session.link_sockets import SocketConfig
-from baton.session.requests import Request, prompt_digest
+from baton.session.handles import Handle, Receiving, Request, Sending, prompt_digest
+from baton.session.links import SocketConfig
 from baton.transport import Transport, open_transport
 
 PATIENCE_S = 30.0
@@ -140,7 +139,7 @@ class Instance:
 
     def is_idle(self) -> bool:
         """Whether nothing is under way; what stands between transfers does not count."""
-        standing = {"ways", "guests", "sessions"}
+        standing = {"connections", "sessions", "writers"}
         return not any(count for name, count in self.counts().items() if name not in standing)
 
     def close(self) -> None:
@@ -168,7 +167,7 @@ class World:
     def packs(self, is_packing: bool = True) -> None:
         """Whether the pairs of transfers to come gather each chunk into one copy."""
         assert self.target.first.coordinator is not None
-        self.target.first.coordinator.arrivals.granting.cost = ALWAYS_PACK if is_packing else NEVER_PACK
+        self.target.first.coordinator.inbound.cost = ALWAYS_PACK if is_packing else NEVER_PACK
 
     def restart_source(self) -> None:
         """The source ends, and comes back under its name with pools of its own."""

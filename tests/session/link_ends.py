@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from baton.protocol.messages import Beat, Hello, Introduction, Offer, Proof, Refused
-from baton.protocol.peer import MEMBER, SESSION, Party, Secure, accepting, dialling
+from baton.protocol.handshake import MEMBER, SESSION, Ended, Party, Secure, accepting, dialling
+from baton.protocol.messages import Heartbeat, Hello, Introduction, Offer, Proof, Refused
 from baton.protocol.wire import STRANGER_BYTES_MAX, Codec, decode, encode, frame
-from baton.session.links import Ended, Happening, Link, seal
+from baton.session.links import Link, LinkEvent, seal
 
 SECRET = b"a secret of the two instances"
 CHANNEL = b"c" * 16
@@ -40,7 +40,7 @@ def accepted(party: Party = PREFILL, codec: Callable[[Secure], Codec] = seal) ->
     return Link(accepting(party, b"a" * 32, CHANNEL, DEADLINE), codec)
 
 
-def shake(dialler: Link, acceptor: Link) -> tuple[list[Happening], list[Happening]]:
+def shake(dialler: Link, acceptor: Link) -> tuple[list[LinkEvent], list[LinkEvent]]:
     """Lets two links talk until both are silent; answers what happened at each."""
     data, happened = dialler.begin(0.0), ([], [])
     while data:
@@ -59,7 +59,7 @@ def standing() -> tuple[Link, Link]:
     return dialler, acceptor
 
 
-def cause_of(happened: list[Happening]) -> str:
+def cause_of(happened: list[LinkEvent]) -> str:
     """Why a link ended, which has to be the last that happened to it."""
     assert isinstance(happened[-1], Ended), happened
     return str(happened[-1].cause)
@@ -80,7 +80,7 @@ FIRST_WORDS = {
     "zeros": b"\0" * 64,
     "too long": (STRANGER_BYTES_MAX + 1).to_bytes(4, "big"),
     "not msgpack": frame(b"\xc1\xc1"),
-    "beat": frame(encode(Beat())),
+    "beat": frame(encode(Heartbeat())),
     "proof": frame(encode(Proof(mac=b"m" * 32))),
     "introduction": frame(encode(DECODE.introduction)),
     "refused at once": frame(encode(Refused(cause=standing()[0].refuse("x", 0.0)[0].cause))),

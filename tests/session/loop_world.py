@@ -9,11 +9,11 @@ from typing import Any
 
 from tests.session.link_ends import PREFILL
 
+from baton.protocol.handshake import Party
 from baton.protocol.messages import AnyMessage, Introduction
 from baton.protocol.outcomes import Cause
-from baton.protocol.peer import Party
-from baton.session.links import Link
-from baton.session.loop import DriverPorts, Loop, SocketConfig
+from baton.session.links import Link, SocketConfig
+from baton.session.loop import DriverLoop, DriverPorts
 from baton.transport.base import Event
 
 PATIENCE_S = 20.0
@@ -50,8 +50,8 @@ class Recorder:
         self.causes.append(cause)
         self.note("lost", link, cause.text)
 
-    def moved(self, events: list[Event]) -> None:
-        self.note("moved", events)
+    def on_completions(self, events: list[Event]) -> None:
+        self.note("completions", events)
 
     def tick(self) -> None:
         self.note("tick", self.ports.now())
@@ -94,16 +94,16 @@ class Loops:
     """Loops that are closed at the end, and a look at what they left behind."""
 
     def __init__(self) -> None:
-        self.made: list[Loop] = []
+        self.made: list[DriverLoop] = []
         self.socks: list[socket.socket] = []
-        self.ended: dict[Loop, Ended] = {}
+        self.ended: dict[DriverLoop, Ended] = {}
         gc.collect()
         self.before = (fds(), threads())
 
     def make(self, *parties: Party, config: SocketConfig | None = None, **options: Any) -> tuple[Any, ...]:
         """A started loop and a recorder per party."""
         ended = Ended()
-        loop = Loop(config or SocketConfig(), on_end=options.pop("on_end", ended), **options)
+        loop = DriverLoop(config or SocketConfig(), on_end=options.pop("on_end", ended), **options)
         self.made.append(loop)
         self.ended[loop] = ended
         drivers = []
@@ -114,7 +114,7 @@ class Loops:
         loop.start()
         return loop, *drivers
 
-    def dial(self, loop: Loop, driver: Recorder, address: str, instance: str = "prefill") -> None:
+    def dial(self, loop: DriverLoop, driver: Recorder, address: str, instance: str = "prefill") -> None:
         loop.post(lambda: driver.note("dialled", driver.ports.dial(address, instance)))
 
     def pair(self, dialler: Party, acceptor: Party = PREFILL, **options: Any) -> tuple[Any, Any, int, int]:

@@ -55,11 +55,11 @@ def begin(world: World, job: Job | None = None) -> Transfer:
 
 def is_granted(found: Transfer) -> bool:
     halves = [endpoint._rank.source for endpoint in found.world.source.endpoints]
-    return any(found.id in half.outgoing and half.outgoing[found.id].grant for half in halves)
+    return any(found.id in half.transfers and half.transfers[found.id].grant for half in halves)
 
 
 def has_opened(found: Transfer, rank: int) -> bool:
-    return bool(found.world.target.endpoints[rank]._rank.target.incoming)
+    return bool(found.world.target.endpoints[rank]._rank.target.grants)
 
 
 def test_the_source_copies_before_a_rank_has_opened_and_nothing_is_ready_before_it_has() -> None:
@@ -74,7 +74,7 @@ def test_the_source_copies_before_a_rank_has_opened_and_nothing_is_ready_before_
             sources = world.source.endpoints
             until(lambda: is_granted(found), "a grant that went ahead")
             until(lambda: not any(one.reading() for one in found.sendings.values()), "every copy to land")
-            until(lambda: not any(one.counts()["tickets"] for one in sources), "every copy to end")
+            until(lambda: not any(one.counts()["copies"] for one in sources), "every copy to end")
             until(lambda: has_opened(found, 0), "the other rank to open")
             assert isinstance(found.receiving.state, Waiting)
             gate.set()
@@ -133,7 +133,7 @@ def test_pages_of_a_lost_source_stay_until_the_rank_that_had_not_opened_has_answ
         world.hand_over()
         world.check_idle()
         gate = threading.Event()
-        guests = world.target.endpoints[1]._rank.target.guests
+        guests = world.target.endpoints[1]._rank.target.writers
         with opening(world, partial(refuse, gate)):
             found = begin(world)
             until(lambda: is_granted(found), "a grant that went ahead")

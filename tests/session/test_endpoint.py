@@ -33,7 +33,7 @@ from baton.errors import BatonError, ConfigError, LocalProtocolError
 from baton.plan.ownership import buffers
 from baton.protocol.outcomes import Aux, Failed, Ready, Stage, Waiting, Why
 from baton.session import Digest, Endpoint, EndpointConfig, Handle, prompt_digest
-from baton.session.link_sockets import SocketConfig
+from baton.session.links import SocketConfig
 from baton.transport import HostFence, open_transport
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "library.py"
@@ -376,10 +376,10 @@ def test_no_handle_waits_for_an_instance_that_ended_loudly() -> None:
         found = world.transfer()
         found.send()
         found.offer((0, 4), (0, 21), fence=HostFence())
-        until(lambda: world.source.counts()["departures"] == 1, "an offer")
+        until(lambda: world.source.counts()["outbound"] == 1, "an offer")
         coordinator = world.source.first.coordinator
         assert coordinator is not None
-        gone = coordinator.cause(Why.PEER_LOST, Stage.COPY, "gone")
+        gone = coordinator.config.cause(Why.PEER_LOST, Stage.COPY, "gone")
         coordinator.ports.post(lambda: coordinator.lost(coordinator.members[1], gone))
         for sending in found.sendings.values():
             assert isinstance(sending.wait(PATIENCE_S), Failed)

@@ -66,7 +66,7 @@ def modes(transfer: Transfer) -> set[str]:
     """How the pairs of a transfer moved, as its grant says."""
     coordinator = transfer.world.target.first.coordinator
     assert coordinator is not None
-    grant = coordinator.arrivals.coming[transfer.id].record.grant
+    grant = coordinator.inbound.transfers[transfer.id].record.grant
     assert grant is not None
     return {lane.mode for lane in grant.lanes}
 
@@ -193,7 +193,7 @@ def test_who_asks(is_each: bool) -> None:
 
 def grant_first(found: Transfer) -> None:
     found.receive()
-    until(lambda: found.world.source.counts()["departures"] == 1, "a grant")
+    until(lambda: found.world.source.counts()["outbound"] == 1, "a grant")
     found.send()
     found.offer_all()
     found.commit()
@@ -202,7 +202,7 @@ def grant_first(found: Transfer) -> None:
 def send_first(found: Transfer) -> None:
     found.send()
     found.offer((0, 4), (0, 8))
-    until(lambda: found.world.source.counts()["departures"] == 1, "an offer")
+    until(lambda: found.world.source.counts()["outbound"] == 1, "an offer")
     found.receive()
     found.offer((0, 4), (8, 21))
     found.commit()
@@ -212,7 +212,7 @@ def commit_first(found: Transfer) -> None:
     found.send()
     found.offer_all()
     found.commit()
-    until(lambda: found.world.source.counts()["departures"] == 1, "an offer")
+    until(lambda: found.world.source.counts()["outbound"] == 1, "an offer")
     assert all(isinstance(sending.state, Waiting) for sending in found.sendings.values())
     found.receive()
 

@@ -35,9 +35,9 @@ from baton.errors import LayoutError
 from baton.plan import plan
 from baton.plan.kinds import Paged
 from baton.protocol.outcomes import Cause, Failed, Ready, Stage, Waiting, Why
-from baton.session.link_sockets import SocketConfig
+from baton.session.handles import Digest, prompt_digest
+from baton.session.links import SocketConfig
 from baton.session.registry import RegistryClient, RegistryError
-from baton.session.requests import Digest, prompt_digest
 from baton.transport import Batch, Done, Event, HostFence, Region, Ticket, Transport
 
 TOLD_S_MAX = 5.0
@@ -55,14 +55,14 @@ def no_leaks() -> Iterator[None]:
 def asked(found: Transfer) -> None:
     """The target alone has spoken."""
     found.receive()
-    until(lambda: found.world.target.counts()["arrivals"] == 1, "a request")
+    until(lambda: found.world.target.counts()["inbound"] == 1, "a request")
 
 
 def offered(found: Transfer) -> None:
     """The source alone has spoken."""
     found.send()
     found.offer((0, 4), (0, 21))
-    until(lambda: found.world.source.counts()["departures"] == 1, "an offer")
+    until(lambda: found.world.source.counts()["outbound"] == 1, "an offer")
 
 
 def granted(found: Transfer) -> None:
@@ -71,7 +71,7 @@ def granted(found: Transfer) -> None:
     halves = [endpoint._rank.source for endpoint in found.world.source.endpoints]
 
     def is_granted() -> bool:
-        return all(found.id in half.outgoing and half.outgoing[found.id].grant for half in halves)
+        return all(found.id in half.transfers and half.transfers[found.id].grant for half in halves)
 
     until(is_granted, "a grant at every rank")
 
@@ -82,7 +82,7 @@ def copying(found: Transfer) -> None:
     until(lambda: not any(one.reading() for one in found.sendings.values()), "the first chunk to land")
     found.offer((2, 4), (0, 21), fence=HostFence())
     sources = [found.world.source.endpoints[rank] for rank in found.sendings]
-    until(lambda: all(source.counts()["tickets"] for source in sources), "copies under way")
+    until(lambda: all(source.counts()["copies"] for source in sources), "copies under way")
 
 
 def copied(found: Transfer) -> None:
@@ -471,7 +471,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_copy_that_fails(fault: str, transport: str) -> None:
     sabotage = Sabotage(1, **FAULTS[fault])
-    timings = {"timings": replace(TIMINGS, copy_s=0.1)}
+    timings = {"timings": replace(TIMINGS, copy_s=1.0)}
     with worlds(Side("tp2", wrap=sabotage, options=timings), Side("pp2"), transport=transport) as world:
         found = world.transfer()
         found.receive()

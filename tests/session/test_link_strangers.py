@@ -9,12 +9,11 @@ import pytest
 from tests.session.link_ends import DECODE, FIRST_WORDS, OFFERS, PREFILL, PRIVATE, dialled, said
 from tests.session.loop_world import Loops, converse, hear, opened
 
+from baton.protocol.handshake import Ended, Party
 from baton.protocol.messages import Refused
 from baton.protocol.outcomes import Why
-from baton.protocol.peer import Party
-from baton.session import link_sockets
-from baton.session.links import Ended
-from baton.session.loop import SocketConfig
+from baton.session import links
+from baton.session.links import SocketConfig
 
 # A socket or a task that nobody closed is a warning, and so an error.
 pytestmark = pytest.mark.filterwarnings("error")
@@ -32,8 +31,8 @@ REFUSALS = {
         "prefill",
         "the proof does not hold",
     ),
-    "version": (replace(DECODE, versions=(7, 8)), "prefill", "versions 1 to 1, the other 7 to 8"),
-    "instance": (DECODE, "prefill-2", "instance 'prefill-2' was wanted here"),
+    "version": (replace(DECODE, versions=(7, 8)), "prefill", "versions 2 to 2, the other 7 to 8"),
+    "instance": (DECODE, "prefill-2", "instance 'prefill-2' was expected here"),
     "purpose": (replace(DECODE, dials="cousin"), "prefill", "no links for 'cousin'"),
 }
 
@@ -87,7 +86,7 @@ def test_acceptor_that_says_nothing_is_given_up(loops: Loops):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         loops.dial(loop, near, f"127.0.0.1:{silent.getsockname()[1]}")
         sock, _ = silent.accept()
-        assert "still greeting when its time was over" in near.wait("lost")[0][1]
+        assert "still greeting at its deadline" in near.wait("lost")[0][1]
         assert near.causes[0].why is Why.DEADLINE
         heard = said(hear(sock))
         sock.close()
@@ -155,7 +154,7 @@ def test_drip_does_not_stretch_the_handshake(loops: Loops):
 
 
 def test_no_more_strangers_than_allowed(loops: Loops, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(link_sockets, "HANDSHAKES_MAX", 2)
+    monkeypatch.setattr(links, "HANDSHAKES_MAX", 2)
     loop, far = loops.make(PREFILL)
     for _ in range(3):
         converse(loops.connect(loop.address), dialled())  # no strangers any more

@@ -13,8 +13,8 @@ from tests.session.link_ends import DECODE, FIRST_WORDS, OFFERS, PREFILL, PRIVAT
 from tests.session.loop_world import PATIENCE_S, Loops, converse, hear, opened
 
 from baton.errors import ConfigError
-from baton.protocol.messages import Beat
-from baton.session.loop import SocketConfig
+from baton.protocol.messages import Heartbeat
+from baton.session.links import SocketConfig
 from baton.settings import Tls
 
 pytestmark = [
@@ -72,8 +72,8 @@ def test_messages_pass_both_ways_over_tls(loops: Loops, certificates: dict[str, 
     near, far, link, far_link = loops.pair(DECODE, config=over(certificates["here"]))
     near.ports.post(lambda: [near.ports.send(link, offer) for offer in OFFERS])
     assert far.messages(4) == OFFERS
-    far.ports.post(lambda: far.ports.send(far_link, Beat()))
-    assert near.messages(1) == [Beat()]
+    far.ports.post(lambda: far.ports.send(far_link, Heartbeat()))
+    assert near.messages(1) == [Heartbeat()]
     near.ports.post(lambda: (near.ports.send(link, OFFERS[0]), near.ports.hang_up(link)))
     assert far.wait("lost") == [(far_link, "the peer closed the connection")]
     assert far.messages(5)[-1] == OFFERS[0]

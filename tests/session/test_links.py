@@ -23,11 +23,11 @@ from tests.session.link_ends import (
 )
 
 from baton.errors import LocalProtocolError
-from baton.protocol.messages import Accepted, Beat, Challenge, Proof, Refused
+from baton.protocol.handshake import Ended, Established, Secure
+from baton.protocol.messages import Accepted, Challenge, Heartbeat, Proof, Refused
 from baton.protocol.outcomes import Why
-from baton.protocol.peer import SESSION, Secure
 from baton.protocol.wire import STRANGER_BYTES_MAX, Plain, encode, frame
-from baton.session.links import Ended, Established, Link
+from baton.session.links import Link
 
 
 def plain(secure: Secure) -> Plain:
@@ -40,13 +40,12 @@ def test_handshake_establishes_both_ends_with_the_others_introduction():
         [Established(PREFILL.introduction, CHANNEL)],
         [Established(DECODE.introduction, CHANNEL)],
     )
-    assert acceptor.purpose == SESSION
 
 
 def test_messages_pass_both_ways_and_in_order():
     dialler, acceptor = standing()
     assert acceptor.receive(b"".join(map(dialler.send, OFFERS)), 0.0) == OFFERS
-    assert dialler.receive(acceptor.send(Beat()), 0.0) == [Beat()]
+    assert dialler.receive(acceptor.send(Heartbeat()), 0.0) == [Heartbeat()]
     assert (dialler.replies(), acceptor.replies()) == (b"", b"")
 
 
@@ -72,8 +71,8 @@ def test_large_introduction_may_come_in_one_read_with_the_acceptance():
 def test_nothing_is_sent_before_the_link_stands():
     dialler = dialled()
     dialler.begin(0.0)
-    with pytest.raises(LocalProtocolError, match="Beat on a link that is greeting"):
-        dialler.send(Beat())
+    with pytest.raises(LocalProtocolError, match="Heartbeat on a link that is greeting"):
+        dialler.send(Heartbeat())
 
 
 def test_wrong_secret_is_told_and_gets_no_introduction():
@@ -125,7 +124,7 @@ def test_frame_that_is_not_the_peers_next_ends_the_link(change: str):
 
 
 def shake_other() -> bytes:
-    dialler, acceptor = dialled(), Link(replace(accepted().peer, nonce=b"z" * 32))
+    dialler, acceptor = dialled(), Link(replace(accepted().handshake, nonce=b"z" * 32))
     shake(dialler, acceptor)
     return dialler.send(OFFERS[0])
 
@@ -148,7 +147,7 @@ def test_handshake_does_not_begin_again_on_a_link_that_stands(message: object):
 
 def test_unknown_message_of_a_known_peer_is_a_matter_of_version():
     dialler, acceptor = standing()
-    cause = cause_of(acceptor.receive(dialler.send(Beat(needs=("colour",))), 0.0))
+    cause = cause_of(acceptor.receive(dialler.send(Heartbeat(needs=("colour",))), 0.0))
     assert "refused (version)" in cause
     assert "colour" in cause
 
@@ -167,7 +166,7 @@ def test_driver_may_refuse_a_peer_that_stands():
     dialler, acceptor = standing()
     assert cause_of(acceptor.refuse("Offer twice", 0.0)) == cause_of(dialler.receive(acceptor.replies(), 0.0))
     with pytest.raises(LocalProtocolError, match="ended"):
-        acceptor.send(Beat())
+        acceptor.send(Heartbeat())
 
 
 def test_plain_links_shake_hands_alike_and_take_frames_in_any_order():

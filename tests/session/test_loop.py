@@ -17,10 +17,11 @@ from tests.session.loop_world import Loops, converse, hear, opened
 
 from baton.errors import BatonError, ConfigError, LocalProtocolError, RemoteProtocolError
 from baton.plan.steps import Spans
-from baton.protocol.messages import AnyMessage, Beat, Path, Paths
-from baton.protocol.peer import MEMBER, Party
-from baton.session import link_sockets
-from baton.session.loop import LOCAL, Loop, SocketConfig
+from baton.protocol.handshake import MEMBER, Party
+from baton.protocol.messages import AnyMessage, Heartbeat, Path, Paths
+from baton.session import links
+from baton.session.links import SocketConfig
+from baton.session.loop import LOCAL, DriverLoop
 from baton.transport import Done, Ranges, open_transport
 from baton.transport.base import Batch
 from baton.transport.fences import NOW
@@ -58,8 +59,8 @@ def test_messages_arrive_in_order_on_the_links_number(loops: Loops):
     near, far, link, far_link = loops.pair(DECODE)
     near.ports.post(lambda: [near.ports.send(link, offer) for offer in OFFERS])
     assert far.wait("received", 4) == [(far_link, offer) for offer in OFFERS]
-    far.ports.post(lambda: far.ports.send(far_link, Beat()))
-    assert near.messages(1) == [Beat()]
+    far.ports.post(lambda: far.ports.send(far_link, Heartbeat()))
+    assert near.messages(1) == [Heartbeat()]
     assert len(near.threads) == 1
     assert threading.get_ident() not in near.threads
 
@@ -81,7 +82,7 @@ def test_hang_up_delivers_what_was_queued_and_only_the_other_end_hears_of_it(loo
         for offer in OFFERS:
             near.ports.send(link, offer)
         near.ports.hang_up(link)
-        near.ports.send(link, Beat())  # vanishes
+        near.ports.send(link, Heartbeat())  # vanishes
         near.ports.hang_up(link)
 
     near.ports.post(leave)
@@ -93,7 +94,7 @@ def test_hang_up_delivers_what_was_queued_and_only_the_other_end_hears_of_it(loo
 def test_last_words_are_heard_though_the_other_end_is_still_sending(
     loops: Loops, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(link_sockets, "LINGER_S", 20.0)
+    monkeypatch.setattr(links, "LINGER_S", 20.0)
     loop, far = loops.make(PREFILL)
     sock = loops.connect(loop.address)
     link = converse(sock, dialled())
@@ -132,7 +133,7 @@ def test_round_trip_is_quick(loops: Loops):
 
 
 def test_peer_that_does_not_read_loses_its_link(loops: Loops, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(link_sockets, "UNREAD_BYTES_MAX", 1 << 20)
+    monkeypatch.setattr(links, "UNREAD_BYTES_MAX", 1 << 20)
     loop, far = loops.make(PREFILL)
     converse(loops.connect(loop.address), dialled())
     ((number, _, _),) = far.wait("linked")
@@ -153,7 +154,7 @@ def test_message_that_the_driver_refuses_costs_the_peer_its_link(loops: Loops):
         raise RemoteProtocolError("offer: Beat has no place here")
 
     far.on_message = refuse
-    near.ports.post(lambda: near.ports.send(link, Beat()))
+    near.ports.post(lambda: near.ports.send(link, Heartbeat()))
     assert "Beat has no place here" in near.wait("lost")[0][1]
     assert "Beat has no place here" in far.wait("lost")[0][1]
     assert not any(ended.causes for ended in loops.ended.values())
@@ -170,7 +171,7 @@ def test_driver_that_fails_ends_the_instance_loudly(loops: Loops, how: str, capl
     far.on_message = far.on_tick = fail
     with caplog.at_level(logging.ERROR):
         if how == "received":
-            near.ports.post(lambda: near.ports.send(link, Beat()))
+            near.ports.post(lambda: near.ports.send(link, Heartbeat()))
         elif how == "tick":
             far.ports.post(lambda: setattr(far, "next_tick_s", 0.0))
         elif how == "next_tick":
@@ -238,8 +239,9 @@ def test_owner_may_close_from_its_end_callback(loops: Loops):
 LOUD = """
 from tests.session.link_ends import DECODE
 from tests.session.loop_world import Recorder
-from baton.session.loop import Loop, SocketConfig
-loop = Loop(SocketConfig())
+from baton.session.links import SocketConfig
+from baton.session.loop import DriverLoop
+loop = DriverLoop(SocketConfig())
 ports = loop.ports(DECODE)
 loop.add(ports, Recorder(ports))
 loop.start()
@@ -275,7 +277,7 @@ def test_rank_and_coordinator_of_one_loop_are_linked_without_a_socket(loops: Loo
     loop.post(talk)
     assert coordinator.wait("lost") == [(far_link, "the peer closed the link")]
     assert coordinator.messages(4) == OFFERS
-    loop.post(lambda: coordinator.ports.send(far_link, Beat()))
+    loop.post(lambda: coordinator.ports.send(far_link, Heartbeat()))
     loop.close()
     assert [what[0] for what in rank.told] == ["dialled", "linked"]
 
@@ -283,8 +285,8 @@ def test_rank_and_coordinator_of_one_loop_are_linked_without_a_socket(loops: Loo
 def test_rank_of_another_process_is_a_member_by_socket(loops: Loops):
     near, far, link, _ = loops.pair(RANK)
     assert far.wait("linked")[0][1].rank == 2
-    near.ports.post(lambda: near.ports.send(link, Beat()))
-    assert far.messages(1) == [Beat()]
+    near.ports.post(lambda: near.ports.send(link, Heartbeat()))
+    assert far.messages(1) == [Heartbeat()]
 
 
 def test_local_link_without_its_coordinator_is_lost(loops: Loops):
@@ -302,7 +304,7 @@ def test_local_peer_that_misbehaves_loses_its_link(loops: Loops):
         raise RemoteProtocolError("not now")
 
     coordinator.on_message = refuse
-    loop.post(lambda: rank.ports.send(link, Beat()))
+    loop.post(lambda: rank.ports.send(link, Heartbeat()))
     assert rank.wait("lost") == [(link, "not now")]
     assert coordinator.wait("lost")[0][1] == "not now"
 
@@ -351,8 +353,8 @@ def test_driver_that_always_wants_a_tick_does_not_stop_the_rest(loops: Loops):
     near, far, link, _ = loops.pair(DECODE)
     far.on_tick = far.told.pop
     far.ports.post(lambda: setattr(far, "next_tick_s", 0.0))
-    near.ports.post(lambda: near.ports.send(link, Beat()))
-    assert far.messages(1) == [Beat()]
+    near.ports.post(lambda: near.ports.send(link, Heartbeat()))
+    assert far.messages(1) == [Heartbeat()]
 
 
 def test_jobs_run_beside_the_loop_and_come_back_to_it(loops: Loops):
@@ -443,7 +445,7 @@ def test_posts_of_many_threads_all_arrive_in_their_order(loops: Loops):
 
 
 def test_posts_before_the_start_are_done_and_after_the_end_not():
-    loop = Loop(SocketConfig())
+    loop = DriverLoop(SocketConfig())
     done: list[str] = []
     loop.post(lambda: done.append("early"))
     loop.start()
@@ -458,17 +460,17 @@ def test_completions_of_a_transport_reach_the_driver(loops: Loops):
     regions = [source.register(buffers[0]), target.register(buffers[1])]
     invitation = target.invite()
     target.grant(invitation.peer, regions[1], Ranges.whole(regions[1]))
-    loop = Loop(SocketConfig())
+    loop = DriverLoop(SocketConfig())
     loops.made.append(loop)
     ports = loop.ports(DECODE)
     driver = type(loops.make(DECODE)[1])(ports)
     loop.add(ports, driver)
-    loop.watch(source, driver.moved)
+    loop.watch(source, driver.on_completions)
     loop.start()
     zero, length = np.zeros(1, dtype=np.int64), np.full(1, 64, dtype=np.int64)
     peer = source.connect(invitation.description)
     ticket = source.submit(peer, Batch(regions[0], regions[1].remote, Spans(zero, zero, length)), NOW)
-    assert driver.wait("moved") == [([Done(ticket)],)]
+    assert driver.wait("completions") == [([Done(ticket)],)]
     assert buffers[1].tolist() == list(range(64))
     loop.close()
     source.close()
@@ -525,7 +527,7 @@ def test_drivers_are_added_before_the_start_and_one_accepts(loops: Loops):
     loop, _ = loops.make(DECODE)
     with pytest.raises(LocalProtocolError, match="started already"):
         loop.add(loop.ports(RANK), None)
-    other = Loop(SocketConfig())
+    other = DriverLoop(SocketConfig())
     other.add(other.ports(PREFILL), None)  # type: ignore[arg-type]
     with pytest.raises(LocalProtocolError, match="one driver that accepts"):
         other.add(other.ports(PREFILL), None)  # type: ignore[arg-type]

@@ -29,8 +29,8 @@ from baton.plan.chunks import bound_plan
 from baton.plan.execution import Memory, execute
 from baton.plan.routes import Chunk, Prompt
 from baton.plan.steps import ALWAYS_PACK, CONVERT, DIRECT, NEVER_PACK, PACK, STAGING, Copy, Spans
-from baton.session.moving import checksums, run_packs, run_unpacks
 from baton.session.page_tables import check_terms, decode_pages, decode_tables, encode_pages
+from baton.session.tensors import checksums, run_packs, run_unpacks
 
 FEWER = settings(max_examples=max(1, settings().max_examples // 4))
 FINITE = 0xFB  # no byte with this bit off begins or ends a NaN or an infinity of any dtype

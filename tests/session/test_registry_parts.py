@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.session.registry_world import member
 
-from baton.session.registry import Change, RegistryError, Topology, What
+from baton.session.registry import Change, ChangeKind, RegistryError, Topology
 from baton.session.registry import authentication as auth
 from baton.session.registry.authentication import Verifier, sign
-from baton.session.registry.backoff import Backoff
-from baton.session.registry.deadlines import Deadlines
-from baton.session.registry.events import BEAT, EventReader, encode
+from baton.session.registry.timing import Backoff, Expiries
+from baton.session.registry.watch import BEAT, EventReader, encode
 
 SECRET = b"k" * 16
 REQUEST = ("PUT", "/v1/x?y=1", b"body")
@@ -82,7 +81,7 @@ def test_backoff_doubles_to_its_most_with_jitter_and_begins_anew() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("sdp"), st.integers(0, 5), st.integers(0, 20)), max_size=200))
 def test_deadlines_are_a_sorted_dict(steps: list[tuple[str, int, int]]) -> None:
-    deadlines: Deadlines[tuple[int]] = Deadlines()
+    deadlines: Expiries[tuple[int]] = Expiries()
     plain: dict[tuple[int], int] = {}
     for name, number, at in steps:
         key = (number,)
@@ -102,7 +101,7 @@ def test_deadlines_are_a_sorted_dict(steps: list[tuple[str, int, int]]) -> None:
 
 
 TOPOLOGY = Topology("b-0", (), ())
-CHANGE = Change("b-1", What.EXPIRED, member(fingerprint='a: "b" \\n'), False)
+CHANGE = Change("b-1", ChangeKind.EXPIRED, member(fingerprint='a: "b" \\n'), False)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
@@ -121,6 +120,6 @@ def test_an_event_that_cannot_be_read_is_an_error(data: bytes) -> None:
 
 
 def test_an_event_without_an_end_is_an_error(monkeypatch) -> None:
-    monkeypatch.setattr("baton.session.registry.events.EVENT_BYTES_MAX", 100)
+    monkeypatch.setattr("baton.session.registry.watch.EVENT_BYTES_MAX", 100)
     with pytest.raises(RegistryError, match="longer than 100 bytes"):
         list(EventReader().feed(b"x" * 101))

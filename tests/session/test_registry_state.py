@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.session.registry_world import member
 
-from baton.session.registry import Member, Refusal, RegistryError, Role, What
-from baton.session.registry.messages import Wish
-from baton.session.registry.state import EPOCH_KEPT_S, Capacity, State
+from baton.session.registry import ChangeKind, Member, Refusal, RegistryError, Role
+from baton.session.registry.messages import AssignmentRequest
+from baton.session.registry.state import EPOCH_KEPT_S, Capacity, RegistryState
 
 
-def told(state: State) -> list[tuple[str, int, int, bool]]:
+def told(state: RegistryState) -> list[tuple[str, int, int, bool]]:
     return [
         (change.what.value, change.member.rank, change.member.epoch, change.is_complete)
         for change in state.take_changes()
@@ -28,7 +28,7 @@ def refusal_of(call, *args) -> Refusal:
 
 
 def test_registering_again_renews_and_changes_nothing() -> None:
-    state = State("boot")
+    state = RegistryState("boot")
     assert state.register(member(ttl_s=10), 0.0)
     before = state.topology(0.0)
     told(state)
@@ -39,7 +39,7 @@ def test_registering_again_renews_and_changes_nothing() -> None:
 
 
 def test_an_instance_is_complete_when_all_ranks_of_its_layout_are_there() -> None:
-    state = State("boot")
+    state = RegistryState("boot")
     for rank in (3, 0, 2):
         state.register(member(rank=rank, layout="pp2.tp2"), 0.0)
     found = state.topology(0.0)
@@ -54,13 +54,13 @@ def test_an_instance_is_complete_when_all_ranks_of_its_layout_are_there() -> Non
 
 
 def test_nothing_is_not_complete() -> None:
-    state = State("boot")
+    state = RegistryState("boot")
     assert not state.topology(0.0).is_complete
     assert [gap.instance for gap in state.topology(0.0, ["a", "b"]).missing] == ["a", "b"]
 
 
 def test_one_incomplete_instance_makes_the_whole_incomplete_but_not_the_others() -> None:
-    state = State("boot")
+    state = RegistryState("boot")
     state.register(member("a", layout="tp1"), 0.0)
     state.register(member("b", layout="tp2"), 0.0)
     assert not state.topology(0.0).is_complete
@@ -69,10 +69,10 @@ def test_one_incomplete_instance_makes_the_whole_incomplete_but_not_the_others()
 
 
 def test_a_higher_epoch_displaces_the_lower_with_everything_it_had() -> None:
-    state = State("boot")
+    state = RegistryState("boot")
     for rank in (0, 1):
         state.register(member(rank=rank), 0.0)
-    state.assign("p0", "t", 0.0, Wish(0))
+    state.assign("p0", "t", 0.0, AssignmentRequest(0))
     told(state)
     state.register(member(rank=1, epoch=2, layout="dp2.tp1"), 1.0)
     assert told(state) == [
@@ -83,18 +83,18 @@ def test_a_higher_epoch_displaces_the_lower_with_everything_it_had() -> None:
     found = state.topology(1.0)
     assert (found.instances[0].epoch, found.instances[0].ranks) == (2, (1,))
     assert state.loads("p0", 1.0) == (0, 0)
-    assert state.assign("p0", "t", 1.0, Wish(1)).dp == 1
+    assert state.assign("p0", "t", 1.0, AssignmentRequest(1)).dp == 1
 
 
 def test_ranks_of_two_epochs_never_complete_each_other() -> None:
-    state = State("boot")
+    state = RegistryState("boot")
     state.register(member(rank=0, epoch=1), 0.0)
     state.register(member(rank=1, epoch=2), 0.0)
     assert [gap.ranks for gap in state.topology(0.0).missing] == [(0,)]
 
 
 def test_a_lower_epoch_is_refused_with_the_reason_also_after_the_higher_one_left() -> None:
-    state = State("boot")
+    state = RegistryState("boot")
     state.register(member(epoch=7), 0.0)
     with pytest.raises(RegistryError, match=r"epoch 6 of instance 'p0' is over: epoch 7 has registered"):
         state.register(member(epoch=6), 0.0)
@@ -104,7 +104,7 @@ def test_a_lower_epoch_is_refused_with_the_reason_also_after_the_higher_one_left
 
 
 def test_the_dead_do_not_unregister_the_living() -> None:
-    state = State("boot")
+    state = RegistryState("boot")
     state.register(member(epoch=1), 0.0)
     state.register(member(epoch=2), 0.0)
     assert not state.unregister("p0", 0, 1, 0.0)
@@ -125,7 +125,7 @@ def test_the_dead_do_not_unregister_the_living() -> None:
     ],
 )
 def test_members_of_one_epoch_have_to_agree(name: str, value: object) -> None:
-    state = State("boot")
+    state = RegistryState("boot")
     state.register(member(rank=0), 0.0)
     with pytest.raises(RegistryError, match=rf"^{name} of rank 1 is .* but rank 0 registered") as caught:
         state.register(member(rank=1, **{name: value}), 0.0)
@@ -134,9 +134,9 @@ def test_members_of_one_epoch_have_to_agree(name: str, value: object) -> None:
 
 
 def test_when_all_are_gone_the_epoch_may_be_another_layout() -> None:
-    state = State("boot")
+    state = RegistryState("boot")
     state.register(member(layout="dp2"), 0.0)
-    state.assign("p0", "t", 0.0, Wish(1))
+    state.assign("p0", "t", 0.0, AssignmentRequest(1))
     state.unregister("p0", 0, 1, 0.0)
     assert state.register(member(layout="tp1"), 0.0)
     assert state.topology(0.0).is_complete
@@ -170,7 +170,7 @@ def test_when_all_are_gone_the_epoch_may_be_another_layout() -> None:
     ],
 )
 def test_a_member_that_cannot_be_is_refused_by_field_and_value(fields: dict, names: str) -> None:
-    state = State("boot")
+    state = RegistryState("boot")
     with pytest.raises(RegistryError, match=names) as caught:
         state.register(member(**fields), 0.0)
     assert caught.value.refusal is Refusal.INVALID
@@ -179,78 +179,78 @@ def test_a_member_that_cannot_be_is_refused_by_field_and_value(fields: dict, nam
 
 @pytest.mark.parametrize("address", ["a:1", "10.0.0.1:65535", "[::1]:80", "host-1.example.org:7000"])
 def test_addresses_that_can_be(address: str) -> None:
-    assert State("boot").register(member(coordinator=address), 0.0)
+    assert RegistryState("boot").register(member(coordinator=address), 0.0)
 
 
 def test_the_least_loaded_group_is_taken_and_remembered() -> None:
-    state = State("boot")
+    state = RegistryState("boot")
     state.register(member(layout="dp3", ttl_s=1000), 0.0)
-    assert state.assign("p0", "named", 0.0, Wish(0)).dp == 0
+    assert state.assign("p0", "named", 0.0, AssignmentRequest(0)).dp == 0
     chosen = [state.assign("p0", f"t{index}", 0.0).dp for index in range(5)]
     assert chosen == [1, 2, 0, 1, 2]
     assert [state.assign("p0", f"t{index}", 0.0).dp for index in range(5)] == chosen
     assert state.loads("p0", 0.0) == (2, 2, 2)
     assert state.release("p0", "t1", 0.0)
     assert not state.release("p0", "t1", 0.0)
-    assert state.assign("p0", "t1", 0.0, Wish(0)).dp == 0
+    assert state.assign("p0", "t1", 0.0, AssignmentRequest(0)).dp == 0
     assert state.assign("p0", "next", 0.0).dp == 2
 
 
 def test_a_transfer_has_one_group() -> None:
-    state = State("boot")
+    state = RegistryState("boot")
     state.register(member(layout="dp2"), 0.0)
-    state.assign("p0", "t", 0.0, Wish(1))
+    state.assign("p0", "t", 0.0, AssignmentRequest(1))
     assert state.assign("p0", "t", 0.0).dp == 1
     with pytest.raises(RegistryError, match="'t' has dp group 1 of instance 'p0', not 0") as caught:
-        state.assign("p0", "t", 0.0, Wish(0))
+        state.assign("p0", "t", 0.0, AssignmentRequest(0))
     assert caught.value.refusal is Refusal.CONFLICT
     assert state.loads("p0", 0.0) == (0, 1)
 
 
 @pytest.mark.parametrize("dp", [2, -1])
 def test_a_group_that_the_layout_has_not_is_refused(dp: int) -> None:
-    state = State("boot")
+    state = RegistryState("boot")
     state.register(member(layout="dp2"), 0.0)
-    assert refusal_of(state.assign, "p0", "t", 0.0, Wish(dp)) is Refusal.INVALID
+    assert refusal_of(state.assign, "p0", "t", 0.0, AssignmentRequest(dp)) is Refusal.INVALID
     assert refusal_of(state.assign, "q", "t", 0.0) is Refusal.UNKNOWN
     assert state.loads("p0", 0.0) == (0, 0)
 
 
 @pytest.mark.parametrize("transfer", ["", ".", "..", "x" * 257, "a\nb", "\ud800"])
 def test_a_transfer_id_that_cannot_be_in_a_path_is_refused(transfer: str) -> None:
-    state = State("boot")
+    state = RegistryState("boot")
     state.register(member(), 0.0)
     assert refusal_of(state.assign, "p0", transfer, 0.0) is Refusal.INVALID
 
 
 def test_a_transfer_ends_with_its_time_and_asking_again_prolongs_it() -> None:
-    state = State("boot")
+    state = RegistryState("boot")
     state.register(member(layout="dp2", ttl_s=1000), 0.0)
-    state.assign("p0", "t", 0.0, Wish(1, 10.0))
-    state.assign("p0", "t", 8.0, Wish(None, 10.0))
+    state.assign("p0", "t", 0.0, AssignmentRequest(1, 10.0))
+    state.assign("p0", "t", 8.0, AssignmentRequest(None, 10.0))
     assert state.loads("p0", 17.9) == (0, 1)
     assert state.loads("p0", 18.0) == (0, 0)
     assert state.assign("p0", "t", 18.0).dp == 0
 
 
 def test_a_transfer_outlives_a_pause_of_its_instance_but_not_the_epoch() -> None:
-    state = State("boot")
+    state = RegistryState("boot")
     state.register(member(layout="dp2", ttl_s=1), 0.0)
-    assert state.assign("p0", "t", 0.0, Wish(1)).epoch == 1
+    assert state.assign("p0", "t", 0.0, AssignmentRequest(1)).epoch == 1
     assert state.topology(2.0).instances == ()
     assert state.assign("p0", "t", 2.0).dp == 1
     assert refusal_of(state.assign, "p0", "new", 2.0) is Refusal.UNKNOWN
     assert state.register(member(layout="dp2", ttl_s=1), 3.0)
     assert state.assign("p0", "t", 3.0).dp == 1
     state.register(member(layout="dp2", epoch=2), 3.0)
-    assert refusal_of(state.assign, "p0", "t", 3.0, Wish(1, 10.0, 1)) is Refusal.CONFLICT
+    assert refusal_of(state.assign, "p0", "t", 3.0, AssignmentRequest(1, 10.0, 1)) is Refusal.CONFLICT
     assert state.loads("p0", 3.0) == (0, 0)
 
 
 def test_what_an_instance_left_behind_is_forgotten_in_the_end() -> None:
-    state = State("boot")
+    state = RegistryState("boot")
     state.register(member(ttl_s=1), 0.0)
-    state.assign("p0", "t", 0.0, Wish(0, 80_000.0))
+    state.assign("p0", "t", 0.0, AssignmentRequest(0, 80_000.0))
     state.expire(1.0)
     assert state.next_expiry() == 1.0 + EPOCH_KEPT_S
     state.expire(1.0 + EPOCH_KEPT_S)
@@ -259,7 +259,7 @@ def test_what_an_instance_left_behind_is_forgotten_in_the_end() -> None:
 
 
 def test_a_full_registry_says_so_and_still_renews() -> None:
-    state = State("boot", Capacity(num_instances_max=2, num_members_max=2, num_transfers_max=1))
+    state = RegistryState("boot", Capacity(num_instances_max=2, num_members_max=2, num_transfers_max=1))
     state.register(member("a"), 0.0)
     state.register(member("b"), 0.0)
     assert refusal_of(state.register, member("b", rank=1), 0.0) is Refusal.FULL
@@ -274,7 +274,7 @@ def test_a_full_registry_says_so_and_still_renews() -> None:
 
 
 def test_transfers_of_an_epoch_that_is_over_take_no_room() -> None:
-    state = State("boot", Capacity(num_transfers_max=1))
+    state = RegistryState("boot", Capacity(num_transfers_max=1))
     for epoch in range(3):
         state.register(member(epoch=epoch, layout="tp1"), 0.0)
         assert state.assign("p0", f"t{epoch}", 0.0).epoch == epoch
@@ -319,7 +319,7 @@ class Model:
         held = [dp for (name, _), (dp, _) in self.transfers.items() if name == instance]
         return [held.count(0), held.count(1)]
 
-    def assign(self, key: tuple[str, str], wish: Wish, now: float) -> Refusal | int:
+    def assign(self, key: tuple[str, str], wish: AssignmentRequest, now: float) -> Refusal | int:
         if key in self.transfers:
             dp = self.transfers[key][0]
             if wish.dp not in (None, dp):
@@ -353,7 +353,7 @@ steps = st.one_of(
 
 @given(st.lists(steps, max_size=30))
 def test_any_order_of_calls_gives_what_the_rules_say(calls: list[tuple]) -> None:
-    state, model, now = State("boot"), Model(), 0.0
+    state, model, now = RegistryState("boot"), Model(), 0.0
     seen: set[tuple[str, int, int]] = set()
     for name, *args in calls:
         model.expire(now)
@@ -366,7 +366,7 @@ def test_any_order_of_calls_gives_what_the_rules_say(calls: list[tuple]) -> None
             case "unregister", _:
                 assert state.unregister(*args, now) == model.unregister(*args)
             case "assign", [instance, transfer, dp, ttl_s]:
-                wish = Wish(dp, ttl_s)
+                wish = AssignmentRequest(dp, ttl_s)
                 given_dp = answer(state.assign, instance, transfer, now, wish)
                 given_dp = getattr(given_dp, "dp", given_dp)
                 assert given_dp == model.assign((instance, transfer), wish, now)
@@ -376,18 +376,18 @@ def test_any_order_of_calls_gives_what_the_rules_say(calls: list[tuple]) -> None
         check(state, model, now, seen)
 
 
-def follow(state: State, seen: set[tuple[str, int, int]]) -> None:
+def follow(state: RegistryState, seen: set[tuple[str, int, int]]) -> None:
     """Brings what a watcher believes up to date with the changes that it hears."""
     for change in state.take_changes():
         key = (change.member.instance, change.member.rank, change.member.epoch)
-        if change.what is What.REGISTERED:
+        if change.what is ChangeKind.REGISTERED:
             assert key not in seen
             seen.add(key)
         else:
             seen.remove(key)
 
 
-def check(state: State, model: Model, now: float, seen: set[tuple[str, int, int]]) -> None:
+def check(state: RegistryState, model: Model, now: float, seen: set[tuple[str, int, int]]) -> None:
     model.expire(now)
     found = state.topology(now)
     follow(state, seen)

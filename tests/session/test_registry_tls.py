@@ -11,7 +11,7 @@ import pytest
 from tests.session.handover_world import PATIENCE_S, Side, World
 from tests.session.test_link_tls import make_authority, make_certificate
 
-from baton.session.link_sockets import SocketConfig
+from baton.session.links import SocketConfig
 from baton.settings import Tls
 
 pytestmark = pytest.mark.skipif(

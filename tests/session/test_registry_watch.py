@@ -10,9 +10,16 @@ import time
 import msgspec
 from tests.session.registry_world import SECRET, ask, member, put, registry, run, until
 
-from baton.session.registry import Change, RegistryClient, RegistryConfig, RegistryServer, Topology, What
+from baton.session.registry import (
+    Change,
+    ChangeKind,
+    RegistryClient,
+    RegistryConfig,
+    RegistryServer,
+    Topology,
+)
 from baton.session.registry.authentication import sign
-from baton.session.registry.connection import Call, Connection
+from baton.session.registry.client import RegistryCall, RegistryConnection
 from baton.session.registry.messages import Registered
 
 
@@ -44,11 +51,11 @@ def test_the_topology_then_each_change_in_order_with_ids() -> None:
             await until(lambda: len(seen) == 6)
             assert list(map(short, seen)) == [
                 [("p0", 1, (0,))],
-                (What.REGISTERED, 1, 1, True),
-                (What.DISPLACED, 0, 1, False),
-                (What.DISPLACED, 1, 1, False),
-                (What.REGISTERED, 0, 2, True),
-                (What.EXPIRED, 0, 2, False),
+                (ChangeKind.REGISTERED, 1, 1, True),
+                (ChangeKind.DISPLACED, 0, 1, False),
+                (ChangeKind.DISPLACED, 1, 1, False),
+                (ChangeKind.REGISTERED, 0, 2, True),
+                (ChangeKind.EXPIRED, 0, 2, False),
             ]
             boots, numbers = zip(*(event.id.split("-") for event in seen), strict=True)
             assert (len(set(boots)), [int(number) for number in numbers]) == (1, [1, 2, 3, 4, 5, 6])
@@ -65,8 +72,8 @@ def test_expiry_is_told_though_nobody_calls() -> None:
             await put(server, member(layout="tp1", ttl_s=0.05))
             await until(lambda: len(seen) == 3)
             assert [short(event) for event in seen[1:]] == [
-                (What.REGISTERED, 0, 1, True),
-                (What.EXPIRED, 0, 1, False),
+                (ChangeKind.REGISTERED, 0, 1, True),
+                (ChangeKind.EXPIRED, 0, 1, False),
             ]
             reading.cancel()
 
@@ -124,10 +131,10 @@ def test_a_slow_reader_is_dropped_and_the_others_miss_nothing() -> None:
             slow = await open_watch(server, receive_bytes=4096)
             await until(lambda: server.num_watchers == 2)
             num_sent, long = 0, '"' * 256  # each is two bytes of JSON: the fewer events it takes
-            calls = Connection(server.url, SECRET, None, lambda: None)
+            calls = RegistryConnection(server.url, SECRET, None, lambda: None)
             while server.num_watchers == 2:
                 value = member(layout="tp1", epoch=num_sent, fingerprint=long, transport=long)
-                call = Call("PUT", "/v1/members/p0/0", msgspec.json.encode(value))
+                call = RegistryCall("PUT", "/v1/members/p0/0", msgspec.json.encode(value))
                 assert (await calls.call(call, Registered)).is_new
                 num_sent += 1
                 while len(seen) < 2 * num_sent:  # the other one keeps up
@@ -197,7 +204,7 @@ def test_closing_ends_open_watches_at_once_and_a_closed_client_stops_watching() 
 
 
 def test_there_is_a_most_to_the_number_of_watches(monkeypatch) -> None:
-    monkeypatch.setattr("baton.session.registry.watchers.NUM_WATCHERS_MAX", 1)
+    monkeypatch.setattr("baton.session.registry.watch.NUM_WATCHERS_MAX", 1)
 
     async def body() -> None:
         async with registry() as server:

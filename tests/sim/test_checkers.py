@@ -63,7 +63,7 @@ def test_a_page_that_is_never_given_back() -> None:
 
 def test_a_transfer_that_never_ends(monkeypatch) -> None:
     monkeypatch.setattr(SourceEngine, "_seal", lambda self, job, rank, script: None)
-    monkeypatch.setattr("baton.protocol.deadlines.Deadlines.passed", lambda self, now: "")
+    monkeypatch.setattr("baton.protocol.timings.Deadlines.passed", lambda self, now: "")
     assert checker_of(world()) == "settles"
 
 

@@ -6,9 +6,9 @@ import pytest
 from tests.sim.variants import VARIANTS, Variant
 
 from baton.protocol.machine import Table
-from baton.protocol.offer import OFFER
-from baton.protocol.receiver import RECEIVER
-from baton.protocol.sender import SENDER
+from baton.protocol.source_coordinator import SOURCE_COORDINATOR
+from baton.protocol.source_rank import SOURCE_RANK
+from baton.protocol.target_coordinator import TARGET_COORDINATOR
 from baton.sim.checkers import BUILT_IN, CHECKERS
 from baton.sim.scenarios import SCENARIOS
 
@@ -27,7 +27,7 @@ def test_the_defects_name_checkers_and_scenarios_that_exist() -> None:
 
 @pytest.mark.parametrize("name", ["count_duplicates", "ignore_digest", "commit_while_copying"])
 def test_a_defect_is_gone_afterwards(name: str) -> None:
-    tables: tuple[Table, ...] = (SENDER, OFFER, RECEIVER)
+    tables: tuple[Table, ...] = (SOURCE_RANK, SOURCE_COORDINATOR, TARGET_COORDINATOR)
     before = [dict(table.cells) for table in tables]
     with VARIANTS[name].broken():
         pass

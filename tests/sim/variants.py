@@ -14,30 +14,40 @@ from typing import Any
 import msgspec
 
 from baton.plan import binding
-from baton.protocol import arrival as at_target
-from baton.protocol import departure as at_source
-from baton.protocol import judgement, offer, receiver
-from baton.protocol import landing as at_target_rank
-from baton.protocol import sender as at_source_rank
-from baton.protocol.arrival import ReceiverState, UnpackAt
-from baton.protocol.coordinator import COORDINATOR, CoordinatorState, RankLost
-from baton.protocol.deadlines import Deadlines
-from baton.protocol.departure import Departure, OfferState
-from baton.protocol.landing import LANDING, LandingState, TakeBack, TakenBack
+from baton.protocol import source_coordinator, target_coordinator
+from baton.protocol import source_coordinator as at_source
+from baton.protocol import source_rank as at_source_rank
+from baton.protocol import target_coordinator as at_target
+from baton.protocol.instance import INSTANCE, InstanceState, RankLost
 from baton.protocol.ledger import Ledger
 from baton.protocol.machine import IGNORED, Cell, Table, replace
-from baton.protocol.messages import Abort, Commit, Quiet, Settled, Unquiet
-from baton.protocol.offer import OFFER
+from baton.protocol.messages import (
+    Abort,
+    AuxRecord,
+    Close,
+    Closed,
+    Commit,
+    Grant,
+    Landed,
+    Offer,
+    Opened,
+    Quiet,
+    Settled,
+    Unquiet,
+)
 from baton.protocol.outcomes import Aux, Cause, Failed, Stage, Why
-from baton.protocol.receiver import RECEIVER
-from baton.protocol.sender import SENDER, SenderState
-from baton.session import flights, target
-from baton.session.arrivals import Arrivals
+from baton.protocol.source_coordinator import SOURCE_COORDINATOR, SourceCoordinator, SourceCoordinatorState
+from baton.protocol.source_rank import SOURCE_RANK, SourceRankState
+from baton.protocol.target_coordinator import TARGET_COORDINATOR, TargetCoordinatorState, UnpackAt
+from baton.protocol.target_rank import TARGET_RANK, RevokePermissions, TargetRankState
+from baton.protocol.timings import Deadlines
+from baton.session import copies, tensors
 from baton.session.coordinator import CoordinatorDriver
-from baton.session.departures import Departures
-from baton.session.flights import Flights
+from baton.session.copies import SourceCopies
 from baton.session.handles import Sending
-from baton.session.target import TargetHalf
+from baton.session.inbound import InboundTransfers
+from baton.session.outbound import OutboundTransfers
+from baton.session.writers import TargetWriters
 from baton.sim.core import Violation
 from baton.sim.faults import Aborts, Copies, Crash, Duplication, RankMismatch, Reordering, Tokeniser
 from baton.sim.options import Strength
@@ -137,7 +147,7 @@ def admit_on_count() -> Iterator[None]:
     def is_counted(account: Any, terms: Any) -> bool:
         return account.aux is not None and account.commits.keys() >= terms.sources
 
-    with patched(receiver, is_complete=is_counted):
+    with patched(target_coordinator, is_complete=is_counted):
         yield
 
 
@@ -151,11 +161,15 @@ def admit_without_commits() -> Iterator[None]:
     def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
         after, effects = right(record, event, now)
         account = after.account
-        if after.state is not ReceiverState.GRANTED or account.aux is None or not account.ledger.is_full:
+        if (
+            after.state is not TargetCoordinatorState.GRANTED
+            or account.aux is None
+            or not account.ledger.is_full
+        ):
             return after, effects
-        return receiver._admit(after, account)
+        return target_coordinator._admit(after, account)
 
-    with around(RECEIVER, wrong, (ReceiverState.GRANTED, at_target.ChunkLanded)):
+    with around(TARGET_COORDINATOR, wrong, (TargetCoordinatorState.GRANTED, Landed)):
         yield
 
 
@@ -168,8 +182,8 @@ def admit_unopened() -> Iterator[None]:
     def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
         return right(replace(record, opened=record.ranks), event, now)
 
-    events = (at_target.ChunkLanded, at_target.SourceCommitted, at_target.AuxArrived)
-    with around(RECEIVER, wrong, *((ReceiverState.GRANTED, event) for event in events)):
+    events = (Landed, Commit, AuxRecord)
+    with around(TARGET_COORDINATOR, wrong, *((TargetCoordinatorState.GRANTED, event) for event in events)):
         yield
 
 
@@ -179,15 +193,16 @@ def admit_unopened() -> Iterator[None]:
     faults={"reordering": Reordering(0.5, 0.05)},
 )
 def admit_without_aux() -> Iterator[None]:
-    admit = receiver._admit
+    admit = target_coordinator._admit
+    _complete = target_coordinator.is_complete
 
     def is_complete(account: Any, terms: Any) -> bool:
-        return judgement.is_complete(replace(account, aux=account.aux or Aux()), terms)
+        return _complete(replace(account, aux=account.aux or Aux()), terms)
 
     def admit_anyhow(record: Any, account: Any) -> Any:
         return admit(record, replace(account, aux=account.aux or Aux()))
 
-    with patched(receiver, is_complete=is_complete, _admit=admit_anyhow):
+    with patched(target_coordinator, is_complete=is_complete, _admit=admit_anyhow):
         yield
 
 
@@ -199,7 +214,7 @@ def admit_without_aux() -> Iterator[None]:
     verified_share=0.0,
 )
 def count_duplicates() -> Iterator[None]:
-    enter_landed = judgement.enter_landed
+    enter_landed = target_coordinator.enter_landed
 
     def enter_anew(account: Any, terms: Any, landed: Any) -> Any:
         if (landed.source_rank, landed.chunk) in account.chunks:
@@ -213,7 +228,7 @@ def count_duplicates() -> Iterator[None]:
             missing[pair] = left
         return replace(self, missing=missing)
 
-    with patched(receiver, enter_landed=enter_anew), patched(Ledger, entered=entered):
+    with patched(target_coordinator, enter_landed=enter_anew), patched(Ledger, entered=entered):
         yield
 
 
@@ -225,23 +240,23 @@ def count_duplicates() -> Iterator[None]:
     verified_share=0.0,
 )
 def admit_before_unpack() -> Iterator[None]:
-    enter_landed = judgement.enter_landed
+    enter_landed = target_coordinator.enter_landed
 
     def enter_at_once(account: Any, terms: Any, landed: Any) -> Any:
-        after, _ = enter_landed(account, replace(terms, worked=frozenset()), landed)
+        after, _ = enter_landed(account, replace(terms, unpacked=frozenset()), landed)
         if after is account:
             return account, ()
         targets = terms.targets.get(landed.source_rank, ())
-        worked = (rank for rank in targets if (landed.source_rank, rank) in terms.worked)
+        worked = (rank for rank in targets if (landed.source_rank, rank) in terms.unpacked)
         return after, tuple(UnpackAt(rank, landed) for rank in worked if rank in landed.staged)
 
-    with patched(receiver, enter_landed=enter_at_once):
+    with patched(target_coordinator, enter_landed=enter_at_once):
         yield
 
 
 @variant("checksums are not compared", "bytes_right", scenario="bad-wire", num_tries=10)
 def ignore_checksums() -> Iterator[None]:
-    with patched(target, checksums=lambda *args: {}):
+    with patched(tensors, checksums=lambda *args: {}):
         yield
 
 
@@ -259,10 +274,14 @@ def ignore_digest() -> Iterator[None]:
     def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
         return right(record, replace(event, num_tokens=record.num_tokens, digest=record.digest), now)
 
-    states = (ReceiverState.PREPARING, ReceiverState.OPENING, ReceiverState.GRANTED)
+    states = (
+        TargetCoordinatorState.PREPARING,
+        TargetCoordinatorState.OPENING,
+        TargetCoordinatorState.GRANTED,
+    )
     with (
-        patched(Departure, mismatch=lambda record, prefill: None),
-        around(RECEIVER, wrong, *((state, at_target.Offered) for state in states)),
+        patched(SourceCoordinator, mismatch=lambda record, prefill: None),
+        around(TARGET_COORDINATOR, wrong, *((state, Offer) for state in states)),
     ):
         yield
 
@@ -275,9 +294,9 @@ def ignore_digest() -> Iterator[None]:
 )
 def answer_any_prompt() -> Iterator[None]:
     def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
-        return right(replace(record, prefill=None), event, now)
+        return right(replace(record, offer=None), event, now)
 
-    with around(OFFER, wrong, (OfferState.DECIDED, at_source.GrantArrived)):
+    with around(SOURCE_COORDINATOR, wrong, (SourceCoordinatorState.DECIDED, Grant)):
         yield
 
 
@@ -290,7 +309,7 @@ def believe_one_rank() -> Iterator[None]:
     def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
         return right(replace(record, ranks=record.joined), event, now)
 
-    with around(OFFER, wrong, (OfferState.OPEN, at_source.AuxGiven)):
+    with around(SOURCE_COORDINATOR, wrong, (SourceCoordinatorState.OPEN, AuxRecord)):
         yield
 
 
@@ -303,10 +322,10 @@ def believe_one_rank() -> Iterator[None]:
 )
 def ignore_odd_rank() -> Iterator[None]:
     def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
-        return right(record, replace(event, prefill=record.prefill or event.prefill), now)
+        return right(record, replace(record.offer or event, source_rank=event.source_rank), now)
 
-    states = (OfferState.OPEN, OfferState.RUNNING)
-    with around(OFFER, wrong, *((state, at_source.RankOffered) for state in states)):
+    states = (SourceCoordinatorState.OPEN, SourceCoordinatorState.RUNNING)
+    with around(SOURCE_COORDINATOR, wrong, *((state, Offer) for state in states)):
         yield
 
 
@@ -329,18 +348,18 @@ def drop_last_chunk() -> Iterator[None]:
             return made
         return [replace(load, copies=(), packs=()) for load in made]
 
-    with patched(flights, bind_source=without_last):
+    with patched(copies, bind_source=without_last):
         yield
 
 
 @variant("copies do not wait for their fences", "bytes_right", verified_share=0.0)
 def ignore_fence() -> Iterator[None]:
-    dispatch = Flights._dispatch
+    dispatch = SourceCopies._submit
 
-    def at_once(self: Flights, found: Any, flight: Any, load: Any, fence: Any) -> None:
-        dispatch(self, found, flight, load, NOW)
+    def at_once(self: SourceCopies, flight: Any, load: Any, staged_at: int, fence: Any) -> None:
+        dispatch(self, flight, load, staged_at, NOW)
 
-    with patched(Flights, _dispatch=at_once):
+    with patched(SourceCopies, _submit=at_once):
         yield
 
 
@@ -352,12 +371,12 @@ def ignore_fence() -> Iterator[None]:
     verified_share=0.0,
 )
 def early_grant() -> Iterator[None]:
-    begin = TargetHalf.begin
+    begin = TargetWriters.begin
 
-    def at_once(self: TargetHalf, receiving: Any, request: Any) -> None:
+    def at_once(self: TargetWriters, receiving: Any, request: Any) -> None:
         begin(self, receiving, replace(request, fence=NOW))
 
-    with patched(TargetHalf, begin=at_once):
+    with patched(TargetWriters, begin=at_once):
         yield
 
 
@@ -372,17 +391,17 @@ def early_grant() -> Iterator[None]:
     verified_share=0.0,
 )
 def staging_reused() -> Iterator[None]:
-    packed = Flights._packed
+    packed = SourceCopies._packed
 
-    def let_go(self: Flights, *args: Any) -> None:
+    def let_go(self: SourceCopies, *args: Any) -> None:
         packed(self, *args)
-        _, flight, _, lease, _ = args
+        flight, _, lease, _ = args
         if lease in flight.leases:
             flight.leases.remove(lease)
-            self.rank.pools.staging.give_back(lease)
-            self._feed_starved()
+            self.pools.staging.give_back(lease)
+            self._lease_staging()
 
-    with patched(Flights, _packed=let_go):
+    with patched(SourceCopies, _packed=let_go):
         yield
 
 
@@ -409,10 +428,10 @@ def free_at_commit() -> Iterator[None]:
 def let_go_when_a_copy_begins() -> Iterator[None]:
     def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
         after, effects = right(record, event, now)
-        begun = tuple(effect.chunk.index for effect in effects if isinstance(effect, at_source_rank.Submit))
-        return after, (*effects, at_source_rank.LetGo(begun))
+        begun = tuple(effect.index for effect in effects if isinstance(effect, at_source_rank.StartCopies))
+        return after, (*effects, at_source_rank.ReleaseChunks(begun))
 
-    with around(SENDER, wrong, (SenderState.COPYING, at_source_rank.ChunkReady)):
+    with around(SOURCE_RANK, wrong, (SourceRankState.COPYING, at_source_rank.ChunkReady)):
         yield
 
 
@@ -423,7 +442,7 @@ def let_go_when_a_copy_begins() -> Iterator[None]:
 def commit_while_copying() -> Iterator[None]:
     def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
         after, effects = right(record, event, now)
-        if after.state is SenderState.COMMITTED:
+        if after.state is SourceRankState.COMMITTED:
             return after, effects
         commit = Commit(
             transfer=record.transfer,
@@ -432,9 +451,9 @@ def commit_while_copying() -> Iterator[None]:
             num_chunks=record.num_chunks,
             num_bytes={},
         )
-        return replace(after, state=SenderState.COMMITTED), (*effects, at_source_rank.Tell(commit))
+        return replace(after, state=SourceRankState.COMMITTED), (*effects, commit)
 
-    with around(SENDER, wrong, (SenderState.COPYING, at_source_rank.Sealed)):
+    with around(SOURCE_RANK, wrong, (SourceRankState.COPYING, at_source_rank.Sealed)):
         yield
 
 
@@ -448,9 +467,9 @@ def quiet_while_copying() -> Iterator[None]:
     def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
         after, effects = right(record, event, now)
         quiet = Quiet(transfer=record.transfer, grant=record.grant, source_rank=record.rank)
-        return replace(after, state=SenderState.ENDED), (*effects, at_source_rank.Tell(quiet))
+        return replace(after, state=SourceRankState.ENDED), (*effects, quiet)
 
-    with around(SENDER, wrong, (SenderState.COPYING, at_source_rank.VerdictHeard)):
+    with around(SOURCE_RANK, wrong, (SourceRankState.COPYING, Settled)):
         yield
 
 
@@ -465,9 +484,9 @@ def quiet_while_copying() -> Iterator[None]:
 )
 def copy_after_the_end() -> Iterator[None]:
     def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
-        return SENDER.step(replace(record, state=SenderState.WAITING), event, now)
+        return SOURCE_RANK.step(replace(record, state=SourceRankState.WAITING), event, now)
 
-    with around(SENDER, wrong, (SenderState.ENDED, at_source_rank.Granted)):
+    with around(SOURCE_RANK, wrong, (SourceRankState.ENDED, Grant)):
         yield
 
 
@@ -480,13 +499,13 @@ def copy_after_the_end() -> Iterator[None]:
     strength=WEAK,
 )
 def error_is_quiet() -> Iterator[None]:
-    moved = Flights.moved
+    moved = SourceCopies.on_completion
 
-    def trusting(self: Flights, event: Any) -> None:
+    def trusting(self: SourceCopies, event: Any) -> None:
         known = FailedQuiet(event.ticket, event.cause) if isinstance(event, FailedUnknown) else event
         moved(self, known)
 
-    with patched(Flights, moved=trusting):
+    with patched(SourceCopies, on_completion=trusting):
         yield
 
 
@@ -502,8 +521,8 @@ def forget_the_doubt() -> Iterator[None]:
     def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
         return right(record, replace(event, doubt=""), now)
 
-    states = (SenderState.COPYING, SenderState.DRAINING)
-    with around(SENDER, wrong, *((state, at_source_rank.ChunkFailed) for state in states)):
+    states = (SourceRankState.COPYING, SourceRankState.DRAINING)
+    with around(SOURCE_RANK, wrong, *((state, at_source_rank.ChunkFailed) for state in states)):
         yield
 
 
@@ -520,9 +539,9 @@ def forget_the_doubt() -> Iterator[None]:
 def retire_before_the_verdict() -> Iterator[None]:
     def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
         after, effects = right(record, event, now)
-        return replace(after, is_heard=True), (*effects, at_source_rank.Retire())
+        return replace(after, is_settled=True), (*effects, at_source_rank.Forget())
 
-    with around(SENDER, wrong, (SenderState.WAITING, at_source_rank.Aborted)):
+    with around(SOURCE_RANK, wrong, (SourceRankState.WAITING, at_source_rank.Aborted)):
         yield
 
 
@@ -537,12 +556,12 @@ def retire_before_the_verdict() -> Iterator[None]:
     faults={"aborts": Aborts(0.9, 0.02, False), "copies": Copies(0.0, ("late",), 0.1, 40.0)},
 )
 def early_quiet() -> Iterator[None]:
-    quiet_if_all = offer._quiet_if_all
+    quiet_if_all = source_coordinator._quiet_if_all
 
     def at_once(record: Any, effects: Any) -> Any:
         return quiet_if_all(replace(record, quiet=record.quiet | record.joined), effects)
 
-    with patched(offer, _quiet_if_all=at_once):
+    with patched(source_coordinator, _quiet_if_all=at_once):
         yield
 
 
@@ -555,9 +574,9 @@ def early_quiet() -> Iterator[None]:
 )
 def quiet_when_the_first_rank_is() -> Iterator[None]:
     def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
-        return right(replace(record, joined=frozenset({event.rank})), event, now)
+        return right(replace(record, joined=frozenset({event.source_rank})), event, now)
 
-    with around(OFFER, wrong, (OfferState.STOPPING, at_source.RankQuiet)):
+    with around(SOURCE_COORDINATOR, wrong, (SourceCoordinatorState.STOPPING, Quiet)):
         yield
 
 
@@ -572,9 +591,9 @@ def quiet_when_the_first_rank_is() -> Iterator[None]:
 def grant_a_late_rank() -> Iterator[None]:
     def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
         after, effects = right(record, event, now)
-        return after, (at_source.ToRank(event.rank, record.grant), *effects)
+        return after, (at_source.ToRank(event.source_rank, record.grant), *effects)
 
-    with around(OFFER, wrong, (OfferState.STOPPING, at_source.RankOffered)):
+    with around(SOURCE_COORDINATOR, wrong, (SourceCoordinatorState.STOPPING, Offer)):
         yield
 
 
@@ -585,7 +604,7 @@ def grant_a_late_rank() -> Iterator[None]:
     faults={"copies": Copies(0.2, ("error",), 0.01, 5.0)},
 )
 def forget_a_late_commit() -> Iterator[None]:
-    with around(OFFER, None, (OfferState.STOPPING, at_source.RankCommitted)):
+    with around(SOURCE_COORDINATOR, None, (SourceCoordinatorState.STOPPING, Commit)):
         yield
 
 
@@ -596,7 +615,7 @@ def forget_a_late_commit() -> Iterator[None]:
     faults={"aborts": Aborts(0.9, 0.02, False), "copies": Copies(0.0, ("late",), 0.1, 40.0)},
 )
 def ignore_the_target() -> Iterator[None]:
-    with around(OFFER, None, (OfferState.RUNNING, at_source.TargetAborted)):
+    with around(SOURCE_COORDINATOR, None, (SourceCoordinatorState.RUNNING, at_source.TargetAborted)):
         yield
 
 
@@ -608,7 +627,7 @@ def ignore_the_target() -> Iterator[None]:
     scenario="rival-asks-late",
 )
 def leave_an_asker_waiting() -> Iterator[None]:
-    with around(OFFER, None, (OfferState.STOPPING, at_source.Inquired)):
+    with around(SOURCE_COORDINATOR, None, (SourceCoordinatorState.STOPPING, at_source.GroupAsked)):
         yield
 
 
@@ -622,9 +641,11 @@ def give_up_without_asking() -> Iterator[None]:
         if not record.deadlines.passed(now):
             return right(record, event, now)
         cause = Cause(Why.DEADLINE, Stage.COMMIT, record.instance)
-        return OFFER.step(record, at_source.TargetSettled(Failed(cause)), now)
+        return SOURCE_COORDINATOR.step(
+            record, Settled(transfer=record.transfer, grant=b"", outcome=Failed(cause)), now
+        )
 
-    with around(OFFER, wrong, (OfferState.COMMITTED, at_source.Ticked)):
+    with around(SOURCE_COORDINATOR, wrong, (SourceCoordinatorState.COMMITTED, at_source.Ticked)):
         yield
 
 
@@ -637,7 +658,7 @@ def give_up_without_asking() -> Iterator[None]:
     num_tries=10,
 )
 def forget_tombstones() -> Iterator[None]:
-    with patched(Departures, _bury=lambda self, transfer, grant, doubt: None):
+    with patched(OutboundTransfers, _retire=lambda self, transfer, grant, doubt: None):
         yield
 
 
@@ -649,13 +670,13 @@ def forget_tombstones() -> Iterator[None]:
     num_tries=10,
 )
 def lift_doubt() -> Iterator[None]:
-    bury = Departures._bury
+    bury = OutboundTransfers._retire
 
-    def forgetful(self: Departures, transfer: str, grant: bytes, doubt: str) -> None:
-        self.graves.pop(grant, None)
+    def forgetful(self: OutboundTransfers, transfer: str, grant: bytes, doubt: str) -> None:
+        self.tombstones.pop(grant, None)
         bury(self, transfer, grant, doubt)
 
-    with patched(Departures, _bury=forgetful):
+    with patched(OutboundTransfers, _retire=forgetful):
         yield
 
 
@@ -666,12 +687,12 @@ def lift_doubt() -> Iterator[None]:
     num_tries=10,
 )
 def ignore_epoch() -> Iterator[None]:
-    fault = Departures._fault
+    fault = OutboundTransfers._fault
 
-    def blind(self: Departures, session: Any, grant: Any) -> Any:
+    def blind(self: OutboundTransfers, session: Any, grant: Any) -> Any:
         return fault(self, session, msgspec.structs.replace(grant, channel=session.channel))
 
-    with patched(Departures, _fault=blind):
+    with patched(OutboundTransfers, _fault=blind):
         yield
 
 
@@ -682,13 +703,13 @@ def ignore_epoch() -> Iterator[None]:
     faults={"copies": Copies(0.2, ("error",), 0.01, 1.0)},
 )
 def ignore_rank_failure() -> Iterator[None]:
-    heard = Departures.heard
+    heard = OutboundTransfers.on_rank_message
 
-    def deaf(self: Departures, rank: int, message: Any) -> None:
+    def deaf(self: OutboundTransfers, rank: int, message: Any) -> None:
         if not isinstance(message, Abort | Quiet | Unquiet):
             heard(self, rank, message)
 
-    with patched(Departures, heard=deaf):
+    with patched(OutboundTransfers, on_rank_message=deaf):
         yield
 
 
@@ -702,13 +723,13 @@ def ignore_rank_failure() -> Iterator[None]:
     faults={"aborts": Aborts(0.9, 0.01, False), "copies": Copies(0.0, ("late",), 0.1, 10.0)},
 )
 def release_on_error() -> Iterator[None]:
-    quarantine = receiver._quarantine
+    quarantine = target_coordinator._quarantine
 
     def released(record: Any, outcome: Any, now: float, effects: Any) -> Any:
         after, wanted = quarantine(record, outcome, now, effects)
         return after, (*wanted, at_target.Release())
 
-    with patched(receiver, _quarantine=released):
+    with patched(target_coordinator, _quarantine=released):
         yield
 
 
@@ -721,10 +742,12 @@ def release_on_error() -> Iterator[None]:
 )
 def take_ahead_for_unsent() -> Iterator[None]:
     def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
-        return right(record if record.opened else replace(record, state=ReceiverState.OPENING), event, now)
+        return right(
+            record if record.opened else replace(record, state=TargetCoordinatorState.OPENING), event, now
+        )
 
-    events = (at_target.RankFailed, at_target.CallerAborted)
-    with around(RECEIVER, wrong, *((ReceiverState.GRANTED, event) for event in events)):
+    events = (Opened, at_target.CallerAborted)
+    with around(TARGET_COORDINATOR, wrong, *((TargetCoordinatorState.GRANTED, event) for event in events)):
         yield
 
 
@@ -740,7 +763,7 @@ def no_quarantine() -> Iterator[None]:
     def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
         return right(replace(record, closing=replace(record.closing, is_quiet=True)), event, now)
 
-    with around(RECEIVER, wrong, (ReceiverState.GRANTED, at_target.SessionLost)):
+    with around(TARGET_COORDINATOR, wrong, (TargetCoordinatorState.GRANTED, at_target.SessionLost)):
         yield
 
 
@@ -753,9 +776,9 @@ def no_quarantine() -> Iterator[None]:
 )
 def trust_transport() -> Iterator[None]:
     def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
-        return right(record, TakenBack(is_still=True), now)
+        return right(record, replace(event, is_quiet=True), now)
 
-    with around(LANDING, wrong, (LandingState.CLOSING, TakenBack)):
+    with around(TARGET_RANK, wrong, (TargetRankState.CLOSING, Closed)):
         yield
 
 
@@ -768,9 +791,9 @@ def trust_transport() -> Iterator[None]:
 def close_while_unpacking() -> Iterator[None]:
     def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
         after, _ = right(record, event, now)
-        return after, (TakeBack(event.must_still),)
+        return after, (RevokePermissions(event.must_prove_quiet),)
 
-    with around(LANDING, wrong, (LandingState.OPEN, at_target_rank.CloseAsked)):
+    with around(TARGET_RANK, wrong, (TargetRankState.OPEN, Close)):
         yield
 
 
@@ -781,15 +804,15 @@ def close_while_unpacking() -> Iterator[None]:
     scenario="unopened-late",
 )
 def quiet_unopened() -> Iterator[None]:
-    expect = TargetHalf._expect
+    expect = TargetWriters._expect
 
-    def expect_nobody(self: TargetHalf, grant: bytes, lanes: Any) -> Any:
+    def expect_nobody(self: TargetWriters, grant: bytes, lanes: Any) -> Any:
         expected = expect(self, grant, lanes)
         if "agree" in vars(self):  # the opening is going to fail
-            expected.bays.clear()
+            expected.leases.clear()
         return expected
 
-    with patched(TargetHalf, _expect=expect_nobody):
+    with patched(TargetWriters, _expect=expect_nobody):
         yield
 
 
@@ -803,9 +826,7 @@ def quiet_unopened() -> Iterator[None]:
     faults={"crash": Crash(2, 0.01, 0.0)},
 )
 def ignore_lost_rank() -> Iterator[None]:
-    with around(
-        COORDINATOR, lambda right, record, event, now: (record, ()), (CoordinatorState.SERVING, RankLost)
-    ):
+    with around(INSTANCE, lambda right, record, event, now: (record, ()), (InstanceState.SERVING, RankLost)):
         yield
 
 
@@ -820,16 +841,16 @@ def ignore_lost_rank() -> Iterator[None]:
     num_tries=10,
 )
 def ignore_grant_id() -> Iterator[None]:
-    received = Arrivals.received
+    received = InboundTransfers.on_message
 
-    def by_transfer(self: Arrivals, session: Any, message: Any) -> None:
-        coming = self.coming.get(getattr(message, "transfer", ""))
+    def by_transfer(self: InboundTransfers, session: Any, message: Any) -> None:
+        coming = self.transfers.get(getattr(message, "transfer", ""))
         grant = getattr(message, "grant", None)
         if coming is not None and coming.record.grant is not None and grant:
             self.grants[grant] = coming
         received(self, session, message)
 
-    with patched(Arrivals, received=by_transfer):
+    with patched(InboundTransfers, on_message=by_transfer):
         yield
 
 
@@ -855,7 +876,7 @@ def tell_a_committed_source_nothing() -> Iterator[None]:
         after, effects = right(record, event, now)
         return after, tuple(effect for effect in effects if not isinstance(effect, at_target.ToSource))
 
-    with around(RECEIVER, wrong, (ReceiverState.GRANTED, at_target.SourceAborted)):
+    with around(TARGET_COORDINATOR, wrong, (TargetCoordinatorState.GRANTED, at_target.SourceAborted)):
         yield
 
 

@@ -74,8 +74,8 @@ class Ledger(msgspec.Struct, frozen=True):
     @staticmethod
     def empty(num_tokens: int, needs: Mapping[Pair, tuple[Need, ...]]) -> Ledger:
         """Nothing has landed yet."""
-        missing = {pair: sum(need.box(num_tokens).area for need in found) for pair, found in needs.items()}
-        return Ledger(num_tokens, needs, {}, {pair: cells for pair, cells in missing.items() if cells})
+        areas = {pair: sum(need.box(num_tokens).area for need in wanted) for pair, wanted in needs.items()}
+        return Ledger(num_tokens, needs, {}, {pair: area for pair, area in areas.items() if area})
 
     @property
     def is_full(self) -> bool:
@@ -115,9 +115,9 @@ class Ledger(msgspec.Struct, frozen=True):
         return [part for part in (chunk.common(need) for need in needed) if part is not None]
 
 
-def _joined(one: Range, other: Range) -> Range | None:
-    if one[1] == other[0] or other[1] == one[0]:
-        return min(one[0], other[0]), max(one[1], other[1])
+def _joined(first: Range, second: Range) -> Range | None:
+    if first[1] == second[0] or second[1] == first[0]:
+        return min(first[0], second[0]), max(first[1], second[1])
     return None
 
 

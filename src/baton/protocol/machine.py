@@ -1,10 +1,11 @@
 """State machines as tables: `state x event -> state, effects`.
 
 A record is a frozen Struct with a `state` field (machines copy records all the time, and a Struct is copied
-ten times faster than a dataclass). A table has one cell for every state and every event:
-`cell(act, *to)` names the action and the states it may lead to; IGNORED is a cell of its own, for what may
-come late and means nothing any more. An event without a cell raises and, since records are frozen and actions
-pure, changes nothing. Actions take (record, event, now) and answer (record, effects); they read no clock.
+ten times faster than a dataclass). Events are messages, or small dataclasses for what is not a message. A
+table has a cell for a state and an event: `cell(act, *to)` names the action and the states it may lead to;
+IGNORED is a cell of its own, for an event that may come late and means nothing any more. An event without a
+cell raises and, since records are frozen and actions pure, changes nothing. Actions take (record, event, now)
+and return (record, effects); they read no clock.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import msgspec
 
 from baton.errors import LocalProtocolError, RemoteProtocolError
+from baton.protocol.outcomes import Cause, Outcome
 
 Record = TypeVar("Record", bound=Any)
 Value = TypeVar("Value", bound=Any)
@@ -26,7 +28,7 @@ Action: TypeAlias = Callable[[Any, Any, float], tuple[Any, Effects]]
 
 
 def replace(value: Value, **changes: Any) -> Value:
-    """The same value with other fields, for Structs and dataclasses alike."""
+    """A copy with other fields, for Structs and dataclasses alike."""
     if isinstance(value, msgspec.Struct):
         return msgspec.structs.replace(value, **changes)
     return dataclasses.replace(value, **changes)
@@ -65,7 +67,7 @@ class Table(Generic[Record]):
     cells: Mapping[tuple[Enum, type], Entry]
 
     def step(self, record: Record, event: object, now: float) -> tuple[Record, Effects]:
-        """The record after an event, and what is to be done about it."""
+        """The record after an event, and the effects that the driver has to perform."""
         entry = self.cells.get((record.state, type(event)))
         if entry is None:
             kind = RemoteProtocolError if type(event) in self.remote else LocalProtocolError
@@ -77,3 +79,30 @@ class Table(Generic[Record]):
             f"{self.name}: {record.state} x {type(event).__name__} led to {after.state}"
         )
         return after, effects
+
+
+# Events and effects that several machines have.
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLost:
+    """The link to the other instance is gone, or was never made."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Conclude:
+    """Report the outcome to the engine."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The transfer or grant is over; the record may be dropped."""

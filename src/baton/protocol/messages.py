@@ -1,8 +1,8 @@
-"""Everything that crosses a control link, in one place.
+"""Everything that crosses a control link.
 
 Two kinds of link exist. A *session* link joins the coordinators of two instances; a *member* link joins a
-rank to its own coordinator. Ranks of different instances never speak: all control goes through coordinators,
-so one place orders it and one place decides.
+rank to its own coordinator. Ranks of different instances never exchange messages: all control goes through
+coordinators, so one place orders it and one place decides.
 
 Messages are maps with field names. A receiver ignores fields that it does not know, unless the sender named
 them in `needs`: then it refuses the message.
@@ -16,8 +16,8 @@ import msgspec
 
 from baton.protocol.outcomes import Aux, Cause, Failed, Finished, Ready
 
-VERSION_MIN = 1
-VERSION_MAX = 1
+VERSION_MIN = 2
+VERSION_MAX = 2
 
 Span: TypeAlias = tuple[int, int]
 PageTable: TypeAlias = dict[str, bytes]
@@ -25,7 +25,7 @@ PageTable: TypeAlias = dict[str, bytes]
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag_field="type"):
-    """What every message has: the names of fields without which it must not be understood."""
+    """Base of every message. `needs` names fields that the receiver has to know."""
 
     needs: tuple[str, ...] = ()
 
@@ -34,7 +34,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """Dialler: which versions, who, for what."""
+    """Dialler: its versions, its name, and the purpose of the link."""
 
     version_min: int
     version_max: int
@@ -74,7 +74,7 @@ class Refused(Message, frozen=True, tag="refused"):
     cause: Cause
 
 
-# Who an instance is. First message of either side once the channel stands.
+# First message of either side once the channel is established.
 
 
 class Introduction(Message, frozen=True, tag="introduction"):
@@ -91,19 +91,19 @@ class Introduction(Message, frozen=True, tag="introduction"):
 
 
 class Goodbye(Message, frozen=True, tag="goodbye"):
-    """The instance ends, or no longer wants this link."""
+    """The instance ends, or closes this link."""
 
     cause: Cause
 
 
-class Beat(Message, frozen=True, tag="beat"):
-    """I am alive."""
+class Heartbeat(Message, frozen=True, tag="heartbeat"):
+    """The sender is alive."""
 
 
 # Session links, target to source.
 
 
-class Inquiry(Message, frozen=True, tag="inquiry"):
+class GroupQuery(Message, frozen=True, tag="group?"):
     """Which dp group has this transfer? Answered by an Offer as soon as that is known."""
 
     transfer: str
@@ -155,13 +155,13 @@ class Grant(Message, frozen=True, tag="grant"):
     lanes: tuple[Lane, ...]
     is_verified: bool = False
     session: int = -1
-    """On member links: which session of the coordinator it came by."""
+    """On member links: which session of the coordinator it came over."""
 
 
-class QuietAsked(Message, frozen=True, tag="quiet?"):
-    """Are these grants quiet? Each is answered as soon as it is, also if it was never heard of."""
+class QuietQuery(Message, frozen=True, tag="quiet?"):
+    """Is this grant quiet? Answered as soon as it is, also for a grant that is not known."""
 
-    grants: tuple[bytes, ...]
+    grant: bytes
 
 
 class Settled(Message, frozen=True, tag="settled"):
@@ -182,6 +182,8 @@ class Offer(Message, frozen=True, tag="offer"):
     num_tokens: int
     digest: bytes
     source_dp: int
+    source_rank: int = -1
+    """On member links: which rank offers it."""
 
 
 class Landed(Message, frozen=True, tag="landed"):
@@ -200,7 +202,7 @@ class Landed(Message, frozen=True, tag="landed"):
 
 
 class Commit(Message, frozen=True, tag="commit"):
-    """A source rank has sent everything, and nothing of it moves any more."""
+    """A source rank has sent everything and is quiet."""
 
     transfer: str
     grant: bytes
@@ -213,7 +215,7 @@ class Commit(Message, frozen=True, tag="commit"):
 class AuxRecord(Message, frozen=True, tag="aux"):
     """The aux record; `is_final` when the answer ended at the source.
 
-    The target's coordinator passes one that is not final on to the ranks that asked, ahead of the verdict.
+    The target's coordinator forwards one that is not final to the ranks that asked, ahead of the verdict.
     """
 
     transfer: str
@@ -223,7 +225,7 @@ class AuxRecord(Message, frozen=True, tag="aux"):
 
 
 class Quiet(Message, frozen=True, tag="quiet"):
-    """Nothing of this grant will move any more; final."""
+    """No copy under this grant is under way and none will begin; final."""
 
     transfer: str
     grant: bytes
@@ -231,7 +233,7 @@ class Quiet(Message, frozen=True, tag="quiet"):
 
 
 class Unquiet(Message, frozen=True, tag="unquiet"):
-    """The source cannot vouch for this grant; the target has to see to it itself."""
+    """The source cannot say that this grant is quiet; the target has to prove it at its transport."""
 
     transfer: str
     grant: bytes
@@ -239,13 +241,13 @@ class Unquiet(Message, frozen=True, tag="unquiet"):
     text: str = ""
 
 
-class SettledAsked(Message, frozen=True, tag="settled?"):
-    """What became of these grants?"""
+class OutcomeQuery(Message, frozen=True, tag="outcome?"):
+    """How did the transfer under this grant end?"""
 
-    grants: tuple[bytes, ...]
+    grant: bytes
 
 
-# Either way.
+# Either direction.
 
 
 class Abort(Message, frozen=True, tag="abort"):
@@ -260,14 +262,14 @@ class Abort(Message, frozen=True, tag="abort"):
 # Member links, coordinator to rank.
 
 
-class Meet(Message, frozen=True, tag="meet"):
+class SessionOpened(Message, frozen=True, tag="session-opened"):
     """A session came up: plans with this peer are made from this spec."""
 
     session: int
     spec: bytes
 
 
-class Part(Message, frozen=True, tag="part"):
+class SessionClosed(Message, frozen=True, tag="session-closed"):
     """A session ended: drop its paths; a target rank revokes them."""
 
     session: int
@@ -301,10 +303,10 @@ class Unpack(Message, frozen=True, tag="unpack"):
 
 
 class Close(Message, frozen=True, tag="close"):
-    """Target rank: take the permissions of a grant back, after running unpacks; prove stillness if asked."""
+    """Target rank: revoke the permissions of a grant, after running unpacks; prove quiet if asked."""
 
     grant: bytes
-    must_still: bool
+    must_prove_quiet: bool
 
 
 class Released(Message, frozen=True, tag="released"):
@@ -331,7 +333,7 @@ class Receive(Message, frozen=True, tag="receive"):
 
 
 class Decline(Message, frozen=True, tag="decline"):
-    """An engine cannot take a transfer; its source is to be told."""
+    """An engine cannot take a transfer; the coordinator tells its source."""
 
     transfer: str
     source: str
@@ -369,7 +371,7 @@ class Closed(Message, frozen=True, tag="closed"):
 
     grant: bytes
     rank: int
-    is_still: bool
+    is_quiet: bool
     text: str = ""
     unchecked: tuple[int, ...] = ()
     """Paths whose source reaches this rank's pools by itself from now on: later grants need not wait."""
@@ -383,11 +385,11 @@ AnyMessage: TypeAlias = (
     | Refused
     | Introduction
     | Goodbye
-    | Beat
-    | Inquiry
+    | Heartbeat
+    | GroupQuery
     | Paths
     | Grant
-    | QuietAsked
+    | QuietQuery
     | Settled
     | Offer
     | Landed
@@ -395,10 +397,10 @@ AnyMessage: TypeAlias = (
     | AuxRecord
     | Quiet
     | Unquiet
-    | SettledAsked
+    | OutcomeQuery
     | Abort
-    | Meet
-    | Part
+    | SessionOpened
+    | SessionClosed
     | SessionPaths
     | Invite
     | Open

@@ -1,32 +1,63 @@
-"""How long things may take; every machine gets these with its record."""
+"""How long things may take, and the two deadlines of a transfer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds. A transfer has two deadlines: one from its last progress, one in all."""
+    """Seconds. A transfer has two deadlines: one from its last progress, one in total."""
 
     beat_s: float = 0.25
-    """How often a link says that it lives."""
+    """How often a link sends a heartbeat."""
     silence_s: float = 3.0
     """How long a link may be silent before its other end counts as lost."""
     offer_s: float = 120.0
-    """How long one side waits for a transfer that the other has not spoken of."""
+    """How long one side waits for a transfer that the other has not mentioned."""
     progress_s: float = 30.0
     total_s: float = 600.0
     copy_s: float = 5.0
     """How long one copy may go without progress."""
     ask_again_s: float = 0.25
-    """How often an unanswered question (quiet? settled? still?) is put again, at first; it backs off."""
+    """How long an unanswered query (quiet? outcome?) waits before it is repeated; it backs off."""
     ask_again_s_max: float = 4.0
     stuck_s: float = 10.0
-    """How long pages may be in quarantine before they count as stuck: quiet takes a moment to be said."""
+    """How long pages may be in quarantine before they count as stuck: proving quiet takes a moment."""
     redial_s: float = 0.1
     redial_s_max: float = 5.0
     look_up_s: float = 5.0
-    """How long a source is looked for: a registry that was started anew hears of it in a moment."""
+    """How long a source is looked up: a restarted registry learns of it after a moment."""
     linger_s: float = 60.0
-    """How long the outcome of a transfer is remembered for a peer that has not heard of it."""
+    """How long the outcome of a transfer is kept for a peer that has not heard it."""
+
+
+class Deadlines(msgspec.Struct, frozen=True):
+    """When a transfer began here, when it last made progress, and when a query was last sent."""
+
+    timings: Timings
+    began: float
+    moved: float
+    has_begun: bool = False
+    """Whether the other side has mentioned it; until then it waits for `offer_s`."""
+    asked: float = 0.0
+
+    def passed(self, now: float) -> str:
+        """Which deadline passed, in words; empty if none did."""
+        if text := self.passed_in_all(now):
+            return text
+        if now - self.moved >= self._patience_s:
+            return f"no progress for {self._patience_s:g} s"
+        return ""
+
+    def passed_in_all(self, now: float) -> str:
+        """The total deadline alone, for a side that cannot see progress."""
+        if now - self.began >= self.timings.total_s:
+            return f"not done {self.timings.total_s:g} s after it began"
+        return ""
+
+    @property
+    def _patience_s(self) -> float:
+        return self.timings.progress_s if self.has_begun else self.timings.offer_s

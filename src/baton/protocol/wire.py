@@ -26,7 +26,7 @@ from baton.errors import LocalProtocolError, RemoteProtocolError
 from baton.protocol.messages import AnyMessage
 
 STRANGER_BYTES_MAX = 64 << 10
-"""What is taken from somebody who has proven nothing."""
+"""Largest frame of a peer that has not proven the secret."""
 FRAME_BYTES_MAX = 64 << 20
 MAC_BYTES = 16
 CHANNEL_BYTES = 16
@@ -43,7 +43,7 @@ def encode(message: AnyMessage) -> bytes:
 
 
 def decode(body: bytes) -> AnyMessage:
-    """The message that the bytes are; whatever else they are is the peer's fault."""
+    """The message in these bytes; raises RemoteProtocolError on anything else."""
     try:
         message: AnyMessage = _decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -174,10 +174,10 @@ class Seal:
 
 def _mac(keyed: hashlib.blake2b, position: int, body: bytes) -> bytes:
     # A copy, because the key is half of the work for a small message.
-    one = keyed.copy()
-    one.update(_POSITION.pack(position))
-    one.update(body)
-    return one.digest()
+    digest = keyed.copy()
+    digest.update(_POSITION.pack(position))
+    digest.update(body)
+    return digest.digest()
 
 
 class Plain:

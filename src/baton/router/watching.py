@@ -15,7 +15,7 @@ from baton.router.fleet import Fleet
 from baton.router.instances import Instance, Told, card_of
 from baton.router.wire.leg import Lost
 from baton.router.wire.pool import Call, Pool
-from baton.session.registry import Change, RegistryClient, RegistryError, Topology, What
+from baton.session.registry import Change, ChangeKind, RegistryClient, RegistryError, Topology
 from baton.web import read_problem
 
 POLL_S_LIMIT = 5.0
@@ -78,9 +78,9 @@ class Watching:
                 await self._changed(client, event)
 
     async def _changed(self, client: RegistryClient, change: Change) -> None:
-        if change.what is What.UNREGISTERED:
+        if change.what is ChangeKind.UNREGISTERED:
             self._fleet.depart(change.member.instance, change.member.epoch)
-        if change.what is What.REGISTERED and not change.is_complete:
+        if change.what is ChangeKind.REGISTERED and not change.is_complete:
             return
         try:
             self._apply(await client.topology())

@@ -1,4 +1,4 @@
-"""The one place where protocol meets transport; what engines use of it is here."""
+"""Where protocol meets transport; what engines use is exported here."""
 
 from baton.protocol.outcomes import (
     Aux,
@@ -15,10 +15,9 @@ from baton.protocol.outcomes import (
 from baton.protocol.timings import Timings
 from baton.session.coordinator import CoordinatorDriver
 from baton.session.endpoint import Endpoint, EndpointConfig
-from baton.session.handles import Handle, Pages, Receiving, Sending
-from baton.session.link_sockets import SocketConfig
+from baton.session.handles import Digest, Handle, Pages, Receiving, Request, Sending, prompt_digest
+from baton.session.links import SocketConfig
 from baton.session.loop import exit_loudly
-from baton.session.requests import Digest, Request, prompt_digest
 
 __all__ = [
     "Aux",

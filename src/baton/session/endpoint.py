@@ -18,19 +18,17 @@ from typing import Self
 from baton.errors import ConfigError, LocalProtocolError
 from baton.plan import PackCost, Spec
 from baton.plan.steps import NEVER_PACK
+from baton.protocol.handshake import MEMBER, SESSION, Party
 from baton.protocol.outcomes import Stage, Why
-from baton.protocol.peer import MEMBER, SESSION, Party
 from baton.protocol.timings import Timings
-from baton.session.coordinator import CoordinatorDriver, InstanceConfig
-from baton.session.handles import Handle, Receiving, Sending
-from baton.session.holding import quarantined
-from baton.session.link_ports import LOCAL
-from baton.session.loop import Loop, SocketConfig, exit_loudly
-from baton.session.membership import Membership
-from baton.session.moving import preload
-from baton.session.pools import Pools, check_buffers
-from baton.session.rank import RankConfig, RankDriver
-from baton.session.requests import Digest, Request
+from baton.session.config import InstanceConfig, RankConfig
+from baton.session.coordinator import CoordinatorDriver
+from baton.session.handles import Digest, Handle, Receiving, Request, Sending
+from baton.session.links import SocketConfig
+from baton.session.loop import LOCAL, DriverLoop, exit_loudly
+from baton.session.memory import Pools, check_buffers, tensors
+from baton.session.rank import RankDriver
+from baton.session.registry import Member, RegistryClient, RegistryServer, Role
 from baton.transport import Bytes, Transport
 
 ROLES = ("prefill", "decode", "both")
@@ -40,7 +38,7 @@ ANSWER_S_MAX = 10.0
 
 @dataclass(frozen=True, slots=True)
 class EndpointConfig:
-    """Who this rank is, whom it belongs to, and how long things may take."""
+    """Who this rank is, which instance it belongs to, and how long things may take."""
 
     instance: str
     spec: Spec
@@ -73,6 +71,70 @@ class EndpointConfig:
             raise ConfigError("epoch 0: give the epoch of the coordinator to the ranks that attach to it")
 
 
+class Membership:
+    """Used inside the endpoint's loop alone."""
+
+    def __init__(self, config: EndpointConfig, transport: str, on_displaced: Callable[[str], None]) -> None:
+        self.config = config
+        self.on_displaced = on_displaced
+        """Called when a newer incarnation of this instance has registered: this one is over."""
+        self.transport = transport
+        self.url = config.registry
+        self._is_registered = False
+        self.served = threading.Event()
+        """Set when the URL of the registry, if there is one, is known."""
+        self._server: RegistryServer | None = None
+        self._client: RegistryClient | None = None
+
+    async def serve(self, address: str) -> None:
+        """Hosts a registry if that was asked for, and registers this rank; asked again, does nothing."""
+        config = self.config
+        if self._is_registered:
+            return
+        self._is_registered = True
+        if config.embed_registry is not None:
+            accepting = config.sockets.tls.accepting() if config.sockets.tls else None
+            self._server = RegistryServer(config.secret, ssl_context=accepting)
+            await self._server.start(config.sockets.host, config.embed_registry)
+            self.url = self._server.url
+        self.served.set()
+        if self.url is None:
+            return
+        dialling = config.sockets.tls.dialling() if config.sockets.tls else None
+        self._client = RegistryClient(
+            self.url, config.secret, ssl_context=dialling, on_displaced=self.on_displaced
+        )
+        self._client.register(
+            Member(
+                instance=config.instance,
+                role=Role(config.role),
+                rank=config.rank,
+                epoch=config.epoch,
+                layout=str(config.spec.layout),
+                coordinator=config.coordinator or address,
+                fingerprint=config.fingerprint or "none",
+                transport=self.transport,
+                url=config.url,
+            )
+        )
+
+    async def look_up(self, instance: str) -> str:
+        """The address of an instance's coordinator."""
+        if self._client is None:
+            raise ConfigError(
+                f"source {instance!r}: there is no registry to find it in; give the endpoint one, or name "
+                "the source by its coordinator's host:port"
+            )
+        return await self._client.coordinator(instance)
+
+    async def close(self) -> None:
+        """Unregisters, and ends the registry if it was hosted here."""
+        if self._client is not None:
+            await self._client.close()
+        if self._server is not None:
+            await self._server.close()
+
+
 class Endpoint:
     """One rank's end of every hand-over."""
 
@@ -88,7 +150,7 @@ class Endpoint:
         self._on_end = on_end
         self._is_open = True
         self._membership = Membership(self.config, transport.name, self._end)
-        self._loop = Loop(config.sockets, directory=self._membership, on_end=self._end)
+        self._loop = DriverLoop(config.sockets, directory=self._membership, on_end=self._end)
         self._serving = threading.Event()
         self.coordinator = self._host() if config.coordinator is None else None
         self._rank = self._join(pools)
@@ -96,17 +158,17 @@ class Endpoint:
         self._loop.post(self._attach)
 
     def _host(self) -> CoordinatorDriver:
-        found = self.config
+        own = self.config
         config = InstanceConfig(
-            instance=found.instance,
-            epoch=found.epoch,
-            spec=found.spec,
+            instance=own.instance,
+            epoch=own.epoch,
+            spec=own.spec,
             transport=self.transport.name,
-            fingerprint=found.fingerprint,
-            timings=found.timings,
-            cost=PackCost() if found.staging_bytes else NEVER_PACK,
+            fingerprint=own.fingerprint,
+            timings=own.timings,
+            cost=PackCost() if own.staging_bytes else NEVER_PACK,
         )
-        party = Party(config.introduction(), found.secret, SESSION, frozenset({SESSION, MEMBER}))
+        party = Party(config.introduction(), own.secret, SESSION, frozenset({SESSION, MEMBER}))
         ports = self._loop.ports(party)
         driver = CoordinatorDriver(config, ports)
         driver.on_serving = self._serving.set
@@ -114,26 +176,25 @@ class Endpoint:
         return driver
 
     def _join(self, pools: Mapping[str, Bytes]) -> RankDriver:
-        found = self.config
-        config = RankConfig(
-            found.instance, found.epoch, found.rank, found.spec, found.fingerprint, found.timings
-        )
-        party = Party(config.introduction(self.transport.name), found.secret, MEMBER)
+        own = self.config
+        config = RankConfig(own.instance, own.epoch, own.rank, own.spec, own.fingerprint, own.timings)
+        party = Party(config.introduction(self.transport.name), own.secret, MEMBER)
         ports = self._loop.ports(party)
-        if found.staging_bytes:
-            preload()
-        check_buffers(found.spec, found.rank, pools)
-        registered = Pools(pools, self.transport, found.staging_bytes)
+        if own.staging_bytes:
+            # torch takes seconds to import: now, instead of with the first chunk that is packed.
+            tensors()
+        check_buffers(own.spec, own.rank, pools)
+        registered = Pools(pools, self.transport, own.staging_bytes)
         driver = RankDriver(config, ports, self.transport, registered)
         self._loop.add(ports, driver)
-        self._loop.watch(self.transport, driver.moved)
+        self._loop.watch(self.transport, driver.on_completions)
         return driver
 
     def _end(self, text: str) -> None:
         """The instance is over: no handle waits for what cannot come any more."""
         self._is_open = False
         try:
-            self._rank.over(self._rank.cause(Why.PEER_LOST, Stage.COPY, text))
+            self._rank.over(self._rank.config.cause(Why.PEER_LOST, Stage.COPY, text))
         finally:
             self._on_end(text)
 
@@ -188,11 +249,11 @@ class Endpoint:
         if self.coordinator is None:
             raise LocalProtocolError("dp groups are assigned where the coordinator is hosted")
         self._check_open()
-        departures, chosen = self.coordinator.departures, Future[int]()
+        outbound, chosen = self.coordinator.outbound, Future[int]()
 
         def assign() -> None:
             try:
-                chosen.set_result(departures.assign(transfer_id, dp))
+                chosen.set_result(outbound.assign(transfer_id, dp))
             except ConfigError as error:
                 chosen.set_exception(error)
 
@@ -203,14 +264,14 @@ class Endpoint:
         """Target, where the coordinator is hosted: pages by transfer that wait for quiet."""
         if self.coordinator is None:
             raise LocalProtocolError("quarantine is known where the coordinator is hosted")
-        return quarantined(list(self.coordinator.arrivals.coming.values()))
+        return self.coordinator.inbound.quarantined()
 
     def counts(self) -> dict[str, int]:
         """How much is under way on this rank and, where it is hosted, at the coordinator."""
-        found = dict(self._rank.counts())
+        counts = dict(self._rank.counts())
         if self.coordinator is not None:
-            found |= self.coordinator.counts()
-        return found
+            counts |= self.coordinator.counts()
+        return counts
 
     def close(self) -> None:
         """Ends this rank, and with the coordinator the instance; sockets and threads end."""

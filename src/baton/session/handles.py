@@ -1,7 +1,7 @@
-"""What an engine holds of a transfer: the sending and the receiving end.
+"""What an engine says and holds of a transfer: digests, requests, and the sending and receiving handles.
 
 Handles may be used from any thread. A scheduler that polls reads `state`, one that awaits uses `settled`, and
-`wait` serves scripts. A handle's state changes once, from Waiting to an outcome; `is_released` follows when
+`wait` is for scripts. A handle's state changes once, from Waiting to an outcome; `is_released` follows when
 the pages are the engine's again, which after a failure may be later.
 """
 
@@ -9,32 +9,134 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import hashlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from baton.errors import ConfigError, LocalProtocolError
-from baton.protocol.outcomes import WAITING, Aux, Outcome, State, Waiting
+from baton.plan import Prompt, Spec
+from baton.plan.routes import check_held
+from baton.plan.tokens import Ints
+from baton.protocol.outcomes import WAITING, Aux, Cause, Failed, Outcome, State, Waiting
 from baton.transport import NOW, Fence
 
-if TYPE_CHECKING:
-    from baton.plan.tokens import Ints
-    from baton.session.claims import Claim
-
 AUX_BYTES_MAX = 32 << 20
-Pages = Mapping[str, "Sequence[int] | Ints"]
+DIGEST_BYTES = 16
+TRANSFER_CHARS_MAX = 128
+Pages = Mapping[str, Sequence[int] | Ints]
 """Page ids by group: a rank's page table of the prompt, from its first slot on."""
 
 
-class Handle:
-    """What both ends have."""
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """What was prefilled: its length and 128 bits that stand for everything that shaped the cache."""
 
-    def __init__(self, transfer: str) -> None:
+    num_tokens: int
+    value: bytes
+
+    def __post_init__(self) -> None:
+        Prompt(self.num_tokens)
+        if not isinstance(self.value, bytes) or len(self.value) != DIGEST_BYTES:
+            raise ConfigError(f"a digest has {DIGEST_BYTES} bytes, got {self.value!r}; use prompt_digest")
+
+
+def prompt_digest(
+    token_ids: Iterable[int], *, adapter: str = "", salt: str = "", embeddings: bytes = b""
+) -> Digest:
+    """The digest of a prompt: token ids, adapter, cache salt and input embeddings."""
+    tokens = np.fromiter(token_ids, dtype="<i8")
+    hasher = hashlib.blake2b(digest_size=DIGEST_BYTES, person=b"baton prompt")
+    for part in (tokens.tobytes(), adapter.encode(), salt.encode(), embeddings):
+        hasher.update(len(part).to_bytes(8, "little"))
+        hasher.update(part)
+    return Digest(len(tokens), hasher.digest())
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A transfer as its target asks for it."""
+
+    transfer: str
+    source: str
+    """An instance's name, to be looked up, or its coordinator's host:port."""
+    digest: Digest
+    pages: Mapping[int, Pages]
+    """By target rank."""
+    held: Mapping[str, int] = field(default_factory=dict)
+    source_dp: int | None = None
+    """Which group of the source prefills; None: the source says."""
+    fence: Fence = NOW
+    """The device work of the pages' last owner."""
+    is_verified: bool = False
+
+    def checked(self, spec: Spec) -> Request:
+        """The request with page tables of its own; raises ConfigError on one that could never be granted."""
+        check_transfer(self.transfer)
+        check_held(spec, Prompt(self.digest.num_tokens, dict(self.held)))
+        layout = spec.layout
+        if not self.pages:
+            raise ConfigError(f"transfer {self.transfer}: give the pages of at least one rank")
+        tables: dict[int, Pages] = {}
+        for rank, pages in self.pages.items():
+            if not 0 <= rank < layout.num_ranks:
+                raise ConfigError(f"pages for rank {rank}, but {layout} has {layout.num_ranks} ranks")
+            tables[rank] = read_pages(pages, spec)
+        if len({layout.coordinates(rank)["dp"] for rank in self.pages}) > 1:
+            ranks = ", ".join(map(str, sorted(self.pages)))
+            raise ConfigError(f"ranks {ranks} of {layout} are of several dp groups; a prompt lives in one")
+        return replace(self, pages=tables)
+
+
+def check_transfer(transfer: str) -> None:
+    """Raises ConfigError on what cannot be a transfer's id."""
+    if not isinstance(transfer, str) or not 0 < len(transfer) <= TRANSFER_CHARS_MAX:
+        raise ConfigError(
+            f"transfer id {transfer!r:.60}: use a string of 1 to {TRANSFER_CHARS_MAX} characters"
+        )
+
+
+def check_aux(aux: Aux) -> None:
+    """Raises ConfigError on a record that could not be sent, or not be read again."""
+    try:
+        raw = msgspec.msgpack.encode(aux)
+        msgspec.msgpack.decode(raw, type=Aux)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"aux record: {error}; give plain numbers, strings and bytes") from None
+    if len(raw) > AUX_BYTES_MAX:
+        raise ConfigError(f"aux record of {len(raw)} bytes; at most {AUX_BYTES_MAX} are sent")
+
+
+def read_pages(pages: Pages, spec: Spec) -> dict[str, Ints]:
+    """A copy of a page table; raises ConfigError on ids that the pools of a spec do not have."""
+    table: dict[str, Ints] = {}
+    for group, ids in pages.items():
+        if group not in spec.cache.groups:
+            known = ", ".join(spec.cache.groups)
+            raise ConfigError(f"no component is in group {group!r}; the cache has {known}")
+        array, num_pages = np.asarray(ids), spec.storage.pages_of(group)
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise ConfigError(f"pages of group {group!r} have to be a list of integers, got {ids!r}")
+        if array.size and not 0 <= int(array.min()) <= int(array.max()) < num_pages:
+            raise ConfigError(
+                f"pages {array.min()} to {array.max()} of group {group!r}: its pools have {num_pages} pages"
+            )
+        table[group] = array.astype(np.int64)
+    return table
+
+
+class Handle:
+    """Common to both ends; `on_change` is called, on the driver's thread, whenever something changed."""
+
+    def __init__(self, transfer: str, on_change: Callable[[Handle], None]) -> None:
         self.transfer = transfer
         self.state: State = WAITING
+        self.on_change = on_change
         self._outcome: concurrent.futures.Future[Outcome] = concurrent.futures.Future()
         self._released = threading.Event()
 
@@ -58,31 +160,27 @@ class Handle:
         """The outcome, as soon as it is known."""
         return await asyncio.shield(asyncio.wrap_future(self._outcome))
 
-    def conclude(self, outcome: Outcome) -> bool:
-        """For the driver: sets the outcome, once."""
-        if not isinstance(self.state, Waiting):
-            return False
-        self.state = outcome
-        self._outcome.set_result(outcome)
-        return True
+    def conclude(self, outcome: Outcome) -> None:
+        """For the driver: sets the outcome; the first one stands."""
+        if isinstance(self.state, Waiting):
+            self.state = outcome
+            self._outcome.set_result(outcome)
+            self.on_change(self)
 
     def release(self) -> None:
         """For the driver: gives the pages back."""
-        self._released.set()
+        if not self.is_released:
+            self._released.set()
+            self.on_change(self)
 
-
-class SendingCalls(Protocol):
-    """What a sending handle asks of its driver; `read_pages` on any thread, the rest on the driver's."""
-
-    def read_pages(self, pages: Pages) -> Mapping[str, Ints]: ...
-    def chunk_ready(self, sending: Sending, offered: Offered) -> None: ...
-    def seal(self, sending: Sending, aux: Aux | None) -> None: ...
-    def answer_ended(self, sending: Sending, aux: Aux) -> None: ...
-    def abort_sending(self, sending: Sending, text: str) -> None: ...
+    def refuse(self, cause: Cause) -> None:
+        """For the driver: ends a handle that never became a transfer."""
+        self.conclude(Failed(cause))
+        self.release()
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class OfferedChunk:
     """A chunk as the engine offered it, with the page table of that moment."""
 
     index: int
@@ -93,7 +191,7 @@ class Offered:
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class CopyTiming:
     """One copy of a transfer that ended: to which rank, which chunk, how much, from when to when."""
 
     target_rank: int
@@ -104,15 +202,30 @@ class Copied:
     is_done: bool
 
 
+class SendingDriver(Protocol):
+    """What a sending handle asks of its driver; `read_pages` on any thread, the rest on the driver's."""
+
+    def read_pages(self, pages: Pages) -> Mapping[str, Ints]: ...
+    def chunk_ready(self, sending: Sending, chunk: OfferedChunk) -> None: ...
+    def seal(self, sending: Sending, aux: Aux | None) -> None: ...
+    def answer_ended(self, sending: Sending, aux: Aux) -> None: ...
+    def abort_sending(self, sending: Sending, text: str) -> None: ...
+
+
 class Sending(Handle):
     """A source rank's end: offer chunks as they are computed, then commit."""
 
     def __init__(
-        self, transfer: str, num_tokens: int, calls: SendingCalls, post: Callable[[Callable[[], None]], None]
+        self,
+        transfer: str,
+        num_tokens: int,
+        driver: SendingDriver,
+        post: Callable[[Callable[[], None]], None],
+        on_change: Callable[[Handle], None] = lambda handle: None,
     ) -> None:
-        super().__init__(transfer)
+        super().__init__(transfer, on_change)
         self.num_tokens = num_tokens
-        self._calls = calls
+        self._driver = driver
         self._post = post
         self._reading: dict[int, Callable[[], Mapping[str, Iterable[int]]]] = {}
         self._num_chunks = 0
@@ -121,7 +234,7 @@ class Sending(Handle):
         """Whether the target has pages for it; requests without may hold half of a source's pool."""
         self.session = 0
         """Which session granted it, once one has: copies of one session share a target instance."""
-        self.copies: list[Copied] = []
+        self.copies: list[CopyTiming] = []
         """What has been copied so far, in the order of its end."""
 
     def ready(
@@ -134,11 +247,11 @@ class Sending(Handle):
                 f"transfer {self.transfer}: chunk of layers {layers} x tokens {tokens} is empty or outside "
                 f"of {self.num_tokens} tokens"
             )
-        table = self._calls.read_pages(pages)
-        offered = Offered(self._num_chunks, layers, tokens, table, fence)
+        table = self._driver.read_pages(pages)
+        chunk = OfferedChunk(self._num_chunks, layers, tokens, table, fence)
         self._num_chunks += 1
-        self._reading[offered.index] = lambda: {group: ids.tolist() for group, ids in table.items()}
-        self._post(lambda: self._calls.chunk_ready(self, offered))
+        self._reading[chunk.index] = lambda: {group: ids.tolist() for group, ids in table.items()}
+        self._post(partial(self._driver.chunk_ready, self, chunk))
 
     def commit(self, aux: Aux | None = None) -> None:
         """There will be no more chunks; the rank that sampled gives the aux record, the others none."""
@@ -146,36 +259,36 @@ class Sending(Handle):
         if aux is not None:
             check_aux(aux)
         self._is_sealed = True
-        self._post(lambda: self._calls.seal(self, aux))
+        self._post(partial(self._driver.seal, self, aux))
 
     def finish(self, aux: Aux) -> None:
         """The answer is complete here: what was handed over so far is not needed."""
         self._check_open("finish")
         check_aux(aux)
         self._is_sealed = True
-        self._post(lambda: self._calls.answer_ended(self, aux))
+        self._post(partial(self._driver.answer_ended, self, aux))
 
     def abort(self, text: str = "") -> None:
         """Gives the transfer up; pages are free once `reading` is empty."""
-        self._post(lambda: self._calls.abort_sending(self, text))
+        self._post(partial(self._driver.abort_sending, self, text))
 
     def reading(self) -> dict[str, frozenset[int]]:
         """The pages that a copy reads or will read; any other page of the transfer may be used anew."""
-        found: dict[str, set[int]] = {}
         if self.is_released:
             # What was offered since then will not be read.
             return {}
+        pages: dict[str, set[int]] = {}
         for read in list(self._reading.values()):
             for group, ids in read().items():
-                found.setdefault(group, set()).update(ids)
-        return {group: frozenset(ids) for group, ids in found.items()}
+                pages.setdefault(group, set()).update(ids)
+        return {group: frozenset(ids) for group, ids in pages.items()}
 
     def narrow(self, index: int, read: Callable[[], Mapping[str, Iterable[int]]]) -> None:
-        """For the driver: which pages a chunk's copies really read, worked out if somebody asks."""
+        """For the driver: which pages a chunk's copies really read, computed when the engine asks."""
         if index in self._reading:
             self._reading[index] = read
 
-    def let_go(self, index: int) -> None:
+    def release_chunk(self, index: int) -> None:
         """For the driver: no copy of a chunk reads any more."""
         self._reading.pop(index, None)
 
@@ -184,28 +297,23 @@ class Sending(Handle):
             raise LocalProtocolError(f"transfer {self.transfer}: {call} after commit or finish")
 
 
-def check_aux(aux: Aux) -> None:
-    """Raises ConfigError on a record that could not be sent, or not be read again."""
-    try:
-        raw = msgspec.msgpack.encode(aux)
-        msgspec.msgpack.decode(raw, type=Aux)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"aux record: {error}; give plain numbers, strings and bytes") from None
-    if len(raw) > AUX_BYTES_MAX:
-        raise ConfigError(f"aux record of {len(raw)} bytes; at most {AUX_BYTES_MAX} are sent")
-
-
 class Receiving(Handle):
     """The target's end: wait for the verdict."""
 
-    def __init__(self, transfer: str, abort: Callable[[Receiving, str], None]) -> None:
-        super().__init__(transfer)
-        self.is_asked = False
-        """For the driver: whether the coordinator has heard of it."""
-        self.source = ""
+    def __init__(
+        self,
+        transfer: str,
+        source: str,
+        abort: Callable[[Receiving, str], None],
+        on_change: Callable[[Handle], None],
+    ) -> None:
+        super().__init__(transfer, on_change)
+        self.source = source
         """For the driver: where it is to come from."""
-        self.claim: Claim | None = None
-        """For the driver: the pages that it keeps from other requests."""
+        self.is_asked = False
+        """For the driver: whether the coordinator knows of it."""
+        self.claim: int | None = None
+        """For the driver: the number of its claim on pages."""
         self.early: Aux | None = None
         """The aux record as soon as it is there, on the rank that asked: the tokens in it may be shown, but
         the transfer may still fail, and the pages are not there before `state` says ready."""

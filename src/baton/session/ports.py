@@ -1,8 +1,8 @@
-"""What a driver asks of the world, and what the world tells a driver.
+"""The interface between drivers and the world around them.
 
 A driver is ordinary single-threaded code without a clock, a socket or a thread of its own. The production
-loop (`baton.session.loop`) and the simulator (`baton.sim`) run the same drivers behind the same two
-interfaces; neither knows what the messages mean.
+loop (`baton.session.loop`) and the simulator (`baton.sim`) run the same drivers behind these two interfaces;
+neither interprets the messages.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Ports(Protocol):
         """
 
     def send(self, link: int, message: AnyMessage) -> None:
-        """Queues a message, in order; on a link that is gone it vanishes."""
+        """Queues a message, in order; on a link that is gone it is dropped."""
 
     def hang_up(self, link: int) -> None:
         """Sends what is queued, then closes; no `lost` follows."""
 
     def run(self, job: Callable[[], object], then: Callable[[object], None]) -> None:
-        """Runs a job beside the driver, then `then` with its result, or with the exception it raised."""
+        """Runs a job beside the driver, then calls `then` with its result or its exception."""
 
     def look_up(self, instance: str, then: Callable[[str | None, str], None]) -> None:
         """Asks the registry for a coordinator's address; `then(address, "")` or `then(None, reason)`."""
@@ -48,17 +48,17 @@ class Ports(Protocol):
         """This rank is attached, or every rank of the instance is: it may be made known."""
 
     def end(self, cause: str) -> None:
-        """The instance is over: the process ends loudly."""
+        """The instance is over: the process ends with an error."""
 
 
-class Driven(Protocol):
-    """A driver as the world sees it; the world calls from one thread only."""
+class Driver(Protocol):
+    """A driver as the world sees it; the world calls it from one thread only."""
 
     def linked(self, link: int, peer: Introduction, channel: bytes) -> None:
         """A link passed its handshake; introductions were exchanged."""
 
     def received(self, link: int, message: AnyMessage) -> None:
-        """A message came."""
+        """A message arrived."""
 
     def lost(self, link: int, cause: Cause) -> None:
         """A link is gone, or was never made, or refused; called once, not after `hang_up`."""

@@ -1,4 +1,7 @@
-"""Packing, unpacking and checksums with torch, on registered memory of one device; see `moving`."""
+"""Packing, unpacking and checksums with torch, on registered memory of one device.
+
+These run on workers. Each call is done with its bytes when it returns. Import it through `memory.tensors`.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +43,12 @@ def checksums(
     sums: Gathers, buffers: Mapping[str, Buffer], staging: Buffer | None = None
 ) -> dict[str, bytes]:
     """By component: the xxh3 of a chunk's bytes in canonical order; `staging` is the chunk's place in it."""
-    found: dict[str, bytes] = {}
+    digests: dict[str, bytes] = {}
     for name, (buffer, spans) in sums.items():
         memory = staging if buffer == STAGING else buffers[buffer]
         assert memory is not None, "a chunk that lies in staging is summed there"
-        found[name] = xxhash.xxh3_128_digest(_gathered(spans, _bytes_of(memory)).data)
-    return found
+        digests[name] = xxhash.xxh3_128_digest(_gathered(spans, _bytes_of(memory)).data)
+    return digests
 
 
 def _gathered(spans: Spans, buffer: Tensor) -> Bytes:
@@ -54,11 +57,11 @@ def _gathered(spans: Spans, buffer: Tensor) -> Bytes:
         start, stop = int(spans.source[0]), int(spans.source[0] + spans.length[0])
         if not 0 <= start <= stop <= len(buffer):
             raise TransportError(f"bytes {start} to {stop} are not in a buffer of {len(buffer)} bytes")
-        found = buffer[start:stop]
+        gathered = buffer[start:stop]
     else:
-        found = torch.empty(spans.num_bytes, dtype=torch.uint8, device=buffer.device)
-        packing.pack(Pack(0, 0, "", "", spans), buffer, found)
-    return np.asarray(found.cpu().numpy(), dtype=np.uint8)
+        gathered = torch.empty(spans.num_bytes, dtype=torch.uint8, device=buffer.device)
+        packing.pack(Pack(0, 0, "", "", spans), buffer, gathered)
+    return np.asarray(gathered.cpu().numpy(), dtype=np.uint8)
 
 
 def _bytes_of(buffer: Buffer) -> Tensor:

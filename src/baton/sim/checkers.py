@@ -226,7 +226,7 @@ class FinalQuiet(Checker):
         """By incarnation of the source and transfer: the grant that ranks were given."""
 
     def on_received(self, end: SessionEnd, message: AnyMessage) -> None:
-        if isinstance(message, Grant) and message.channel != end.link.peer.channel:
+        if isinstance(message, Grant) and message.channel != end.link.handshake.channel:
             self._foreign.add((end.host.process.incarnation, message.grant))
 
     def on_sent(self, end: SessionEnd, message: AnyMessage) -> None:

@@ -17,8 +17,7 @@ import numpy as np
 
 from baton.plan.routes import Chunk
 from baton.protocol.outcomes import Failed, Outcome, Ready, Waiting
-from baton.session.handles import Handle, Receiving, Sending
-from baton.session.requests import Digest, Request
+from baton.session.handles import Digest, Handle, Receiving, Request, Sending
 from baton.sim.content import ExpectedCache, components_of, pages_needed, prefixes
 from baton.sim.instance import Incarnation
 from baton.sim.pool import JUNK

@@ -8,13 +8,13 @@ from functools import partial
 
 from baton.plan.ownership import Spec
 from baton.plan.steps import ALWAYS_PACK, NEVER_PACK
-from baton.protocol.peer import SESSION, Party
-from baton.protocol.sender import SenderState
-from baton.session.coordinator import CoordinatorDriver, InstanceConfig
-from baton.session.handles import Sending
-from baton.session.pools import Pools
-from baton.session.rank import RankConfig, RankDriver
-from baton.session.requests import Digest
+from baton.protocol.handshake import SESSION, Party
+from baton.protocol.source_rank import SourceRankState
+from baton.session.config import InstanceConfig, RankConfig
+from baton.session.coordinator import CoordinatorDriver
+from baton.session.handles import Digest, Sending
+from baton.session.memory import Pools
+from baton.session.rank import RankDriver
 from baton.sim.core import Clock, Context, SimProcess
 from baton.sim.network import Host, Network, address_of, join_member
 from baton.sim.pool import PagePool
@@ -95,7 +95,7 @@ class Incarnation:
         options = self.context.options
         config = InstanceConfig(self.name, self.epoch, self.spec, NAME, FINGERPRINT, options.timings)
         driver = CoordinatorDriver(config, host)
-        driver.arrivals.granting.cost = ALWAYS_PACK if options.is_packing else NEVER_PACK
+        driver.inbound.cost = ALWAYS_PACK if options.is_packing else NEVER_PACK
         host.driver = driver
         party = Party(
             introduction=config.introduction(),
@@ -136,7 +136,7 @@ class Incarnation:
     def _poll(self, rank: int) -> None:
         events = self.transports[rank].poll()
         if events:
-            self.hosts[rank].enter(self.drivers[rank].moved, events)
+            self.hosts[rank].enter(self.drivers[rank].on_completions, events)
 
     # What an engine calls on its ranks.
 
@@ -146,8 +146,8 @@ class Incarnation:
 
     def is_granted(self, rank: int, transfer: str) -> bool:
         """Whether a source rank has got the grant of a transfer; the handle does not say."""
-        outgoing = self.drivers[rank].source.outgoing.get(transfer)
-        return outgoing is not None and outgoing.record.state is not SenderState.WAITING
+        outgoing = self.drivers[rank].source.transfers.get(transfer)
+        return outgoing is not None and outgoing.record.state is not SourceRankState.WAITING
 
     def drain(self) -> None:
         host = self.coordinator

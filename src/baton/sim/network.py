@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from baton.errors import RemoteProtocolError
+from baton.protocol.handshake import NONCE_BYTES, Ended, Established, Party, Secure, accepting, dialling
 from baton.protocol.messages import AnyMessage, Goodbye, Introduction, Refused
 from baton.protocol.outcomes import Cause, Stage, Why
-from baton.protocol.peer import NONCE_BYTES, Party, Secure, accepting, dialling
 from baton.protocol.wire import CHANNEL_BYTES, Codec, Plain, decode, encode
-from baton.session.links import Ended, Established, Link
-from baton.session.ports import Driven
+from baton.session.links import Link
+from baton.session.ports import Driver
 from baton.sim.core import Context, ScheduledCall, SimProcess
 
 POST_S = 0.00002
@@ -52,7 +52,7 @@ class Host:
         self.process = process
         self.name = name
         self.rng = rng
-        self.driver: Driven | None = None
+        self.driver: Driver | None = None
         self.after_call: Callable[[], None] | None = None
         """Called after each call into the driver: the engine looks for changes."""
         self.links: dict[int, LinkEnd] = {}
@@ -262,7 +262,7 @@ class SessionEnd:
         self.is_open = False
         self.host.links.pop(self.number, None)
         driver = self.host.driver
-        if (self.is_linked or self.link.peer.is_dialler) and driver is not None:
+        if (self.is_linked or self.link.handshake.is_dialler) and driver is not None:
             known = cause if isinstance(cause, Cause) else self.host.link_lost(cause)
             if self.peer is not None:
                 self.network.note_loss(*self.names)
@@ -472,7 +472,7 @@ class Network:
     def standing(self) -> list[SessionEnd]:
         """The dialler's end of every link that is up."""
         self.ends = [end for end in self.ends if end.is_open]
-        return [end for end in self.ends if end.is_linked and end.link.peer.is_dialler]
+        return [end for end in self.ends if end.is_linked and end.link.handshake.is_dialler]
 
     def note_loss(self, name: str, other: str) -> None:
         """Two instances have just lost something, or could not reach each other."""

@@ -29,8 +29,7 @@ from baton.plan.ownership import buffers
 from baton.protocol.outcomes import Aux, Failed, Ready, State
 from baton.protocol.timings import Timings
 from baton.session.endpoint import Endpoint, EndpointConfig
-from baton.session.handles import Handle, Receiving, Sending
-from baton.session.requests import Digest, Request, prompt_digest
+from baton.session.handles import Digest, Handle, Receiving, Request, Sending, prompt_digest
 from baton.transport import Transport, open_transport, parse_transport
 from baton.transport.throttled import throttle
 

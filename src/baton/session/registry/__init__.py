@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from baton.session.registry.client import Registration, RegistryClient
-from baton.session.registry.connection import check_registry
+from baton.session.registry.client import Registration, RegistryClient, check_registry
 from baton.session.registry.messages import (
     Assigned,
     Change,
+    ChangeKind,
     Member,
     Missing,
     Refusal,
@@ -14,7 +14,6 @@ from baton.session.registry.messages import (
     Role,
     Roster,
     Topology,
-    What,
     check_instance,
     check_url,
 )
@@ -23,6 +22,7 @@ from baton.session.registry.server import RegistryConfig, RegistryServer
 __all__ = [
     "Assigned",
     "Change",
+    "ChangeKind",
     "Member",
     "Missing",
     "Refusal",
@@ -34,7 +34,6 @@ __all__ = [
     "Role",
     "Roster",
     "Topology",
-    "What",
     "check_instance",
     "check_registry",
     "check_url",

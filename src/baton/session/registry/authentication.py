@@ -41,7 +41,7 @@ def _mac(secret: bytes, request: tuple[str, str, bytes], time: str, nonce: str) 
 
 
 class Verifier:
-    """Tells requests of those who have the secret from all others."""
+    """Accepts requests that were signed with the secret, each once."""
 
     def __init__(self, secret: bytes, started: float, window_s: float = WINDOW_S) -> None:
         self._secret = secret

@@ -4,43 +4,224 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import ssl
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import suppress
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias, TypeVar
 from urllib.parse import quote, urlencode
 
 import aiohttp
 import msgspec
+from yarl import URL
 
-from baton.session.registry.assignments import Assignments, Key
-from baton.session.registry.backoff import Backoff
-from baton.session.registry.connection import CALL_S_MAX, Call, Connection
-from baton.session.registry.events import EventReader
+from baton.errors import ConfigError
+from baton.session.registry.authentication import sign
 from baton.session.registry.messages import (
     BEAT_S,
+    BOOT_HEADER,
     TRANSFER_TTL_S,
     Assigned,
+    AssignmentRequest,
     Change,
     Member,
+    Problem,
     Refusal,
     Registered,
     RegistryError,
     Removed,
     Topology,
-    Wish,
     check_instance,
     check_member,
     check_transfer,
 )
+from baton.session.registry.timing import Backoff, Expiries
+from baton.session.registry.watch import EventReader
 
+CALL_S_MAX = 5.0
 CLOSE_S_MAX = 2.0
 RETRY_S_FIRST = 0.1
 RETRY_S_MAX = 5.0
+REPEAT_S_MAX = 2.0
 SILENCE_S_MAX = 3 * BEAT_S
 
 log = logging.getLogger(__name__)
+
+Value = TypeVar("Value", bound=msgspec.Struct)
+Key: TypeAlias = tuple[str, str]
+"""Instance and transfer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryCall:
+    """One request; the target is path and query as they stand in the request line."""
+
+    method: str
+    target: str
+    body: bytes = b""
+    call_s_max: float = CALL_S_MAX
+
+
+def check_registry(url: str) -> None:
+    """Raises ConfigError on what is not the address of a registry."""
+    try:
+        parsed = URL(url)
+    except ValueError:
+        parsed = URL()
+    if parsed.scheme not in ("http", "https") or not parsed.host or parsed.raw_path not in ("", "/"):
+        raise ConfigError(f"registry {url!r} is not an address; write http://host:port or https://host:port")
+
+
+class RegistryConnection:
+    """Calls to a registry; `on_restart` is called when another run of it answers than before."""
+
+    def __init__(
+        self,
+        url: str,
+        secret: bytes | None,
+        ssl_context: ssl.SSLContext | None,
+        on_restart: Callable[[], None],
+    ) -> None:
+        check_registry(url)
+        self.url = url.rstrip("/")
+        self._secret = secret
+        self._ssl = ssl_context
+        self._on_restart = on_restart
+        self._boot: str | None = None
+        self._session: aiohttp.ClientSession | None = None
+
+    async def call(self, call: RegistryCall, kind: type[Value]) -> Value:
+        """What the registry answers; raises RegistryError when it refuses or cannot be reached."""
+        try:
+            return await self._call(call, kind)
+        except RegistryError as error:
+            if error.refusal is not Refusal.UNAUTHENTICATED:
+                raise
+        # A signature grows old while a connection or a registry is replaced; the second is fresh.
+        return await self._call(call, kind)
+
+    async def _call(self, call: RegistryCall, kind: type[Value]) -> Value:
+        timeout = aiohttp.ClientTimeout(total=call.call_s_max)
+        async with self.opened(call, timeout) as response:
+            body = await response.read()
+            # An incomplete topology is an answer like any other.
+            if response.status == 200 or (response.status == 503 and kind is Topology):
+                return self._decoded(body, kind, response.status)
+            raise self._refused(body, response.status)
+
+    @asynccontextmanager
+    async def opened(
+        self, call: RegistryCall, timeout: aiohttp.ClientTimeout
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A signed request under way; what goes wrong on the wire becomes RegistryError."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(auto_decompress=False)
+        headers = {"Content-Type": "application/json"} if call.body else {}
+        if self._secret is not None:
+            sent = (call.method, call.target, call.body)
+            headers["Authorization"] = sign(self._secret, sent, time.time(), secrets.token_hex(16))
+        url = URL(self.url + call.target, encoded=True)
+        try:
+            async with self._session.request(
+                call.method,
+                url,
+                data=call.body or None,
+                headers=headers,
+                timeout=timeout,
+                allow_redirects=False,
+                ssl=True if self._ssl is None else self._ssl,
+            ) as response:
+                self._notice(response.headers.get(BOOT_HEADER))
+                yield response
+        except (aiohttp.ClientError, OSError) as error:  # a timeout is an OSError
+            text = str(error) or type(error).__name__
+            raise RegistryError(
+                Refusal.UNREACHABLE, f"registry {self.url} does not answer: {text}; see that it runs"
+            ) from error
+
+    async def read_problem(self, response: aiohttp.ClientResponse) -> RegistryError:
+        """Why the registry did not open what was asked for."""
+        return self._refused(await response.read(), response.status)
+
+    async def close(self) -> None:
+        """Ends all calls."""
+        if self._session is not None:
+            await self._session.close()
+
+    def _notice(self, boot: str | None) -> None:
+        if boot is None or boot == self._boot:
+            return
+        is_restart, self._boot = self._boot is not None, boot
+        if is_restart:
+            self._on_restart()
+
+    def _refused(self, body: bytes, status: int) -> RegistryError:
+        try:
+            problem = self._decoded(body, Problem, status)
+        except RegistryError as error:
+            return error
+        return RegistryError(problem.refusal, problem.error)
+
+    def _decoded(self, body: bytes, kind: type[Value], status: int) -> Value:
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise RegistryError(
+                Refusal.UNREACHABLE,
+                f"{self.url} answers with status {status} and {body[:60]!r}, which no registry says; "
+                f"look for a proxy, or another program on that port",
+            ) from None
+
+
+class Assignments:
+    """The dp groups that a client was given, sent again to a registry that restarted."""
+
+    def __init__(self) -> None:
+        self._requests: dict[Key, AssignmentRequest] = {}
+        self._expiries: Expiries[Key] = Expiries()
+
+    def add(self, key: Key, assigned: Assigned, ttl_s: float, now: float) -> None:
+        """Remembers an answer as the request that would repeat it."""
+        self._expire(now)
+        self._requests[key] = AssignmentRequest(assigned.dp, ttl_s, assigned.epoch)
+        self._expiries.set(key, now + ttl_s)
+
+    def drop(self, key: Key) -> None:
+        """Forgets it."""
+        self._requests.pop(key, None)
+        self._expiries.drop(key)
+
+    async def tell_again(self, tell: Callable[[Key, AssignmentRequest], Awaitable[object]]) -> None:
+        """Sends all of them to the registry; one whose instance is not back yet is tried until it is."""
+        backoff = Backoff(RETRY_S_FIRST, REPEAT_S_MAX)
+        left = set(self._requests)
+        while left:
+            for key in sorted(left):
+                if await self._is_told(key, tell):
+                    left.discard(key)
+            if left:
+                await asyncio.sleep(backoff.next())
+
+    async def _is_told(self, key: Key, tell: Callable[[Key, AssignmentRequest], Awaitable[object]]) -> bool:
+        self._expire(asyncio.get_running_loop().time())
+        request = self._requests.get(key)
+        if request is None:
+            return True
+        try:
+            await tell(key, request)
+        except RegistryError as error:
+            if error.refusal in (Refusal.UNKNOWN, Refusal.UNREACHABLE, Refusal.UNAUTHENTICATED, Refusal.FULL):
+                return False
+            log.warning("transfer %r of instance %r was not recorded again: %s", key[1], key[0], error)
+            self.drop(key)
+        return True
+
+    def _expire(self, now: float) -> None:
+        for key in self._expiries.pop_due(now):
+            del self._requests[key]
 
 
 class Registration:
@@ -51,7 +232,7 @@ class Registration:
         self.trouble = ""
         """Why the last try failed; empty when it did not."""
         self._registered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Nobody has to wait for it: an exception that nobody asked for is not worth a complaint.
+        # The caller need not wait for it: asyncio then does not warn of an exception that was never read.
         self._registered.add_done_callback(lambda future: future.cancelled() or future.exception())
         self._woken = asyncio.Event()
 
@@ -102,7 +283,7 @@ class RegistryClient:
         ssl_context: ssl.SSLContext | None = None,
         on_displaced: Callable[[str], None] | None = None,
     ) -> None:
-        self._connection = Connection(url, secret, ssl_context, self._restarted)
+        self._connection = RegistryConnection(url, secret, ssl_context, self._restarted)
         self._on_displaced = on_displaced
         self._kept: dict[Registration, asyncio.Task[None]] = {}
         self._assignments = Assignments()
@@ -131,18 +312,18 @@ class RegistryClient:
         if instance is not None:
             check_instance(instance)
             query = "?" + urlencode({"instance": instance})
-        return await self._connection.call(Call("GET", f"/v1/topology{query}"), Topology)
+        return await self._connection.call(RegistryCall("GET", f"/v1/topology{query}"), Topology)
 
     async def coordinator(self, instance: str) -> str:
         """The address of an instance's coordinator, once the instance is complete."""
-        found = await self.topology(instance)
-        if not found.is_complete:
-            missing = found.missing[0]
+        topology = await self.topology(instance)
+        if not topology.is_complete:
+            missing = topology.missing[0]
             ranks = f" (ranks {_listed(missing.ranks)})" if missing.ranks else ""
             raise RegistryError(
                 Refusal.INCOMPLETE, f"instance {instance!r} is not complete: {missing.reason}{ranks}"
             )
-        for roster in found.instances:
+        for roster in topology.instances:
             if roster.instance == instance:
                 return roster.coordinator
         raise RegistryError(
@@ -168,7 +349,7 @@ class RegistryClient:
         self, instance: str, transfer: str, dp: int | None = None, ttl_s: float = TRANSFER_TTL_S
     ) -> Assigned:
         """The dp group of a transfer: `dp`, or where that is None the recorded or the least loaded one."""
-        assigned = await self._tell((instance, transfer), Wish(dp, ttl_s))
+        assigned = await self._tell((instance, transfer), AssignmentRequest(dp, ttl_s))
         now = asyncio.get_running_loop().time()
         self._assignments.add((instance, transfer), assigned, ttl_s, now)
         return assigned
@@ -176,7 +357,7 @@ class RegistryClient:
     async def release(self, instance: str, transfer: str) -> bool:
         """The transfer is over; answers whether the registry knew it."""
         self._assignments.drop((instance, transfer))
-        call = Call("DELETE", _transfer_path((instance, transfer)))
+        call = RegistryCall("DELETE", _transfer_path((instance, transfer)))
         return (await self._connection.call(call, Removed)).is_removed
 
     async def close(self) -> None:
@@ -197,15 +378,15 @@ class RegistryClient:
 
     async def _unregister(self, member: Member) -> None:
         target = f"{_member_path(member)}?epoch={member.epoch}"
-        with suppress(RegistryError):  # who cannot be told lets it expire
-            await self._connection.call(Call("DELETE", target, call_s_max=CLOSE_S_MAX), Removed)
+        with suppress(RegistryError):  # without an answer it expires
+            await self._connection.call(RegistryCall("DELETE", target, call_s_max=CLOSE_S_MAX), Removed)
 
     async def _keep(self, registration: Registration) -> None:
         member = registration.member
         period_s = member.ttl_s / 3
         backoff = Backoff(min(RETRY_S_FIRST, period_s), min(RETRY_S_MAX, period_s))
         body = msgspec.json.encode(member)
-        call = Call("PUT", _member_path(member), body, min(CALL_S_MAX, period_s))
+        call = RegistryCall("PUT", _member_path(member), body, min(CALL_S_MAX, period_s))
         while True:
             try:
                 await self._connection.call(call, Registered)
@@ -243,16 +424,16 @@ class RegistryClient:
             self._telling.cancel()
         self._telling = _spawn(self._assignments.tell_again(self._tell))
 
-    async def _tell(self, key: Key, wish: Wish) -> Assigned:
+    async def _tell(self, key: Key, request: AssignmentRequest) -> Assigned:
         check_instance(key[0])
         check_transfer(key[1])
-        call = Call("PUT", _transfer_path(key), msgspec.json.encode(wish))
+        call = RegistryCall("PUT", _transfer_path(key), msgspec.json.encode(request))
         return await self._connection.call(call, Assigned)
 
     async def _events(self) -> AsyncIterator[Topology | Change]:
         reader = EventReader()
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CALL_S_MAX, sock_read=SILENCE_S_MAX)
-        async with self._connection.opened(Call("GET", "/v1/watch"), timeout) as response:
+        async with self._connection.opened(RegistryCall("GET", "/v1/watch"), timeout) as response:
             if response.status != 200:
                 raise await self._connection.read_problem(response)
             async for data in response.content.iter_any():

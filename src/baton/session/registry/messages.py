@@ -1,4 +1,4 @@
-"""What registry and clients say to each other, as JSON; a field that the reader does not know is ignored."""
+"""The messages between registry and clients, as JSON; a field that the reader does not know is ignored."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Topology(msgspec.Struct, frozen=True):
         return not self.missing
 
 
-class What(Enum):
+class ChangeKind(Enum):
     """What happened to a member."""
 
     REGISTERED = "registered"
@@ -157,7 +157,7 @@ class Change(msgspec.Struct, frozen=True):
     """One step of the topology; `is_complete` is about the member's instance after it."""
 
     id: str
-    what: What
+    what: ChangeKind
     member: Member
     is_complete: bool
 
@@ -174,13 +174,13 @@ class Removed(msgspec.Struct, frozen=True):
     is_removed: bool
 
 
-class Wish(msgspec.Struct, frozen=True):
-    """How a transfer is to be assigned: to this dp group, or to the least loaded one."""
+class AssignmentRequest(msgspec.Struct, frozen=True):
+    """Assign a transfer to this dp group, or to the least loaded one."""
 
     dp: Annotated[int, Meta(ge=0)] | None = None
     ttl_s: Annotated[float, Meta(gt=0, le=TRANSFER_TTL_S_MAX)] = TRANSFER_TTL_S
     epoch: Number | None = None
-    """Of the instance for which the wish was made; None: whichever is registered."""
+    """Of the instance that the request is for; None: whichever is registered."""
 
 
 class Assigned(msgspec.Struct, frozen=True):
@@ -198,12 +198,12 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Health(msgspec.Struct, frozen=True):
-    """Answer to anybody who asks whether the registry runs."""
+    """Answer of the health check."""
 
     status: Literal["ok"] = "ok"
 
 
-Body = TypeVar("Body", Member, Wish)
+Body = TypeVar("Body", Member, AssignmentRequest)
 
 
 def invalid(field: str, value: object) -> RegistryError:
@@ -274,8 +274,8 @@ def check_member(member: Member) -> int:
 
 def check_url(url: str) -> None:
     """Refuses what is neither empty nor where an instance could answer HTTP."""
-    found = _URL.fullmatch(url)
-    if url and (found is None or len(url) > 256 or int(found["port"] or 0) > 65_535):
+    match = _URL.fullmatch(url)
+    if url and (match is None or len(url) > 256 or int(match["port"] or 0) > 65_535):
         raise invalid("url", url)
 
 

@@ -16,11 +16,11 @@ from aiohttp import web
 
 from baton.errors import ConfigError
 from baton.session.registry.authentication import WINDOW_S, Verifier
-from baton.session.registry.events import encode
 from baton.session.registry.messages import (
     BEAT_S,
     BODY_BYTES_MAX,
     BOOT_HEADER,
+    AssignmentRequest,
     Health,
     Member,
     Problem,
@@ -28,13 +28,12 @@ from baton.session.registry.messages import (
     Registered,
     RegistryError,
     Removed,
-    Wish,
     check_instance,
     read_body,
     read_number,
 )
-from baton.session.registry.state import State
-from baton.session.registry.watchers import Watchers
+from baton.session.registry.state import RegistryState
+from baton.session.registry.watch import Watchers, encode
 from baton.web.site import Site
 
 HOST = "127.0.0.1"
@@ -83,7 +82,7 @@ class RegistryServer:
         self._ssl = ssl_context
         self._config = config or RegistryConfig()
         self._boot = secrets.token_hex(8)
-        self._state = State(self._boot)
+        self._state = RegistryState(self._boot)
         self._watchers = Watchers(self._config.num_waiting_max, self._config.beat_s)
         self._verifier: Verifier | None = None
         self._site: Site | None = None
@@ -249,8 +248,8 @@ class RegistryServer:
 
     async def _assign(self, request: web.Request) -> web.Response:
         path = request.match_info
-        wish = read_body(Wish, await request.read())
-        return self._answer(self._state.assign(path["instance"], path["transfer"], self._now(), wish))
+        wanted = read_body(AssignmentRequest, await request.read())
+        return self._answer(self._state.assign(path["instance"], path["transfer"], self._now(), wanted))
 
     async def _release(self, request: web.Request) -> web.Response:
         path = request.match_info

@@ -1,4 +1,4 @@
-"""What a registry knows, without clock or socket: `now` is an argument and differences of it mean seconds.
+"""The state of a registry, without clock or socket: `now` is an argument in seconds.
 
 An instance is held under one epoch at a time. A higher epoch displaces the lower one with all of its members
 and transfers; a lower one is refused, also for a while after the last member of the higher one has left, so
@@ -16,33 +16,33 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from baton.plan.layout import parse_layout
-from baton.session.registry.deadlines import Deadlines
 from baton.session.registry.messages import (
     TRANSFER_TTL_S,
     Assigned,
+    AssignmentRequest,
     Change,
+    ChangeKind,
     Member,
     Missing,
     Refusal,
     RegistryError,
     Roster,
     Topology,
-    What,
-    Wish,
     check_member,
     check_transfer,
 )
+from baton.session.registry.timing import Expiries
 
 EPOCH_KEPT_S = 3600.0
 NUM_INSTANCES_MAX = 4096
 NUM_MEMBERS_MAX = 131_072
 NUM_TRANSFERS_MAX = 1_000_000
 
-DEFAULT_WISH = Wish(None, TRANSFER_TTL_S)
+DEFAULT_REQUEST = AssignmentRequest(None, TRANSFER_TTL_S)
 
 
 @dataclass(slots=True)
-class Instance:
+class RegisteredInstance:
     """One instance under its newest epoch; without members it is kept for its epoch and transfers alone."""
 
     epoch: int
@@ -82,18 +82,18 @@ TransferKey: TypeAlias = tuple[str, str]
 NameKey: TypeAlias = tuple[str]
 
 
-class State:
+class RegistryState:
     """Members and transfers; changes of the topology wait in it until they are taken."""
 
     def __init__(self, boot: str, capacity: Capacity | None = None) -> None:
         self._boot = boot
         self._capacity = capacity or Capacity()
-        self._instances: dict[str, Instance] = {}
+        self._instances: dict[str, RegisteredInstance] = {}
         self._num_changes = 0
         self._changes: list[Change] = []
-        self._members: Deadlines[MemberKey] = Deadlines()
-        self._transfers: Deadlines[TransferKey] = Deadlines()
-        self._names: Deadlines[NameKey] = Deadlines()
+        self._members: Expiries[MemberKey] = Expiries()
+        self._transfers: Expiries[TransferKey] = Expiries()
+        self._names: Expiries[NameKey] = Expiries()
         self._num_members = 0
         self._num_transfers = 0
 
@@ -111,7 +111,7 @@ class State:
         if is_new:
             self._num_members += 1
             self._names.drop((member.instance,))
-            self._note(What.REGISTERED, member)
+            self._note(ChangeKind.REGISTERED, member)
         return is_new
 
     def unregister(self, instance: str, rank: int, epoch: int, now: float) -> bool:
@@ -121,11 +121,13 @@ class State:
         if held is None or held.epoch != epoch or rank not in held.members:
             return False
         self._members.drop((instance, rank))
-        self._remove(instance, rank, What.UNREGISTERED, now)
+        self._remove(instance, rank, ChangeKind.UNREGISTERED, now)
         return True
 
-    def assign(self, instance: str, transfer: str, now: float, wish: Wish = DEFAULT_WISH) -> Assigned:
-        """The dp group of a transfer: the recorded one, else the one wished for, else the least loaded."""
+    def assign(
+        self, instance: str, transfer: str, now: float, request: AssignmentRequest = DEFAULT_REQUEST
+    ) -> Assigned:
+        """The dp group of a transfer: the recorded one, else the one wanted for, else the least loaded."""
         check_transfer(transfer)
         self.expire(now)
         held = self._instances.get(instance)
@@ -134,25 +136,25 @@ class State:
             raise RegistryError(
                 Refusal.UNKNOWN, f"instance {instance!r} is not registered; ask again when it has started"
             )
-        if wish.epoch not in (None, held.epoch):
+        if request.epoch not in (None, held.epoch):
             raise RegistryError(
                 Refusal.CONFLICT,
-                f"transfer {transfer!r} was meant for epoch {wish.epoch} of instance {instance!r}, which is "
-                f"at epoch {held.epoch}; give the attempt a new transfer id",
+                f"transfer {transfer!r} was meant for epoch {request.epoch} of instance {instance!r}, which "
+                f"is at epoch {held.epoch}; give the attempt a new transfer id",
             )
         if dp is None:
-            dp = self._choose(instance, held, wish.dp)
+            dp = self._choose(instance, held, request.dp)
             self._limit(self._num_transfers, self._capacity.num_transfers_max, "transfers")
             self._num_transfers += 1
             held.transfers[transfer] = dp
             held.loads[dp] += 1
-        elif wish.dp not in (None, dp):
+        elif request.dp not in (None, dp):
             raise RegistryError(
                 Refusal.CONFLICT,
-                f"transfer {transfer!r} has dp group {dp} of instance {instance!r}, not {wish.dp}; "
+                f"transfer {transfer!r} has dp group {dp} of instance {instance!r}, not {request.dp}; "
                 f"take that one, or give the attempt a new transfer id",
             )
-        self._transfers.set((instance, transfer), now + wish.ttl_s)
+        self._transfers.set((instance, transfer), now + request.ttl_s)
         return Assigned(dp, held.epoch)
 
     def release(self, instance: str, transfer: str, now: float) -> bool:
@@ -181,7 +183,7 @@ class State:
     def expire(self, now: float) -> None:
         """Removes what was not renewed in time."""
         for name, rank in self._members.pop_due(now):
-            self._remove(name, rank, What.EXPIRED, now)
+            self._remove(name, rank, ChangeKind.EXPIRED, now)
         for name, transfer in self._transfers.pop_due(now):
             self._forget(name, transfer)
         for (name,) in self._names.pop_due(now):
@@ -199,7 +201,7 @@ class State:
         taken, self._changes = self._changes, []
         return taken
 
-    def _instance_for(self, member: Member) -> Instance:
+    def _instance_for(self, member: Member) -> RegisteredInstance:
         """The instance that a member may join, made or begun anew where it is the first of its epoch."""
         name, held = member.instance, self._instances.get(member.instance)
         if held is None:
@@ -217,7 +219,7 @@ class State:
             return held
         self._clear(name)
         groups = parse_layout(member.layout).size("dp")
-        self._instances[name] = Instance(member.epoch, member.layout, loads=[0] * groups)
+        self._instances[name] = RegisteredInstance(member.epoch, member.layout, loads=[0] * groups)
         return self._instances[name]
 
     def _clear(self, name: str) -> None:
@@ -232,13 +234,13 @@ class State:
             self._members.drop((name, rank))
             member = held.members.pop(rank)
             self._num_members -= 1
-            self._note(What.DISPLACED, member)
+            self._note(ChangeKind.DISPLACED, member)
 
-    def _remove(self, name: str, rank: int, what: What, now: float) -> None:
+    def _remove(self, name: str, rank: int, kind: ChangeKind, now: float) -> None:
         held = self._instances[name]
         member = held.members.pop(rank)
         self._num_members -= 1
-        self._note(what, member)
+        self._note(kind, member)
         if not held.members:
             self._names.set((name,), now + EPOCH_KEPT_S)
 
@@ -251,16 +253,16 @@ class State:
         self._num_transfers -= 1
         return True
 
-    def _choose(self, name: str, held: Instance, wished: int | None) -> int:
-        if wished is None:
+    def _choose(self, name: str, held: RegisteredInstance, wanted: int | None) -> int:
+        if wanted is None:
             return min(range(len(held.loads)), key=lambda dp: (held.loads[dp], dp))
-        if not 0 <= wished < len(held.loads):
+        if not 0 <= wanted < len(held.loads):
             raise RegistryError(
                 Refusal.INVALID,
                 f"dp must be 0 to {len(held.loads) - 1}, the dp groups of instance {name!r} "
-                f"({held.layout}), or null; found {wished}",
+                f"({held.layout}), or null; found {wanted}",
             )
-        return wished
+        return wanted
 
     def _roster(self, name: str) -> Roster:
         held = self._instances[name]
@@ -288,11 +290,11 @@ class State:
                 ranks = held.missing()
                 yield Missing(name, ranks, f"{len(ranks)} of {held.num_ranks} ranks not registered")
 
-    def _note(self, what: What, member: Member) -> None:
+    def _note(self, kind: ChangeKind, member: Member) -> None:
         held = self._instances[member.instance]
         is_complete = held.epoch == member.epoch and held.is_complete
         self._num_changes += 1
-        self._changes.append(Change(self._id(), what, member, is_complete))
+        self._changes.append(Change(self._id(), kind, member, is_complete))
 
     def _id(self) -> str:
         return f"{self._boot}-{self._num_changes}"

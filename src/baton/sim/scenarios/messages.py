@@ -8,7 +8,7 @@ from functools import partial
 
 from baton.errors import ConfigError
 from baton.plan.execution import Bytes
-from baton.protocol.messages import Abort, AnyMessage, AuxRecord, Commit, Grant, Landed, Settled, SettledAsked
+from baton.protocol.messages import Abort, AnyMessage, AuxRecord, Commit, Grant, Landed, OutcomeQuery, Settled
 from baton.protocol.outcomes import Why
 from baton.sim.checkers import AllOpened
 from baton.sim.network import SimFrame
@@ -252,5 +252,5 @@ def unopened_source_aborts(run: ScenarioRun) -> Iterator[None]:
     options=AHEAD_WEAK,
 )
 def committed_source_aborts(run: ScenarioRun) -> Iterator[None]:
-    run.change_frames(SettledAsked, lost, times=100)
+    run.change_frames(OutcomeQuery, lost, times=100)
     yield from unopened_source_aborts(run)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from baton.errors import ConfigError
 from baton.protocol.messages import Grant, Paths, Settled
 from baton.protocol.outcomes import Ready, Why
-from baton.session.requests import Digest, Request
+from baton.session.handles import Digest, Request
 from baton.sim.faults import Skew
 from baton.sim.router import Attempt
 from baton.sim.scenarios.run import PLAIN, WEAK, ScenarioRun, Side, scenario

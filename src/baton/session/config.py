@@ -1,0 +1,66 @@
+"""Who a driver is: the identity that it introduces itself with, and its timings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baton.plan import PackCost, Spec
+from baton.plan.wire import spec_to_bytes
+from baton.protocol.messages import Introduction
+from baton.protocol.outcomes import Cause, Stage, Why
+from baton.protocol.timings import Timings
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceConfig:
+    """An instance, as its coordinator knows it."""
+
+    instance: str
+    epoch: int
+    spec: Spec
+    transport: str
+    fingerprint: str = ""
+    timings: Timings = field(default_factory=Timings)
+    cost: PackCost = field(default_factory=PackCost)
+    """When its transfers are packed; a target without staging never packs."""
+
+    def introduction(self) -> Introduction:
+        """The first message to peers and ranks."""
+        return Introduction(
+            instance=self.instance,
+            epoch=self.epoch,
+            fingerprint=self.fingerprint,
+            spec=spec_to_bytes(self.spec),
+            transport=self.transport,
+        )
+
+    def cause(self, why: Why, stage: Stage, text: str) -> Cause:
+        """A cause at this coordinator."""
+        return Cause(why=why, stage=stage, instance=self.instance, text=text)
+
+
+@dataclass(frozen=True, slots=True)
+class RankConfig:
+    """One rank of an instance."""
+
+    instance: str
+    epoch: int
+    rank: int
+    spec: Spec
+    fingerprint: str = ""
+    timings: Timings = field(default_factory=Timings)
+
+    def introduction(self, transport: str) -> Introduction:
+        """The first message to its coordinator."""
+        return Introduction(
+            instance=self.instance,
+            epoch=self.epoch,
+            fingerprint=self.fingerprint,
+            spec=spec_to_bytes(self.spec),
+            transport=transport,
+            rank=self.rank,
+        )
+
+    def cause(self, why: Why, stage: Stage, text: str) -> Cause:
+        """A cause on this rank."""
+        return Cause(why=why, stage=stage, instance=self.instance, rank=self.rank, text=text)

@@ -1,0 +1,279 @@
+"""A rank's memory: registered pools, staging leases, and the pages that live requests have claimed."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import threading
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from baton.errors import ConfigError, LocalProtocolError
+from baton.plan import Spec
+from baton.plan.ownership import box, buffers, share_stride
+from baton.plan.steps import STAGING
+from baton.plan.tokens import Ints
+from baton.session.handles import Request
+from baton.transport import Bytes, Region, Transport
+
+ALIGNMENT = 256
+BOUNDS_MAX = 4096
+
+
+@cache
+def tensors() -> Any:
+    """`baton.session.tensors`, which packs, unpacks and sums.
+
+    torch takes seconds to import, and a rank without staging needs it for checksums only.
+    """
+    return importlib.import_module("baton.session.tensors")
+
+
+class Pools:
+    """Buffers registered with a transport, staging among them."""
+
+    def __init__(
+        self, buffers_by_name: Mapping[str, Bytes], transport: Transport, staging_bytes: int = 0
+    ) -> None:
+        self.buffers = dict(buffers_by_name)
+        self.staging = Staging(staging_bytes)
+        if staging_bytes:
+            self.buffers[STAGING] = transport.allocate(staging_bytes)
+        self.regions: dict[str, Region] = {
+            name: transport.register(buffer) for name, buffer in self.buffers.items()
+        }
+
+    def view(self, offset: int, num_bytes: int) -> Bytes:
+        """A range of staging."""
+        return self.buffers[STAGING][offset : offset + num_bytes]
+
+
+def check_buffers(spec: Spec, rank: int, pools: Mapping[str, Bytes]) -> None:
+    """Raises ConfigError unless these are the buffers that a rank has."""
+    wanted = buffers(spec, rank, "pool")
+    if set(pools) != set(wanted):
+        raise ConfigError(
+            f"rank {rank} of {spec.layout} needs the buffers {', '.join(sorted(wanted))}; got "
+            f"{', '.join(sorted(pools)) or 'none'}"
+        )
+    for name, num_bytes in wanted.items():
+        if pools[name].nbytes != num_bytes:
+            raise ConfigError(
+                f"buffer {name!r} of rank {rank} has to have {num_bytes} bytes, got {pools[name].nbytes}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class StagingLease:
+    """A range of the staging buffer, and the number of this lease, which is never used again."""
+
+    offset: int
+    num_bytes: int
+    number: int
+
+
+class Staging:
+    """First-fit leases of byte ranges of one staging buffer.
+
+    A lease that a peer may still write is quarantined by not giving it back.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        if num_bytes < 0:
+            raise ConfigError(f"staging cannot have {num_bytes} bytes; use 0 for none")
+        self.num_bytes = num_bytes
+        self._leases: list[StagingLease] = []
+        """Ascending by offset."""
+        self._num_made = 0
+
+    @property
+    def num_leases(self) -> int:
+        """StagingLeases that are out."""
+        return len(self._leases)
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes in use, the rounding of each lease counted."""
+        return sum(_stop(lease) - lease.offset for lease in self._leases)
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes not in use; they may be fragmented."""
+        return max(0, self.num_bytes - self.leased_bytes)
+
+    def lease(self, num_bytes: int) -> StagingLease | None:
+        """The first free range that is long enough, or None; what is longer than the buffer never fits."""
+        if num_bytes < 1:
+            raise LocalProtocolError(f"a lease of {num_bytes} bytes; a lease has at least 1")
+        start = 0
+        for place, lease in enumerate([*self._leases, None]):
+            stop = self.num_bytes if lease is None else lease.offset
+            if start + num_bytes <= stop:
+                made = StagingLease(start, num_bytes, self._num_made)
+                self._num_made += 1
+                self._leases.insert(place, made)
+                return made
+            if lease is not None:
+                start = _stop(lease)
+        return None
+
+    def give_back(self, lease: StagingLease) -> None:
+        """Ends a lease, once."""
+        place = bisect_left(self._leases, lease.offset, key=lambda other: other.offset)
+        if place == len(self._leases) or self._leases[place] != lease:
+            raise LocalProtocolError(f"{lease} is not in use; a lease is given back once, where it came from")
+        del self._leases[place]
+
+    def check_integrity(self) -> None:
+        """StagingLeases are ascending, aligned, apart, inside the buffer, and each was made here."""
+        reached = 0
+        for lease in self._leases:
+            assert lease.offset % ALIGNMENT == 0, f"{lease} is not aligned"
+            assert lease.offset >= reached, f"{lease} begins inside the lease before it"
+            assert lease.num_bytes >= 1, f"{lease} is of nothing"
+            assert 0 <= lease.number < self._num_made, f"{lease} was not made here"
+            reached = lease.offset + lease.num_bytes
+        assert reached <= self.num_bytes, f"leases reach to {reached} of {self.num_bytes} bytes"
+        numbers = {lease.number for lease in self._leases}
+        assert len(numbers) == len(self._leases), "two leases with one number"
+
+
+def _stop(lease: StagingLease) -> int:
+    """Where the next lease may begin."""
+    return -(-(lease.offset + lease.num_bytes) // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPages:
+    """The pages of one group on one rank that a request has named."""
+
+    held: Ints
+    own: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class PageUsers:
+    """By page of a pool: the claim that writes it, or 0, and how many requests only read it."""
+
+    writers: Ints
+    holders: Ints
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PageClaim:
+    """The pages of one live request, by rank and group."""
+
+    number: int
+    transfer: str
+    named: Mapping[tuple[int, str], NamedPages]
+
+
+@dataclass(slots=True)
+class PageClaims:
+    """Which pages live requests have named, so that no page is given to two transfers; thread-safe.
+
+    A page that a transfer writes belongs to that transfer alone until it is released. Pages of a held prefix
+    are only read, so any number of transfers may name them, as long as none of these writes them.
+    """
+
+    spec: Spec
+    _live: dict[int, PageClaim] = field(default_factory=dict)
+    _users: dict[tuple[int, str], PageUsers] = field(default_factory=dict)
+    _bounds: dict[tuple[int, str, int, int], tuple[int, int]] = field(default_factory=dict)
+    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, request: Request) -> int:
+        """Claims the pages of a checked request and returns the claim's number; raises ConfigError if a live
+        request has them."""
+        named = {
+            (rank, group): self._named(request, rank, group, np.asarray(ids))
+            for rank, pages in request.pages.items()
+            for group, ids in pages.items()
+        }
+        with self._lock:
+            for key, pages in named.items():
+                self._check(request.transfer, key, pages)
+            claim = PageClaim(next(self._numbers), request.transfer, named)
+            for key, pages in named.items():
+                users = self._users_of(key)
+                users.writers[pages.own] = claim.number
+                np.add.at(users.holders, pages.held, 1)
+            self._live[claim.number] = claim
+        return claim.number
+
+    def has(self, transfer: str) -> bool:
+        """Whether a live request has this id."""
+        with self._lock:
+            return any(claim.transfer == transfer for claim in self._live.values())
+
+    def give_back(self, number: int) -> None:
+        """Releases the pages of a claim; a second call does nothing."""
+        with self._lock:
+            if (claim := self._live.pop(number, None)) is None:
+                return
+            for key, pages in claim.named.items():
+                users = self._users_of(key)
+                users.writers[pages.own] = 0
+                np.subtract.at(users.holders, pages.held, 1)
+
+    def _named(self, request: Request, rank: int, group: str, ids: Ints) -> NamedPages:
+        num_tokens, num_held = request.digest.num_tokens, request.held.get(group, 0)
+        first, own = self._cut(rank, group, num_tokens, num_held)
+        return NamedPages(ids[first:own], ids[max(first, own) :])
+
+    def _cut(self, rank: int, group: str, num_tokens: int, num_held: int) -> tuple[int, int]:
+        """Where in a page table the used pages begin, and where the written ones do."""
+        key = (rank, group, num_tokens, num_held)
+        if key not in self._bounds:
+            if len(self._bounds) >= BOUNDS_MAX:
+                self._bounds.clear()
+            self._bounds[key] = self._find_cut(rank, group, num_tokens, num_held)
+        return self._bounds[key]
+
+    def _find_cut(self, rank: int, group: str, num_tokens: int, num_held: int) -> tuple[int, int]:
+        spec = self.spec
+        components = [component for component in spec.cache.components if component.group == group]
+        if not components[0].extent.has_tokens:
+            return 0, 0
+        # Before the window of all its components a table may hold anything.
+        first = min(component.extent.wanted(num_tokens, 0)[0] for component in components)
+        share = box(spec, components[0], rank, "target").share
+        owned = share_stride(spec, components[0], share, num_tokens)
+        page = spec.storage.page_tokens
+        return owned.num_below(first) // page, owned.num_below(num_held) // page
+
+    def _users_of(self, key: tuple[int, str]) -> PageUsers:
+        if key not in self._users:
+            num_pages = self.spec.storage.pages_of(key[1])
+            self._users[key] = PageUsers(
+                np.zeros(num_pages, dtype=np.int64), np.zeros(num_pages, dtype=np.int64)
+            )
+        return self._users[key]
+
+    def _check(self, transfer: str, key: tuple[int, str], pages: NamedPages) -> None:
+        users = self._users_of(key)
+        for ids, is_taken in (
+            (pages.own, (users.writers[pages.own] > 0) | (users.holders[pages.own] > 0)),
+            (pages.held, users.writers[pages.held] > 0),
+        ):
+            if is_taken.any():
+                page = int(ids[is_taken][0])
+                other = self._owner(key, page)
+                raise ConfigError(
+                    f"transfer {transfer}: page {page} of group {key[1]!r} on rank {key[0]} is in use by "
+                    f"transfer {other}; name it again when that is released"
+                )
+
+    def _owner(self, key: tuple[int, str], page: int) -> str:
+        claims = (claim for claim in self._live.values() if key in claim.named)
+        return next(
+            claim.transfer
+            for claim in claims
+            if page in claim.named[key].own or page in claim.named[key].held
+        )
