@@ -9,7 +9,7 @@ import typer
 
 from baton import settings
 from baton.cli.deployment.talking import Voice
-from baton.web.credentials import router_key
+from baton.serving.http import router_key
 
 
 def drain(

@@ -14,16 +14,16 @@ from typing import Annotated, Any, Literal
 import typer
 
 from baton import settings
-from baton.router.config import Limits, LocalMode, RouterConfig
-from baton.router.policies import policy_names
-from baton.router.router import Router
-from baton.web import Credentials, check_binding
+from baton.serving.http import Credentials, check_binding
+from baton.serving.policies import policy_names
+from baton.serving.router import Router
+from baton.serving.router_config import LocalMode, RouterConfig, RouterLimits
 
 PORT = 8000
 HOST = "127.0.0.1"
 DRAIN_S = 30.0
 _POLICIES = "|".join(policy_names())
-_LIMITS = Limits()
+_LIMITS = RouterLimits()
 
 
 def route(
@@ -75,7 +75,7 @@ def route(
         decode_policy=decode_policy or policy,
         local=local,
         first_token=first_token or "",
-        limits=Limits(
+        limits=RouterLimits(
             num_in_flight_max=in_flight,
             num_waiting_max=waiting,
             silence_s_max=silence_s,
