@@ -67,6 +67,13 @@ def route(
     secret_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="shared by all instances; default: BATON_SECRET")
     ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM certificate: serve over TLS")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM key of the certificate")] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM authority that peers are verified by")
+    ] = None,
 ) -> None:
     """Routes requests until it is interrupted, or drained by SIGTERM; instances come and go."""
     config = RouterConfig(
@@ -81,6 +88,7 @@ def route(
             silence_s_max=silence_s,
             stall_s_max=stall_s,
         ),
+        tls=settings.tls_files(tls_cert, tls_key, tls_ca),
     )
     secret = settings.secret(None if secret_file is None else str(secret_file))
     credentials = Credentials(settings.api_keys(None if api_key_file is None else str(api_key_file)), secret)

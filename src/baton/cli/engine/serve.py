@@ -50,13 +50,16 @@ def serve_config(where: Where, what: What, sizing: Sizing) -> ServerConfig:
         policy=what.overlap,
         host=where.host,
         port=where.bootstrap_port,
+        tls=where.tls,
         registry=where.registry,
         queue_max=sizing.queue,
         silence_s=where.silence_s,
         has_draft=what.has_draft,
     )
     keys = settings.api_keys(_text(where.api_key_file))
-    return ServerConfig(instance, where.host, where.port, keys, what.first_token, where.drain_s)
+    return ServerConfig(
+        instance, where.host, where.port, keys, what.first_token, where.drain_s, tls=where.tls
+    )
 
 
 def _secret(where: Where, what: What) -> bytes:

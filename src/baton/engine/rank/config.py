@@ -7,6 +7,7 @@ import msgspec
 from baton.engine.storage import engine_storage
 from baton.plan import Cache, Spec, parse_layout
 from baton.session import Timings
+from baton.settings import Tls
 
 
 class RankConfig(msgspec.Struct, frozen=True):
@@ -32,6 +33,7 @@ class RankConfig(msgspec.Struct, frozen=True):
     host: str = "127.0.0.1"
     port: int = 0
     """Of the coordinator, which the first rank hosts."""
+    tls: Tls | None = None
     url: str = ""
     registry: str | None = None
     embed_registry: int | None = None
