@@ -285,11 +285,8 @@ class HttpServer:
             return
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise ApiError(415, "the body is compressed; send it as it is", param="Content-Encoding")
-        too_large = ApiError(
-            413, f"the body is longer than {limits.body_bytes_max} bytes; send less", code="too_large"
-        )
         if (request.content_length or 0) > limits.body_bytes_max:
-            raise too_large
+            raise self._too_large()
         try:
             if request.content.is_eof():
                 await request.read()  # all of it came with the head: nothing to wait for
@@ -300,9 +297,13 @@ class HttpServer:
             text = f"the body did not arrive within {limits.body_s_max:g} s; send it at once"
             raise ApiError(408, text, code="too_slow") from None
         except web.HTTPRequestEntityTooLarge:
-            raise too_large from None
+            raise self._too_large() from None
         except ClientPayloadError as error:
             raise ApiError(400, f"the body cannot be read ({error}); send what the headers say") from None
+
+    def _too_large(self) -> ApiError:
+        text = f"the body is longer than {self.limits.body_bytes_max} bytes; send less"
+        return ApiError(413, text, code="too_large")
 
     def _error_response(self, request: web.Request, error: Exception) -> web.Response:
         where = f"{request.method} {_route(request)}"

@@ -397,6 +397,8 @@ class Attempt:
 
     async def finish_stream(self) -> None:
         """Reads the end of a stream that is done."""
+        if self._server.is_over:
+            return
         try:
             async with asyncio.timeout(STREAM_END_S):
                 while await self._server.read():

@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import ssl
-from collections.abc import Awaitable
 from time import monotonic
-from typing import TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
 from yarl import URL
 
 from baton.errors import ConfigError
-
-T = TypeVar("T")
 
 IDLE_S_MAX = 30.0
 """Below the time for which servers keep an idle connection, so that none is used while it is closed."""
@@ -100,16 +96,39 @@ class UpstreamRequest:
         self._error: UpstreamError | None = None
         self._scope: asyncio.Timeout | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the body was read to its end."""
+        return self.response is not None and self.response.content.at_eof()
+
     async def send(self, url: URL, body: bytes | None) -> aiohttp.ClientResponse:
-        self._check()
-        self.response = response = await self._wait(self._client.open(url, body))
-        return response
+        if self._error is not None:
+            raise self._error
+        self.is_waiting, self.progress_s = True, monotonic()
+        try:
+            async with asyncio.timeout(None) as self._scope:
+                self.response = await self._client.open(url, body)
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise self._error or _upstream_error(error) from None
+        finally:
+            self.is_waiting, self._scope = False, None
+        return self.response
 
     async def read(self) -> bytes:
         """The next part of the body; empty at its end."""
-        self._check()
+        if self._error is not None:
+            raise self._error
         assert self.response is not None, "it was not sent"
-        return await self._wait(self.response.content.readany())
+        content = self.response.content
+        if content.at_eof():
+            return b""
+        self.is_waiting, self.progress_s = True, monotonic()
+        try:
+            return await content.readany()
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._error or _upstream_error(error) from None
+        finally:
+            self.is_waiting = False
 
     async def read_all(self, bytes_max: int = BODY_BYTES_MAX, *, drops_rest: bool = False) -> bytes:
         """The whole body; one that is longer is an error, or is cut off."""
@@ -127,27 +146,13 @@ class UpstreamRequest:
         if self._error is None:
             self._error = error
         if self.response is not None:
-            self.response.close()  # does nothing where the body was read to its end
-        if self._scope is not None:
+            self.response.close()  # wakes a reader; does nothing where the body was read to its end
+        elif self._scope is not None:
             self._scope.reschedule(asyncio.get_running_loop().time())
 
     def close(self) -> None:
         """Ends it if it is not over; the instance notices and aborts the request."""
         self.fail(UpstreamError("the router ended the request", "ABORTED"))
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    async def _wait(self, awaitable: Awaitable[T]) -> T:
-        self.is_waiting, self.progress_s = True, monotonic()
-        try:
-            async with asyncio.timeout(None) as self._scope:
-                return await awaitable
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise self._error or _upstream_error(error) from None
-        finally:
-            self.is_waiting, self._scope = False, None
 
 
 def _upstream_error(error: Exception) -> UpstreamError:
