@@ -75,7 +75,7 @@ def _paths() -> dict[str, Any]:
         _parameter("id", "path", {"type": "string", "minLength": 1}),
         _parameter("format", "query", {"type": "string", "enum": ["json", "perfetto"]}),
     ]
-    thing = {"type": "object"}
+    any_object = {"type": "object"}
     return {
         "/v1/completions": _post("Completes prompts.", "CompletionRequest", "Completion"),
         "/v1/chat/completions": _post("Completes a chat.", "ChatRequest", "ChatCompletion"),
@@ -88,14 +88,14 @@ def _paths() -> dict[str, Any]:
         "/v1/models/{id}": model,
         "/health": _get("Whether it can serve and hand off.", {"503"}, _json("HealthBody")),
         "/health_generate": _get("The same.", {"503"}, _json("HealthBody")),
-        "/server_info": _get("State and load, for routers.", set(), _json(thing)),
-        "/get_server_info": _get("The same.", set(), _json(thing)),
-        "/model_info": _get("The model, for routers.", set(), _json(thing)),
-        "/get_model_info": _get("The same.", set(), _json(thing)),
+        "/server_info": _get("State and load, for routers.", set(), _json(any_object)),
+        "/get_server_info": _get("The same.", set(), _json(any_object)),
+        "/model_info": _get("The model, for routers.", set(), _json(any_object)),
+        "/get_model_info": _get("The same.", set(), _json(any_object)),
         "/metrics": _get("For Prometheus.", set(), {"text/plain": {"schema": {"type": "string"}}}),
-        "/v1/timelines": _get("The latest requests.", set(), _json(thing)),
+        "/v1/timelines": _get("The latest requests.", set(), _json(any_object)),
         "/v1/timelines/{id}": timeline,
-        "/openapi.json": _get("This document.", set(), _json(thing)),
+        "/openapi.json": _get("This document.", set(), _json(any_object)),
         "/drain": {"post": _operation("Stops taking new requests.", {"403"}, _json("DrainBody"))},
     }
 
@@ -120,8 +120,8 @@ def _operation(text: str, errors: set[str], content: dict[str, Any]) -> dict[str
 
 
 def _json(content: str | dict[str, Any]) -> dict[str, Any]:
-    schema = {"$ref": _REF.format(name=content)} if isinstance(content, str) else content
-    return {"application/json": {"schema": schema}}
+    form = {"$ref": _REF.format(name=content)} if isinstance(content, str) else content
+    return {"application/json": {"schema": form}}
 
 
 def _many(name: str) -> dict[str, Any]:

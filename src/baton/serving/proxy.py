@@ -150,9 +150,9 @@ def _refused(
 
 def _failed_stream(route: Route, event: bytes) -> AttemptFailed:
     """The stream ended with an error event."""
-    told = read_error(502, event)
-    status = STATUSES.get(told.code or "", 500 if told.code else 502)
-    error = ApiError(status, told.message, param=told.param, code=told.code)
+    sent = read_error(502, event)
+    status = STATUSES.get(sent.code or "", 500 if sent.code else 502)
+    error = ApiError(status, sent.message, param=sent.param, code=sent.code)
     return AttemptFailed(error, _blamed(route, route.server, error), event)
 
 

@@ -158,7 +158,7 @@ class Router:
     async def _model_cards(self) -> dict[str, Any]:
         """What one instance of each model says of it."""
         chosen = {instance.model: instance for instance in self.context.fleet.able(*Role)}
-        answers = await asyncio.gather(*(self._fetch(each, "/v1/models") for each in chosen.values()))
+        answers = await asyncio.gather(*(self._fetch(instance, "/v1/models") for instance in chosen.values()))
         cards: dict[str, Any] = {}
         for status, body in answers:
             for card in msgspec.json.decode(body)["data"] if status == 200 else ():
@@ -176,7 +176,7 @@ class Router:
                 "is_ready": not context.fleet.missing(),
                 "num_waiting": context.queue.num_waiting,
                 "bytes_per_token": round(context.chooser.token_size.bytes_per_token, 2),
-                "instances": [_instance_info(each) for each in context.fleet.instances.values()],
+                "instances": [_instance_info(known) for known in context.fleet.instances.values()],
             }
         )
 
@@ -197,7 +197,7 @@ class Router:
             if instance is None:
                 continue
             paths = [path, f"{path}?format={form}"] if form else [path]
-            answers = [await self._fetch(instance, each) for each in paths]
+            answers = [await self._fetch(instance, wanted) for wanted in paths]
             if all(status == 200 for status, _ in answers):
                 timelines.append(msgspec.json.decode(answers[0][1]))
                 traces += [msgspec.json.decode(body) for _, body in answers[1:]]

@@ -302,13 +302,13 @@ class RouteChooser:
     def _pair(
         self, choice: _Choice, servers: Sequence[FleetInstance], prefills: Sequence[FleetInstance]
     ) -> Route:
-        server = choice.one(servers, self._decode_policy)
+        server = choice.choose(servers, self._decode_policy)
         if server.role is Role.BOTH:
             return choice.route(server, None, "")
         if self._mode is LocalMode.ALWAYS:
             return choice.route(server, None, "always")
         same = [instance for instance in prefills if instance.fingerprint == server.fingerprint]
-        prefill = choice.one(same, self._prefill_policy)
+        prefill = choice.choose(same, self._prefill_policy)
         reason = choice.local_reason(prefill, server) if self._mode is LocalMode.AUTO else ""
         return choice.route(server, None if reason else prefill, reason)
 
@@ -333,7 +333,7 @@ class _Choice:
         avoid = self._constraints.avoid
         return [instance for instance in instances if instance.name not in avoid] if avoid else instances
 
-    def one(self, instances: Sequence[FleetInstance], policy: Policy) -> FleetInstance:
+    def choose(self, instances: Sequence[FleetInstance], policy: Policy) -> FleetInstance:
         """The policy's choice among the preferred instances that have room."""
         candidates = self.preferred(instances) or (() if self._constraints.is_strict else instances)
         roomy = self._chooser.with_room(candidates)
@@ -353,7 +353,7 @@ class _Choice:
 
     def alone(self, instances: Sequence[FleetInstance], reason: str, policy: Policy) -> Route:
         """A route to one instance that does everything."""
-        return self.route(self.one(instances, policy), None, reason)
+        return self.route(self.choose(instances, policy), None, reason)
 
     def local_reason(self, prefill: FleetInstance, server: FleetInstance) -> str:
         new = self._new_tokens

@@ -245,18 +245,18 @@ def check_fields(body: bytes) -> None:
     check_values(msgspec.structs.asdict(_reader.decode(body)))
 
 
-def check_values(found: Mapping[str, Any], prefix: str = "") -> None:
+def check_values(fields: Mapping[str, Any], prefix: str = "") -> None:
     """The same for decoded fields; `prefix` is the path of the object that holds them."""
     for name, (neutral, remedy) in UNSUPPORTED.items():
-        value = found.get(name)
+        value = fields.get(name)
         # Equal values of different types (0 and false) do not mean the same.
-        if not any(value == each and type(value) is type(each) for each in neutral):
+        if not any(value == allowed and type(value) is type(allowed) for allowed in neutral):
             raise bad_field(f"{prefix}{name}", value, remedy, code="unsupported")
 
 
 # ---- decoding
 
-_AT = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
+_AT = re.compile(r"^(?P<text>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
 
@@ -267,33 +267,31 @@ def reader_of(kind: type[T]) -> Callable[[bytes], T]:
 
     def read(body: bytes) -> T:
         try:
-            found = decoder.decode(body)
+            request = decoder.decode(body)
         except msgspec.ValidationError as error:
-            raise _wrong(str(error), body) from None
+            raise _wrong_field(str(error), body) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ApiError(
                 400, f"the body is not JSON ({error}); send a JSON object", code="no_json"
             ) from None
         check_fields(body)
-        params = getattr(found, "sampling_params", None)
-        if params is not None:
-            inner = msgspec.json.decode(body)["sampling_params"]
-            check_values(inner, "sampling_params.")
-        return found
+        if getattr(request, "sampling_params", None) is not None:
+            check_values(msgspec.json.decode(body)["sampling_params"], "sampling_params.")
+        return request
 
     return read
 
 
-def _wrong(text: str, body: bytes) -> ApiError:
+def _wrong_field(message: str, body: bytes) -> ApiError:
     """The decoder's message, with the field and the value that it refused."""
-    match = _AT.match(text)
+    match = _AT.match(message)
     assert match is not None
-    what, path = match["what"], match["path"] or ""
+    text, path = match["text"], match["path"] or ""
     param = path.removeprefix(".")
-    if missing := _MISSING.match(what):
+    if missing := _MISSING.match(text):
         param = f"{param}.{missing[1]}".lstrip(".")
         return ApiError(400, f"{param} is missing; give it", param=param, code="missing_field")
-    remedy = what.replace("`", "").replace("Expected", "expected").replace("null", "nothing")
+    remedy = text.replace("`", "").replace("Expected", "expected").replace("null", "nothing")
     if not param:
         return ApiError(400, f"the body: {remedy}; send a JSON object", code="wrong_type")
     try:
@@ -303,10 +301,10 @@ def _wrong(text: str, body: bytes) -> ApiError:
     return bad_field(param, value, remedy, code="wrong_type")
 
 
-def _value_at(found: Any, path: str) -> Any:
-    for name, place in _STEP.findall(path):
-        found = found[int(place)] if place else found[name]
-    return found
+def _value_at(value: Any, path: str) -> Any:
+    for name, index in _STEP.findall(path):
+        value = value[int(index)] if index else value[name]
+    return value
 
 
 # ---- responses
