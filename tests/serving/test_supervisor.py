@@ -16,7 +16,7 @@ from tests.serving.streams import half_read, heard
 from baton.engine.instance.config import InstanceConfig
 from baton.errors import ConfigError
 from baton.serving import supervisor as supervising
-from baton.serving.supervisor import Supervisor
+from baton.serving.supervisor import InstanceSupervisor
 from baton.serving.wire import EventReader
 
 pytestmark = pytest.mark.serve
@@ -66,7 +66,7 @@ def test_a_rank_that_dies_ends_streams_cleanly_and_comes_back():
 
 
 def test_what_cannot_be_is_given_up_at_once(tmp_path: Path):
-    supervisor = Supervisor(InstanceConfig(str(tmp_path)), lambda: None)
+    supervisor = InstanceSupervisor(InstanceConfig(str(tmp_path)), lambda: None)
     supervisor.start()
     until(lambda: supervisor.failure, "it is given up")
     assert isinstance(supervisor.failure, ConfigError)

@@ -47,7 +47,7 @@ from baton.serving.schema import (
     RequestBody,
     reader_of,
 )
-from baton.serving.supervisor import Supervisor
+from baton.serving.supervisor import InstanceSupervisor
 from baton.settings import Tls
 
 FIRST_TOKEN = ("prefill", "decode")
@@ -89,7 +89,7 @@ class Server:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         instance = config.instance
-        self.supervisor = Supervisor(instance, self._on_supervisor_change)
+        self.supervisor = InstanceSupervisor(instance, self._on_supervisor_change)
         self.is_draining = False
         self.ended = asyncio.Event()
         """Set when the supervisor has given up."""

@@ -27,7 +27,7 @@ BACK_OFF_S_MAX = 8.0
 _log = logging.getLogger("baton.serving.server")
 
 
-class Supervisor:
+class InstanceSupervisor:
     """One thread that lives as long as the server, and the instance that it runs."""
 
     def __init__(self, config: InstanceConfig, on_change: Callable[[], None]) -> None:
