@@ -26,13 +26,11 @@ from baton.serving.observing import RequestObserver
 from baton.serving.parsing import TOO_LONG, ParsedRequest
 from baton.serving.rendering import ChoiceDelta, ResponseFormat
 from baton.serving.schema import CachedTokens, Usage
-from baton.serving.wire import DONE, TokenNote, data_event, note_line
+from baton.serving.wire import DONE, PROMPT_TOKENS_HEADER, TokenNote, data_event, note_line
 
 USAGE_S_MAX = 0.2
 """How long a response waits for the number of cached tokens, which is known when its pages are freed."""
 WRITE_S_MAX = 30.0
-PROMPT_TOKENS_HEADER = "X-Prompt-Tokens"
-"""Tells a router the length of the prompt in tokens, whatever the form of the response."""
 
 _encoder = msgspec.json.Encoder()
 

@@ -35,7 +35,15 @@ from baton.serving.router_config import RouterConfig, RouterLimits
 from baton.serving.router_metrics import RouterMetrics
 from baton.serving.routing import Route, RouteChooser, RouteConstraints, RouteQueue
 from baton.serving.upstream import UpstreamClient, UpstreamError, UpstreamRequest
-from baton.serving.wire import DONE, EventReader, ResumedChoice, RouterHints, TokenNote, data_event
+from baton.serving.wire import (
+    DONE,
+    PROMPT_TOKENS_HEADER,
+    EventReader,
+    ResumedChoice,
+    RouterHints,
+    TokenNote,
+    data_event,
+)
 
 WRITE_S_MAX = 25.0
 """Below the limit that an instance has for the router: a client that does not read is dropped first."""
@@ -52,8 +60,6 @@ LINGER_S = 10.0
 STREAM_END_S = 1.0
 """How long to wait for the end of a stream after its last event, so that its connection can be reused."""
 NUM_LOGGED_MAX = 4096
-PROMPT_TOKENS_HEADER = "X-Prompt-Tokens"
-"""How a prefill instance reports the length of the prompt, whatever the form of its response."""
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d{1,9})')
 _ERROR = b'{"error"'
 _encoder = msgspec.json.Encoder()

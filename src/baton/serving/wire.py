@@ -16,6 +16,8 @@ from msgspec import Meta
 from baton.serving.errors import ApiError
 
 DONE = b"data: [DONE]\n\n"
+PROMPT_TOKENS_HEADER = "X-Prompt-Tokens"
+"""How an instance reports the length of the prompt, whatever the form of its response."""
 EVENT_BYTES_MAX = 16 << 20
 _NOTE = b": baton "
 _DATA = b"data:"
