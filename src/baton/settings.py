@@ -127,6 +127,10 @@ class Tls:
         context.verify_mode = ssl.CERT_REQUIRED
         return self._filled(context)
 
+    def serving(self) -> ssl.SSLContext:
+        """For an HTTPS server: clients verify it by the authority and need no certificate of their own."""
+        return self._filled(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+
     def dialling(self) -> ssl.SSLContext:
         """For the end that dials: the certificate it is shown has to name the address it dialled."""
         return self._filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
@@ -148,3 +152,23 @@ class Tls:
                 f"TLS authority {self.authority}: {cause}; give the PEM file that signed the certificates"
             ) from None
         return context
+
+
+def tls_files(certificate: Path | None, key: Path | None, authority: Path | None) -> Tls | None:
+    """The Tls of --tls-cert, --tls-key and --tls-ca: all three or none."""
+    paths = [certificate, key, authority]
+    if not any(paths):
+        return None
+    if certificate is None or key is None or authority is None:
+        raise ConfigError("TLS needs --tls-cert, --tls-key and --tls-ca together; give all three, or none")
+    return Tls(str(certificate), str(key), str(authority))
+
+
+def trusting(authority: str | None) -> ssl.SSLContext:
+    """For an HTTPS client: trusts this authority's PEM file, or the system's where there is none."""
+    try:
+        return ssl.create_default_context(cafile=authority)
+    except OSError as cause:
+        raise ConfigError(
+            f"TLS authority {authority}: {cause}; give the PEM file that signed the server's certificate"
+        ) from None

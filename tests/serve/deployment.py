@@ -23,6 +23,8 @@ from typing import Any
 from tests.serve.parts import END_S_MAX, Answer, Part, ask, children, free_port, is_rank, until
 from tests.serve.speaking import Expected, encode, model, oracle_text, tokenizer
 
+from baton.settings import Tls
+
 __all__ = [
     "Answer",
     "Deployment",
@@ -60,6 +62,7 @@ class Want:
     serve: Mapping[str, str] = field(default_factory=dict)
     route: Mapping[str, str] = field(default_factory=dict)
     api_key: str | None = None
+    tls: Tls | None = None
     model: str | None = None
 
 
@@ -71,13 +74,15 @@ def secret_file(folder: Path, name: str = "secret", text: str | None = None) -> 
     return file
 
 
-def registry_part(folder: Path, port: int = 0) -> Part:
+def registry_part(folder: Path, port: int = 0, tls: Tls | None = None) -> Part:
     """`baton registry`, not started yet."""
     words = ["registry", "--secret-file", str(folder / "secret")]
-    return Part("registry", words, port or free_port(), folder)
+    return Part("registry", words, port or free_port(), folder, tls=tls)
 
 
-def serve_part(folder: Path, name: str, role: str, layout: str, **options: str) -> Part:
+def serve_part(
+    folder: Path, name: str, role: str, layout: str, *, tls: Tls | None = None, **options: str
+) -> Part:
     """`baton serve`, not started yet; options with underscores for dashes."""
     port = int(options.pop("port", 0)) or free_port()
     words = ["serve", "--role", role, "--layout", layout, "--name", name]
@@ -86,16 +91,16 @@ def serve_part(folder: Path, name: str, role: str, layout: str, **options: str) 
         options["bootstrap_port"] = str(free_port())
     for option, value in {**_underscored(SERVE_OPTIONS), **options}.items():
         words += ["--" + option.replace("_", "-"), value]
-    return Part(name, words, port, folder)
+    return Part(name, words, port, folder, tls=tls)
 
 
-def router_part(folder: Path, registry: str, **options: str) -> Part:
+def router_part(folder: Path, registry: str, *, tls: Tls | None = None, **options: str) -> Part:
     """`baton route`, not started yet; options with underscores for dashes."""
     port = int(options.pop("port", 0)) or free_port()
     words = ["route", "--registry", registry, "--secret-file", str(folder / "secret")]
     for option, value in options.items():
         words += ["--" + option.replace("_", "-"), value]
-    return Part("router", words, port, folder)
+    return Part("router", words, port, folder, tls=tls)
 
 
 class Deployment:
@@ -105,7 +110,7 @@ class Deployment:
         self.want = want
         self.folder = folder
         self.secret = secret_file(folder).read_text()
-        self.registry = registry_part(folder) if want.has_registry else None
+        self.registry = registry_part(folder, tls=want.tls) if want.has_registry else None
         common = {**_underscored(want.serve), **({"model": want.model} if want.model else {})}
         if self.registry is not None:
             common["registry"] = self.registry.url
@@ -119,11 +124,11 @@ class Deployment:
             assert self.registry is not None, "a router needs a registry"
             keys = {"api_key_file": common["api_key_file"]} if want.api_key is not None else {}
             routing = {**_underscored(want.route), **keys}
-            self.router = router_part(folder, self.registry.url, **routing)
+            self.router = router_part(folder, self.registry.url, tls=want.tls, **routing)
 
     def _instances(self, role: str, layouts: Sequence[str], common: Mapping[str, str]) -> list[Part]:
         return [
-            serve_part(self.folder, f"{role}-{index}", role, layout, **common)
+            serve_part(self.folder, f"{role}-{index}", role, layout, tls=self.want.tls, **common)
             for index, layout in enumerate(layouts)
         ]
 
@@ -149,7 +154,7 @@ class Deployment:
 
     def ask(self, path: str, body: Any = None, key: str | None = None) -> Answer:
         """One request of a client."""
-        return ask(self.url, path, body, key or self.want.api_key)
+        return ask(self.url, path, body, key or self.want.api_key, tls=self.want.tls)
 
     def start(self) -> None:
         """Starts all parts at once and waits until each is able to serve."""

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from tests.faults.stages import is_alive
 
 from baton.engine.fork_server import die_with
+from baton.settings import Tls
 
 START_S_MAX = 180.0
 """For a process that loads torch and a model while seven others do the same on two cores."""
@@ -87,10 +88,15 @@ def ask(
     method: str | None = None,
     *,
     wait_s: float = ANSWER_S_MAX,
+    tls: Tls | None = None,
 ) -> Answer:
     """One request on a connection of its own: GET, or POST of `body` as JSON (bytes go as they are)."""
     where = urlsplit(url)
-    connection = http.client.HTTPConnection(str(where.hostname), where.port, timeout=wait_s)
+    host, port = str(where.hostname), where.port
+    connection = http.client.HTTPConnection(host, port, timeout=wait_s)
+    if where.scheme == "https":
+        context = None if tls is None else tls.dialling()
+        connection = http.client.HTTPSConnection(host, port, timeout=wait_s, context=context)
     raw = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     if raw is not None:
@@ -126,12 +132,22 @@ class Part:
     """A command of Baton that serves HTTP; its output goes to a file, and no test outlives it unseen."""
 
     def __init__(
-        self, name: str, words: Sequence[str], port: int, folder: Path, module: str = "baton"
+        self,
+        name: str,
+        words: Sequence[str],
+        port: int,
+        folder: Path,
+        module: str = "baton",
+        *,
+        tls: Tls | None = None,
     ) -> None:
         self.name = name
         self.words = [sys.executable, "-m", module, *words, "--port", str(port)]
+        self.tls = tls
+        if tls is not None:
+            self.words += ["--tls-cert", tls.certificate, "--tls-key", tls.key, "--tls-ca", tls.authority]
         self.port = port
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{port}"
         self.log = folder / f"{name}.log"
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.environment.pop("BATON_SECRET", None)
@@ -206,7 +222,7 @@ class Part:
 
     def ask(self, path: str, body: Any = None, key: str | None = None, method: str | None = None) -> Answer:
         """One request to it."""
-        return ask(self.url, path, body, key, method)
+        return ask(self.url, path, body, key, method, tls=self.tls)
 
     def metric(self, name: str, key: str | None = None) -> float:
         """The sum of all samples of a metric, whatever their labels."""

@@ -32,7 +32,7 @@ from tests.serve.strangers import (
     throw,
 )
 
-from baton.web.credentials import router_key
+from baton.serving.http import router_key
 
 SEED = int(os.environ.get("BATON_FUZZ_SEED", "0"))
 KEY = "a-key-for-the-tests-of-strangers"

@@ -30,11 +30,14 @@ def chat(
         float | None, typer.Option(min=0.0, metavar="T", help="0: the likeliest token, always")
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, metavar="N", help="of an answer")] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM authority of an https URL; default: the system's")
+    ] = None,
 ) -> None:
     """Talks to a model, streaming; Ctrl-C stops an answer, Ctrl-D leaves. From a pipe: a question a line."""
     keys = settings.api_keys(None if api_key_file is None else str(api_key_file))
     wishes = {"temperature": temperature, "max_tokens": max_tokens}
-    talk = Talk(Voice(url, keys[0] if keys else ""), model, system, wishes)
+    talk = Talk(Voice(url, keys[0] if keys else "", tls_ca), model, system, wishes)
     if sys.stdin.isatty() and sys.stdout.isatty():
         _at_a_terminal(talk)
         return

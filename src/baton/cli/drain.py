@@ -9,7 +9,7 @@ import typer
 
 from baton import settings
 from baton.cli.deployment.talking import Voice
-from baton.web.credentials import router_key
+from baton.serving.http import router_key
 
 
 def drain(
@@ -17,8 +17,11 @@ def drain(
     secret_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="shared by all instances; default: BATON_SECRET")
     ] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM authority of an https URL; default: the system's")
+    ] = None,
 ) -> None:
     """Tells an instance to take no new requests; it ends with a signal, once those under way are through."""
     secret = settings.secret(None if secret_file is None else str(secret_file))
-    found = Voice(url, router_key(secret)).post("/drain", {})
+    found = Voice(url, router_key(secret), tls_ca).post("/drain", {})
     print(f"{url} takes no new requests; {found['num_open']} are under way")

@@ -14,15 +14,25 @@ from baton.session.registry.server import HOST, PORT, RegistryServer
 
 
 def registry(
+    *,
     port: Annotated[int, typer.Option(min=0, max=65_535, metavar="N", help="0 takes a free one")] = PORT,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="where to listen")] = HOST,
     secret_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="shared by all instances; default: BATON_SECRET")
     ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM certificate: serve over TLS")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM key of the certificate")] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM authority that peers are verified by")
+    ] = None,
 ) -> None:
     """Runs a registry until it is interrupted; members that lose it come back by themselves."""
     secret = settings.secret(None if secret_file is None else str(secret_file))
-    asyncio.run(_serve(RegistryServer(secret), host, port))
+    tls = settings.tls_files(tls_cert, tls_key, tls_ca)
+    server = RegistryServer(secret, ssl_context=None if tls is None else tls.accepting())
+    asyncio.run(_serve(server, host, port))
 
 
 async def _serve(server: RegistryServer, host: str, port: int) -> None:

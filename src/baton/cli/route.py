@@ -14,16 +14,16 @@ from typing import Annotated, Any, Literal
 import typer
 
 from baton import settings
-from baton.router.config import Limits, LocalMode, RouterConfig
-from baton.router.policies import policy_names
-from baton.router.router import Router
-from baton.web import Credentials, check_binding
+from baton.serving.http import Credentials, check_binding
+from baton.serving.policies import policy_names
+from baton.serving.router import Router
+from baton.serving.router_config import LocalMode, RouterConfig, RouterLimits
 
 PORT = 8000
 HOST = "127.0.0.1"
 DRAIN_S = 30.0
 _POLICIES = "|".join(policy_names())
-_LIMITS = Limits()
+_LIMITS = RouterLimits()
 
 
 def route(
@@ -67,6 +67,13 @@ def route(
     secret_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="shared by all instances; default: BATON_SECRET")
     ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM certificate: serve over TLS")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM key of the certificate")] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM authority that peers are verified by")
+    ] = None,
 ) -> None:
     """Routes requests until it is interrupted, or drained by SIGTERM; instances come and go."""
     config = RouterConfig(
@@ -75,12 +82,13 @@ def route(
         decode_policy=decode_policy or policy,
         local=local,
         first_token=first_token or "",
-        limits=Limits(
+        limits=RouterLimits(
             num_in_flight_max=in_flight,
             num_waiting_max=waiting,
             silence_s_max=silence_s,
             stall_s_max=stall_s,
         ),
+        tls=settings.tls_files(tls_cert, tls_key, tls_ca),
     )
     secret = settings.secret(None if secret_file is None else str(secret_file))
     credentials = Credentials(settings.api_keys(None if api_key_file is None else str(api_key_file)), secret)

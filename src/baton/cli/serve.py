@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
+from baton import settings
 from baton.protocol.timings import Timings
+from baton.settings import Tls
 
 HOST, PORT = "127.0.0.1", 8000
 QUEUE = 256
@@ -27,6 +29,7 @@ class Where:
     secret_file: Path | None
     drain_s: float
     silence_s: float
+    tls: Tls | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +108,20 @@ def serve(
     secret_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="shared by all instances; default: BATON_SECRET")
     ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM certificate: serve over TLS")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM key of the certificate")] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM authority that peers are verified by")
+    ] = None,
 ) -> None:
     """Serves a model over HTTP; as prefill or decode it is one side of hand-overs."""
+    tls = settings.tls_files(tls_cert, tls_key, tls_ca)
     # The engine brings torch along, which other verbs and --help need not wait for.
     heavy = importlib.import_module("baton.cli.engine.serve")
     heavy.run(
-        Where(host, port, registry, bootstrap_port, api_key_file, secret_file, drain_s, silence_s),
+        Where(host, port, registry, bootstrap_port, api_key_file, secret_file, drain_s, silence_s, tls),
         What(model, role, layout, name, transport, link, overlap, first_token, dtype, device, draft),
         Sizing(pool_tokens, page_tokens, context, chunk_tokens, queue),
     )

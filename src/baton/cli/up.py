@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from baton import settings
 from baton.cli.deployment.options import LOOPBACK, Engine, Front, Options, layouts
 
 Tokens = Annotated[int | None, typer.Option(min=1, metavar="N", help="as for serve")]
@@ -54,11 +55,18 @@ def up(
     draft: Annotated[
         bool, typer.Option("--draft", help="guess a token ahead by the model's own draft layer")
     ] = False,
+    tls_cert: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM certificate: serve over TLS")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM key of the certificate")] = None,
+    tls_ca: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="PEM authority that peers are verified by")
+    ] = None,
 ) -> None:
     """Starts a registry, prefill and decode instances and a router, and serves until it is interrupted."""
     sizes = (page_tokens, pool_tokens, context, chunk_tokens, queue)
     engine = Engine(transport, overlap, first_token, dtype, device, *sizes, draft)
-    front = Front(host, port, policy, api_key_file)
+    front = Front(host, port, policy, api_key_file, tls=settings.tls_files(tls_cert, tls_key, tls_ca))
     sides = layouts("--prefill", prefill), layouts("--decode", decode)
     # The checks bring torch along, which other verbs and --help need not wait for.
     importlib.import_module("baton.cli.deployment.up").run(Options(model, *sides, link, engine, front))

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from baton.settings import Tls
 from baton.engine.sampling_params import SamplingParams
 from baton.protocol.outcomes import Aux, Outcome
 
@@ -42,6 +43,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     host: str = "127.0.0.1"
     port: int = 0
     """Of the coordinator, which rank 0 hosts."""
+    tls: Tls | None = None
     url: str = ""
     registry: str | None = None
     embed_registry: int | None = None

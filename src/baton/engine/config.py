@@ -22,6 +22,7 @@ from baton.plan.ownership import box
 from baton.session import SocketConfig, Timings
 from baton.session.endpoint import ROLES
 from baton.session.registry import RegistryError, check_instance, check_registry, check_url
+from baton.settings import Tls
 from baton.transport import parse_transport, transport_names
 
 POOL_BYTES_DEFAULT = 512 << 20
@@ -63,6 +64,8 @@ class EngineConfig:
     host: str = "127.0.0.1"
     port: int = 0
     """The coordinator's; 0 takes any free one."""
+    tls: Tls | None = None
+    """Of control links and towards the registry."""
     url: str = ""
     """Where the instance serves HTTP, as the registry publishes it; empty: nowhere."""
     registry: str | None = None
@@ -157,6 +160,8 @@ def _check(config: EngineConfig) -> None:
     if config.role not in ROLES:
         raise ConfigError(f"role {config.role!r} is not known; use {', '.join(ROLES)}")
     SocketConfig(config.host, config.port)
+    if config.tls is not None:
+        config.tls.dialling()  # reads the files
     if config.registry is not None:
         check_registry(config.registry)
     try:

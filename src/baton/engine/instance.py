@@ -294,6 +294,7 @@ class Instance:
             policy=config.policy,
             host=config.host,
             port=config.port,
+            tls=config.tls,
             url=config.url,
             registry=config.registry,
             embed_registry=config.embed_registry,

@@ -162,7 +162,9 @@ class Worker:
                 staging_bytes=config.staging_bytes,
                 timings=Timings(silence_s=config.silence_s),
                 url=config.url,
-                sockets=SocketConfig(host=config.host, port=0 if coordinator else config.port),
+                sockets=SocketConfig(
+                    host=config.host, port=0 if coordinator else config.port, tls=config.tls
+                ),
             ),
             pools,
             transport,

@@ -20,8 +20,8 @@ from baton.bench.serve.prompts import make_wanted
 from baton.bench.serve.suites import SUITES, find_suite, interference, router, seed004
 from baton.bench.serve.traces import Trace
 from baton.errors import ConfigError, EngineError
+from baton.serving.wire import EventReader
 from baton.session.registry.messages import check_member
-from baton.web.events import EventReader
 
 CALM = Overhead(1.0, 0.1, None)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from baton.errors import ConfigError
+from baton.settings import Tls
 
 REGISTRY, ROUTER = "registry", "router"
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
@@ -52,6 +53,18 @@ class Front:
     api_key_file: Path | None = None
     local: str | None = None
     """Which prompts decode instances prefill themselves."""
+    tls: Tls | None = None
+    """Of every part."""
+
+    def tls_words(self) -> list[str]:
+        """As options of every part."""
+        if self.tls is None:
+            return []
+        return [
+            *("--tls-cert", self.tls.certificate),
+            *("--tls-key", self.tls.key),
+            *("--tls-ca", self.tls.authority),
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +112,9 @@ def layouts(option: str, text: str | None) -> tuple[str, ...]:
     return found
 
 
-def registry_part() -> Part:
+def registry_part(words: Sequence[str] = ()) -> Part:
     """What instances and the router find each other by."""
-    return Part(REGISTRY, REGISTRY, "registry", "registry at ")
+    return Part(REGISTRY, REGISTRY, "registry", "registry at ", tuple(words))
 
 
 def instance_parts(options: Options, registry: str) -> Iterator[Part]:
@@ -112,6 +125,7 @@ def instance_parts(options: Options, registry: str) -> Iterator[Part]:
             name = f"{role}-{index}"
             words = ["--role", role, "--model", options.model, "--layout", layout]
             words += ["--registry", registry, "--name", name, *options.engine.words()]
+            words += options.front.tls_words()
             if options.link and role == PREFILL:
                 words += ["--link", options.link]
             yield Part(name, role, "serve", "serving at ", tuple(words), layout=layout)
@@ -120,7 +134,7 @@ def instance_parts(options: Options, registry: str) -> Iterator[Part]:
 def router_part(options: Options, registry: str) -> Part:
     """What clients ask."""
     front, words = options.front, ["--registry", registry]
-    words += ["--host", front.host]
+    words += ["--host", front.host, *front.tls_words()]
     words += ["--policy", front.policy] if front.policy else []
     words += ["--local", front.local] if front.local else []
     words += ["--api-key-file", str(front.api_key_file)] if front.api_key_file else []

@@ -104,7 +104,7 @@ class Running:
 
     async def start(self) -> None:
         """Starts every part; `ready` says when they can be asked."""
-        registry = self._keep(registry_part())
+        registry = self._keep(registry_part(self.options.front.tls_words()))
         await self._unless_lost(self._greeted(registry))
         for part in instance_parts(self.options, registry.url):
             self._keep(part)
@@ -115,7 +115,10 @@ class Running:
         for kept in self.parts.values():
             if not kept.is_ready:
                 show(kept)
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ASK_S_MAX)) as session:
+        tls = self.options.front.tls
+        connector = aiohttp.TCPConnector(ssl=True if tls is None else tls.dialling())
+        timeout = aiohttp.ClientTimeout(total=ASK_S_MAX)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             # The router after the others: until it has seen them it speaks of what was before.
             for is_turn in (_is_registry, _is_instance, _is_router):
                 turn = [kept for kept in self.parts.values() if is_turn(kept.part)]

@@ -71,13 +71,18 @@ def _title(kept: Kept) -> str:
 def chat_line(url: str, options: Options) -> str:
     """A command that talks to it."""
     file = options.front.api_key_file
-    return f"baton chat --url {url}" + (f" --api-key-file {shlex.quote(str(file))}" if file else "")
+    words = [f"baton chat --url {url}"]
+    words += [f"--api-key-file {shlex.quote(str(file))}"] if file else []
+    words += [f"--tls-ca {shlex.quote(options.front.tls.authority)}"] if options.front.tls else []
+    return " ".join(words)
 
 
 def curl_line(url: str, options: Options) -> str:
     """A question that a shell can ask."""
     body = {"model": options.model, "messages": [{"role": "user", "content": QUESTION}], "stream": True}
     words = ["curl", "-N", f"{url}/v1/chat/completions", "-H", "'Content-Type: application/json'"]
+    if options.front.tls is not None:
+        words[1:1] = ["--cacert", shlex.quote(options.front.tls.authority)]
     if options.front.api_key_file is not None:
         file = shlex.quote(str(options.front.api_key_file))
         words += ["-H", f'"Authorization: Bearer $(head -n 1 {file})"']

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
-import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from baton import settings
 from baton.errors import BatonError, ConfigError
 
 CONNECT_S_MAX = 10.0
@@ -25,7 +26,7 @@ class ChatError(BatonError):
 class Voice:
     """An endpoint: where it is and the key that it wants."""
 
-    def __init__(self, url: str, key: str = "") -> None:
+    def __init__(self, url: str, key: str = "", authority: Path | None = None) -> None:
         where = urlsplit(url if "://" in url else f"http://{url}")
         if where.scheme not in ("http", "https") or not where.hostname:
             raise ConfigError(
@@ -38,6 +39,7 @@ class Voice:
         self.url = f"{where.scheme}://{where.netloc}{where.path.rstrip('/').removesuffix('/v1')}"
         self._where = where
         self._key = key
+        self._authority = authority
 
     def get(self, path: str) -> Any:
         """The JSON of a path."""
@@ -58,7 +60,7 @@ class Voice:
     def _connection(self) -> http.client.HTTPConnection:
         host = str(self._where.hostname)
         if self._where.scheme == "https":
-            context = ssl.create_default_context()
+            context = settings.trusting(None if self._authority is None else str(self._authority))
             return http.client.HTTPSConnection(host, self._port, timeout=CONNECT_S_MAX, context=context)
         return http.client.HTTPConnection(host, self._port, timeout=CONNECT_S_MAX)
 

@@ -14,8 +14,8 @@ from baton.cli.deployment.running import Running, running
 from baton.cli.deployment.showing import Screen, chat_line, curl_line
 from baton.engine.deployment import FIRST_TOKEN
 from baton.errors import ConfigError, EngineError
-from baton.router.policies import policy_names
-from baton.web.binding import check_binding
+from baton.serving.http import check_binding
+from baton.serving.policies import policy_names
 
 
 def run(options: Options) -> None:

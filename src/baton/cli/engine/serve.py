@@ -15,14 +15,14 @@ from baton.bench.handoff.scene import parse_speed
 from baton.cli.serve import Sizing, What, Where
 from baton.engine.config import EngineConfig
 from baton.errors import ConfigError
-from baton.server.serving import ServeConfig, serve
+from baton.serving.server import ServerConfig, serve
 
 
 def run(where: Where, what: What, sizing: Sizing) -> None:
     """Serves until it is told to stop."""
     config = serve_config(where, what, sizing)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
-    logging.getLogger("baton.server").setLevel(logging.INFO)
+    logging.getLogger("baton.serving.server").setLevel(logging.INFO)
     try:
         asyncio.run(serve(config, lambda line: print(line, flush=True)))
     finally:
@@ -30,7 +30,7 @@ def run(where: Where, what: What, sizing: Sizing) -> None:
         gc.freeze()
 
 
-def serve_config(where: Where, what: What, sizing: Sizing) -> ServeConfig:
+def serve_config(where: Where, what: What, sizing: Sizing) -> ServerConfig:
     """What the options come to; refused here if it cannot be."""
     _check_host(where, what)
     instance = EngineConfig(
@@ -50,13 +50,16 @@ def serve_config(where: Where, what: What, sizing: Sizing) -> ServeConfig:
         policy=what.overlap,
         host=where.host,
         port=where.bootstrap_port,
+        tls=where.tls,
         registry=where.registry,
         queue_max=sizing.queue,
         silence_s=where.silence_s,
         has_draft=what.has_draft,
     )
     keys = settings.api_keys(_text(where.api_key_file))
-    return ServeConfig(instance, where.host, where.port, keys, what.first_token, where.drain_s)
+    return ServerConfig(
+        instance, where.host, where.port, keys, what.first_token, where.drain_s, tls=where.tls
+    )
 
 
 def _secret(where: Where, what: What) -> bytes:

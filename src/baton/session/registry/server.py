@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import logging
 import secrets
 import socket
 import ssl
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 from aiohttp import web
 
-from baton.errors import ConfigError
+from baton.errors import BatonError, ConfigError
 from baton.session.registry.authentication import WINDOW_S, Verifier
 from baton.session.registry.messages import (
     BEAT_S,
@@ -34,11 +35,13 @@ from baton.session.registry.messages import (
 )
 from baton.session.registry.state import RegistryState
 from baton.session.registry.watch import Watchers, encode
-from baton.web.site import Site
 
 HOST = "127.0.0.1"
 PORT = 8400
 SERVER = "baton"
+IDLE_S_MAX = 20.0
+"""For a connection without a whole request, half a head included."""
+SHUTDOWN_S = 2.0
 
 STATUSES = {
     Refusal.INVALID: 400,
@@ -51,6 +54,10 @@ STATUSES = {
     Refusal.FULL: 429,
     Refusal.INCOMPLETE: 503,
 }
+
+_aiohttp_log = logging.getLogger("baton.session.registry.aiohttp")
+# Its parser errors quote what strangers send: log only that they happened.
+_aiohttp_log.addFilter(lambda record: not setattr(record, "exc_info", None))
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -85,20 +92,20 @@ class RegistryServer:
         self._state = RegistryState(self._boot)
         self._watchers = Watchers(self._config.num_waiting_max, self._config.beat_s)
         self._verifier: Verifier | None = None
-        self._site: Site | None = None
+        self._runner: web.AppRunner | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def address(self) -> str:
         """Where it listens, as "host:port"."""
-        assert self._site is not None, "the registry has not been started"
-        return self._site.address
+        assert self._runner is not None, "the registry has not been started"
+        host, port = self._runner.addresses[0][:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     @property
     def url(self) -> str:
         """What a client is given."""
-        assert self._site is not None, "the registry has not been started"
-        return self._site.url
+        return f"{'http' if self._ssl is None else 'https'}://{self.address}"
 
     @property
     def num_watchers(self) -> int:
@@ -107,20 +114,36 @@ class RegistryServer:
 
     async def start(self, host: str = HOST, port: int = PORT) -> None:
         """Listens; port 0 takes a free one. Anywhere but on loopback a secret is needed."""
-        assert self._site is None, "the registry was started before"
+        assert self._runner is None, "the registry was started before"
         await self._check_host(host)
         if self._secret is not None:
             self._verifier = Verifier(self._secret, time.time(), self._config.window_s)
         app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[self._edge])
         app.add_routes(self._routes())
-        self._site = Site(app, self._ssl)
-        await self._site.start(host, port)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            auto_decompress=False,  # the signature is of the bytes that were sent
+            handler_cancellation=True,
+            keepalive_timeout=IDLE_S_MAX,
+            logger=_aiohttp_log,
+            shutdown_timeout=SHUTDOWN_S,
+        )
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port, ssl_context=self._ssl).start()
+        except (OSError, OverflowError) as error:
+            await self.close()
+            reason = getattr(error, "strerror", None) or str(error)
+            raise BatonError(
+                f"cannot listen on {host}:{port}: {reason}; name another port, or 0 for a free one"
+            ) from None
 
     async def close(self) -> None:
         """Ends all watches, stops listening and forgets everything."""
         self._watchers.end()
-        if self._site is not None:
-            await self._site.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
         if self._timer is not None:
             self._timer.cancel()
 

@@ -1,0 +1,450 @@
+"""The instances that a router knows: from the registry, from polls, and by what they were given.
+
+Instances come from the registry and stay while it is away. One that the registry no longer lists, without
+having unregistered, stays for as long as it answers polls and at most for a minute: a registry that was just
+restarted lists nobody until they have registered again, and one late answer to a poll is no end either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any
+
+import msgspec
+from yarl import URL
+
+from baton.errors import ConfigError
+from baton.serving.errors import read_error
+from baton.serving.router_config import RouterConfig
+from baton.serving.upstream import UpstreamClient, UpstreamError, UpstreamRequest, instance_base
+from baton.session.registry import Change, ChangeKind, RegistryClient, RegistryError, Role, Roster, Topology
+
+FRESH_S = 3.0
+ABSENT_S_MAX = 60.0
+SILENT_S_MAX = 15.0
+"""Longer than a member takes to register with a new registry, and than a busy instance takes to answer."""
+POLL_S_LIMIT = 5.0
+REPOLL_S = 0.2
+
+log = logging.getLogger("baton.serving.fleet")
+
+
+class InstanceLoad(msgspec.Struct, frozen=True):
+    num_running: int = 0
+    num_waiting: int = 0
+    num_tokens: int = 0
+    num_queue_max: int = 0
+
+
+class InstanceRates(msgspec.Struct, frozen=True):
+    """Measured rates; 0 or None where nothing was measured."""
+
+    prefill_tokens_per_s: float | None = None
+    decode_tokens_per_s: float | None = None
+    handoff_s: float | None = None
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """What a router reads of an instance's /server_info."""
+
+    name: str = ""
+    model: str = ""
+    epoch: int = 0
+    coordinator: str = ""
+    chunk_tokens: int = 0
+    is_ready: bool = False
+    is_draining: bool = False
+    load: InstanceLoad = InstanceLoad()
+    rates: InstanceRates = InstanceRates()
+
+
+@dataclass(slots=True)
+class Health:
+    """What the last polls brought."""
+
+    is_healthy: bool = False
+    trouble: str = "not polled yet"
+    heard_s: float = field(default_factory=monotonic)
+    """When it last answered a poll."""
+    info: ServerInfo = field(default_factory=ServerInfo)
+    epoch: int = 0
+    """The last one that was ready; 0 before any was."""
+    num_tokens_given: int = 0
+    """What this router had given it when it last reported its load."""
+
+
+class FleetInstance:
+    """One instance, through all its epochs."""
+
+    def __init__(self, roster: Roster) -> None:
+        self.roster = roster
+        """What the registry says of it."""
+        self.name = roster.instance
+        self.base = instance_base(roster.url)
+        self.health = Health()
+        self.upstreams: set[UpstreamRequest] = set()
+        self.num_in_flight = 0
+        self.num_tokens = 0
+        """In flight, as far as this router gave them."""
+        self.num_local_tokens = 0
+        """Of prompts that it prefills itself although it is a decode instance."""
+        self.full_until_s = 0.0
+        self.is_leaving = False
+        """It has unregistered."""
+        self.absent_s: float | None = None
+        """Since when the registry does not list it."""
+        self._urls: dict[str, URL] = {}
+        self._woken = asyncio.Event()
+
+    def url(self, path: str) -> URL:
+        """The URL of one of the few paths that requests are sent to."""
+        url = self._urls.get(path)
+        if url is None:
+            url = self._urls[path] = URL(self.base + path, encoded=True)
+        return url
+
+    @property
+    def role(self) -> Role:
+        return self.roster.role
+
+    @property
+    def fingerprint(self) -> str:
+        return self.roster.fingerprint
+
+    @property
+    def coordinator(self) -> str:
+        """Of the epoch that runs now."""
+        info = self.health.info
+        is_known = info.coordinator and info.epoch >= self.roster.epoch
+        return info.coordinator if is_known else self.roster.coordinator
+
+    @property
+    def model(self) -> str:
+        """The name that clients ask for."""
+        return self.health.info.model
+
+    def serves(self, model: str) -> bool:
+        """Whether a client means this model: by its name, or by the last part of a path."""
+        own = self.health.info.model
+        return model == own or model == own.rstrip("/").rpartition("/")[2]
+
+    @property
+    def is_able(self) -> bool:
+        """Whether it can be given new requests."""
+        info = self.health.info
+        return (
+            self.health.is_healthy
+            and info.is_ready
+            and not info.is_draining
+            and not self.is_leaving
+            and info.epoch >= self.roster.epoch
+        )
+
+    def is_fresh(self, now_s: float) -> bool:
+        """Whether it has answered lately."""
+        return now_s - self.health.heard_s < FRESH_S
+
+    @property
+    def state(self) -> str:
+        """One word for people and metrics."""
+        if self.is_leaving:
+            return "leaving"
+        if self.health.info.is_draining:
+            return "draining"
+        if not self.health.is_healthy:
+            return "unhealthy"
+        return "able" if self.is_able else "loading"
+
+    @property
+    def load_tokens(self) -> int:
+        """Tokens in flight: what this router gave it, and what it had beyond that at the last poll."""
+        beyond = self.health.info.load.num_tokens - self.health.num_tokens_given
+        return self.num_tokens + max(0, beyond)
+
+    def has_room(self, num_in_flight_max: int, now_s: float) -> bool:
+        return self.num_in_flight < num_in_flight_max and now_s >= self.full_until_s
+
+    def update_roster(self, roster: Roster) -> bool:
+        """Takes the registry's latest entry; returns whether it is of an epoch that is new here."""
+        if roster.epoch < self.roster.epoch:
+            return False
+        # An epoch that the instance reported itself is not new: it may have requests already.
+        is_new = roster.epoch > max(self.roster.epoch, self.health.epoch)
+        if is_new:
+            self.lose(f"{self.name} has restarted (epoch {roster.epoch})")
+            self.health.is_healthy = False
+            self.wake()
+        if roster.url != self.roster.url:
+            self.base, self._urls = instance_base(roster.url), {}
+        self.roster = roster
+        self.absent_s = None
+        self.is_leaving = False
+        return is_new
+
+    def update_info(self, info: ServerInfo) -> bool:
+        """Takes what it reports of itself; returns whether it is of another epoch than before."""
+        is_new = info.is_ready and 0 < self.health.epoch < info.epoch
+        if is_new:
+            self.lose(f"{self.name} has restarted (epoch {info.epoch})")
+        if info.is_ready:
+            self.health.epoch = info.epoch
+        self.health.info = info
+        self.health.num_tokens_given = self.num_tokens
+        return is_new
+
+    def lose(self, text: str) -> None:
+        """Ends every upstream request at once: no response can come."""
+        for upstream in list(self.upstreams):
+            upstream.fail(UpstreamError(text))
+
+    def doubt(self, text: str) -> None:
+        """Somebody reports that it has ended: it gets nothing new until it has answered a poll."""
+        self.health.is_healthy = False
+        self.health.trouble = text
+        self.wake()
+
+    def wake(self) -> None:
+        """Polls it now."""
+        self._woken.set()
+
+    async def pause(self, wait_s: float) -> None:
+        """Until the next poll."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._woken.wait()
+        self._woken.clear()
+
+
+def _ignore(instance: FleetInstance) -> None:
+    pass
+
+
+class Fleet:
+    """Instances by name."""
+
+    def __init__(self) -> None:
+        self.instances: dict[str, FleetInstance] = {}
+        self.is_registry_known = False
+        """Whether the registry has ever answered."""
+        self.on_join: Callable[[FleetInstance], None] = _ignore
+        self.on_leave: Callable[[FleetInstance], None] = _ignore
+        self.on_restart: Callable[[FleetInstance], None] = _ignore
+        """Its former epoch has ended, and its prefix cache with it."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when an instance comes, goes or changes its state."""
+        self._refused: dict[str, str] = {}
+
+    def apply(self, rosters: Iterable[Roster]) -> None:
+        """The registry's whole view."""
+        self.is_registry_known = True
+        present = {roster.instance: roster for roster in rosters}
+        for roster in present.values():
+            self._put(roster)
+        for name, instance in self.instances.items():
+            if name not in present and instance.absent_s is None:
+                instance.absent_s = monotonic()
+        self.sweep()
+        self.on_change()
+
+    def depart(self, name: str, epoch: int) -> None:
+        """An instance has unregistered: it gets nothing new, and may finish what it has."""
+        instance = self.instances.get(name)
+        if instance is not None and instance.roster.epoch <= epoch:
+            instance.is_leaving = True
+            instance.absent_s = monotonic()
+            instance.wake()
+
+    def sweep(self) -> None:
+        """Drops instances that have gone."""
+        now_s = monotonic()
+        for instance in [known for known in self.instances.values() if _has_gone(known, now_s)]:
+            del self.instances[instance.name]
+            instance.lose(f"{instance.name} has gone")
+            self.on_leave(instance)
+            self.on_change()
+
+    def able(self, *roles: Role) -> list[FleetInstance]:
+        """The instances of these roles that can be given new requests."""
+        return [
+            instance for instance in self.instances.values() if instance.role in roles and instance.is_able
+        ]
+
+    def missing(self) -> str:
+        """Why nothing can be served now; empty where there is a working pair or an instance for both."""
+        able = self.able(*Role)
+        if any(instance.role is Role.BOTH for instance in able):
+            return ""
+        fingerprints = {
+            role: {instance.fingerprint for instance in able if instance.role is role} for role in Role
+        }
+        prefill, decode = fingerprints[Role.PREFILL], fingerprints[Role.DECODE]
+        if prefill & decode:
+            return ""
+        if prefill and decode:
+            return "no prefill and decode instance of the same model (their fingerprints differ)"
+        absent = [role.value for role in (Role.PREFILL, Role.DECODE) if not fingerprints[role]]
+        text = f"no {' and no '.join(absent)} instance is able"
+        if not self.is_registry_known:
+            return f"{text}: the registry has not answered yet"
+        states = ", ".join(_described(instance) for instance in self.instances.values())
+        return f"{text}: {states or 'none has registered'}"
+
+    def _put(self, roster: Roster) -> None:
+        name = roster.instance
+        known = self.instances.get(name)
+        try:
+            if known is not None:
+                if known.update_roster(roster):
+                    self.on_restart(known)
+                return
+            instance = FleetInstance(roster)
+        except ConfigError as error:
+            if self._refused.get(name) != roster.url:
+                log.warning("instance %s is not used: %s", name, error)
+            self._refused = {**dict(list(self._refused.items())[-100:]), name: roster.url}
+            return
+        self.instances[name] = instance
+        self.on_join(instance)
+
+
+def _described(instance: FleetInstance) -> str:
+    trouble = instance.health.trouble
+    return f"{instance.name} is {instance.state}" + (f" ({trouble})" if trouble else "")
+
+
+def _has_gone(instance: FleetInstance, now_s: float) -> bool:
+    if instance.absent_s is None:
+        return False
+    if instance.is_leaving:
+        return not instance.upstreams and not instance.health.is_healthy
+    absent_s = now_s - instance.absent_s
+    silent_s = 0.0 if instance.health.is_healthy else now_s - instance.health.heard_s
+    return absent_s > ABSENT_S_MAX or min(absent_s, silent_s) > SILENT_S_MAX
+
+
+class FleetWatcher:
+    """Keeps a fleet up to date: the registry lists the instances, polls tell their health."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        client: UpstreamClient,
+        config: RouterConfig,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._fleet = fleet
+        self._client = client
+        self._poll_s = config.poll_s
+        self._limits = config.limits
+        self._poll_s_max = min(POLL_S_LIMIT, config.limits.silence_s_max / 2)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._on_failure = on_failure
+        """Called where the fleet is no longer watched, which is a bug."""
+
+    def start(self, registry: RegistryClient) -> None:
+        self._spawn("", self._follow_registry(registry))
+
+    def join(self, instance: FleetInstance) -> None:
+        """Polls a new instance from now on."""
+        self._spawn(instance.name, self._follow(instance))
+
+    def leave(self, instance: FleetInstance) -> None:
+        task = self._tasks.pop(instance.name, None)
+        if task is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks[name] = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            log.error("instances are no longer watched", exc_info=error)
+            self._on_failure(error)
+
+    async def _follow_registry(self, registry: RegistryClient) -> None:
+        async for event in registry.watch():
+            if isinstance(event, Topology):
+                self._apply(event)
+            else:
+                await self._on_change(registry, event)
+
+    async def _on_change(self, registry: RegistryClient, change: Change) -> None:
+        if change.what is ChangeKind.UNREGISTERED:
+            self._fleet.depart(change.member.instance, change.member.epoch)
+        if change.what is ChangeKind.REGISTERED and not change.is_complete:
+            return
+        try:
+            self._apply(await registry.topology())
+        except RegistryError as error:  # the watch ends too, and begins again with a whole view
+            log.info("the registry's view stays as it was: %s", error)
+
+    def _apply(self, topology: Topology) -> None:
+        self._fleet.apply(roster for roster in topology.instances if roster.is_complete and roster.url)
+
+    async def _follow(self, instance: FleetInstance) -> None:
+        while True:
+            former = instance.state
+            await self._poll(instance)
+            self._end_silent(instance)
+            if instance.state != former:
+                log.info("%s is %s %s", instance.name, instance.state, instance.health.trouble)
+                self._fleet.on_change()
+            self._fleet.sweep()
+            await instance.pause(self._poll_s if instance.is_able else REPOLL_S)
+
+    async def _poll(self, instance: FleetInstance) -> None:
+        health = instance.health
+        try:
+            (status, body), info = await asyncio.gather(
+                self._client.fetch(f"{instance.base}/health", self._poll_s_max),
+                self._client.fetch(f"{instance.base}/server_info", self._poll_s_max),
+            )
+        except UpstreamError as error:
+            health.is_healthy = False
+            health.trouble = error.text
+            health.info = msgspec.structs.replace(health.info, is_draining=False)
+            if error.code == "REFUSED":  # nothing listens there any more: the process has ended
+                instance.lose(f"{instance.name} has ended: {error.text}")
+            return
+        health.heard_s = monotonic()
+        health.trouble = "" if status == 200 else read_error(status, body).message
+        try:
+            if info[0] != 200:
+                status, health.trouble = 0, f"/server_info: {read_error(*info).message}"
+            elif instance.update_info(msgspec.json.decode(info[1], type=ServerInfo)):
+                self._fleet.on_restart(instance)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            status, health.trouble = 0, f"its /server_info cannot be read: {error}"
+        health.is_healthy = status == 200
+
+    def _end_silent(self, instance: FleetInstance) -> None:
+        """Ends upstream requests that expired, or that have made no progress for too long."""
+        limits, now_s = self._limits, monotonic()
+        unheard_s = now_s - instance.health.heard_s
+        for upstream in list(instance.upstreams):
+            silent_s = now_s - upstream.progress_s
+            limit_s = limits.first_s_max if upstream.response is None else limits.stall_s_max
+            if now_s > upstream.expires_s:
+                upstream.close()
+            elif not upstream.is_waiting:
+                continue
+            elif min(silent_s, unheard_s) > limits.silence_s_max:
+                text = f"{instance.name} has not answered anything for {unheard_s:.0f} s"
+                upstream.fail(UpstreamError(text, "DEADLINE"))
+            elif silent_s > limit_s:
+                text = f"{instance.name} has made no progress for {silent_s:.0f} s"
+                upstream.fail(UpstreamError(text, "DEADLINE"))

@@ -1,0 +1,468 @@
+"""The HTTP server that `baton serve` and `baton route` share: aiohttp behind keys, limits and one error form.
+
+A request passes the middleware, which checks the key before it reads anything, then reads the body whole
+within a time and a size limit. Handlers get it from memory by `await request.read()`. Every failure becomes
+an ApiError response. A failed request is one line in the log: never its text, and of a refusal only code and
+field, since the message may quote what a client sent.
+
+aiohttp closes idle connections, but it has no limit for a request head that never ends. HeadTimer stands
+between the socket and aiohttp's protocol and closes such a connection. It only passes the calls of
+asyncio.Protocol on; the middleware tells it when a head is complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import logging
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from time import monotonic
+from typing import Any, cast
+
+import msgspec
+from aiohttp import ClientPayloadError, web
+
+from baton.errors import BatonError, ConfigError
+from baton.serving.errors import NO_STORE, ApiError
+
+HOST = "127.0.0.1"
+ID_HEADER = "X-Request-Id"
+EVENT_STREAM = "text/event-stream"
+DRAIN_S = 30.0
+"""How long a server or router that drains waits for open requests, where nothing else is set."""
+
+_SHUTDOWN_S = 2.0
+_LINGER_S = 2.0
+_CHECK_S = 1.0
+_BACKLOG = 1024
+_FREE_BYTES = 32 << 10
+"""A connection with less unsent data than this takes more without waiting."""
+_ROUTER_KEY_LABEL = b"baton router key 1"
+_FORWARDED_HEADERS = ("Forwarded", "X-Forwarded-For", "X-Real-IP", "Origin")
+"""Headers that mark a request which a proxy or a browser on this machine forwards for somebody else."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_log = logging.getLogger("baton.serving.http")
+
+
+# ---- who may listen and who may call
+
+
+@lru_cache(maxsize=1024)
+def is_loopback(address: str | None) -> bool:
+    """Whether an IP address is this machine's own; an unreadable one is not."""
+    try:
+        parsed = ipaddress.ip_address((address or "").partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return bool((mapped or parsed).is_loopback)
+
+
+def check_binding(host: str, *, has_api_key: bool, has_secret: bool) -> None:
+    """Refuses an address that others can reach, unless there are an API key and a control-plane secret."""
+    try:
+        places = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"host {host!r} has no address: {error}; use {HOST} or an address here") from None
+    outside = sorted({str(place[4][0]) for place in places if not is_loopback(str(place[4][0]))})
+    absent = {"an API key (--api-key-file or BATON_API_KEY)": has_api_key}
+    absent["the control-plane secret (--secret-file or BATON_SECRET)"] = has_secret
+    wanted = [name for name, is_there in absent.items() if not is_there]
+    if outside and wanted:
+        raise ConfigError(
+            f"host {host!r} ({', '.join(outside)}) can be reached from outside and there is no "
+            f"{' and no '.join(name.removeprefix('an ').removeprefix('the ') for name in wanted)}; "
+            f"give {' and '.join(wanted)}, or listen on {HOST}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """What is proven about the sender of a request."""
+
+    is_router: bool = False
+    is_loopback: bool = False
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether it may name bootstrap rooms and drain an instance."""
+        return self.is_router or self.is_loopback
+
+
+CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
+"""Where the middleware puts the caller of a request."""
+
+
+def router_key(secret: bytes) -> str:
+    """The API key that a router sends to instances, derived from the control-plane secret."""
+    return hmac.new(secret, _ROUTER_KEY_LABEL, hashlib.sha256).hexdigest()
+
+
+class Credentials:
+    """The keys that a server accepts; without API keys any client may send requests."""
+
+    def __init__(self, api_keys: Sequence[str] = (), secret: bytes | None = None) -> None:
+        self._keys = tuple(_digest(key) for key in api_keys)
+        self._router = None if secret is None else _digest(router_key(secret))
+
+    @property
+    def has_api_key(self) -> bool:
+        """Whether clients need a key."""
+        return bool(self._keys)
+
+    def caller(self, headers: Mapping[str, str], address: str | None) -> Caller:
+        """The caller; an ApiError with status 401 where a key is needed and missing or wrong."""
+        is_near = is_loopback(address) and not any(name in headers for name in _FORWARDED_HEADERS)
+        return Caller(self._is_router(headers.get("Authorization", "")), is_near)
+
+    def _is_router(self, authorization: str) -> bool:
+        if not authorization and not self._keys:
+            return False
+        scheme, _, key = authorization.partition(" ")
+        digest = _digest(key.strip() if scheme.lower() == "bearer" else "")
+        is_router = self._router is not None and hmac.compare_digest(digest, self._router)
+        # Every key is compared, so that the time does not tell which one was nearly right.
+        matches = [hmac.compare_digest(digest, known) for known in self._keys]
+        if self._keys and not is_router and not any(matches):
+            state = "is not a known API key" if key else "is missing"
+            raise ApiError(
+                401,
+                f"the key in the Authorization header {state}; send 'Authorization: Bearer KEY'",
+                param="Authorization",
+                code="invalid_api_key",
+            )
+        return is_router
+
+
+def _digest(key: str) -> bytes:
+    # Digests have one length, so that comparing them does not tell the length of a key.
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+# ---- the server
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """What a client may send and how long it may take."""
+
+    body_bytes_max: int = 16 << 20
+    body_s_max: float = 30.0
+    head_s_max: float = 10.0
+    """From the first byte of a request to the end of its headers."""
+    idle_s_max: float = 75.0
+    """Between requests, and before the first one."""
+    open_paths: frozenset[str] = frozenset({"/health"})
+    """Answered without a key."""
+
+
+class HttpServer:
+    """An aiohttp application that listens in the running loop; add routes to `app` before `start`."""
+
+    def __init__(
+        self,
+        credentials: Credentials,
+        limits: HttpLimits | None = None,
+        *,
+        ssl_context: ssl.SSLContext | None = None,
+        on_response: Callable[[str, int], None] = lambda route, status: None,
+    ) -> None:
+        self.limits = limits or HttpLimits()
+        self.app = web.Application(client_max_size=self.limits.body_bytes_max, middlewares=[self._middleware])
+        self._credentials = credentials
+        self._ssl = ssl_context
+        self._on_response = on_response
+        """Called with the route's pattern and the status of every response, for metrics."""
+        self._heads: dict[asyncio.BaseTransport, HeadTimer] = {}
+        self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
+        self._checking: asyncio.TimerHandle | None = None
+        self._address = ("", 0)
+
+    @property
+    def port(self) -> int:
+        return self._address[1]
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._heads)
+
+    @property
+    def url(self) -> str:
+        host, port = self._address
+        name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return f"{'http' if self._ssl is None else 'https'}://{name}"
+
+    async def start(self, host: str, port: int) -> None:
+        """Listens; port 0 takes a free one. Call `check_binding` first."""
+        limits = self.limits
+        self._runner = web.AppRunner(
+            self.app,
+            access_log=None,
+            auto_decompress=False,  # so that no small body becomes a large one
+            handler_cancellation=True,  # a client that disconnects aborts its request at once
+            keepalive_timeout=limits.idle_s_max,
+            lingering_time=_LINGER_S,
+            logger=_aiohttp_log,
+            shutdown_timeout=_SHUTDOWN_S,
+        )
+        await self._runner.setup()
+        make_protocol = self._runner.server
+        assert make_protocol is not None
+        try:
+            self._server = await asyncio.get_running_loop().create_server(
+                lambda: HeadTimer(make_protocol(), self._heads, limits),
+                host,
+                port,
+                backlog=_BACKLOG,
+                ssl=self._ssl,
+                ssl_handshake_timeout=None if self._ssl is None else limits.head_s_max,
+            )
+        except (OSError, OverflowError) as error:
+            await self.close()
+            reason = getattr(error, "strerror", None) or str(error)
+            raise BatonError(
+                f"cannot listen on {host}:{port}: {reason}; name another port, or 0 for a free one"
+            ) from None
+        self._address = self._server.sockets[0].getsockname()[:2]
+        self._check_heads()
+
+    async def close(self) -> None:
+        """Stops listening and ends what is still being answered."""
+        if self._checking is not None:
+            self._checking.cancel()
+        if self._server is not None:
+            self._server.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        for transport in list(self._heads):
+            cast(asyncio.Transport, transport).abort()
+
+    def _check_heads(self) -> None:
+        # One timer for all connections: one per request would cost more than most requests.
+        now_s = monotonic()
+        for timer in list(self._heads.values()):
+            timer.check(now_s)
+        wait_s = min(_CHECK_S, self.limits.head_s_max / 2, self.limits.idle_s_max / 2)
+        self._checking = asyncio.get_running_loop().call_later(wait_s, self._check_heads)
+
+    @web.middleware
+    async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        timer = self._heads.get(request.transport) if request.transport is not None else None
+        if timer is not None:
+            timer.is_in_request = True
+        try:
+            await self._admit(request)
+            if timer is not None:
+                timer.has_data_ahead = False
+            response = await handler(request)
+        except (ConnectionError, asyncio.CancelledError):
+            self._on_response(_route(request), 499)
+            raise
+        except Exception as error:
+            response = self._error_response(request, error)
+        finally:
+            if timer is not None:
+                timer.end_request()
+        self._on_response(_route(request), response.status)
+        return response
+
+    async def _admit(self, request: web.Request) -> None:
+        """Checks the key, then reads the body within its limits."""
+        limits = self.limits
+        request[CALLER] = Caller()
+        if request.path not in limits.open_paths:
+            request[CALLER] = self._credentials.caller(request.headers, request.remote)
+        elif not request.can_read_body:
+            return
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            raise ApiError(415, "the body is compressed; send it as it is", param="Content-Encoding")
+        if (request.content_length or 0) > limits.body_bytes_max:
+            raise self._too_large()
+        try:
+            if request.content.is_eof():
+                await request.read()  # all of it came with the head: nothing to wait for
+                return
+            async with asyncio.timeout(limits.body_s_max):
+                await request.read()
+        except TimeoutError:
+            text = f"the body did not arrive within {limits.body_s_max:g} s; send it at once"
+            raise ApiError(408, text, code="too_slow") from None
+        except web.HTTPRequestEntityTooLarge:
+            raise self._too_large() from None
+        except ClientPayloadError as error:
+            raise ApiError(400, f"the body cannot be read ({error}); send what the headers say") from None
+
+    def _too_large(self) -> ApiError:
+        text = f"the body is longer than {self.limits.body_bytes_max} bytes; send less"
+        return ApiError(413, text, code="too_large")
+
+    def _error_response(self, request: web.Request, error: Exception) -> web.Response:
+        where = f"{request.method} {_route(request)}"
+        match error:
+            case ApiError():
+                api_error = error
+            case web.HTTPException():
+                api_error = _unknown_path(request, error)
+            case BatonError():
+                api_error = ApiError(500, str(error), code="ENGINE")
+            case _:
+                _log.error("%s failed", where, exc_info=error)
+                return ApiError(500, "an internal error; its trace is in the log").response()
+        status = api_error.status
+        if request.path not in self.limits.open_paths:  # /health is polled: its 503 is no failed request
+            level = logging.WARNING if status >= 500 else logging.INFO
+            reason = api_error.message if status >= 500 else api_error.param
+            _log.log(level, "%s: %d %s %s", where, status, api_error.code, reason)
+        response = api_error.response()
+        if status in (408, 413, 415):
+            response.force_close()
+        return response
+
+
+def _unknown_path(request: web.Request, error: web.HTTPException) -> ApiError:
+    where = f"{request.method} {request.path!a}"
+    if error.status == 404:
+        return ApiError(404, f"{where} is not served here; docs/http.md lists what is", code="unknown_url")
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        return ApiError(405, f"{where}: use {allowed}", code="method_not_allowed", allow=allowed)
+    return ApiError(error.status, f"{where}: {error.reason}")
+
+
+def _route(request: web.Request) -> str:
+    """The route's pattern: what a client put into the path stays out of logs."""
+    resource = request.match_info.route.resource
+    return resource.canonical if resource is not None else "unknown"
+
+
+class _NoTrace(logging.Filter):
+    """aiohttp's parser errors quote the input, keys and all: log only that they happened."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.exc_info = None
+        return True
+
+
+_aiohttp_log = logging.getLogger("baton.serving.aiohttp")
+_aiohttp_log.addFilter(_NoTrace())
+
+
+class HeadTimer(asyncio.Protocol):
+    """One connection: passes everything to aiohttp, and closes it when a request head takes too long."""
+
+    def __init__(
+        self, inner: asyncio.Protocol, heads: dict[asyncio.BaseTransport, HeadTimer], limits: HttpLimits
+    ) -> None:
+        self.is_in_request = False
+        """Set by the middleware while a request is answered."""
+        self.has_data_ahead = False
+        """Whether data came since the body of this request was complete: the head of the next one."""
+        self._inner = inner
+        self._heads = heads
+        self._limits = limits
+        self._transport: asyncio.Transport
+        self._deadline_s = monotonic() + limits.idle_s_max
+        self._is_in_head = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._heads[transport] = self
+        self._inner.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self.is_in_request:
+            self.has_data_ahead = True
+        elif not self._is_in_head:
+            self._begin_head()
+        self._inner.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._inner.resume_writing()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._heads.pop(self._transport, None)
+        self._inner.connection_lost(error)
+
+    def end_request(self) -> None:
+        """The handler is done; aiohttp's keep-alive timer covers the time until the next head begins."""
+        self.is_in_request = False
+        if self.has_data_ahead:
+            self._begin_head()
+        else:
+            self._is_in_head = False
+            self._deadline_s = monotonic() + 2 * self._limits.idle_s_max
+
+    def check(self, now_s: float) -> None:
+        if self.is_in_request or now_s <= self._deadline_s:
+            return
+        if self._transport.is_closing():
+            self._transport.abort()  # its client does not read the last response
+            return
+        if self._is_in_head:
+            text = f"the headers did not arrive within {self._limits.head_s_max:g} s; send them at once"
+            body = ApiError(408, text, code="too_slow").body()
+            head = "HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            self._transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        self._deadline_s = now_s + self._limits.idle_s_max
+        self._transport.close()
+
+    def _begin_head(self) -> None:
+        self._is_in_head = True
+        self.has_data_ahead = False
+        self._deadline_s = monotonic() + self._limits.head_s_max
+
+
+# ---- responses
+
+
+def json_response(value: Any) -> web.Response:
+    headers = {"Content-Type": "application/json", **NO_STORE}
+    return web.Response(body=msgspec.json.encode(value), headers=headers)
+
+
+class EventStream:
+    """A response of server-sent events; its headers go out with the first write."""
+
+    def __init__(self, request: web.Request, identity: str, write_s_max: float) -> None:
+        self.response: web.StreamResponse | None = None
+        self._request = request
+        self._identity = identity
+        self._write_s_max = write_s_max
+
+    async def write(self, data: bytes) -> None:
+        """Sends whole events; drops a client that does not read for `write_s_max`."""
+        transport, response = self._request.transport, self.response
+        if response is None:
+            headers = {"Content-Type": EVENT_STREAM, ID_HEADER: self._identity, **NO_STORE}
+            response = self.response = web.StreamResponse(headers=headers)
+            await response.prepare(self._request)
+        if transport is not None and transport.get_write_buffer_size() + len(data) < _FREE_BYTES:
+            await response.write(data)
+            return
+        try:
+            async with asyncio.timeout(self._write_s_max):
+                await response.write(data)
+        except TimeoutError:
+            if transport is not None:
+                transport.abort()
+            raise ConnectionResetError(f"a client did not read for {self._write_s_max:g} s") from None
+
+    async def end(self) -> web.StreamResponse:
+        assert self.response is not None, "nothing was written"
+        await self.response.write_eof()
+        return self.response

@@ -1,0 +1,121 @@
+"""What is kept of requests: stages in seconds, timelines, metrics; and events that cross from a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+from tests.serving.parsed import asked
+
+from baton.engine.commands import CopyRecord, LayerGroupTiming
+from baton.engine.requests import EngineRequest, InboundHandoff, OutboundHandoff, OutputChunk, RequestFinished
+from baton.engine.trace import RequestTrace
+from baton.serving.generation import EventBridge
+from baton.serving.metrics import ServerMetrics
+from baton.serving.observing import NUM_TIMELINES_MAX, Side, Timelines
+from baton.serving.openapi import description
+
+
+def story() -> RequestTrace:
+    """Two copies side by side on one rank, one second of them behind the end of compute."""
+    return RequestTrace(
+        arrived_s=10.0,
+        begun_s=11.0,
+        prompt_s=14.0,
+        token_s=14.5,
+        settled_s=15.5,
+        stepped_s=16.0,
+        ended_s=20.0,
+        groups={0: [LayerGroupTiming((0, 2), 11.0, 12.5), LayerGroupTiming((2, 4), 12.5, 14.0)]},
+        copies={0: [CopyRecord(0, 0, 100, 12.5, 13.5), CopyRecord(1, 1, 50, 13.0, 15.0)]},
+        unpipelined=["cost: 3 groups", "cost: 3 groups"],
+    )
+
+
+def test_each_side_tells_what_it_knows():
+    source = Side.of(EngineRequest((1,), handoff=OutboundHandoff("7"))).figures(story())
+    assert source == pytest.approx(
+        {
+            **{"queue_s": 1.0, "compute_s": 3.0, "exposed_s": 1.0, "admission_s": 0.5, "ttft_s": 4.5},
+            **{"total_s": 10.0, "efficiency": 1 - 1.0 / 2.5},
+        }
+    )
+    target = Side.of(EngineRequest((1,), handoff=InboundHandoff("7", "x:1"))).figures(story())
+    assert (target["tth_s"], target["first_step_s"]) == (5.5, 0.5)
+    assert "exposed_s" not in target
+    assert "tth_s" not in Side.of(EngineRequest((1,))).figures(story())
+    assert Side.SOURCE.figures(RequestTrace(5.0)) == {}
+
+
+def test_a_timeline_has_stages_groups_and_copies():
+    intervals = Side.SOURCE.timeline("x", story()).intervals
+    found = {(each.track.name, each.name): (each.start_s, each.stop_s) for each in intervals}
+    assert found["exposed transfer", "exposed transfer"] == (4.0, 5.0)
+    assert found["compute", "layers 2-4"] == (2.5, 4.0)
+    assert found["copy to 1", "0 to 1"] == (3.0, 5.0)
+
+
+def test_metrics_of_a_hand_over():
+    metrics = ServerMetrics()
+    metrics.add_hand_off(story(), Side.SOURCE.figures(story()))
+    text = metrics.text().decode()
+    assert 'baton_route_bytes_total{source_rank="0",target_rank="1"} 50.0' in text
+    assert 'baton_unpipelined_total{reason="cost: N groups"} 1.0' in text
+    assert 'baton_handoff_seconds_sum{stage="exposed"} 1.0' in text
+    assert "baton_exposed_seconds_total 1.0" in text
+
+
+def test_only_the_latest_timelines_are_kept():
+    timelines = Timelines("here", "both")
+    many_parsed = [
+        asked({"prompt": "a", "baton": {"id": f"cmpl-{number}"}}) for number in range(NUM_TIMELINES_MAX + 3)
+    ]
+    for parsed in many_parsed:
+        timelines.add(parsed)
+        timelines.add_trace(parsed, 0, story())
+    assert timelines.find("cmpl-2") is None
+    assert timelines.find("cmpl-3")["jobs"][0]["story"]["arrived_s"] == 10.0
+    assert len(timelines.all()["data"]) == NUM_TIMELINES_MAX
+    # The rest of a former attempt under the same id does not spoil the story of the latest.
+    again = asked({"prompt": "a", "baton": {"id": "cmpl-9"}})
+    timelines.add(again)
+    timelines.add_failure(many_parsed[9], "PEER_LOST")
+    assert timelines.find("cmpl-9")["failure"] is None
+
+
+def test_events_cross_in_order_and_none_is_left_behind():
+    num_events, num_sinks = 5000, 4
+
+    async def play() -> list[list[int]]:
+        heard: list[list[int]] = [[] for _ in range(num_sinks)]
+        done = asyncio.Event()
+        bridge = EventBridge(asyncio.get_running_loop())
+
+        def receive(place: int, event: object) -> None:
+            if isinstance(event, OutputChunk):
+                heard[place].append(event.index)
+            if all(len(each) == num_events for each in heard):
+                done.set()
+
+        sinks = [bridge.sink(lambda event, place=place: receive(place, event)) for place in range(num_sinks)]
+
+        def tell() -> None:
+            for number in range(num_events):
+                for sink in sinks:
+                    sink(OutputChunk(number, (), ""))
+            sinks[0](RequestFinished(RequestTrace(0.0)))
+
+        threading.Thread(target=tell).start()
+        async with asyncio.timeout(120):
+            await done.wait()
+        return heard
+
+    assert asyncio.run(play()) == [list(range(num_events))] * num_sinks
+
+
+def test_the_description_names_what_is_refused():
+    schemas = description()["components"]["schemas"]
+    assert schemas["ChatRequest"]["properties"]["response_format"]["enum"] == [None, {"type": "text"}]
+    assert "RouterHints" in schemas
+    assert set(description()["paths"]) >= {"/v1/completions", "/v1/timelines/{id}", "/drain"}

@@ -1,0 +1,377 @@
+"""Members come and go, clients leave, instances fill up: what a router does then, and says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+from tests.serving.peers import Fault, expected
+from tests.serving.router_world import run, until, world
+from tests.session.registry_world import SECRET, registry
+
+from baton.serving import proxy
+from baton.serving.http import Credentials, router_key
+from baton.serving.router import Router
+from baton.serving.router_config import LocalMode, RouterConfig, RouterLimits
+from baton.session.registry import Role
+
+PROMPT = {"prompt": "the fox"}
+RIGHT = {0: expected("the fox")}
+
+
+def test_instances_join_and_leave_without_a_restart():
+    async def body() -> None:
+        async with world(1, 0, RouterLimits(recover_s_max=0.1)) as w:
+            assert (await w.get("/health"))[0] == 503
+            assert (await w.post(PROMPT))[0] == 503
+            await w.join("d0", Role.DECODE)
+            assert (await w.get("/health"))[0] == 200
+            assert (await w.stream(PROMPT)).texts == RIGHT
+            await w.join("d1", Role.DECODE)
+            for _ in range(4):
+                await w.stream(PROMPT)
+            assert len(w.d1.seen) == 2
+            await w.leave("d0")
+            await until(lambda: not w.is_able("d0"))
+            num_seen = len(w.d0.seen)
+            for _ in range(3):
+                assert (await w.stream(PROMPT)).texts == RIGHT
+            assert len(w.d0.seen) == num_seen
+
+    run(body)
+
+
+def test_request_waits_for_an_instance_that_is_about_to_come():
+    async def body() -> None:
+        async with world(1, 0, RouterLimits(recover_s_max=60.0)) as w:
+            asking = asyncio.create_task(w.stream(PROMPT))
+            await until(lambda: w.router.context.queue.num_waiting)
+            await w.join("d0", Role.DECODE)
+            assert (await asking).texts == RIGHT
+
+    run(body)
+
+
+def test_draining_instance_finishes_what_it_has_and_gets_nothing_new():
+    async def body() -> None:
+        async with world(1, 2) as w:
+            w.d0.pace_s = 0.05
+            asking = asyncio.create_task(w.stream(PROMPT))
+            await until(lambda: w.d0.num_sent)
+            async with w.session.post(f"{w.router.url}/drain?instance=d0") as response:
+                assert (response.status, await response.json()) == (200, {"is_draining": True})
+            await until(lambda: not w.is_able("d0"))
+            for _ in range(3):
+                assert (await w.stream(PROMPT)).texts == RIGHT
+            assert (await asking).texts == RIGHT
+            assert len(w.d0.seen) == 1
+            assert await w.metric("baton_router_resumes_total") == 0
+            async with w.session.post(f"{w.router.url}/drain?instance=nobody") as response:
+                assert response.status == 404
+
+    run(body)
+
+
+def test_draining_router_finishes_what_it_has_and_takes_nothing_new():
+    async def story() -> None:
+        async with world() as w:
+            w.d0.gate.clear()
+            under_way = asyncio.create_task(w.stream({"prompt": "a stream under way", "max_tokens": 6}))
+            await until(lambda: len(w.d0.seen) == 1)
+            draining = asyncio.create_task(w.router.drain(60))
+            await asyncio.sleep(0)
+            status, raw, _ = await w.post({"prompt": "a new one"})
+            assert (status, json.loads(raw)["error"]["code"]) == (503, "DRAINING")
+            assert (await w.get("/health"))[0] == 503
+            assert not draining.done()
+            w.d0.gate.set()
+            assert (await under_way).num_done == 1
+            await draining
+
+    run(story)
+
+
+def test_registry_that_is_away_or_has_forgotten_everybody_changes_nothing():
+    async def body() -> None:
+        async with world() as w:
+            port = int(w.registry.url.rpartition(":")[2])
+            await w.registry.close()
+            assert (await w.stream(PROMPT)).texts == RIGHT
+            async with registry(port=port):  # a new one, that nobody has told anything yet
+                fleet = w.router.context.fleet
+                await until(lambda: any(each.absent_s for each in fleet.instances.values()) or _seen(fleet))
+                assert (await w.stream(PROMPT)).texts == RIGHT
+
+    run(body)
+
+
+def _seen(fleet: Any) -> bool:
+    """The members were quicker than the router's watch, which is as well."""
+    return all(each.absent_s is None for each in fleet.instances.values())
+
+
+def test_router_that_starts_before_the_registry_waits_for_it():
+    async def body() -> None:
+        async with registry() as gone:
+            url, port = gone.url, int(gone.url.rpartition(":")[2])
+        router = Router(RouterConfig(url), SECRET, Credentials((), SECRET))
+        await router.start("127.0.0.1", 0)
+        assert "registry has not answered" in router.context.fleet.missing()
+        async with registry(port=port):
+            await until(lambda: router.context.fleet.is_registry_known)
+        await router.close()
+
+    run(body)
+
+
+def test_instances_of_another_model_are_not_mixed_in():
+    async def body() -> None:
+        async with world() as w:
+            await w.join("other", Role.BOTH, "large", fingerprint="beef")
+            for _ in range(3):
+                assert (await w.stream(PROMPT)).texts == RIGHT
+                assert (await w.stream({**PROMPT, "model": "large"})).texts == RIGHT
+            assert len(w.other.seen) == 3
+            assert "bootstrap_room" not in w.other.seen[0].body
+            status, models = await w.get("/v1/models")
+            assert (status, [each["id"] for each in models["data"]]) == (200, ["tiny", "large"])
+            assert (await w.get("/v1/models/large"))[1]["id"] == "large"
+            assert (await w.get("/v1/models/unheard"))[0] == 404
+            status, raw, _ = await w.post({**PROMPT, "model": "unheard of"})
+            assert status == 404
+            assert json.loads(raw)["error"]["code"] == "model_not_found"
+
+    run(body)
+
+
+def test_client_that_leaves_ends_both_legs():
+    async def body() -> None:
+        async with world() as w:
+            w.p0.faults, w.d0.faults = [Fault(is_hung=True)], [Fault(is_hung=True)]
+            asking = asyncio.create_task(w.stream(PROMPT))
+            await until(lambda: w.p0.seen and w.d0.seen)
+            asking.cancel()
+            await until(lambda: w.p0.seen[0].is_disconnected and w.d0.seen[0].is_disconnected)
+            await until(lambda: not any(each.num_in_flight for each in w.instances))
+            assert not any(each.upstreams or each.num_tokens for each in w.instances)
+            assert await w.metric("baton_router_disconnects_total") == 1
+
+    run(body)
+
+
+def test_client_that_leaves_in_the_middle_of_a_stream_ends_it_there():
+    async def body() -> None:
+        async with world() as w:
+            w.d0.pace_s = 0.02
+            asking = asyncio.create_task(w.stream({**PROMPT, "max_tokens": 10_000}))
+            await until(lambda: w.d0.num_sent > 3)
+            asking.cancel()
+            await until(lambda: w.d0.seen[0].is_disconnected)
+            assert w.d0.num_sent < 10_000
+
+    run(body)
+
+
+def test_slow_client_is_felt_by_the_instance():
+    async def body() -> None:
+        async with world() as w:
+            big = {**PROMPT, "model": "tiny", "stream": True, "max_tokens": 5_000, "pad": "x" * 20_000}
+            async with w.session.post(w.router.url + "/v1/completions", data=json.dumps(big)) as response:
+                await response.content.readany()
+                num_sent = -1
+                while num_sent != w.d0.num_sent:  # until nothing moves any more
+                    num_sent = w.d0.num_sent
+                    await asyncio.sleep(0.5)
+                assert num_sent < 4_000  # of 100 MB
+
+    run(body)
+
+
+def test_client_that_does_not_read_at_all_is_dropped(monkeypatch):
+    monkeypatch.setattr(proxy, "WRITE_S_MAX", 0.5)
+
+    async def body() -> None:
+        async with world() as w:
+            big = {**PROMPT, "model": "tiny", "stream": True, "max_tokens": 5_000, "pad": "x" * 20_000}
+            async with w.session.post(w.router.url + "/v1/completions", data=json.dumps(big)) as response:
+                await until(lambda: w.d0.seen[0].is_disconnected)
+                with pytest.raises(aiohttp.ClientError):
+                    await response.read()
+            assert not any(each.upstreams for each in w.instances)
+
+    run(body)
+
+
+def test_too_many_in_flight_wait_and_too_many_waiting_are_refused():
+    async def body() -> None:
+        async with world(1, 1, RouterLimits(num_in_flight_max=2, num_waiting_max=3)) as w:
+            w.d0.gate.clear()
+            asking = [asyncio.create_task(w.post(PROMPT)) for _ in range(5)]
+            await until(lambda: w.router.context.queue.num_waiting == 3)
+            status, raw, headers = await w.post(PROMPT)
+            assert (status, headers["Retry-After"]) == (429, "1")
+            assert json.loads(raw)["error"]["code"] == "QUEUE_FULL"
+            assert len(w.d0.seen) == 2
+            w.d0.gate.set()
+            assert [status for status, _, _ in await asyncio.gather(*asking)] == [200] * 5
+            assert w.router.context.queue.num_waiting == 0
+
+    run(body)
+
+
+def test_who_waited_longest_is_next_and_who_leaves_is_forgotten():
+    async def body() -> None:
+        async with world(1, 1, RouterLimits(num_in_flight_max=1)) as w:
+            w.d0.gate.clear()
+            asking = [asyncio.create_task(w.post({"prompt": "0"}))]
+            await until(lambda: len(w.d0.seen) == 1)
+            for number in range(1, 4):
+                asking.append(asyncio.create_task(w.post({"prompt": str(number)})))
+                await until(lambda number=number: w.router.context.queue.num_waiting == number)
+            asking[2].cancel()
+            await until(lambda: w.router.context.queue.num_waiting == 2)
+            w.d0.gate.set()
+            await asyncio.gather(*asking, return_exceptions=True)
+            assert [seen.body["prompt"] for seen in w.d0.seen] == ["0", "1", "3"]
+
+    run(body)
+
+
+def test_wait_is_bounded():
+    async def body() -> None:
+        async with world(1, 1, RouterLimits(num_in_flight_max=1, wait_s_max=0.3)) as w:
+            w.d0.gate.clear()
+            first = asyncio.create_task(w.post(PROMPT))
+            await until(lambda: w.d0.seen)
+            assert (await w.post(PROMPT))[0] == 429
+            w.d0.gate.set()
+            assert (await first)[0] == 200
+
+    run(body)
+
+
+def test_short_prompts_are_prefilled_on_decode_by_measured_rates():
+    async def body() -> None:
+        async with world(1, 1, local=LocalMode.AUTO) as w:
+            w.p0.told = {"rates": {"prefill_tokens_per_s": 1000.0, "handoff_s": 0.02}}
+            w.d0.told = {"rates": {"prefill_tokens_per_s": 500.0}}
+            fleet = w.router.context.fleet
+            await until(lambda: all(each.health.info.rates.prefill_tokens_per_s for each in w.instances))
+            assert len(fleet.instances) == 2
+            long = {"prompt": "long " * 200}
+            for ask in (PROMPT, long, PROMPT):
+                assert (await w.stream(ask)).texts == {0: expected(ask["prompt"])}
+            assert ["bootstrap_room" in seen.body for seen in w.d0.seen] == [False, True, False]
+            assert len(w.p0.seen) == 1
+            assert await w.metric('baton_router_local_prefills_total{reason="short"}') == 2
+            assert await w.metric('baton_router_local_threshold_tokens{instance="d0"}') == 20
+            assert await w.metric("baton_router_hand_overs_total") == 1
+
+    run(body)
+
+
+def test_decode_goes_on_alone_while_nobody_prefills():
+    async def body() -> None:
+        async with world(1, 1, local=LocalMode.AUTO) as w:
+            w.p0.faults = [Fault(is_hung=True)]
+            w.d0.pace_s = 0.05
+            asking = asyncio.create_task(w.stream(PROMPT))
+            await until(lambda: w.p0.seen)
+            await w.p0.stop()
+            assert (await asking).texts == RIGHT
+            assert await w.metric('baton_router_local_prefills_total{reason="no_prefill"}') == 1
+
+    run(body)
+
+
+def test_one_token_goes_to_prefill_alone():
+    async def body() -> None:
+        async with world() as w:
+            found = await w.stream({**PROMPT, "max_tokens": 1})
+            assert found.texts == {0: expected("the fox", 0, 1)}
+            assert (len(w.p0.seen), len(w.d0.seen)) == (1, 0)
+
+    run(body)
+
+
+def test_clients_need_a_key_and_it_goes_no_further():
+    async def body() -> None:
+        async with world() as w:
+            router = Router(RouterConfig(w.registry.url), SECRET, Credentials(("client key",), SECRET))
+            await router.start("127.0.0.1", 0)
+            await until(lambda: not router.context.fleet.missing())
+            url, data = router.url + "/v1/completions", json.dumps({**PROMPT, "model": "tiny"})
+            for key, status in (("", 401), ("wrong", 401), ("client key", 200)):
+                headers = {"Authorization": f"Bearer {key}"} if key else {}
+                async with w.session.post(url, data=data, headers=headers) as response:
+                    assert response.status == status
+            for peer in (w.p0, w.d0):
+                keys = {seen.headers["Authorization"] for seen in peer.seen}
+                assert keys == {f"Bearer {router_key(SECRET)}"}
+            async with w.session.get(router.url + "/health") as response:
+                assert response.status == 200
+            async with w.session.get(router.url + "/metrics") as response:
+                assert response.status == 401
+            await router.close()
+
+    run(body)
+
+
+@pytest.mark.parametrize("form", ["", "?format=perfetto"])
+def test_timeline_is_one_story_of_all_who_took_part(form: str):
+    async def body() -> None:
+        async with world(1, 2) as w:
+            w.d0.faults = [Fault(is_cut=True, after=2)]
+            found = await w.stream(PROMPT)
+            status, told = await w.get(f"/v1/timelines/{found.ids.pop()}{form}")
+            assert status == 200
+            if form:
+                names = {event["args"]["name"] for event in told["traceEvents"] if event["ph"] == "M"
+                         and event["name"] == "process_name"}  # fmt: skip
+                assert names == {"router: router", "p0", "d0", "d1"}
+                assert len({event["pid"] for event in told["traceEvents"]}) == 4
+            else:
+                assert [each["name"] for each in told["instances"]] == ["p0", "d0", "d1"]
+                assert [bool(tried["failure"]) for tried in told["attempts"]] == [True, False]
+            assert (await w.get("/v1/timelines/unknown"))[0] == 404
+            assert (await w.get("/v1/timelines/unknown?format=x"))[0] == 400
+
+    run(body)
+
+
+def test_router_tells_of_itself():
+    async def body() -> None:
+        async with world() as w:
+            await w.stream(PROMPT)
+            _, told = await w.get("/server_info")
+            assert {each["name"]: each["state"] for each in told["instances"]} == {"p0": "able", "d0": "able"}
+            assert told["is_ready"] is True
+            path = "/v1/completions"
+            assert await w.metric(f'baton_router_requests_total{{path="{path}",status="200"}}') == 1
+            assert await w.metric("baton_router_added_seconds_count") == 1
+            assert (
+                await w.metric('baton_router_instance_state{instance="d0",role="decode",state="able"}') == 1
+            )
+            status, raw, _ = await w.post(b"no json")
+            assert (status, json.loads(raw)["error"]["code"]) == (400, "bad_json")
+            status, _, _ = await w.post({**PROMPT, "bootstrap_room": 5})
+            assert status == 403
+            assert (await w.get("/nowhere"))[0] == 404
+
+    run(body)
+
+
+def test_usage_that_was_lost_with_the_instance_is_made_up_for():
+    async def body() -> None:
+        async with world(1, 2) as w:
+            w.d0.faults = [Fault(is_cut=True, after=8)]
+            ask = {"prompt": "x" * 80, "stream_options": {"include_usage": True}}
+            found = await w.stream(ask)
+            assert (found.texts, found.num_done) == ({0: expected("x" * 80)}, 1)
+            assert found.usage == [{"prompt_tokens": 20, "completion_tokens": 8, "total_tokens": 28}]
+            assert len(w.d1.seen) == 0
+
+    run(body)

@@ -1,0 +1,250 @@
+"""The router before real instances: killed ranks, drained and joining servers, and the oracle's answers."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from time import monotonic
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from tests.serve.deployment import Deployment, Part, deployment, oracle_text, router_part, serve_part, until
+from tests.serving.router_world import Streamed, read_stream
+
+pytestmark = pytest.mark.serve
+
+NUM_TOKENS = 48
+LIMIT_S = 120.0
+PROMPTS = ("the fox", "a relay race", "hand over", "seven", "under the stars", "baton", "quick brown", "one")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[Deployment]:
+    with deployment(
+        prefill=["tp1", "pp2"], decode=["tp2", "tp1"], route={"local": "never", "silence-s": "5"}
+    ) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def _all_able(request: pytest.FixtureRequest) -> None:
+    """Each test begins with every instance there."""
+    found: Deployment = request.getfixturevalue("world")
+    for each in found.instances:
+        each.wait()  # by its own word: the router may not have noticed yet that it was ended
+    until(lambda: set(states(found).values()) == {"able"}, f"all able: {states(found)}")
+
+
+def states(world: Deployment) -> dict[str, str]:
+    return {each["name"]: each["state"] for each in world.ask("/server_info").json["instances"]}
+
+
+def busy(world: Deployment, role: str) -> list[str]:
+    """Instances of a role that have a request now."""
+    instances = world.ask("/server_info").json["instances"]
+    return [each["name"] for each in instances if each["role"] == role and each["num_in_flight"]]
+
+
+def part(world: Deployment, name: str) -> Part:
+    return next(each for each in world.instances if each.name == name)
+
+
+def prompt() -> str:
+    """One whose answer does not hang on the order of a sum."""
+    return next(each for each in PROMPTS if oracle_text(each, NUM_TOKENS, ignore_eos=True).is_certain)
+
+
+def body(text: str, **more: Any) -> dict[str, Any]:
+    return {
+        "prompt": text, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True, **more
+    }  # fmt: skip
+
+
+class Reading(threading.Thread):
+    """A client that streams; `lines` grows as events come."""
+
+    def __init__(self, world: Deployment, asked: dict[str, Any]) -> None:
+        super().__init__(daemon=True)
+        self.lines: list[bytes] = []
+        self.status = 0
+        self.ended_s = 0.0
+        self._url = urlsplit(world.url)
+        self._asked = asked
+        self.start()
+
+    def run(self) -> None:
+        connection = http.client.HTTPConnection(str(self._url.hostname), self._url.port, timeout=LIMIT_S)
+        connection.request("POST", "/v1/completions", json.dumps(self._asked))
+        response = connection.getresponse()
+        self.status = response.status
+        while line := response.readline():
+            self.lines.append(line)
+        self.ended_s = monotonic()
+        connection.close()
+
+    @property
+    def num_events(self) -> int:
+        return sum(line.startswith(b"data: ") for line in self.lines)
+
+    def streamed(self) -> Streamed:
+        self.join(LIMIT_S)
+        assert not self.is_alive()
+        assert self.status == 200, self.lines
+        return read_stream(b"".join(self.lines))
+
+
+def check(found: Streamed, texts: dict[int, str]) -> None:
+    assert found.errors == []
+    assert found.texts == texts
+    assert (found.num_done, len(found.ids)) == (1, 1)
+    assert set(found.finishes.values()) == {"length"}
+
+
+def right(text: str) -> str:
+    return oracle_text(text, NUM_TOKENS, ignore_eos=True).text
+
+
+def kill_rank(part: Part) -> None:
+    os.kill(part.rank_pids[0], signal.SIGKILL)
+
+
+def end_server(part: Part) -> None:
+    part.kill()
+    part.start()
+
+
+@pytest.mark.parametrize("end", [kill_rank, end_server])
+def test_stream_goes_on_when_decode_is_killed_in_the_middle(world: Deployment, end: Callable[[Part], None]):
+    reading = Reading(world, body(prompt()))
+    until(lambda: reading.num_events > 3, "some events")
+    name = until(lambda: busy(world, "decode"), "who decodes")[0]
+    end(part(world, name))
+    check(reading.streamed(), {0: right(prompt())})
+    resumes = _metric(world, "baton_router_resumes_total")
+    assert resumes >= 1
+
+
+def test_batch_goes_on_when_decode_is_killed_in_the_middle(world: Deployment):
+    texts = [each for each in PROMPTS if oracle_text(each, NUM_TOKENS, ignore_eos=True).is_certain][:3]
+    options = {"stream_options": {"include_usage": True}, "n": 2}
+    reading = Reading(world, {**body(prompt(), **options), "prompt": texts})
+    until(lambda: reading.num_events > 8, "some events")
+    kill_rank(part(world, until(lambda: busy(world, "decode"), "who decodes")[0]))
+    found = reading.streamed()
+    check(found, {place * 2 + k: right(text) for place, text in enumerate(texts) for k in (0, 1)})
+    assert [usage["completion_tokens"] for usage in found.usage] == [2 * len(texts) * NUM_TOKENS]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_request_is_made_again_when_a_rank_dies_before_the_first_token(
+    world: Deployment, role: str, is_stream: bool
+):
+    stopped = [pid for each in world.prefill for pid in each.rank_pids]
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        reading = Reading(world, body(prompt(), stream=is_stream))
+        name = until(lambda: busy(world, role), "who has it")[0]
+        kill_rank(part(world, name))
+    finally:
+        for pid in stopped:
+            _continue(pid)
+    if is_stream:
+        check(reading.streamed(), {0: right(prompt())})
+    else:
+        reading.join(LIMIT_S)
+        assert json.loads(b"".join(reading.lines))["choices"][0]["text"] == right(prompt())
+
+
+def test_drained_instance_finishes_what_it_has_and_another_joins(world: Deployment):
+    reading = Reading(world, body(prompt()))
+    until(lambda: reading.num_events > 1, "some events")
+    name = until(lambda: busy(world, "decode"), "who decodes")[0]
+    assert world.router is not None
+    answer = world.router.ask(f"/drain?instance={name}", {})
+    assert answer.status == 200
+    until(lambda: states(world)[name] == "draining", "the router hears of it")
+    others = [Reading(world, body(text)) for text in PROMPTS[:2]]
+    check(reading.streamed(), {0: right(prompt())})
+    assert [other.streamed().num_done for other in others] == [1, 1]
+    told = world.ask(f"/v1/timelines/{others[0].streamed().ids.pop()}").json
+    assert name not in told["attempts"][0]["names"]
+    joined = serve_part(world.folder, "decode-9", "decode", "tp1", registry=world.registry.url)
+    with joined:
+        joined.wait()
+        until(lambda: states(world).get("decode-9") == "able", "it joins")
+        assert joined.end() == 0
+        until(lambda: states(world).get("decode-9") in (None, "leaving", "unhealthy"), "it leaves")
+    part(world, name).end()
+    part(world, name).start().wait()
+    until(lambda: "decode-9" not in states(world), "it is forgotten")
+
+
+def test_stream_goes_on_when_decode_is_stopped(world: Deployment):
+    reading = Reading(world, body(prompt(), max_tokens=NUM_TOKENS))
+    until(lambda: reading.num_events > 1, "some events")
+    name = until(lambda: busy(world, "decode"), "who decodes")[0]
+    stopped = part(world, name)
+    pids = [stopped.pid, *stopped.rank_pids]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        check(reading.streamed(), {0: right(prompt())})
+        check(Reading(world, body(prompt())).streamed(), {0: right(prompt())})
+    finally:
+        for pid in pids:
+            _continue(pid)
+
+
+def test_registry_may_be_away(world: Deployment):
+    assert world.registry is not None
+    world.registry.kill()
+    check(Reading(world, body(prompt())).streamed(), {0: right(prompt())})
+    world.registry.start().wait()
+    check(Reading(world, body(prompt())).streamed(), {0: right(prompt())})
+    told = world.ask("/server_info").json["instances"]
+    assert {each["name"] for each in told} == {each.name for each in world.instances}  # none was dropped
+    until(lambda: set(states(world).values()) == {"able"}, f"all able: {told}")
+
+
+def test_second_router_keeps_short_prompts_on_decode_by_measured_rates(world: Deployment):
+    assert world.registry is not None
+    for text in PROMPTS[:4]:  # so that there is something measured
+        check(Reading(world, body(text)).streamed(), {0: right(text)})
+    folder = world.folder / "second"
+    folder.mkdir()
+    shutil.copy(world.folder / "secret", folder)
+    with router_part(folder, world.registry.url, policy="prefix_aware") as second:
+        second.wait()
+        answer = second.ask("/v1/completions", {**body(prompt()), "stream": False})
+        assert answer.json["choices"][0]["text"] == right(prompt())
+        lines = second.ask("/metrics").text.splitlines()
+        told = [line for line in lines if line.startswith("baton_router_local_")]
+        assert any("threshold_tokens" in line and float(line.split()[-1]) > 0 for line in told), told
+        assert 'baton_router_local_prefills_total{reason="short"} 1.0' in told
+
+
+def test_no_page_is_lost(world: Deployment):
+    def held() -> list[int]:
+        told = [each.ask("/server_info").json["pages"] for each in world.instances]
+        return [pages["used"] + pages["leased"] + pages["quarantined"] for pages in told]
+
+    until(lambda: not any(held()), f"all pages back: {held()}")
+
+
+def _continue(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def _metric(world: Deployment, name: str) -> float:
+    lines = world.ask("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))

@@ -1,0 +1,63 @@
+"""A request that is refused is not counted as failed."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.serving.peers import Fault
+from tests.serving.router_world import World, run, until, world
+
+from baton.serving.proxy import ProxiedRequest
+from baton.serving.router_config import RouterLimits
+
+PROMPT = {"prompt": "the fox"}
+
+
+def test_a_client_that_leaves_is_counted_as_499():
+    async def play() -> None:
+        async with world() as w:
+            w.p0.faults, w.d0.faults = [Fault(is_hung=True)], [Fault(is_hung=True)]
+            asking = asyncio.create_task(w.post(PROMPT))
+            await until(lambda: w.p0.seen and w.d0.seen)
+            asking.cancel()
+            await until(lambda: w.p0.seen[0].is_disconnected and w.d0.seen[0].is_disconnected)
+            assert await w.metric('baton_router_requests_total{path="/v1/completions",status="499"}') == 1
+
+    run(play)
+
+
+async def refused_and_failed(w: World) -> tuple[float, float]:
+    """How many requests were given up after six refusals, and after one that failed besides."""
+    for fault in (Fault(400), Fault(429, "QUEUE_FULL", headers={"Retry-After": "1"})):
+        w.d0.faults = [fault] * 9
+        assert (await w.post(PROMPT))[0] == fault.status
+    w.d0.faults = []
+    for body in ({"model": "unheard of"}, {"bootstrap_room": 5}, {"prompt": ["x"] * 5000}):
+        assert (await w.post({**PROMPT, **body}))[0] in (400, 403, 404)
+    assert (await w.post(b"no json"))[0] == 400
+    num_refused = await w.metric("baton_router_given_up_total")
+    await until(lambda: w.instances[1].full_until_s < asyncio.get_running_loop().time())
+    w.d0.faults = [Fault(502, "CORRUPTED")] * 9
+    assert (await w.post(PROMPT))[0] == 502
+    return num_refused, await w.metric("baton_router_given_up_total")
+
+
+def test_only_what_failed_for_good_was_given_up():
+    async def play() -> None:
+        async with world(1, 1, RouterLimits(num_attempts_max=3)) as w:
+            assert await refused_and_failed(w) == (0, 1)
+            assert await w.metric('baton_router_given_up_total{cause="CORRUPTED"}') == 1
+
+    run(play)
+
+
+@pytest.mark.long
+def test_a_router_that_counts_refusals_too_is_caught(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ProxiedRequest, "_is_failure", lambda self, problem: True)
+
+    async def play() -> None:
+        async with world(1, 1, RouterLimits(num_attempts_max=3)) as w:
+            assert await refused_and_failed(w) != (0, 1)
+
+    run(play)

@@ -1,0 +1,150 @@
+"""The router's client: connections are reused, broken responses are errors, requests can be ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from tests.serving.router_world import run, until
+from yarl import URL
+
+from baton.errors import ConfigError
+from baton.serving.upstream import UpstreamClient, UpstreamError, UpstreamRequest, instance_base
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("url", ["http://a:1/path", "ftp://a", "a:1", "http://[::1", "http://:80"])
+def test_urls_that_cannot_be_used(url: str):
+    with pytest.raises(ConfigError, match="http://host:port"):
+        instance_base(url)
+
+
+def test_urls_that_can():
+    assert instance_base("http://10.0.0.1:8000/") == "http://10.0.0.1:8000"
+    assert instance_base("https://[::1]:80") == "https://[::1]:80"
+
+
+class Listener:
+    """A server of bytes: each request is answered with the next of these, and perhaps hung up on."""
+
+    def __init__(self, answers: list[bytes], *, is_cut: bool = False) -> None:
+        self.answers, self.is_cut = answers, is_cut
+        self.num_connections = 0
+        self.num_sent = 0
+
+    async def __aenter__(self) -> str:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/x"
+
+    async def __aexit__(self, *raised: object) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        while self.answers and await reader.readuntil(b"\r\n\r\n"):
+            answer = self.answers.pop(0)
+            for start in range(0, len(answer), 1 << 20):
+                writer.write(answer[start : start + (1 << 20)])
+                await writer.drain()
+                self.num_sent += 1
+            if self.is_cut:
+                break
+        await writer.drain()
+        writer.close()
+
+
+@asynccontextmanager
+async def client() -> AsyncIterator[UpstreamClient]:
+    found = UpstreamClient("key", 30.0)
+    try:
+        yield found
+    finally:
+        await found.close()
+
+
+def test_connections_are_used_again():
+    async def body() -> None:
+        listener = Listener([OK, CHUNKED, OK])
+        async with listener as url, client() as upstream:
+            answers = [await upstream.fetch(url, 60.0) for _ in range(3)]
+            assert answers == [(200, b"ok"), (200, b"abc"), (200, b"ok")]
+            assert listener.num_connections == 1
+
+    run(body)
+
+
+@pytest.mark.parametrize("answer", [b"", OK[:-1], b"nonsense\r\n\r\n", CHUNKED[:-5], CHUNKED[:-9]])
+def test_broken_answers_are_errors(answer: bytes):
+    async def body() -> None:
+        async with Listener([answer], is_cut=True) as url, client() as upstream:
+            with pytest.raises(UpstreamError) as raised:
+                await upstream.fetch(url, 60.0)
+            assert raised.value.code == "PEER_LOST"
+
+    run(body)
+
+
+def test_a_closed_port_is_told_apart():
+    async def body() -> None:
+        async with Listener([]) as url:
+            pass
+        async with client() as upstream:
+            with pytest.raises(UpstreamError) as raised:
+                await upstream.fetch(url, 60.0)
+            assert raised.value.code == "REFUSED"
+
+    run(body)
+
+
+def test_silence_is_a_deadline():
+    async def body() -> None:
+        async with Listener([b"HTTP/1.1 200 OK\r\n", b""]) as url, client() as upstream:
+            with pytest.raises(UpstreamError) as raised:
+                await upstream.fetch(url, 0.2)
+            assert raised.value.code == "DEADLINE"
+
+    run(body)
+
+
+def test_a_response_that_is_not_read_is_not_taken_in():
+    async def body() -> None:
+        size = 64 << 20
+        listener = Listener([b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + bytes(size)])
+        async with listener as url, client() as upstream:
+            request = UpstreamRequest(upstream)
+            await request.send(URL(url), None)
+            num_sent = -1
+            while num_sent != listener.num_sent:  # until nothing moves any more
+                num_sent = listener.num_sent
+                await asyncio.sleep(0.3)
+            assert num_sent < 48
+            assert not request.is_waiting  # the silence is this side's doing
+            assert len(await request.read_all()) == size
+
+    run(body)
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n"])
+def test_a_request_that_is_ended_wakes_its_reader_with_the_cause(head: bytes):
+    async def body() -> None:
+        async with Listener([head, b""]) as url, client() as upstream:
+            request = UpstreamRequest(upstream)
+
+            async def read() -> bytes:
+                await request.send(URL(url), None)
+                return await request.read_all()
+
+            reading = asyncio.create_task(read())
+            await until(lambda: request.is_waiting and bool(request.response) == bool(head))
+            request.fail(UpstreamError("because", "DEADLINE"))
+            with pytest.raises(UpstreamError, match="because"):
+                await reading
+            with pytest.raises(UpstreamError, match="because"):
+                await request.read()
+            request.close()
+
+    run(body)
