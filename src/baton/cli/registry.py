@@ -1,4 +1,4 @@
-"""`baton registry`: where instances find each other."""
+"""`baton registry`: lets instances and routers find each other."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from baton.session.registry.server import HOST, PORT, RegistryServer
 
 
 def registry(
-    port: Annotated[int, typer.Option(min=0, max=65_535, metavar="N", help="0 takes a free one")] = PORT,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="where to listen")] = HOST,
+    port: Annotated[
+        int, typer.Option(min=0, max=65_535, metavar="PORT", help="port; 0: any free port")
+    ] = PORT,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="address to bind")] = HOST,
     secret_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="shared by all instances; default: BATON_SECRET")
+        Path | None,
+        typer.Option(metavar="FILE", help="secret shared by all instances (default: BATON_SECRET)"),
     ] = None,
 ) -> None:
-    """Runs a registry until it is interrupted; members that lose it come back by themselves."""
+    """Run a registry until interrupted; instances that lose it register again by themselves."""
     secret = settings.secret(None if secret_file is None else str(secret_file))
     asyncio.run(_serve(RegistryServer(secret), host, port))
 
