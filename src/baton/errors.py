@@ -9,6 +9,7 @@ BatonError
 |   `-- RemoteProtocolError    the peer misbehaved
 |-- RegistryError          the registry refused, or could not be reached (baton.session.registry)
 |-- TransportError         bytes could not be moved
+|-- ProcessError           a child process ended early, or did not answer
 `-- EngineError            a model could not be loaded or run
     `-- FullError              too many requests wait already
 """
@@ -54,6 +55,10 @@ class RemoteProtocolError(ProtocolError):
 
 class TransportError(BatonError):
     """Bytes could not be moved."""
+
+
+class ProcessError(BatonError):
+    """A child process ended early, or did not answer."""
 
 
 class EngineError(BatonError):

@@ -1,4 +1,4 @@
-"""What comes from outside of the command line: secret, API keys, certificates, the cache folder."""
+"""Settings beside the command line: environment variables, secret, API keys, certificates, cache folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAKE_ONE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
 
 
 def secret(path: str | None) -> bytes:
-    """The secret that all instances share: from a file that only its owner can read, else the variable."""
+    """The secret that all instances share: from a file only its owner can read, else from BATON_SECRET."""
     if path is not None:
         return _long_enough(_read_private(path), f"secret file {path}")
     found = os.environb.get(SECRET_VARIABLE.encode())
@@ -32,14 +32,14 @@ def secret(path: str | None) -> bytes:
 
 
 def has_secret() -> bool:
-    """Whether the environment has a secret, for those who can do without one."""
+    """Whether BATON_SECRET is set."""
     return SECRET_VARIABLE.encode() in os.environb
 
 
 def api_keys(path: str | None) -> tuple[str, ...]:
-    """The keys that clients may show: one a line in a file that only its owner can read, else the variable's.
+    """The API keys that are accepted: one per line of a file only its owner can read, else BATON_API_KEY.
 
-    None at all where neither is there: then no key is asked for.
+    Empty if there is neither: then no key is required.
     """
     found, where = os.environb.get(API_KEY_VARIABLE.encode(), b""), f"variable {API_KEY_VARIABLE}"
     if path is not None:
@@ -57,7 +57,7 @@ def api_keys(path: str | None) -> tuple[str, ...]:
 
 
 def cache_folder() -> Path:
-    """Where fetched models are kept: the variable's folder, else the user's own cache."""
+    """The folder of downloaded models: BATON_CACHE, else below the user's cache folder."""
     named = os.environ.get(CACHE_VARIABLE)
     if named:
         return Path(named).expanduser()
@@ -70,7 +70,7 @@ def _read_private(path: str, what: str = "secret") -> bytes:
             mode = os.fstat(file.fileno()).st_mode
             if mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise ConfigError(
-                    f"{what} file {path} has mode {stat.S_IMODE(mode):04o}, so that others can use it; "
+                    f"{what} file {path} has mode {stat.S_IMODE(mode):04o}, so other users can read it; "
                     f"run: chmod 600 {path}"
                 )
             return file.read()
@@ -91,7 +91,7 @@ def _long_enough(raw: bytes, where: str) -> bytes:
 
 
 def rank_environment(num_threads: int) -> dict[str, str]:
-    """What a rank process starts with: threads that do not spin, and collectives on loopback alone."""
+    """The environment of a rank process: threads that do not spin, and collectives on loopback only."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": str(num_threads),
@@ -103,26 +103,26 @@ def rank_environment(num_threads: int) -> dict[str, str]:
 
 
 def take_environment(environment: dict[str, str]) -> None:
-    """For a process that was forked: what it would have started with."""
+    """Replaces the environment of a forked process."""
     os.environ.clear()
     os.environ.update(environment)
 
 
-def part_environment(secret: str, folder: str) -> dict[str, str]:
-    """What a part of a deployment starts with: a secret that no list of processes shows, and a folder."""
+def service_environment(secret: str, folder: str) -> dict[str, str]:
+    """The environment of a supervised service: the secret, which no command line shows, and a folder."""
     return {**os.environ, SECRET_VARIABLE: secret, "TMPDIR": folder, "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """PEM files of mutual TLS: each end has a certificate that names its address, all of one authority."""
+    """PEM files of mutual TLS: each end has a certificate for its address, all signed by one authority."""
 
     certificate: str
     key: str
     authority: str
 
     def accepting(self) -> ssl.SSLContext:
-        """For the end that listens: it asks the dialler for a certificate too."""
+        """For a server: it requires a client certificate."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.verify_mode = ssl.CERT_REQUIRED
         return self._filled(context)
@@ -132,13 +132,13 @@ class Tls:
         return self._filled(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
 
     def dialling(self) -> ssl.SSLContext:
-        """For the end that dials: the certificate it is shown has to name the address it dialled."""
+        """For a client: the server's certificate must name the address it connects to."""
         return self._filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
 
     def _filled(self, context: ssl.SSLContext) -> ssl.SSLContext:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         try:
-            # An empty passphrase: an encrypted key is an error here and no question on the terminal.
+            # With an empty passphrase an encrypted key is an error, not a prompt on the terminal.
             context.load_cert_chain(self.certificate, self.key, password="")
         except OSError as cause:
             raise ConfigError(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.engine.tiny import tiny
 
-from baton.bench.engine.run import Turn
+from baton.bench.engine import Comparison
 from baton.cli import main
 
 pytestmark = pytest.mark.engine
@@ -42,10 +42,10 @@ def test_table_record_and_picture(tmp_path: Path, monkeypatch, capsys) -> None:
         assert part["transformers_tokens_per_s"] <= num_peer / min(part["transformers_s"])
 
 
-def test_the_ratio_is_of_tokens_in_the_same_turn() -> None:
-    turn = Turn(engine_s=[1.0, 4.0, 2.0], peer_s=[2.0, 4.0, 8.0], engine_tokens=80, peer_tokens=10)
-    assert turn.ratio == 8 * 2.0
-    assert (turn.engine_per_s, turn.peer_per_s) == (40.0, 2.5)
+def test_the_ratio_is_of_tokens_in_the_same_round() -> None:
+    decode = Comparison("decode", 3.0, 80, 10, engine_s=[1.0, 4.0, 2.0], peer_s=[2.0, 4.0, 8.0])
+    assert decode.ratio == 8 * 2.0
+    assert (decode.engine_per_s, decode.peer_per_s) == (40.0, 2.5)
 
 
 def test_an_unknown_model_is_one_line_and_code_2(monkeypatch, capsys) -> None:

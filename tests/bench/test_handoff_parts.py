@@ -9,23 +9,20 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.bench.handoff.content import Holder, compare, fill
-from baton.bench.handoff.figures import Serial, bound, figures, serial_of
-from baton.bench.handoff.pacing import Pace, Step, schedule
-from baton.bench.handoff.recording import Copied, Recorded
-from baton.bench.handoff.records import HandOver, Received, Sent
-from baton.bench.handoff.scene import (
-    Scene,
-    Side,
+from baton.bench.handoff.content import RankPools, compare, fill
+from baton.bench.handoff.figures import SerialTransfer, bound, figures, serial_of, timeline_of
+from baton.bench.handoff.records import CopyTiming, HandOver, Received, RecordingTransport, Sent
+from baton.bench.handoff.schedule import PrefillPace, PrefillStep, schedule
+from baton.bench.handoff.workload import (
+    SideSpec,
+    Workload,
     fitted,
     own_layers,
     pages_of,
-    parse_speed,
     pool_bytes,
-    sampler,
+    sampler_rank,
     spec_of,
 )
-from baton.bench.handoff.story import story
 from baton.errors import ConfigError
 from baton.plan import Chunk, Tables, bind, execute
 from baton.plan.overlap import LayerTimes
@@ -33,6 +30,7 @@ from baton.plan.overlap import bound as ideal
 from baton.plan.ownership import buffers
 from baton.plan.steps import Spans
 from baton.transport import NOW, Batch, Ranges, open_transport, wait_for_events
+from baton.units import parse_speed
 
 MIXED = (
     "paged:layers=3,heads=4,dim=8+paged:layers=2,heads=4,dim=8,window=40"
@@ -40,8 +38,8 @@ MIXED = (
 )
 
 
-def pools(scene: Scene, side: str) -> dict[tuple[int, str], np.ndarray]:
-    spec = spec_of(scene, side)
+def pools(workload: Workload, side: str) -> dict[tuple[int, str], np.ndarray]:
+    spec = spec_of(workload, side)
     return {
         (rank, name): np.zeros(size, dtype=np.uint8)
         for rank in range(spec.layout.num_ranks)
@@ -53,29 +51,31 @@ def own(memory: dict[tuple[int, str], np.ndarray], rank: int) -> dict[str, np.nd
     return {name: pool for (holder, name), pool in memory.items() if holder == rank}
 
 
-def handed_over(scene: Scene, salt: int, slot: int = 0) -> tuple[dict, dict]:
+def handed_over(workload: Workload, salt: int, slot: int = 0) -> tuple[dict, dict]:
     """Both sides' pools after a hand-over by the reference."""
-    given, taken = pools(scene, "source"), pools(scene, "target")
-    spec = spec_of(scene, "source")
+    given, taken = pools(workload, "source"), pools(workload, "target")
+    spec = spec_of(workload, "source")
     tables = {}
     for side in ("source", "target"):
-        ranks = range(spec_of(scene, side).layout.num_ranks)
-        tables[side] = {rank: pages_of(scene, side, rank, slot) for rank in ranks}
+        ranks = range(spec_of(workload, side).layout.num_ranks)
+        tables[side] = {rank: pages_of(workload, side, rank, slot) for rank in ranks}
     for rank in range(spec.layout.num_ranks):
-        holder = Holder(spec, rank, own(given, rank))
-        fill(holder, scene.prompt, tables["source"][rank], salt, is_finite=scene.is_converted)
-    whole = Chunk((0, 1 << 20), (0, scene.num_tokens))
-    execute(bind(scene.plan, scene.prompt, Tables(tables["source"], tables["target"]), whole), given, taken)
+        holder = RankPools(spec, rank, own(given, rank))
+        fill(holder, workload.prompt, tables["source"][rank], salt, is_finite=workload.is_converted)
+    whole = Chunk((0, 1 << 20), (0, workload.num_tokens))
+    execute(
+        bind(workload.plan, workload.prompt, Tables(tables["source"], tables["target"]), whole), given, taken
+    )
     return given, taken
 
 
-def wrong_bytes(scene: Scene, taken: dict, salt: int, slot: int = 0) -> tuple[int, int]:
+def wrong_bytes(workload: Workload, taken: dict, salt: int, slot: int = 0) -> tuple[int, int]:
     """Bytes that were compared at all target ranks, and how many of them are not right."""
-    spec, total, right = spec_of(scene, "target"), 0, 0
+    spec, total, right = spec_of(workload, "target"), 0, 0
     for rank in range(spec.layout.num_ranks):
-        holder = Holder(spec, rank, own(taken, rank))
-        pages = pages_of(scene, "target", rank, slot)
-        verdict = compare(holder, spec_of(scene, "source"), scene.prompt, pages, salt)
+        holder = RankPools(spec, rank, own(taken, rank))
+        pages = pages_of(workload, "target", rank, slot)
+        verdict = compare(holder, spec_of(workload, "source"), workload.prompt, pages, salt)
         total, right = total + verdict.num_bytes, right + verdict.num_right
     return total, total - right
 
@@ -83,43 +83,43 @@ def wrong_bytes(scene: Scene, taken: dict, salt: int, slot: int = 0) -> tuple[in
 @pytest.mark.parametrize(
     ("source", "target"),
     [
-        (Side("pp2.tp2", 16), Side("tp4", 16)),
-        (Side("tp2", 8, "nhd.fused.page"), Side("cp2:stripe4.tp2", 16, "hnd")),
-        (Side("tp2", 16), Side("tp1", 16, "hnd", "fp32")),
+        (SideSpec("pp2.tp2", 16), SideSpec("tp4", 16)),
+        (SideSpec("tp2", 8, "nhd.fused.page"), SideSpec("cp2:stripe4.tp2", 16, "hnd")),
+        (SideSpec("tp2", 16), SideSpec("tp1", 16, "hnd", "fp32")),
     ],
 )
-def test_content_is_right_after_a_hand_over_and_only_then(source: Side, target: Side) -> None:
-    scene = Scene(MIXED, source, target, num_tokens=75, num_slots=3)
-    _, taken = handed_over(scene, salt=5, slot=1)
-    total, wrong = wrong_bytes(scene, taken, salt=5, slot=1)
+def test_content_is_right_after_a_hand_over_and_only_then(source: SideSpec, target: SideSpec) -> None:
+    workload = Workload(MIXED, source, target, num_tokens=75, num_slots=3)
+    _, taken = handed_over(workload, salt=5, slot=1)
+    total, wrong = wrong_bytes(workload, taken, salt=5, slot=1)
     assert (total > 10_000, wrong) == (True, 0)
-    assert wrong_bytes(scene, taken, salt=6, slot=1)[1] > total / 3, "another request's content"
-    assert wrong_bytes(scene, taken, salt=5, slot=0)[1] > total / 3, "another request's pages"
+    assert wrong_bytes(workload, taken, salt=6, slot=1)[1] > total / 3, "another request's content"
+    assert wrong_bytes(workload, taken, salt=5, slot=0)[1] > total / 3, "another request's pages"
     written = next(pool for key, pool in taken.items() if key[0] == 0 and pool.any())
     place = int(np.flatnonzero(written)[0])
     written[place] ^= 1
-    assert wrong_bytes(scene, taken, salt=5, slot=1)[1] == 1, "one byte differs"
+    assert wrong_bytes(workload, taken, salt=5, slot=1)[1] == 1, "one byte differs"
 
 
 def test_slots_share_no_page() -> None:
-    scene = Scene(MIXED, Side("tp2", 16), Side("tp2", 16), num_tokens=75, num_slots=7)
-    spec = spec_of(scene, "target")
+    workload = Workload(MIXED, SideSpec("tp2", 16), SideSpec("tp2", 16), num_tokens=75, num_slots=7)
+    spec = spec_of(workload, "target")
     for group in spec.cache.groups:
-        used = np.concatenate([pages_of(scene, "target", 1, slot)[group] for slot in range(7)])
+        used = np.concatenate([pages_of(workload, "target", 1, slot)[group] for slot in range(7)])
         assert sorted(used.tolist()) == list(range(spec.storage.pages_of(group)))
-        lent = np.concatenate([pages_of(scene, "source", 1, slot)[group] for slot in range(7)])
+        lent = np.concatenate([pages_of(workload, "source", 1, slot)[group] for slot in range(7)])
         assert len(set(lent.tolist())) == len(lent) == len(used)
 
 
 def test_layers_are_dropped_until_pools_fit() -> None:
-    scene = Scene("paged:layers=8,heads=2,dim=8", Side("pp2.tp1"), Side("tp2"), num_tokens=64)
-    whole = pool_bytes(scene)
+    workload = Workload("paged:layers=8,heads=2,dim=8", SideSpec("pp2.tp1"), SideSpec("tp2"), num_tokens=64)
+    whole = pool_bytes(workload)
     assert whole == 3 * 8 * 2 * 2 * 64 * 8 * 2, "the source has twice the room"
-    assert fitted(scene, whole) == scene
-    assert fitted(scene, whole - 1).num_layers == 7
-    assert fitted(scene, whole // 2).num_layers == 4
+    assert fitted(workload, whole) == workload
+    assert fitted(workload, whole - 1).num_layers == 7
+    assert fitted(workload, whole // 2).num_layers == 4
     with pytest.raises(ConfigError, match="--tokens"):
-        fitted(scene, whole // 8)
+        fitted(workload, whole // 8)
 
 
 def test_speeds() -> None:
@@ -130,17 +130,17 @@ def test_speeds() -> None:
             parse_speed(text)
 
 
-def test_scene_crosses_a_pipe() -> None:
-    scene = Scene(MIXED, Side("tp2"), Side("tp1", 16, "nhd", "fp32"), 9, link_bytes_per_s=1e9)
-    text = json.dumps(dataclasses.asdict(scene))
-    assert msgspec.convert(json.loads(text), Scene) == scene
+def test_workload_crosses_a_pipe() -> None:
+    workload = Workload(MIXED, SideSpec("tp2"), SideSpec("tp1", 16, "nhd", "fp32"), 9, link_bytes_per_s=1e9)
+    text = json.dumps(dataclasses.asdict(workload))
+    assert msgspec.convert(json.loads(text), Workload) == workload
 
 
-FLAT = Scene("paged:layers=8,heads=4,dim=8", Side("pp2.tp2"), Side("tp4"), num_tokens=128)
+FLAT = Workload("paged:layers=8,heads=4,dim=8", SideSpec("pp2.tp2"), SideSpec("tp4"), num_tokens=128)
 
 
 def test_stages_compute_one_after_another() -> None:
-    steps = schedule(FLAT, Pace(layer_s=0.01, policy="fixed:2"))
+    steps = schedule(FLAT, PrefillPace(layer_s=0.01, policy="fixed:2"))
     assert set(steps) == {0, 1, 2, 3}
     assert [step.at_s for step in steps[0]] == pytest.approx([0.01, 0.02, 0.03, 0.04])
     assert [step.at_s for step in steps[3]] == pytest.approx([0.05, 0.06, 0.07, 0.08])
@@ -150,7 +150,7 @@ def test_stages_compute_one_after_another() -> None:
 
 
 def test_prefill_chunks_fill_the_pipeline() -> None:
-    steps = schedule(FLAT, Pace(layer_s=0.04, policy="off", chunk_tokens=32))
+    steps = schedule(FLAT, PrefillPace(layer_s=0.04, policy="off", chunk_tokens=32))
     assert [step.at_s for step in steps[0]][3::4] == pytest.approx([0.04, 0.08, 0.12, 0.16])
     assert [step.at_s for step in steps[2]][3::4] == pytest.approx([0.08, 0.12, 0.16, 0.20])
     assert [step.tokens for step in steps[2]][3::4] == [(0, 32), (32, 64), (64, 96), (96, 128)]
@@ -159,9 +159,11 @@ def test_prefill_chunks_fill_the_pipeline() -> None:
 
 def test_windows_states_and_drafts_go_with_their_chunk() -> None:
     body = "paged:layers=2,heads=2,dim=8,window=32+recurrent:layers=2,heads=2,state=8"
-    scene = Scene(body + "+draft.paged:layers=1,heads=2,dim=8", Side("tp2"), Side("tp2"), num_tokens=128)
-    assert own_layers(scene, 0) == (0, 5)
-    steps = schedule(scene, Pace(layer_s=0.01, policy="fixed:1", chunk_tokens=64))[0]
+    workload = Workload(
+        body + "+draft.paged:layers=1,heads=2,dim=8", SideSpec("tp2"), SideSpec("tp2"), num_tokens=128
+    )
+    assert own_layers(workload, 0) == (0, 5)
+    steps = schedule(workload, PrefillPace(layer_s=0.01, policy="fixed:1", chunk_tokens=64))[0]
     first, last = steps[:4], steps[4:]
     assert [step.num_bytes for step in first[:3]] == [0, 0, 0], "outside of the window, and no state yet"
     assert last[0].num_bytes == 32 * 8 * 2 * 2
@@ -171,13 +173,13 @@ def test_windows_states_and_drafts_go_with_their_chunk() -> None:
 
 
 def test_the_sampler_is_on_the_last_stage() -> None:
-    assert sampler(FLAT) == 2
-    assert sampler(dataclasses.replace(FLAT, source=Side("tp2.pp2"))) == 1
+    assert sampler_rank(FLAT) == 2
+    assert sampler_rank(dataclasses.replace(FLAT, source=SideSpec("tp2.pp2"))) == 1
 
 
 def observed(layers_s: list[float], copies: list[tuple[float, float]], settled_s: float) -> HandOver:
     """A hand-over of one source rank whose layers ended and whose copies ran at these times from 100 on."""
-    steps = tuple(Step(at, i, (0, 8), 10, (i, i + 1)) for i, at in enumerate(layers_s))
+    steps = tuple(PrefillStep(at, i, (0, 8), 10, (i, i + 1)) for i, at in enumerate(layers_s))
     sent = Sent(
         rank=0,
         called_s=100.0,
@@ -185,7 +187,7 @@ def observed(layers_s: list[float], copies: list[tuple[float, float]], settled_s
         committed_s=100.0,
         settled_s=100 + settled_s,
         outcome="ready",
-        copies=tuple(Copied("t", 100 + a, 100 + b, 10, 2, True) for a, b in copies),
+        copies=tuple(CopyTiming("t", 100 + a, 100 + b, 10, 2, True) for a, b in copies),
     )
     received = Received(0, 100.0, 100 + settled_s, "ready")
     return HandOver("x", 100.0, {0: steps}, {0: sent}, received, {"t": 3})
@@ -193,14 +195,14 @@ def observed(layers_s: list[float], copies: list[tuple[float, float]], settled_s
 
 def test_figures_by_hand() -> None:
     found = observed([1, 2, 3, 4], [(1, 3), (2, 5), (3.5, 6), (4.25, 8)], settled_s=8.5)
-    got = figures(found, Serial({0: 8.0}))
+    got = figures(found, SerialTransfer({0: 8.0}))
     assert (got.tth_s, got.compute_s, got.exposed_s, got.transfer_s) == (8.5, 4, 4, 8)
     assert got.efficiency == 0.5
     # R = 1 2 3 4, t = 2: F = 3 5 7 9, exposed 5 of 8.
     assert got.bound == pytest.approx(3 / 8)
     assert got.control_s == pytest.approx(0.5)
     assert (got.num_copies, got.num_spans, got.num_bytes, got.num_groups) == (4, 8, 40, 4)
-    late = figures(observed([0, 0], [(2, 3), (4, 5)], settled_s=7), Serial({}))
+    late = figures(observed([0, 0], [(2, 3), (4, 5)], settled_s=7), SerialTransfer({}))
     assert late.control_s == pytest.approx(5), "what is neither compute nor copy"
     assert late.late_s == 0
 
@@ -210,7 +212,7 @@ def test_bound_is_that_of_the_planner(layer_s: float) -> None:
     ends = [layer_s * (index + 1) for index in range(32)]
     times = LayerTimes((layer_s,) * 32, (1.0,) * 32, 0.0)
     found = observed(ends, [(ends[-1], ends[-1] + 32)], settled_s=1000)
-    assert bound(found, Serial({0: 32.0})) == pytest.approx(ideal(times))
+    assert bound(found, SerialTransfer({0: 32.0})) == pytest.approx(ideal(times))
 
 
 def test_serial_time_and_what_a_group_costs() -> None:
@@ -222,7 +224,7 @@ def test_serial_time_and_what_a_group_costs() -> None:
 
 
 def test_story_of_a_hand_over() -> None:
-    timeline = story(observed([1, 2], [(1, 3), (2, 4)], settled_s=5))
+    timeline = timeline_of(observed([1, 2], [(1, 3), (2, 4)], settled_s=5))
     names = {track.name: timeline.on(track) for track in timeline.tracks}
     assert [(i.name, i.start_s, i.stop_s) for i in names["compute"]] == [
         ("layers 0-1", 0, 1),
@@ -235,7 +237,7 @@ def test_story_of_a_hand_over() -> None:
 
 
 def test_a_recorded_transport_moves_the_same_bytes() -> None:
-    target, source = open_transport("memory"), Recorded(open_transport("memory"))
+    target, source = open_transport("memory"), RecordingTransport(open_transport("memory"))
     region = target.register(target.allocate(64))
     invitation = target.invite()
     target.grant(invitation.peer, region, Ranges.whole(region))

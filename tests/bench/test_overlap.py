@@ -33,7 +33,8 @@ def test_table_record_and_picture(tmp_path: Path, monkeypatch, capsys) -> None:
     assert run(monkeypatch, *words) == 0
     out = capsys.readouterr().out
     assert "compute-only" in out
-    assert out.strip().splitlines()[-1].startswith("cost reaches at least ")
+    assert "cost: tth at most " in out
+    slower = [line for line in out.splitlines() if " loses to off at " in line]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "tokens identical: 8 of 8" in out
     found = json.loads(path.read_text())
@@ -41,6 +42,11 @@ def test_table_record_and_picture(tmp_path: Path, monkeypatch, capsys) -> None:
     rows = {row["policy"]: row for row in found["results"]["rows"]}
     # `off` is measured unasked: the others are held to its transfer time.
     assert list(rows) == ["off", "fixed:1", "cost"]
+    assert len(slower) == len(found["results"]["slower_than_off"])
+    for row in rows.values():
+        assert row["tth_over_compute"] > 0
+        is_listed = any(row["policy"] == loss["policy"] for loss in found["results"]["slower_than_off"])
+        assert is_listed == (row["tth_s"] > rows["off"]["tth_s"])
     assert {row["num_bytes"] for row in rows.values()} == {PROMPT_BYTES}
     assert [rows["off"]["num_groups"], rows["fixed:1"]["num_groups"]] == [1, NUM_LAYERS]
     for row in rows.values():

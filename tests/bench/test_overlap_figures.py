@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from baton.bench.overlap.figures import Case, Round, rows_of, targets
+from baton.bench.overlap_report import (
+    OverlapCase,
+    OverlapRound,
+    losses,
+    rows_of,
+    summary_lines,
+    table_of,
+    targets,
+)
 from baton.engine.commands import CopyRecord, LayerGroupTiming, LayerReady
 from baton.engine.trace import HandoffTrace, RequestTrace
 
-CASE = Case(4096, 1e9)
+CASE = OverlapCase(4096, 1e9)
 
 
 def told(
@@ -37,7 +45,7 @@ OFF = told([(0, 2)], [(2.0, 3.0), (2.0, 4.0)])
 
 def test_efficiency_is_held_to_the_transfer_time_of_off() -> None:
     by_layer = told([(0, 1), (1, 2)], [(1.0, 2.0), (2.0, 3.25)])
-    rows = rows_of(CASE, {"off": [Round(OFF, 2.0)], "fixed:1": [Round(by_layer, 2.0)]}, "off")
+    rows = rows_of(CASE, {"off": [OverlapRound(OFF, 2.0)], "fixed:1": [OverlapRound(by_layer, 2.0)]})
     off, one = rows
     assert off.serial_s == one.serial_s == 2.0
     assert (off.runs[0].exposed_s, off.runs[0].efficiency) == (2.0, 0.0)
@@ -47,19 +55,20 @@ def test_efficiency_is_held_to_the_transfer_time_of_off() -> None:
     assert one.of_bound == pytest.approx(0.75)
     assert one.runs[0].complete == pytest.approx(3.25 / 2)
     assert one.runs[0].tth_s == pytest.approx(1 + 3.25 + 0.5)
+    assert one.tth_over_compute == pytest.approx(4.75 / 2)
     assert (off.runs[0].num_groups, one.runs[0].num_groups, one.runs[0].num_bytes) == (1, 2, 1000)
 
 
 def test_compute_beside_copies_is_compared_with_compute_of_the_same_round() -> None:
     slow = told([(0, 2)], [(2.2, 4.0)], slowed=1.1)
-    row = rows_of(CASE, {"off": [Round(slow, 2.0), Round(slow, 2.2)]}, "off")[0]
+    row = rows_of(CASE, {"off": [OverlapRound(slow, 2.0), OverlapRound(slow, 2.2)]})[0]
     assert [run.slowed for run in row.runs] == [pytest.approx(0.1), pytest.approx(0.0)]
-    assert row.floor_s == pytest.approx(2.1)
+    assert row.compute_only_s == pytest.approx(2.1)
 
 
 def test_targets_of_a_gpu_are_harder_and_more() -> None:
     good = told([(0, 1), (1, 2)], [(1.0, 2.0), (2.0, 3.06)])
-    rows = rows_of(CASE, {"off": [Round(OFF, 2.0)], "cost": [Round(good, 2.0)]}, "off")
+    rows = rows_of(CASE, {"off": [OverlapRound(OFF, 2.0)], "cost": [OverlapRound(good, 2.0)]})
     on_cpu = targets(rows, "cost", "cpu")["4096 tokens, 1 GB/s"]
     on_gpu = targets(rows, "cost", "cuda")["4096 tokens, 1 GB/s"]
     assert on_cpu == {"of_bound": pytest.approx(0.94), "of_bound_is_met": True}
@@ -77,9 +86,31 @@ def with_states(ended_s: float) -> HandoffTrace:
 )
 def test_a_state_may_expose_its_own_bytes_and_no_more(ended_s: float, is_hidden: bool, is_met: bool) -> None:
     off = told([(0, 2)], [(2.0, 3.0), (2.0, 4.0)], state_bytes=500)
-    rounds = {"off": [Round(off, 2.0)], "cost": [Round(with_states(ended_s), 2.0)]}
-    found = targets(rows_of(CASE, rounds, "off"), "cost", "cpu")["4096 tokens, 1 GB/s"]
+    rounds = {"off": [OverlapRound(off, 2.0)], "cost": [OverlapRound(with_states(ended_s), 2.0)]}
+    found = targets(rows_of(CASE, rounds), "cost", "cpu")["4096 tokens, 1 GB/s"]
     # Without the state all would be across when compute ends, at 2.
     assert found["state_s"] == pytest.approx(1.0)
     assert found["beyond_s"] == pytest.approx(ended_s - 2.0)
     assert (found["of_bound_is_met"], found["beyond_is_met"]) == (is_hidden, is_met)
+
+
+def test_a_policy_that_loses_to_off_is_named() -> None:
+    """Its transfer is hidden, and yet a client waits longer: compute beside the copies was slowed down."""
+    slow = told([(0, 1), (1, 2)], [(1.0, 2.0), (4.2, 4.4)], slowed=2.1)
+    rounds = {"off": [OverlapRound(OFF, 2.0)], "cost": [OverlapRound(slow, 2.0)]}
+    rows = rows_of(CASE, rounds)
+    off, cost = rows
+    assert cost.median(lambda run: run.efficiency) > off.median(lambda run: run.efficiency)
+    assert losses(rows) == [(cost, off)]
+    lines = summary_lines(rows)
+    assert lines[0].startswith("cost: tth at most ")
+    assert lines[0].endswith(" times compute-only (4096 tokens, 1 GB/s)")
+    assert lines[-1].startswith("cost loses to off at 4096 tokens, 1 GB/s: tth ")
+    heads = [str(column.header) for column in table_of(rows, "t").columns]
+    assert heads[3:6] == ["tth", "tth/compute", "against off"]
+
+
+def test_it_says_when_no_policy_loses() -> None:
+    fast = told([(0, 1), (1, 2)], [(1.0, 2.0), (2.0, 3.0)])
+    rows = rows_of(CASE, {"off": [OverlapRound(OFF, 2.0)], "fixed:1": [OverlapRound(fast, 2.0)]})
+    assert summary_lines(rows)[-1] == "no policy loses to off"

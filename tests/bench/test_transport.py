@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.baselines import baseline
-from baton.bench.transport import spans_of
+from baton.bench.baselines import BASELINES
+from baton.bench.transport import parse_sizes, size_text, spans_of
 from baton.cli import main
 from baton.errors import ConfigError
 from baton.transport import parse_transport
@@ -58,15 +58,27 @@ def test_options_of_a_transport() -> None:
 @pytest.mark.parametrize("name", ["memcpy", "tcp"])
 def test_baselines_move_the_spans(name: str) -> None:
     spans = spans_of(512, 16)
-    found = baseline(name, spans, 2 * 512 * 16)
-    assert found is not None
-    with found as bare:
-        bare.once()
-        bare.once()
-    assert baseline("shm", spans, 1) is None
+    with BASELINES[name](spans, 2 * 512 * 16) as baseline:
+        baseline.once()
+        baseline.once()
 
 
 def test_spans_have_no_neighbours() -> None:
     spans = spans_of(64, 100)
     assert sorted(spans.target.tolist()) == spans.source.tolist()
     assert (spans.source[1:] - spans.source[:-1] > 64).all()
+
+
+def test_sizes() -> None:
+    assert parse_sizes("4KiBx256, 1Bx1,16MiBx32") == [(4096, 256), (1, 1), (16 << 20, 32)]
+    assert [size_text(*size) for size in parse_sizes("4KiBx256,1Bx1,3MiBx2")] == [
+        "4KiBx256",
+        "1Bx1",
+        "3MiBx2",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "4KiB", "4KBx2", "0KiBx2", "4KiBx0", "4KiBx2,", "9GiBx1", "-4KiBx1"])
+def test_bad_sizes_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_sizes(text)

@@ -11,9 +11,11 @@ import pytest
 from tests.cli.models import speaking_model
 
 from baton.cli import main
-from baton.cli.engine import demo as carried_out
 
 pytestmark = pytest.mark.engine
+
+# `baton.cli.demo` is the command, which hides the module.
+MODULE = sys.modules["baton.cli.demo"]
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +70,14 @@ def test_two_layouts_one_answer(baton, model, tmp_path) -> None:
 
 
 def test_a_wrong_token_fails(baton, model, tmp_path, monkeypatch) -> None:
-    honest = carried_out.answered
+    honest = MODULE.ask
 
-    def lying(voice, name, question, *show):
-        found = honest(voice, name, question, *show)
+    def lying(client, name, question, *show):
+        found = honest(client, name, question, *show)
         wrong = (found.tokens[0], found.tokens[1] ^ 1, *found.tokens[2:])
-        return replace(found, tokens=wrong) if name == carried_out.ON else found
+        return replace(found, tokens=wrong) if name == MODULE.ON else found
 
-    monkeypatch.setattr(carried_out, "answered", lying)
+    monkeypatch.setattr(MODULE, "ask", lying)
     code, out, _ = baton(*words(model, tmp_path / "out", prefill="tp1", decode="tp1"))
     assert code == 1
     same, _, whole = out.splitlines()[-1].removeprefix("tokens identical: ").partition(" of ")
@@ -85,9 +87,9 @@ def test_a_wrong_token_fails(baton, model, tmp_path, monkeypatch) -> None:
 
 def test_an_answer_that_ends_early_is_not_identical(model) -> None:
     """Counted against the longer of the two, so that nothing said is not everything right."""
-    assert carried_out.num_same([1, 2], [1, 2, 3]) == (2, 3)
-    assert carried_out.num_same([1, 2, 3], [1, 2]) == (2, 3)
-    assert carried_out.num_same([], [1]) == (0, 1)
+    assert MODULE.count_same([1, 2], [1, 2, 3]) == (2, 3)
+    assert MODULE.count_same([1, 2, 3], [1, 2]) == (2, 3)
+    assert MODULE.count_same([], [1]) == (0, 1)
 
 
 def test_no_tokenizer(baton, model, tmp_path) -> None:

@@ -27,12 +27,12 @@ def test_one_line_for_each_part_and_exit_0() -> None:
 
 
 def test_a_transport_that_garbles_is_not_ok(monkeypatch) -> None:
-    class Garbling(MODULE.Target):
+    class Garbling(MODULE.TransferTarget):
         def digest(self) -> str:
             self.buffer[7] ^= 1
             return super().digest()
 
-    monkeypatch.setattr(MODULE, "Target", Garbling)
+    monkeypatch.setattr(MODULE, "TransferTarget", Garbling)
     finding = MODULE.check_transport("memory")
     assert not finding.is_ok
     assert "not the bytes that were sent" in finding.text

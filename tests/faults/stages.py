@@ -13,8 +13,8 @@ from time import monotonic
 from typing import Any
 
 from baton.bench.handoff.fleet import Fleet, RankProcess, ask_all
-from baton.bench.handoff.pacing import Pace
-from baton.bench.handoff.scene import Scene, Side, own_layers, sampler
+from baton.bench.handoff.schedule import PrefillPace
+from baton.bench.handoff.workload import SideSpec, Workload, own_layers, sampler_rank
 from baton.protocol.timings import Timings
 
 TIMINGS = Timings(
@@ -30,9 +30,9 @@ SLOW_BYTES_PER_S = 0.5e6
 """Half a MiB a rank: copies take a second, and those of two ranks meet on a machine that others use."""
 
 
-def scene_of(transport: str, link_bytes_per_s: float = SLOW_BYTES_PER_S) -> Scene:
-    sides = Side("tp2", 16), Side("tp2", 16)
-    return Scene(
+def workload_of(transport: str, link_bytes_per_s: float = SLOW_BYTES_PER_S) -> Workload:
+    sides = SideSpec("tp2", 16), SideSpec("tp2", 16)
+    return Workload(
         MODEL, *sides, NUM_TOKENS, num_slots=4, transport=transport, link_bytes_per_s=link_bytes_per_s
     )
 
@@ -61,7 +61,9 @@ def bring_to(fleet: Fleet, stage: Stage, transfer: str, slot: int = 0) -> None:
         return
     ask_all(sources, "send", transfer)
     for rank in sources:
-        rank.ask("ready", transfer, slot, own_layers(fleet.scene, rank.rank), (0, fleet.scene.num_tokens))
+        rank.ask(
+            "ready", transfer, slot, own_layers(fleet.workload, rank.rank), (0, fleet.workload.num_tokens)
+        )
     if stage is Stage.MID_COPY:
         until(lambda: all(ask_all(sources, "num_copying")), SETTLE_S_MAX, "copies on every source rank")
         return
@@ -69,7 +71,7 @@ def bring_to(fleet: Fleet, stage: Stage, transfer: str, slot: int = 0) -> None:
     if stage is Stage.BEFORE_COMMIT:
         return
     for rank in sources:
-        is_sampler = rank.rank == sampler(fleet.scene)
+        is_sampler = rank.rank == sampler_rank(fleet.workload)
         # The verdict needs every rank's word, so that of one is held back.
         if stage is Stage.AFTER_VERDICT or not is_sampler:
             rank.ask("commit", transfer, is_sampler)
@@ -99,7 +101,7 @@ class Fault:
 
     def strike(self, fleet: Fleet) -> float:
         """Does it, and says when."""
-        victim = self.victim(fleet).child
+        victim = self.victim(fleet)
         struck_s = monotonic()
         victim.signal(signal.SIGSTOP if self.is_stop else signal.SIGKILL)
         return struck_s
@@ -117,7 +119,7 @@ def assert_hands_over(fleet: Fleet, slot: int, salt: int) -> None:
     """A new transfer into the same pages succeeds, and every byte of it is right."""
     ask_all(fleet.targets, "wipe")
     fleet.fill([slot], salt)
-    found = fleet.hand_over(Pace(), slot=slot)
+    found = fleet.hand_over(PrefillPace(), slot=slot)
     assert found.is_ready, found.received.outcome
     verdict = fleet.compare(slot, salt)
     assert verdict.num_right == verdict.num_bytes > 0
@@ -130,7 +132,7 @@ def assert_nothing_under_way(ranks: list[RankProcess]) -> None:
         until(
             lambda rank=rank: not any(_open_counts(rank).values()),
             SETTLE_S_MAX,
-            f"{rank.child.name} idle, but {_open_counts(rank)}",
+            f"{rank.name} idle, but {_open_counts(rank)}",
         )
 
 

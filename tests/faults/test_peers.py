@@ -17,8 +17,8 @@ from tests.faults.stages import (
     bring_to,
     is_alive,
     outcomes,
-    scene_of,
     shared_segments,
+    workload_of,
 )
 from tests.stolen import Watch
 
@@ -31,9 +31,9 @@ KNOWN_S_MAX = 1.0
 @pytest.fixture(scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 def long_lived(request: pytest.FixtureRequest) -> Iterator[Fleet]:
     segments = shared_segments()
-    with Fleet(scene_of(request.param), TIMINGS) as found:
+    with Fleet(workload_of(request.param), TIMINGS) as found:
         yield found
-        pids = [rank.child.pid for side in found.sides.values() for rank in side]
+        pids = [rank.pid for side in found.sides.values() for rank in side]
     assert not [pid for pid in pids if is_alive(pid)]
     assert shared_segments() <= segments
 
@@ -74,7 +74,7 @@ def test_peer_fails(fleet: Fleet, fault: Fault, stage: Stage) -> None:
     fleet.fill([0], salt=1)
     transfer = fleet.new_transfer()
     bring_to(fleet, stage, transfer)
-    victims = [rank.child for rank in fleet.sides[fault.side]]
+    victims = list(fleet.sides[fault.side])
     watch = Watch()
     struck_s = fault.strike(fleet)
     left = fault.survivors(fleet)
@@ -86,8 +86,8 @@ def test_peer_fails(fleet: Fleet, fault: Fault, stage: Stage) -> None:
         assert [each["state"] for each in found] == ["failed"] * len(left), found
         assert known_s <= (DEADLINE_S + 1.0 if fault.is_stop else KNOWN_S_MAX), found
     # One fate: the whole instance of the victim ends, and at once what had stopped.
-    fault.victim(fleet).child.kill()
-    assert all(child.await_end(SETTLE_S_MAX) for child in victims)
+    fault.victim(fleet).kill()
+    assert all(child.wait(SETTLE_S_MAX) for child in victims)
     assert all(ask_all(left, "wait_released", transfer, SETTLE_S_MAX)), "no writer is left"
     fleet.end(fault.side)
     fleet.start(fault.side)

@@ -12,12 +12,12 @@ from tests.faults.stages import (
     assert_hands_over,
     assert_nothing_under_way,
     is_alive,
-    scene_of,
     shared_segments,
+    workload_of,
 )
 
 from baton.bench.handoff.fleet import Fleet, ask_all
-from baton.bench.handoff.mill import Grist
+from baton.bench.handoff.stress import StressOptions
 
 NUM_SLOTS, NUM_ROUNDS = 50, 10
 
@@ -25,10 +25,10 @@ NUM_SLOTS, NUM_ROUNDS = 50, 10
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
     segments = shared_segments()
-    scene = replace(scene_of("shm", 0.0), num_tokens=64, num_slots=NUM_SLOTS)
-    # Ranks that grind on their own may be seconds apart, on two slow cores: that is no failure.
-    with Fleet(scene, replace(TIMINGS, progress_s=15.0)) as found:
-        pids = [rank.child.pid for side in found.sides.values() for rank in side]
+    workload = replace(workload_of("shm", 0.0), num_tokens=64, num_slots=NUM_SLOTS)
+    # Ranks that run the load on their own may be seconds apart, on two slow cores: that is no failure.
+    with Fleet(workload, replace(TIMINGS, progress_s=15.0)) as found:
+        pids = [rank.pid for side in found.sides.values() for rank in side]
         yield found
     assert not [pid for pid in pids if is_alive(pid)]
     assert shared_segments() <= segments
@@ -39,13 +39,13 @@ def test_abort_storm(fleet: Fleet, is_central: bool) -> None:
     assert_hands_over(fleet, slot=0, salt=1)
     ranks, first = [*fleet.sources, *fleet.targets], fleet.targets[0]
     before = [rank.ask("num_descriptors") for rank in ranks]
-    storm = Grist(
+    storm = StressOptions(
         f"storm{is_central}", NUM_SLOTS, NUM_ROUNDS, timeout_s=60.0, is_central=is_central, abort_s_max=0.002
     )
     callers = [*fleet.sources, *([first] if is_central else fleet.targets)]
     for rank in callers:
         share = 0.5 if rank.rank == 0 else 0.0  # of each side, which makes three quarters together
-        rank.begin("grind", asdict(replace(storm, abort_share=share, seed=len(rank.side))))
+        rank.begin("stress", asdict(replace(storm, abort_share=share, seed=len(rank.side))))
     tallies = [rank.answer() for rank in callers]
     for tally in tallies:
         assert tally["held"] == [], "every page comes back"

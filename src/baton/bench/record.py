@@ -1,4 +1,4 @@
-"""What a figure needs to be believed: the command, the machine and the commit it was measured on."""
+"""Timing, and the provenance of results: command, machine and commit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from baton.errors import ConfigError
 
 
 def machine() -> dict[str, Any]:
-    """The processor, the cores and the versions that matter."""
+    """Processor, cores and versions."""
     return {
         "processor": _processor(),
         "architecture": platform.machine(),
@@ -41,10 +41,10 @@ def _processor() -> str:
 
 
 def commit() -> str:
-    """The commit of the checkout, marked where it has changes; `unknown` outside one."""
+    """The commit of the checkout, marked if it has changes; `unknown` outside one."""
     here = Path(__file__).parent
     try:
-        words = subprocess.run(
+        done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
             cwd=here,
             capture_output=True,
@@ -54,13 +54,14 @@ def commit() -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return "unknown"
-    return words.stdout.strip()
+    return done.stdout.strip()
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
-    """Results with their provenance, as JSON."""
+    """Writes results with their provenance, as JSON."""
+    program = sys.argv[0] if sys.argv[0].endswith(".py") and "__main__" not in sys.argv[0] else "baton"
     record = {
-        "command": " ".join(["baton", *sys.argv[1:]]),
+        "command": " ".join([program, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "machine": machine(),
@@ -74,12 +75,12 @@ def write(path: Path, results: dict[str, Any]) -> None:
 
 
 def seconds(work: Callable[[], object], repeats: int) -> dict[str, float]:
-    """The best and the median of several runs; other load only ever adds to a run."""
+    """The best and the median time of several runs."""
     return side_by_side([work], repeats)[0]
 
 
 def side_by_side(works: Sequence[Callable[[], object]], repeats: int) -> list[dict[str, float]]:
-    """The same for several pieces of work, taking turns so that other load falls on all of them alike."""
+    """The same for several pieces of work in turns, so that other load falls on all of them."""
     times: list[list[float]] = [[] for _ in works]
     for _ in range(repeats):
         for work, taken in zip(works, times, strict=True):

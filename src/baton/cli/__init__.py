@@ -22,11 +22,11 @@ from baton.errors import BatonError, ConfigError, LayoutError
 
 app = typer.Typer(
     name="baton",
-    help="Hands a request's KV cache over between any two parallel layouts.",
+    help="Hand a request's KV cache over between any two parallel layouts.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# typer brings its own copy of click or uses the installed one, by version; either way this is the root.
+# Some releases of typer bring their own copy of click; this is the root of its errors in both cases.
 MISUSE = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 app.command()(plan)
@@ -44,7 +44,7 @@ app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
-    """Runs the command; misuse is one line on stderr and exit code 2, a failure exit code 1."""
+    """Runs a command. Misuse is one line on stderr and exit code 2, a failure exit code 1."""
     try:
         result = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)
     except MISUSE as error:

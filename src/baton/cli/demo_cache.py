@@ -1,4 +1,4 @@
-"""`baton demo --cache`: a made-up cache between two unlike layouts, in memory, compared byte by byte."""
+"""`baton demo --cache`: hands a synthetic cache over in memory and compares every byte."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NUM_TOKENS, NUM_HELD = 333, 128
 
 
 def demo_cache() -> None:
-    """Hands a small mixed cache over between two unlike layouts in memory and proves the bytes equal."""
+    """Hands a small mixed cache over between two layouts in memory, and compares every byte."""
     cache, rng = load_cache(MODEL), np.random.default_rng(7)
     prompt = Prompt(NUM_TOKENS, {group: NUM_HELD for group in cache.groups if group != "state"})
     source = _side(cache, SOURCE, ("nhd.fused", 16, "bf16"))
@@ -90,7 +90,7 @@ def _chunks(num_layers: int, prompt: Prompt) -> list[Chunk]:
 
 
 def _picture(report: Report) -> Text:
-    """Who sends how much to whom: a row per source rank, a column per target rank."""
+    """Bytes by source rank (rows) and target rank (columns)."""
     layouts = report.plan.source.layout, report.plan.target.layout
     sums = np.zeros((layouts[0].num_ranks, layouts[1].num_ranks), dtype=np.int64)
     for route in report.routes:

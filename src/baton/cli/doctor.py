@@ -1,4 +1,4 @@
-"""`baton doctor`: what works on this machine, each line checked by doing it."""
+"""`baton doctor`: what works on this machine; each line is checked by doing it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from time import perf_counter
 
 import numpy as np
 
-from baton.bench.far_end import FarEnd, Target, random_bytes
+from baton.bench.target_process import TargetProcess, TransferTarget, random_bytes
 from baton.errors import BatonError
 from baton.plan.steps import Spans
 from baton.transport import (
@@ -36,7 +36,7 @@ ANSWER_S_MAX = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: a part of the machine, whether it works, and what was seen or what to do."""
+    """One line: what was checked, whether it works, and what was seen or what to do."""
 
     name: str
     is_ok: bool
@@ -47,13 +47,13 @@ class Finding:
 
 
 def doctor() -> None:
-    """Says which transports, devices and kernel features work here, each checked by a real transfer."""
+    """Show which transports, devices and kernel features work here; each is checked by a real transfer."""
     for finding in findings():
         print(finding, flush=True)
 
 
 def findings() -> Iterator[Finding]:
-    """Every line, one at a time, since a transport may take a moment."""
+    """Every finding, one at a time: a transport may take a moment."""
     for name in transport_names():
         yield check_transport(name)
     yield check_cuda()
@@ -61,7 +61,7 @@ def findings() -> Iterator[Finding]:
 
 
 def check_transport(name: str) -> Finding:
-    """1 MiB from this process into another, compared by digest."""
+    """Sends 1 MiB from this process into another, and compares digests."""
     try:
         transport = open_transport(name)
     except ImportError as error:
@@ -79,17 +79,17 @@ def check_transport(name: str) -> Finding:
 
 def _transfer(transport: Transport) -> float:
     if transport.capabilities.reach is Reach.PROCESS:
-        target = Target(transport, NUM_BYTES)
-        found = target.invite()
-        ends = (Description.from_json(found["description"]), RemoteRegion.from_json(found["region"]))
-        took_s, sent = _send(transport, *ends)
+        target = TransferTarget(transport, NUM_BYTES)
+        invitation = target.invite()
+        description = Description.from_json(invitation["description"])
+        took_s, sent = _send(transport, description, RemoteRegion.from_json(invitation["region"]))
         arrived = target.digest()
     else:
-        with FarEnd(transport.name, {}, NUM_BYTES) as far:
-            took_s, sent = _send(transport, *far.invite())
-            arrived = far.ask("digest")
+        with TargetProcess(transport.name, {}, NUM_BYTES) as process:
+            took_s, sent = _send(transport, *process.invite())
+            arrived = process.ask("digest")
     if sent != arrived:
-        raise BatonError("the bytes that arrived are not the bytes that were sent; do not use it")
+        raise BatonError("the bytes that arrived are not the bytes that were sent; do not use this transport")
     return took_s
 
 
@@ -100,29 +100,26 @@ def _send(transport: Transport, description: Description, region: RemoteRegion) 
     whole = Spans(*(np.array([value], dtype=np.int64) for value in (0, 0, NUM_BYTES)))
     start = perf_counter()
     transport.submit(peer, Batch(source, region, whole), NOW)
-    end = next(event for event in _completions(transport))
+    end = _completion(transport)
     took_s = perf_counter() - start
     if not isinstance(end, Done):
         raise BatonError(end.cause)
     return took_s, hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def _completions(transport: Transport) -> Iterator[Completion]:
+def _completion(transport: Transport) -> Completion:
     limit = perf_counter() + ANSWER_S_MAX
     while perf_counter() < limit:
         for event in wait_for_events(transport, limit - perf_counter()):
             if hasattr(event, "ticket"):
-                yield event
+                return event
     raise BatonError(f"no completion within {ANSWER_S_MAX:.0f} s")
 
 
-def _abilities(found: Capabilities) -> str:
-    words = [
-        f"reach {found.reach.value}",
-        " and ".join(sorted(place.value for place in found.places)) + " memory",
-    ]
-    words.append("strangers refused" if found.can_refuse_strangers else "trusted network only")
-    return ", ".join(words)
+def _abilities(capabilities: Capabilities) -> str:
+    memory = " and ".join(sorted(place.value for place in capabilities.places))
+    access = "uninvited peers refused" if capabilities.can_refuse_strangers else "trusted network only"
+    return f"reach {capabilities.reach.value}, {memory} memory, {access}"
 
 
 def _one_line(error: BaseException) -> str:
@@ -130,7 +127,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def check_cuda() -> Finding:
-    """Whether torch sees a GPU, by copying 1 MiB there and back."""
+    """Whether torch sees a GPU: copies 1 MiB there and back."""
     try:
         torch = importlib.import_module("torch")
     except ImportError:
@@ -141,12 +138,12 @@ def check_cuda() -> Finding:
     back = content.cuda().cpu()
     name = torch.cuda.get_device_name(0)
     if not torch.equal(back, content):
-        return Finding("cuda", False, f"{name} does not give back what it was given; do not use it")
+        return Finding("cuda", False, f"{name} returned other bytes than were copied to it; do not use it")
     return Finding("cuda", True, f"{name}, {torch.cuda.device_count()} visible, 1 MiB there and back")
 
 
 def check_kernel() -> Finding:
-    """Whether the kernel has what shm rests on: memfd and pidfd."""
+    """Whether the kernel has what shm needs: memfd and pidfd."""
     name = f"{platform.system()} {platform.release()} {platform.machine()}"
     try:
         os.close(os.memfd_create("baton-doctor"))

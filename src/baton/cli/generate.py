@@ -1,88 +1,143 @@
-"""`baton generate`: a prompt, answered by a model in one or two layouts on this machine."""
+"""`baton generate`: answers a prompt with a model in one or two layouts on this machine.
+
+The answer goes to stdout as it comes, everything else to stderr.
+"""
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from time import monotonic
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
+from baton.cli.output import check_timeline, figures_text, size_lines, start_engine, write_timelines
 from baton.engine.sampling_params import SamplingParams
+from baton.errors import ConfigError
+from baton.plan.printer import human_time
+from baton.units import parse_speed
 
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """What is started."""
-
-    model: str
-    prefill: str
-    decode: str | None = None
-    transport: str = "shm"
-    link_bytes_per_s: float = 0.0
-    policy: str = "cost"
-    dtype: str = "fp32"
-    device: str = "cpu"
-    has_draft: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """What it is asked."""
-
-    prompt: str
-    params: SamplingParams
-    is_raw: bool = False
-    is_pipelined: bool = True
-    first_token: str = "prefill"
-    timelines: tuple[Path, ...] = ()
+if TYPE_CHECKING:
+    from baton.engine.deployment import Deployment, PairRequest, PairResponse
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="the prompt; token ids where the model has no tokenizer")],
+    prompt: Annotated[str, typer.Argument(help="the prompt; token ids if the model has no tokenizer")],
     *,
     model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="a folder, a .gguf file, demo, or dummy:CARD")
+        str,
+        typer.Option("--model", metavar="MODEL", help="checkpoint folder, .gguf file, demo, or dummy:CARD"),
     ],
-    prefill: Annotated[str, typer.Option(metavar="LAYOUT", help="layout that prefills, as pp2.tp2")] = "tp1",
+    prefill: Annotated[
+        str, typer.Option(metavar="LAYOUT", help="layout of the prefill instance, like pp2.tp2")
+    ] = "tp1",
     decode: Annotated[
-        str | None, typer.Option(metavar="LAYOUT", help="layout that decodes; default: no second instance")
+        str | None,
+        typer.Option(metavar="LAYOUT", help="layout of the decode instance (default: no second instance)"),
     ] = None,
-    transport: Annotated[str, typer.Option(metavar="NAME", help="NAME or NAME:OPTION=VALUE")] = "shm",
+    transport: Annotated[
+        str, typer.Option(metavar="NAME", help="KV transfer transport: NAME or NAME:OPTION=VALUE")
+    ] = "shm",
     link: Annotated[
-        str | None, typer.Option(metavar="SPEED", help="of each prefill rank, like 50MB/s; default: none")
+        str | None,
+        typer.Option(
+            metavar="SPEED", help="throttle each prefill rank's link, like 50MB/s (default: no limit)"
+        ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="of the answer")] = 256,
-    temperature: Annotated[float, typer.Option(metavar="T", help="0: the likeliest token, always")] = 0.0,
-    top_p: Annotated[float, typer.Option(metavar="P", help="likeliest tokens of this much in sum")] = 1.0,
-    top_k: Annotated[int, typer.Option(metavar="K", help="likeliest tokens; 0: all")] = 0,
-    seed: Annotated[int, typer.Option(metavar="S", help="of the sampling")] = 0,
-    overlap: Annotated[str, typer.Option(metavar="P", help="cost, adaptive, fixed:N or off")] = "cost",
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="maximum tokens to generate")] = 256,
+    temperature: Annotated[
+        float, typer.Option(metavar="T", help="sampling temperature; 0: greedy decoding")
+    ] = 0.0,
+    top_p: Annotated[float, typer.Option(metavar="P", help="top-p (nucleus) sampling")] = 1.0,
+    top_k: Annotated[int, typer.Option(metavar="K", help="top-k sampling; 0: all tokens")] = 0,
+    seed: Annotated[int, typer.Option(metavar="N", help="sampling seed")] = 0,
+    overlap: Annotated[
+        str, typer.Option(metavar="POLICY", help="layer-group policy: cost, adaptive, fixed:N or off")
+    ] = "cost",
     first_token: Annotated[
-        str, typer.Option(metavar="SIDE", help="prefill: as soon as it is there; decode: once admitted")
+        str,
+        typer.Option(
+            metavar="SIDE", help="which side streams the first token: prefill, or decode after the hand-over"
+        ),
     ] = "prefill",
     no_pipeline: Annotated[
-        bool, typer.Option("--no-pipeline", help="hand over after the last layer only")
+        bool, typer.Option("--no-pipeline", help="hand the KV cache over only after the last layer")
     ] = False,
-    dtype: Annotated[str, typer.Option(metavar="D", help="fp32, bf16 or fp16")] = "fp32",
-    device: Annotated[str, typer.Option(metavar="D", help="cpu or cuda")] = "cpu",
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="dtype of weights and KV cache: fp32, bf16 or fp16")
+    ] = "fp32",
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu or cuda")] = "cpu",
     draft: Annotated[
-        bool, typer.Option("--draft", help="guess a token ahead by the model's own draft layer")
+        bool, typer.Option("--draft", help="speculative decoding with the model's own draft (MTP) layer")
     ] = False,
-    raw: Annotated[bool, typer.Option("--raw", help="the prompt as it is, no chat template")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="do not apply the chat template")] = False,
     timeline: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="write it: FILE.png or FILE.json (Perfetto)")
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="write the request's timeline: FILE.png or FILE.json (Perfetto)"),
     ] = None,
 ) -> None:
-    """Answers a prompt; with --decode it is prefilled in one layout and decoded in another."""
-    # The engine brings torch along, which other verbs and --help need not wait for.
-    heavy = importlib.import_module("baton.cli.engine.generate")
+    """Answer a prompt; with --decode, prefill it in one layout and decode it in another."""
+    # Importing torch takes seconds, which --help does without.
+    from baton.engine.config import EngineConfig
+    from baton.engine.deployment import Deployment, PairRequest
+    from baton.engine.requests import EngineRequest
+
     params = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens
     )
-    speed = heavy.parse_speed(link) if link else 0.0
-    heavy.run(
-        Setting(model, prefill, decode, transport, speed, overlap, dtype, device, draft),
-        Question(prompt, params, raw, not no_pipeline, first_token, tuple(timeline or ())),
-    )
+    configs = [
+        EngineConfig(
+            model=model,
+            layout=prefill,
+            dtype=dtype,
+            device=device,
+            transport=transport,
+            link_bytes_per_s=parse_speed(link) if link else 0.0,
+            policy=overlap,
+            has_draft=draft,
+        )
+    ]
+    if decode is not None:
+        configs.append(replace(configs[0], layout=decode, link_bytes_per_s=0.0))
+    timelines = timeline or []
+    for path in timelines:
+        check_timeline(path)
+    if timelines and decode is None:
+        raise ConfigError("--timeline shows a hand-over; give --decode too")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    deployment = Deployment(*configs)
+    request = EngineRequest(deployment.prompt(prompt, is_raw=raw), params)
+    ask = PairRequest(request, is_pipelined=not no_pipeline, first_token=first_token)
+    deployment.check(request)
+    for line in size_lines(deployment):
+        console.print(line, style="dim", markup=False)
+    with start_engine(deployment):
+        answer, token_counts = _stream(deployment, ask)
+        trace = answer.handoff()
+        ttft = f"ttft {human_time(answer.first_s - answer.asked_s)}"
+        timings = ttft if trace is None else figures_text(trace.figures())
+        console.print(f"{timings}; {token_counts}", style="dim", markup=False)
+    for path in timelines:
+        if trace is None:
+            console.print(f"no {path}: the answer ended with its first token and nothing was handed over")
+            continue
+        title = f"{model}: {prefill} to {decode}"
+        console.print(write_timelines([trace.timeline("request")], path, title), markup=False)
+
+
+def _stream(deployment: Deployment, ask: PairRequest) -> tuple[PairResponse, str]:
+    """Prints the answer as it comes, as text or else as token ids; also returns its token counts."""
+    answer, pieces = deployment.ask(ask)
+    num_tokens, last_s = 0, 0.0
+    for piece in pieces:
+        num_tokens, last_s = num_tokens + len(piece.tokens), monotonic()
+        if deployment.tokenizer is None:
+            print(*(sampled.token for sampled in piece.tokens), end=" ", flush=True)
+        else:
+            print(piece.text, end="", flush=True)
+    print(flush=True)
+    counts = f"{len(ask.request.tokens)} tokens in, {num_tokens} out"
+    tpot_s = (last_s - answer.first_s) / (num_tokens - 1) if num_tokens > 1 else 0.0
+    return answer, f"{counts}, {human_time(tpot_s)} each after the first" if tpot_s else counts

@@ -1,4 +1,4 @@
-"""`baton plan`: who sends what to whom."""
+"""`baton plan`: the transfers between two layouts of a model."""
 
 from __future__ import annotations
 
@@ -23,27 +23,38 @@ from baton.plan.storage import parse_storage
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="a card, a folder or config.json, or specs joined by +")],
+    model: Annotated[
+        str, typer.Argument(help="model card, checkpoint folder, config.json, or specs joined by +")
+    ],
     *,
-    source: Annotated[str, typer.Option("--from", metavar="LAYOUT", help="layout that prefilled")],
-    target: Annotated[str, typer.Option("--to", metavar="LAYOUT", help="layout that will decode")],
-    tokens: Annotated[int, typer.Option(metavar="N", help="tokens of the prompt")],
-    source_page: Annotated[int, typer.Option(metavar="P", help="page size of the source, in tokens")] = 64,
-    target_page: Annotated[int, typer.Option(metavar="P", help="page size of the target, in tokens")] = 64,
-    source_dp: Annotated[int, typer.Option(metavar="I", help="dp group of the source")] = 0,
-    target_dp: Annotated[int, typer.Option(metavar="J", help="dp group of the target")] = 0,
-    skip_tokens: Annotated[int, typer.Option(metavar="K", help="prefix that the target holds")] = 0,
-    dtype: Annotated[str, typer.Option(metavar="D", help="bf16, fp16, fp32 or fp8")] = "bf16",
+    source: Annotated[str, typer.Option("--from", metavar="LAYOUT", help="layout of the prefill instance")],
+    target: Annotated[str, typer.Option("--to", metavar="LAYOUT", help="layout of the decode instance")],
+    tokens: Annotated[int, typer.Option(metavar="N", help="prompt length in tokens")],
+    source_page: Annotated[
+        int, typer.Option(metavar="P", help="KV cache page size of the source in tokens")
+    ] = 64,
+    target_page: Annotated[
+        int, typer.Option(metavar="P", help="KV cache page size of the target in tokens")
+    ] = 64,
+    source_dp: Annotated[int, typer.Option(metavar="I", help="data-parallel group of the source")] = 0,
+    target_dp: Annotated[int, typer.Option(metavar="J", help="data-parallel group of the target")] = 0,
+    skip_tokens: Annotated[
+        int, typer.Option(metavar="K", help="tokens of a prefix that the target already holds")
+    ] = 0,
+    dtype: Annotated[str, typer.Option(metavar="D", help="KV cache dtype: bf16, fp16, fp32 or fp8")] = "bf16",
     source_storage: Annotated[
-        str, typer.Option(metavar="S", help="hnd|nhd . apart|fused . layer|page . granuleN")
+        str,
+        typer.Option(
+            metavar="S", help="KV cache storage of the source: hnd|nhd . apart|fused . layer|page . granuleN"
+        ),
     ] = "hnd.apart.layer",
     target_storage: Annotated[
-        str, typer.Option(metavar="S", help="the same for the target")
+        str, typer.Option(metavar="S", help="KV cache storage of the target")
     ] = "hnd.apart.layer",
     as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="write the plan as a web page")] = None,
 ) -> None:
-    """Shows who sends what to whom for a model and two layouts, proven, before anything moves."""
+    """Show which rank sends what to which rank between two layouts; the plan is checked independently."""
     cache = load_cache(model)
     with_tokens = sorted({part.group for part in cache.components if part.extent.has_tokens})
     prompt = Prompt(tokens, dict.fromkeys(with_tokens, skip_tokens) if skip_tokens else {})

@@ -1,4 +1,4 @@
-"""`baton registry`: where instances find each other."""
+"""`baton registry`: lets instances and routers find each other."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from baton.session.registry.server import HOST, PORT, RegistryServer
 
 def registry(
     *,
-    port: Annotated[int, typer.Option(min=0, max=65_535, metavar="N", help="0 takes a free one")] = PORT,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="where to listen")] = HOST,
+    port: Annotated[
+        int, typer.Option(min=0, max=65_535, metavar="PORT", help="port; 0: any free port")
+    ] = PORT,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="address to bind")] = HOST,
     secret_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="shared by all instances; default: BATON_SECRET")
+        Path | None,
+        typer.Option(metavar="FILE", help="secret shared by all instances (default: BATON_SECRET)"),
     ] = None,
     tls_cert: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="PEM certificate: serve over TLS")
+        Path | None, typer.Option(metavar="FILE", help="PEM certificate, to serve over TLS")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM key of the certificate")] = None,
     tls_ca: Annotated[
         Path | None, typer.Option(metavar="FILE", help="PEM authority that peers are verified by")
     ] = None,
 ) -> None:
-    """Runs a registry until it is interrupted; members that lose it come back by themselves."""
+    """Run a registry until interrupted; instances that lose it register again by themselves."""
     secret = settings.secret(None if secret_file is None else str(secret_file))
     tls = settings.tls_files(tls_cert, tls_key, tls_ca)
     server = RegistryServer(secret, ssl_context=None if tls is None else tls.accepting())

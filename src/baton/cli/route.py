@@ -1,4 +1,4 @@
-"""`baton route`: gives requests to pairs of instances."""
+"""`baton route`: routes requests to prefill and decode instances."""
 
 from __future__ import annotations
 
@@ -28,44 +28,53 @@ _LIMITS = RouterLimits()
 
 def route(
     *,
-    registry: Annotated[str, typer.Option(metavar="URL", help="where instances register")],
-    port: Annotated[int, typer.Option(min=0, max=65_535, metavar="N", help="0 takes a free one")] = PORT,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="where to listen")] = HOST,
-    policy: Annotated[str, typer.Option(metavar=_POLICIES, help="who gets a request")] = "least_loaded",
+    registry: Annotated[str, typer.Option(metavar="URL", help="registry of the instances")],
+    port: Annotated[
+        int, typer.Option(min=0, max=65_535, metavar="PORT", help="port; 0: any free port")
+    ] = PORT,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="address to bind")] = HOST,
+    policy: Annotated[str, typer.Option(metavar=_POLICIES, help="how to pick an instance")] = "least_loaded",
     prefill_policy: Annotated[
-        str, typer.Option(metavar="POLICY", help="another one for prefill instances")
+        str, typer.Option(metavar="POLICY", help="policy for prefill instances (default: --policy)")
     ] = "",
     decode_policy: Annotated[
-        str, typer.Option(metavar="POLICY", help="another one for decode instances")
+        str, typer.Option(metavar="POLICY", help="policy for decode instances (default: --policy)")
     ] = "",
     local: Annotated[
-        LocalMode, typer.Option(help="which prompts decode instances prefill themselves")
+        LocalMode, typer.Option(help="which prompts a decode instance prefills itself")
     ] = LocalMode.AUTO,
     first_token: Annotated[
         Literal["prefill", "decode"] | None,
-        typer.Option(help="whose first token is streamed; default: as instances are set"),
+        typer.Option(help="which side streams the first token (default: as the instances are set)"),
     ] = None,
     in_flight: Annotated[
-        int, typer.Option(min=1, metavar="N", help="requests that one instance is given at a time")
+        int, typer.Option(min=1, metavar="N", help="maximum running requests per instance")
     ] = _LIMITS.num_in_flight_max,
     waiting: Annotated[
-        int, typer.Option(min=0, metavar="N", help="requests that wait here; more are refused with 429")
+        int, typer.Option(min=0, metavar="N", help="maximum waiting requests; more are refused with 429")
     ] = _LIMITS.num_waiting_max,
     silence_s: Annotated[
         float,
-        typer.Option(min=0.5, metavar="S", help="an instance that says nothing for so long is given up"),
+        typer.Option(
+            min=0.5, metavar="S", help="seconds without a response until an instance counts as lost"
+        ),
     ] = _LIMITS.silence_s_max,
     stall_s: Annotated[
-        float, typer.Option(min=0.5, metavar="S", help="a stream that stands for so long goes on elsewhere")
+        float,
+        typer.Option(
+            min=0.5, metavar="S", help="seconds without a token until a stream is resumed on another instance"
+        ),
     ] = _LIMITS.stall_s_max,
     drain_s: Annotated[
-        float, typer.Option(min=0, metavar="S", help="after SIGTERM, for requests under way")
+        float, typer.Option(min=0, metavar="S", help="seconds to finish running requests after SIGTERM")
     ] = DRAIN_S,
     api_key_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="keys of clients, one a line; default: BATON_API_KEY")
+        Path | None,
+        typer.Option(metavar="FILE", help="API keys of clients, one per line (default: BATON_API_KEY)"),
     ] = None,
     secret_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="shared by all instances; default: BATON_SECRET")
+        Path | None,
+        typer.Option(metavar="FILE", help="secret shared by all instances (default: BATON_SECRET)"),
     ] = None,
     tls_cert: Annotated[
         Path | None, typer.Option(metavar="FILE", help="PEM certificate: serve over TLS")
@@ -75,7 +84,7 @@ def route(
         Path | None, typer.Option(metavar="FILE", help="PEM authority that peers are verified by")
     ] = None,
 ) -> None:
-    """Routes requests until it is interrupted, or drained by SIGTERM; instances come and go."""
+    """Route requests until interrupted; SIGTERM drains first. Instances may come and go."""
     config = RouterConfig(
         registry=registry,
         prefill_policy=prefill_policy or policy,
@@ -108,8 +117,8 @@ async def _route(make: Callable[[], Router], where: tuple[str, int], drain_s: fl
     router = make()
     await router.start(*where)
     print(f"routing at {router.url}", flush=True)
-    gc.freeze()  # what is there now stays: looking through it again and again would delay requests
-    ends = [asyncio.create_task(each) for each in (interrupted.wait(), router.wait())]
+    gc.freeze()  # collecting over what stays for good would delay requests
+    ends = [asyncio.create_task(end) for end in (interrupted.wait(), router.wait())]
     try:
         await _first(*ends, asyncio.create_task(terminated.wait()))
         if terminated.is_set():
@@ -121,7 +130,7 @@ async def _route(make: Callable[[], Router], where: tuple[str, int], drain_s: fl
 
 
 async def _first(*tasks: asyncio.Task[Any]) -> None:
-    """Until one of these is done; raises what it raised."""
+    """Waits until one of these is done; raises its exception."""
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()

@@ -1,127 +1,159 @@
-"""`baton serve`: one instance behind HTTP."""
+"""`baton serve`: one instance behind HTTP. Its URL goes to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import dataclass
+import asyncio
+import gc
+import ipaddress
+import logging
+import re
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from baton import settings
+from baton.errors import ConfigError
 from baton.protocol.timings import Timings
-from baton.settings import Tls
-
-HOST, PORT = "127.0.0.1", 8000
-QUEUE = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Where:
-    """How it is reached, and by whom."""
-
-    host: str
-    port: int
-    registry: str | None
-    bootstrap_port: int
-    api_key_file: Path | None
-    secret_file: Path | None
-    drain_s: float
-    silence_s: float
-    tls: Tls | None
-
-
-@dataclass(frozen=True, slots=True)
-class What:
-    """What is served."""
-
-    model: str
-    role: str
-    layout: str
-    name: str | None
-    transport: str
-    link: str | None
-    overlap: str
-    first_token: str
-    dtype: str
-    device: str
-    has_draft: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Sizing:
-    """How much of it; 0 where it is derived."""
-
-    pool_tokens: int
-    page_tokens: int
-    context: int
-    chunk_tokens: int
-    queue: int
+from baton.units import parse_speed
 
 
 def serve(
     *,
     model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="a folder, a .gguf file, demo, or dummy:CARD")
+        str,
+        typer.Option("--model", metavar="MODEL", help="checkpoint folder, .gguf file, demo, or dummy:CARD"),
     ],
     role: Annotated[str, typer.Option(metavar="ROLE", help="prefill, decode or both")] = "both",
-    layout: Annotated[str, typer.Option(metavar="LAYOUT", help="as pp2.tp2")] = "tp1",
-    port: Annotated[int, typer.Option(min=0, max=65_535, metavar="N", help="0 takes a free one")] = PORT,
+    layout: Annotated[str, typer.Option(metavar="LAYOUT", help="parallel layout, like pp2.tp2")] = "tp1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65_535, metavar="PORT", help="HTTP port; 0: any free port")
+    ] = 8000,
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="where to listen, HTTP and control plane")
-    ] = HOST,
+        str, typer.Option(metavar="ADDRESS", help="address to bind, for HTTP and the control plane")
+    ] = "127.0.0.1",
     registry: Annotated[
-        str | None, typer.Option(metavar="URL", help="where routers and peers find it; default: nowhere")
+        str | None,
+        typer.Option(metavar="URL", help="registry to join, so that routers and peers find the instance"),
     ] = None,
     bootstrap_port: Annotated[
-        int, typer.Option(min=0, max=65_535, metavar="N", help="of the coordinator; 0 takes a free one")
+        int,
+        typer.Option(min=0, max=65_535, metavar="PORT", help="port of the coordinator; 0: any free port"),
     ] = 0,
     name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="of the instance; default: by role, host and port")
+        str | None,
+        typer.Option(metavar="NAME", help="instance name (default: made of role, host and port)"),
     ] = None,
-    transport: Annotated[str, typer.Option(metavar="NAME", help="NAME or NAME:OPTION=VALUE")] = "shm",
+    transport: Annotated[
+        str, typer.Option(metavar="NAME", help="KV transfer transport: NAME or NAME:OPTION=VALUE")
+    ] = "shm",
     link: Annotated[
-        str | None, typer.Option(metavar="SPEED", help="of each rank, like 50MB/s; default: none")
+        str | None,
+        typer.Option(metavar="SPEED", help="throttle each rank's link, like 50MB/s (default: no limit)"),
     ] = None,
-    overlap: Annotated[str, typer.Option(metavar="P", help="cost, adaptive, fixed:N or off")] = "cost",
+    overlap: Annotated[
+        str, typer.Option(metavar="POLICY", help="layer-group policy: cost, adaptive, fixed:N or off")
+    ] = "cost",
     first_token: Annotated[
-        str, typer.Option(metavar="SIDE", help="prefill: as soon as it is there; decode: once admitted")
+        str,
+        typer.Option(
+            metavar="SIDE", help="which side streams the first token: prefill, or decode after the hand-over"
+        ),
     ] = "prefill",
-    pool_tokens: Annotated[int, typer.Option(min=0, metavar="N", help="of cache; 0: derived")] = 0,
-    page_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="of a page")] = 16,
-    context: Annotated[int, typer.Option(min=0, metavar="N", help="prompt and answer; 0: derived")] = 0,
-    chunk_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="prefilled in one step")] = 512,
-    queue: Annotated[int, typer.Option(min=1, metavar="N", help="requests that may wait")] = QUEUE,
-    dtype: Annotated[str, typer.Option(metavar="D", help="fp32, bf16 or fp16")] = "fp32",
-    device: Annotated[str, typer.Option(metavar="D", help="cpu or cuda")] = "cpu",
+    pool_tokens: Annotated[
+        int, typer.Option(min=0, metavar="N", help="KV cache size in tokens; 0: from free memory")
+    ] = 0,
+    page_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="KV cache page size in tokens")] = 16,
+    context: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="maximum context length in tokens; 0: from the model config"),
+    ] = 0,
+    chunk_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="maximum prompt tokens prefilled in one step")
+    ] = 512,
+    queue: Annotated[int, typer.Option(min=1, metavar="N", help="maximum waiting requests")] = 256,
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="dtype of weights and KV cache: fp32, bf16 or fp16")
+    ] = "fp32",
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu or cuda")] = "cpu",
     draft: Annotated[
-        bool, typer.Option("--draft", help="guess a token ahead by the model's own draft layer")
+        bool, typer.Option("--draft", help="speculative decoding with the model's own draft (MTP) layer")
     ] = False,
-    drain_s: Annotated[float, typer.Option(min=0, metavar="S", help="for open requests, at the end")] = 30.0,
+    drain_s: Annotated[
+        float, typer.Option(min=0, metavar="S", help="seconds to finish running requests after SIGTERM")
+    ] = 30.0,
     silence_s: Annotated[
-        float, typer.Option(metavar="S", help="before a rank or peer that says nothing counts as lost")
+        float, typer.Option(metavar="S", help="seconds without a heartbeat until a rank or peer is lost")
     ] = Timings().silence_s,
     api_key_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="keys of clients; default: BATON_API_KEY")
+        Path | None,
+        typer.Option(metavar="FILE", help="API keys of clients, one per line (default: BATON_API_KEY)"),
     ] = None,
     secret_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="shared by all instances; default: BATON_SECRET")
+        Path | None,
+        typer.Option(metavar="FILE", help="secret shared by all instances (default: BATON_SECRET)"),
     ] = None,
     tls_cert: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="PEM certificate: serve over TLS")
+        Path | None, typer.Option(metavar="FILE", help="PEM certificate, to serve over TLS")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM key of the certificate")] = None,
     tls_ca: Annotated[
         Path | None, typer.Option(metavar="FILE", help="PEM authority that peers are verified by")
     ] = None,
 ) -> None:
-    """Serves a model over HTTP; as prefill or decode it is one side of hand-overs."""
+    """Serve a model over HTTP; as a prefill or decode instance it hands KV caches over to its peers."""
+    # Importing torch takes seconds, which --help does without.
+    from baton.engine.config import EngineConfig
+    from baton.serving.server import ServerConfig
+    from baton.serving.server import serve as run_server
+
     tls = settings.tls_files(tls_cert, tls_key, tls_ca)
-    # The engine brings torch along, which other verbs and --help need not wait for.
-    heavy = importlib.import_module("baton.cli.engine.serve")
-    heavy.run(
-        Where(host, port, registry, bootstrap_port, api_key_file, secret_file, drain_s, silence_s, tls),
-        What(model, role, layout, name, transport, link, overlap, first_token, dtype, device, draft),
-        Sizing(pool_tokens, page_tokens, context, chunk_tokens, queue),
+    is_reached_by_peers = role != "both" or registry is not None
+    _check_host(host, is_reached_by_peers)
+    secret = b""
+    if is_reached_by_peers or secret_file is not None or settings.has_secret():
+        secret = settings.secret(None if secret_file is None else str(secret_file))
+    instance = EngineConfig(
+        model=model,
+        layout=layout,
+        name=name or re.sub(r"[^\w.-]", "-", f"{role}-{host}-{port}"),
+        role=role,
+        secret=secret,
+        dtype=dtype,
+        device=device,
+        page_tokens=page_tokens,
+        pool_tokens=pool_tokens,
+        context_max=context,
+        chunk_tokens=chunk_tokens,
+        transport=transport,
+        link_bytes_per_s=parse_speed(link) if link else 0.0,
+        policy=overlap,
+        host=host,
+        port=bootstrap_port,
+        tls=tls,
+        registry=registry,
+        queue_max=queue,
+        silence_s=silence_s,
+        has_draft=draft,
     )
+    keys = settings.api_keys(None if api_key_file is None else str(api_key_file))
+    config = ServerConfig(instance, host, port, keys, first_token, drain_s, tls=tls)
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    logging.getLogger("baton.serving.server").setLevel(logging.INFO)
+    try:
+        asyncio.run(run_server(config, lambda line: print(line, flush=True)))
+    finally:
+        gc.freeze()  # a last collection over all of torch would take seconds
+
+
+def _check_host(host: str, is_reached_by_peers: bool) -> None:
+    """Peers are sent the address that is bound, so it must be a real one."""
+    try:
+        is_any = ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        is_any = not host
+    if is_any and is_reached_by_peers:
+        raise ConfigError(
+            f"host {host!r} is not an address that peers can connect to; name this machine's own address"
+        )

@@ -2,71 +2,229 @@
 
 from __future__ import annotations
 
-import importlib
+import json
+import shlex
+import signal
+import socket
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 
 from baton import settings
-from baton.cli.deployment.options import LOOPBACK, Engine, Front, Options, layouts
+from baton.cli.deployment import (
+    Deployment,
+    DeploymentOptions,
+    pair_line,
+    parse_layouts,
+    plan_instances,
+    plan_pairs,
+)
+from baton.errors import ConfigError, EngineError
+from baton.serving.http import check_binding
+from baton.serving.policies import policy_names
 
-Tokens = Annotated[int | None, typer.Option(min=1, metavar="N", help="as for serve")]
+EXAMPLE = "Explain in one sentence what a relay race is."
 
 
 def up(
     *,
     model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="a folder, a .gguf file, demo, or dummy:CARD")
+        str,
+        typer.Option("--model", metavar="MODEL", help="checkpoint folder, .gguf file, demo, or dummy:CARD"),
     ],
     prefill: Annotated[
-        str, typer.Option(metavar="L[,L...]", help="a layout for each prefill instance, as pp2 or tp2,tp2")
+        str, typer.Option(metavar="LAYOUT,...", help="one layout per prefill instance, like pp2 or tp2,tp2")
     ],
     decode: Annotated[
-        str | None, typer.Option(metavar="L[,L...]", help="the same for decode; default: all do both")
+        str | None,
+        typer.Option(
+            metavar="LAYOUT,...",
+            help="one layout per decode instance (default: none; every instance prefills and decodes)",
+        ),
     ] = None,
-    port: Annotated[int, typer.Option(min=0, max=65_535, metavar="N", help="where clients ask")] = 8000,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="where clients ask")] = LOOPBACK,
+    port: Annotated[
+        int, typer.Option(min=0, max=65_535, metavar="PORT", help="port of the router; 0: any free port")
+    ] = 8000,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="address the router binds")] = "127.0.0.1",
     api_key_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="keys of clients, one a line; default: BATON_API_KEY")
+        Path | None,
+        typer.Option(metavar="FILE", help="API keys of clients, one per line (default: BATON_API_KEY)"),
     ] = None,
     policy: Annotated[
-        str | None, typer.Option(metavar="P", help="round_robin, least_loaded or prefix_aware")
+        str | None,
+        typer.Option(
+            metavar="POLICY",
+            help="how the router picks an instance: round_robin, least_loaded (default) or prefix_aware",
+        ),
     ] = None,
     transport: Annotated[
-        str | None, typer.Option(metavar="NAME", help="NAME or NAME:OPTION=VALUE; default: shm")
+        str | None,
+        typer.Option(metavar="NAME", help="KV transfer transport: NAME or NAME:OPTION=VALUE (default: shm)"),
     ] = None,
     link: Annotated[
-        str | None, typer.Option(metavar="SPEED", help="of each prefill rank, like 50MB/s; default: none")
+        str | None,
+        typer.Option(
+            metavar="SPEED", help="throttle each prefill rank's link, like 50MB/s (default: no limit)"
+        ),
     ] = None,
     overlap: Annotated[
-        str | None, typer.Option(metavar="P", help="cost (default), adaptive, fixed:N or off")
+        str | None,
+        typer.Option(metavar="POLICY", help="layer-group policy: cost (default), adaptive, fixed:N or off"),
     ] = None,
     first_token: Annotated[
-        str | None, typer.Option(metavar="SIDE", help="prefill (default): at once; decode: when admitted")
+        str | None,
+        typer.Option(
+            metavar="SIDE",
+            help="which side streams the first token: prefill (default) or decode, after the hand-over",
+        ),
     ] = None,
-    dtype: Annotated[str | None, typer.Option(metavar="D", help="fp32 (default), bf16 or fp16")] = None,
-    device: Annotated[str | None, typer.Option(metavar="D", help="cpu (default) or cuda")] = None,
-    page_tokens: Tokens = None,
-    pool_tokens: Tokens = None,
-    context: Tokens = None,
-    chunk_tokens: Tokens = None,
-    queue: Annotated[int | None, typer.Option(min=1, metavar="N", help="as for serve")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="DTYPE", help="dtype of weights and KV cache: fp32 (default), bf16 or fp16"),
+    ] = None,
+    device: Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu (default) or cuda")] = None,
+    page_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="KV cache page size in tokens (default: 16)")
+    ] = None,
+    pool_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="KV cache size in tokens (default: from free memory)"),
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="maximum context length in tokens (default: from the model config)"
+        ),
+    ] = None,
+    chunk_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="maximum prompt tokens prefilled in one step (default: 512)"),
+    ] = None,
+    queue: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="maximum waiting requests per instance (default: 256)"),
+    ] = None,
     draft: Annotated[
-        bool, typer.Option("--draft", help="guess a token ahead by the model's own draft layer")
+        bool, typer.Option("--draft", help="speculative decoding with the model's own draft (MTP) layer")
     ] = False,
     tls_cert: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="PEM certificate: serve over TLS")
+        Path | None, typer.Option(metavar="FILE", help="PEM certificate, to serve over TLS")
     ] = None,
     tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM key of the certificate")] = None,
     tls_ca: Annotated[
         Path | None, typer.Option(metavar="FILE", help="PEM authority that peers are verified by")
     ] = None,
 ) -> None:
-    """Starts a registry, prefill and decode instances and a router, and serves until it is interrupted."""
-    sizes = (page_tokens, pool_tokens, context, chunk_tokens, queue)
-    engine = Engine(transport, overlap, first_token, dtype, device, *sizes, draft)
-    front = Front(host, port, policy, api_key_file, tls=settings.tls_files(tls_cert, tls_key, tls_ca))
-    sides = layouts("--prefill", prefill), layouts("--decode", decode)
-    # The checks bring torch along, which other verbs and --help need not wait for.
-    importlib.import_module("baton.cli.deployment.up").run(Options(model, *sides, link, engine, front))
+    """Start a registry, prefill and decode instances and a router, and serve until interrupted."""
+    options = DeploymentOptions(
+        model=model,
+        prefills=parse_layouts("--prefill", prefill),
+        decodes=parse_layouts("--decode", decode),
+        link=link,
+        transport=transport,
+        overlap=overlap,
+        first_token=first_token,
+        dtype=dtype,
+        device=device,
+        page_tokens=page_tokens,
+        pool_tokens=pool_tokens,
+        context=context,
+        chunk_tokens=chunk_tokens,
+        queue=queue,
+        draft=draft,
+        host=host,
+        port=port,
+        policy=policy,
+        api_key_file=api_key_file,
+        tls=settings.tls_files(tls_cert, tls_key, tls_ca),
+    )
+    with suppress(KeyboardInterrupt):  # the usual way to end it, also before it is up
+        lines = _check(options)
+        _serve(options, lines)
+
+
+def _check(options: DeploymentOptions) -> list[str]:
+    """Raises on what can be refused before a process starts; returns a line per planned pair."""
+    from baton.engine.deployment import FIRST_TOKEN
+
+    if options.first_token is not None and options.first_token not in FIRST_TOKEN:
+        raise ConfigError(
+            f"--first-token {options.first_token!r} is not known; use {' or '.join(FIRST_TOKEN)}"
+        )
+    if options.policy is not None and options.policy not in policy_names():
+        raise ConfigError(f"--policy {options.policy!r} is not known; use {', '.join(policy_names())}")
+    keys = settings.api_keys(None if options.api_key_file is None else str(options.api_key_file))
+    check_binding(options.host, has_api_key=bool(keys), has_secret=True)
+    instances = plan_instances(options)
+    pairs = [pair_line(*pair) for pair in plan_pairs(options, instances)]
+    check_port(options.host, options.port)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    for line in (*map(str, instances), *(f"planned {pair}" for pair in pairs)):
+        console.print(Text(line, style="dim"))
+    return pairs or [f"{each.name} ({each.spec.layout}) prefills and decodes by itself" for each in instances]
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises EngineError if the port is in use, which the router would report minutes later."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise EngineError(
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another port with --port"
+            ) from None
+
+
+def _serve(options: DeploymentOptions, lines: list[str]) -> None:
+    with Deployment(options) as deployment:
+        is_interrupted = False
+
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            """The first signal ends the deployment in order, the second at once."""
+            nonlocal is_interrupted
+            if is_interrupted:
+                deployment.hurry()
+                return
+            is_interrupted = True
+            raise KeyboardInterrupt
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, interrupt)
+        try:
+            deployment.start()
+            print(f"serving {options.model} at {deployment.url}")
+            for line in lines:
+                print(f"  {line}")
+            print(f"ask it with: {chat_command(deployment.url, options)}")
+            print(f"or with:     {curl_command(deployment.url, options)}", flush=True)
+            deployment.wait_failure()
+        finally:
+            is_interrupted = True
+            text = "finishing running requests; interrupt again to end at once"
+            deployment.console.print(Text(text, style="dim"))
+
+
+def chat_command(url: str, options: DeploymentOptions) -> str:
+    """A `baton chat` command for this deployment."""
+    key_file = options.api_key_file
+    words = [f"baton chat --url {url}"]
+    words += [f"--api-key-file {shlex.quote(str(key_file))}"] if key_file else []
+    words += [f"--tls-ca {shlex.quote(options.tls.authority)}"] if options.tls else []
+    return " ".join(words)
+
+
+def curl_command(url: str, options: DeploymentOptions) -> str:
+    """A curl command for this deployment."""
+    body = {"model": options.model, "messages": [{"role": "user", "content": EXAMPLE}], "stream": True}
+    ca = ["--cacert", shlex.quote(options.tls.authority)] if options.tls else []
+    words = ["curl", *ca, "-N", f"{url}/v1/chat/completions", "-H", "'Content-Type: application/json'"]
+    if options.api_key_file is not None:
+        words += ["-H", f'"Authorization: Bearer $(head -n 1 {shlex.quote(str(options.api_key_file))})"']
+    return " ".join([*words, "-d", shlex.quote(json.dumps(body))])

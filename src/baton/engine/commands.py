@@ -10,9 +10,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from baton.settings import Tls
 from baton.engine.sampling_params import SamplingParams
 from baton.protocol.outcomes import Aux, Outcome
+from baton.settings import Tls
 
 PageTables: TypeAlias = dict[str, list[int]]
 """Page ids by page-table group, from slot 0 on; the same ids on every rank of a dp group."""

@@ -28,12 +28,12 @@ STAGES = ("queue", "prefill", "exposed transfer", "admission", "first decode ste
 MS_PER_S = 1e3
 ROW_INCHES = 0.3
 LETTER_SHARE = 0.0062
-"""Of the axis, what a letter takes; text that a bar has no room for is left out."""
+"""Width of a letter as a share of the axis; text that does not fit its bar is left out."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A line of the picture: what it is called, and bars that may lie over one another in lanes."""
+class PictureRow:
+    """A row of the picture: its label, and bars in lanes."""
 
     label: str
     lanes: list[list[Interval]]
@@ -59,7 +59,7 @@ def draw(timelines: Sequence[Timeline], path: Path, title: str) -> bool:
     for axes, timeline, rows in zip(columns[:, 0], timelines, panels, strict=True):
         axes.set_xlim(0, stop_ms)
         _panel(axes, timeline, rows)
-    columns[-1, 0].set_xlabel("ms since the request came in")
+    columns[-1, 0].set_xlabel("ms since the request arrived")
     figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     kinds = [kind for kind in COLOURS if any(kind in _kinds(timeline) for timeline in timelines)]
     patch = importlib.import_module("matplotlib.patches").Patch
@@ -82,16 +82,16 @@ def _kinds(timeline: Timeline) -> set[str]:
     return {_kind(each) for each in timeline.intervals}
 
 
-def _rows(timeline: Timeline) -> Iterator[Row]:
+def _rows(timeline: Timeline) -> Iterator[PictureRow]:
     stages = [each for each in timeline.intervals if each.track.name in STAGES]
     if stages:
-        yield Row(stages[0].track.group, [stages], is_stages=True)
+        yield PictureRow(stages[0].track.group, [stages], is_stages=True)
     for track in timeline.tracks:
         if track.name not in STAGES:
-            yield Row(f"{track.group}: {track.name}", timeline.lanes(track), is_stages=False)
+            yield PictureRow(f"{track.group}: {track.name}", timeline.lanes(track), is_stages=False)
 
 
-def _panel(axes: Any, timeline: Timeline, rows: Sequence[Row]) -> None:
+def _panel(axes: Any, timeline: Timeline, rows: Sequence[PictureRow]) -> None:
     for place, row in enumerate(rows):
         height = 0.8 / len(row.lanes)
         for lane, intervals in enumerate(row.lanes):

@@ -1,13 +1,15 @@
-"""Where pictures come from: matplotlib, if it is installed, without a screen."""
+"""matplotlib, if it is installed."""
 
 from __future__ import annotations
 
 import importlib
 from types import ModuleType
 
+NO_MATPLOTLIB = "no picture: matplotlib is not installed (pip install 'baton[plot]')"
+
 
 def load_pyplot() -> ModuleType | None:
-    """`matplotlib.pyplot`, drawing into files alone; None without matplotlib."""
+    """`matplotlib.pyplot` for writing files, without a display; None if it is not installed."""
     try:
         matplotlib = importlib.import_module("matplotlib")
     except ImportError:

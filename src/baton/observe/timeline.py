@@ -12,7 +12,7 @@ Detail: TypeAlias = str | int | float | bool
 
 @dataclass(frozen=True, slots=True, order=True)
 class Track:
-    """Where an interval is drawn: who was busy, and with what."""
+    """A row of the timeline: a group, such as a rank, and what it does."""
 
     group: str
     name: str
@@ -20,7 +20,7 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Something that took from one moment to another, in seconds on the timeline's clock."""
+    """A named span of time, in seconds on the timeline's clock."""
 
     track: Track
     name: str
@@ -34,7 +34,7 @@ class Interval:
 
     @property
     def duration_s(self) -> float:
-        """How long it took."""
+        """Its length."""
         return self.stop_s - self.start_s
 
 
@@ -57,7 +57,7 @@ class Timeline:
         return sorted((each for each in self.intervals if each.track == track), key=lambda i: i.start_s)
 
     def lanes(self, track: Track) -> list[list[Interval]]:
-        """The intervals of a track on as few lanes as there are at one time, none over another on a lane."""
+        """The intervals of a track on as few lanes as possible, without overlap on a lane."""
         lanes: list[list[Interval]] = []
         free: list[tuple[float, int]] = []
         for interval in self.on(track):
@@ -72,12 +72,12 @@ class Timeline:
 
     @property
     def start_s(self) -> float:
-        """When the first interval begins; 0 without any."""
+        """When the first interval starts; 0 without intervals."""
         return min((each.start_s for each in self.intervals), default=0.0)
 
     @property
     def stop_s(self) -> float:
-        """When the last interval ends; 0 without any."""
+        """When the last interval ends; 0 without intervals."""
         return max((each.stop_s for each in self.intervals), default=0.0)
 
     def to_json(self) -> dict[str, Any]:
@@ -85,19 +85,19 @@ class Timeline:
         return asdict(self)
 
     @staticmethod
-    def from_json(found: Mapping[str, Any]) -> Timeline:
+    def from_json(fields: Mapping[str, Any]) -> Timeline:
         """The opposite of `to_json`."""
-        intervals = (Interval(**{**each, "track": Track(**each["track"])}) for each in found["intervals"])
-        return Timeline(found["name"], tuple(intervals))
+        intervals = (Interval(**{**one, "track": Track(**one["track"])}) for one in fields["intervals"])
+        return Timeline(fields["name"], tuple(intervals))
 
 
 def covered_s(pieces: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of these (start, stop) was under way."""
+    """The length of the union of (start, stop) pieces."""
     return sum(stop - start for start, stop in merged(pieces))
 
 
 def merged(pieces: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """The same time in pieces that do not touch, in order."""
+    """The union of (start, stop) pieces, as disjoint pieces in order."""
     ordered = sorted(pieces)
     if not ordered:
         return

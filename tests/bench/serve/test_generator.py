@@ -12,36 +12,33 @@ from time import sleep
 import pytest
 from tests.bench.serve.scripted import Script, scripted
 
-from baton.bench.serve.endpoint import Endpoint, ask, latest_handover, make_session
-from baton.bench.serve.load import drive
-from baton.bench.serve.options import Lengths, Load
-from baton.bench.serve.overhead import Watch
-from baton.bench.serve.prompts import Wanted
-from baton.bench.serve.summary import summarise
+from baton.bench.serve.client import BenchRequest, OpenAIEndpoint, ask, latest_handover, make_session
+from baton.bench.serve.load import ClientMeter, LoadSpec, TokenRange, drive
+from baton.bench.serve.report import summarise
 from baton.cli import main
 
-LOAD = Load(6, Lengths(8, 8), Lengths(4, 4), concurrency=2, num_warmup=0)
+LOAD = LoadSpec(6, TokenRange(8, 8), TokenRange(4, 4), concurrency=2, num_warmup=0)
 
 
-def run(script: Script, load: Load = LOAD, kind: str = "completions", vocabulary: int = 500, **more):
+def run(script: Script, load: LoadSpec = LOAD, kind: str = "completions", vocabulary: int = 500, **more):
     with scripted(script) as url:
-        return asyncio.run(drive(Endpoint(url, kind=kind, **more), load, vocabulary))
+        return asyncio.run(drive(OpenAIEndpoint(url, kind=kind, **more), load, vocabulary))
 
 
 def test_known_delays_are_found():
     found = run(Script(first_s=0.2, gap_s=0.05))
-    summary = summarise(found.traces)
+    summary = summarise(found.timings)
     assert (summary.num_ok, summary.failures) == (6, {})
     # Sleeping takes at least as long as asked; a loaded machine only adds.
     assert 0.2 <= summary.spreads["ttft"].p50_s < 5.0
     assert 0.03 <= summary.spreads["itl"].p50_s < 2.0
     assert 0.35 <= summary.spreads["e2e"].p50_s < 10.0
-    for trace in found.traces:
-        assert len(trace.stamps_s) == 4
-        assert (trace.num_prompt, trace.num_cached, trace.num_answer) == (7, 3, 4)
-        assert trace.ttft_s < trace.e2e_s
+    for timing in found.timings:
+        assert len(timing.stamps_s) == 4
+        assert (timing.num_prompt, timing.num_cached, timing.num_answer) == (7, 3, 4)
+        assert timing.ttft_s < timing.e2e_s
         # What the client held up, or waited for, is no part of a closed loop's figures.
-        assert trace.late_s < 1.0
+        assert timing.late_s < 1.0
     assert summary.num_answer == 24
 
 
@@ -61,14 +58,14 @@ def test_chat_does_not_count_the_role_as_text():
     script = Script(first_s=0.2)
     found = run(script, kind="chat", vocabulary=0)
     # The role comes at once: who counts it sees a first token of a few milliseconds.
-    assert all(trace.ttft_s >= 0.2 and len(trace.stamps_s) == 4 for trace in found.traces)
+    assert all(timing.ttft_s >= 0.2 and len(timing.stamps_s) == 4 for timing in found.timings)
     assert script.bodies[0]["messages"][0]["role"] == "user"
 
 
 def test_failures_are_counted_by_what_they_were():
     odd = {0: "http 429", 1: "cut", 2: "error", 3: "silent", 4: "http 429", 5: "http 503"}
     found = run(Script(odd=odd), replace(LOAD, num_requests=8, concurrency=1))
-    summary = summarise(found.traces)
+    summary = summarise(found.timings)
     assert summary.num_ok == 2
     assert summary.failures == {
         "http 429": 2,
@@ -83,13 +80,13 @@ def test_failures_are_counted_by_what_they_were():
 
 def test_slow_answers_time_out():
     found = run(Script(first_s=30.0), replace(LOAD, num_requests=1), timeout_s=0.3)
-    assert [trace.status for trace in found.traces] == ["timed out"]
+    assert [timing.status for timing in found.timings] == ["timed out"]
 
 
 def test_nobody_listens():
     load = replace(LOAD, num_requests=2)
-    found = asyncio.run(drive(Endpoint("http://127.0.0.1:9", model="m"), load, 500))
-    assert summarise(found.traces).failures == {"not connected": 2}
+    found = asyncio.run(drive(OpenAIEndpoint("http://127.0.0.1:9", model="m"), load, 500))
+    assert summarise(found.timings).failures == {"not connected": 2}
 
 
 def test_concurrency_is_kept_and_used():
@@ -103,13 +100,13 @@ def test_open_loop_does_not_wait_for_answers():
     found = run(script, replace(LOAD, num_requests=6, concurrency=0, rate=20.0))
     # A closed loop would have one at a time here; all arrive before the first answer is due.
     assert script.num_at_once_max == 6
-    assert all(earlier.intended_s < later.intended_s for earlier, later in pairwise(found.traces))
+    assert all(earlier.intended_s < later.intended_s for earlier, later in pairwise(found.timings))
 
 
 def test_waiting_for_a_place_counts_in_an_open_loop():
     """Requests are due at once and one is in flight: the last waits for all before it, and says so."""
     found = run(Script(first_s=0.2), replace(LOAD, num_requests=4, concurrency=1, rate=1000.0))
-    last = found.traces[-1]
+    last = found.timings[-1]
     assert last.late_s >= 0.5
     assert last.ttft_s >= 0.7
     assert last.stamps_s[0] - last.sent_s < last.ttft_s - 0.5
@@ -117,9 +114,9 @@ def test_waiting_for_a_place_counts_in_an_open_loop():
 
 def test_timelines_are_asked_for_where_there_are_any():
     found = run(Script(tth_s=0.125))
-    assert [trace.tth_s for trace in found.traces] == [0.125] * 6
-    assert summarise(found.traces).spreads["tth"].p50_s == 0.125
-    assert [trace.tth_s for trace in run(Script()).traces] == [None] * 6
+    assert [timing.tth_s for timing in found.timings] == [0.125] * 6
+    assert summarise(found.timings).spreads["tth"].p50_s == 0.125
+    assert [timing.tth_s for timing in run(Script()).timings] == [None] * 6
 
 
 def test_handover_of_a_timeline():
@@ -130,11 +127,11 @@ def test_handover_of_a_timeline():
 
 def test_watch_sees_a_loop_that_is_held_up():
     async def held_up(wait_s: float):
-        async with Watch() as watch:
+        async with ClientMeter() as meter:
             await asyncio.sleep(0.1)
             sleep(wait_s)  # the event loop gets nothing done meanwhile
             await asyncio.sleep(0.1)
-        return watch.found
+        return meter.overhead
 
     found = asyncio.run(held_up(0.5))
     assert found.lag is not None
@@ -215,8 +212,6 @@ def test_server_that_takes_text_alone(tmp_path, monkeypatch, capsys, prompts):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--suite", "seed005"], "suite 'seed005' is not known; use interference, router, seed004"),
-        (["--suite", "router", "--url", "http://127.0.0.1:1"], "leave out --url or --suite"),
         (["--url", "127.0.0.1:1"], "write it like http://"),
         (["--url", "http://127.0.0.1:1", "--endpoint", "embeddings"], "use completions or chat"),
         (["--url", "http://h:1", "--endpoint", "chat", "--prompts", "tokens"], "takes no token ids"),
@@ -244,19 +239,21 @@ def test_an_answer_can_be_left():
 
     async def leave(url: str):
         over = asyncio.Event()
-        async with make_session(Endpoint(url)) as session:
-            asking = asyncio.create_task(ask(session, Endpoint(url, "m"), Wanted((1, 2), 5000), None, over))
+        async with make_session(OpenAIEndpoint(url)) as session:
+            asking = asyncio.create_task(
+                ask(session, OpenAIEndpoint(url, "m"), BenchRequest((1, 2), 5000), None, over)
+            )
             while not script.num_at_once:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.5)
             over.set()
-            trace = await asking
+            timing = await asking
             async with asyncio.timeout(60):
                 while script.num_at_once:
                     await asyncio.sleep(0.01)
-        return trace
+        return timing
 
     with scripted(script) as url:
-        trace = asyncio.run(leave(url))
-    assert trace.is_ok
-    assert 1 <= len(trace.stamps_s) < 1000
+        timing = asyncio.run(leave(url))
+    assert timing.is_ok
+    assert 1 <= len(timing.stamps_s) < 1000

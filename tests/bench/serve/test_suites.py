@@ -1,4 +1,4 @@
-"""The suites' arithmetic on hand-made traces, and the dummy back ends that routers are put before."""
+"""The suites' arithmetic on made-up timings, and the dummy instances behind the routers."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
+import dummy_instances
+import interference
+import pipelining
 import pytest
+import router
+from load_generator import Burst, is_complete, send_burst, take_turns
 from rich.console import Console
 
-from baton.bench.serve import dummy
-from baton.bench.serve.overhead import Overhead
-from baton.bench.serve.pounding import Pounded, is_whole, pound, take_turns
-from baton.bench.serve.prompts import make_wanted
-from baton.bench.serve.suites import SUITES, find_suite, interference, router, seed004
-from baton.bench.serve.traces import Trace
-from baton.errors import ConfigError, EngineError
+from baton.bench.serve.client import RequestTiming
+from baton.bench.serve.load import ClientOverhead, make_requests
+from baton.errors import EngineError
 from baton.serving.wire import EventReader
 from baton.session.registry.messages import check_member
 
-CALM = Overhead(1.0, 0.1, None)
+CALM = ClientOverhead(1.0, 0.1, None)
 
 
-def trace(*stamps_s: float, intended_s: float = 0.0, status: str = "ok") -> Trace:
+def timing(*stamps_s: float, intended_s: float = 0.0, status: str = "ok") -> RequestTiming:
     ended_s = max((intended_s, *stamps_s))
-    return Trace(intended_s, intended_s, ended_s, stamps_s, status, num_answer=len(stamps_s))
+    return RequestTiming(intended_s, intended_s, ended_s, stamps_s, status, num_answer=len(stamps_s))
 
 
 def printed(table) -> str:
@@ -37,22 +38,16 @@ def printed(table) -> str:
     return console.file.getvalue()
 
 
-def test_every_suite_is_found():
-    for name in SUITES:
-        suite = find_suite(name)
-        assert all(hasattr(suite, verb) for verb in ("measure", "show", "is_right"))
-    with pytest.raises(ConfigError, match="use interference, router, seed004"):
-        find_suite("__init__")
-
-
-# Dummy back ends.
+# Dummy instances.
 
 
 def with_dummies(work):
     """Runs work(prefill, decode) before two dummy instances."""
 
     async def run():
-        found = [await dummy.listen(role, number) for number, role in enumerate(("prefill", "decode"))]
+        found = [
+            await dummy_instances.listen(role, number) for number, role in enumerate(("prefill", "decode"))
+        ]
         try:
             return await work(*(instance for instance, _ in found))
         finally:
@@ -88,22 +83,24 @@ def test_dummies_speak_what_routers_ask():
     assert len(whole["choices"][0]["text"].split()) == whole["usage"]["completion_tokens"]
     events = list(EventReader().feed(noted))
     assert events[-1].is_done
-    assert [event.note.tokens for event in events[:-1]] == [(number,) for number in range(dummy.NUM_EVENTS)]
+    assert [event.note.tokens for event in events[:-1]] == [
+        (number,) for number in range(dummy_instances.NUM_EVENTS)
+    ]
     assert [event.note.finish for event in events[:-1]] == [None] * 7 + ["length"]
 
 
 def test_dummies_can_register():
-    instance = dummy.Instance("decode-1", "decode", 4000, 4001)
-    member = dummy.member_of(instance)
+    instance = dummy_instances.DummyInstance("decode-1", "decode", 4000, 4001)
+    member = dummy_instances.member_of(instance)
     assert check_member(member) == 1
     assert (member.url, member.role.value) == ("http://127.0.0.1:4000", "decode")
 
 
-def test_pounding_counts_what_was_answered():
+def test_the_load_generator_counts_what_was_answered():
     async def work(prefill, decode):
         urls = {"one": prefill.url, "two": decode.url}
         turns = await take_turns(urls, 5, is_streamed=True)
-        return turns, await pound(decode.url, 3, 0.3, is_streamed=False)
+        return turns, await send_burst(decode.url, 3, 0.3, is_streamed=False)
 
     turns, burst = with_dummies(work)
     assert {name: len(times) for name, times in turns.items()} == {"one": 5, "two": 5}
@@ -129,11 +126,11 @@ def refusing(num_good: int):
     return Refusing
 
 
-def test_pounding_sees_refusals():
+def test_the_load_generator_sees_refusals():
     async def work():
         server = await asyncio.get_running_loop().create_server(refusing(3), "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        burst = await pound(url, 1, 30.0, is_streamed=False)
+        burst = await send_burst(url, 1, 30.0, is_streamed=False)
         with pytest.raises(EngineError, match="did not answer 200"):
             await take_turns({"it": url}, 1, is_streamed=False)
         server.close()
@@ -154,40 +151,42 @@ def test_pounding_sees_refusals():
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n0\r\n\r\n", True),
     ],
 )
-def test_whole_answers_are_told_from_parts(answer, is_it):
-    assert is_whole(answer) is is_it
+def test_complete_answers_are_told_from_parts(answer, is_it):
+    assert is_complete(answer) is is_it
 
 
 # The router.
 
 
-def burst(per_s: float, num_failed: int = 0) -> router.Burst:
-    return router.Burst(Pounded(int(per_s), num_failed, 1.0, 0.1, (0.001,)), 0.9)
+def burst(per_s: float, num_failed: int = 0) -> router.RouterBurst:
+    return router.RouterBurst(Burst(int(per_s), num_failed, 1.0, 0.1, (0.001,)), 0.9)
 
 
-def routed(ours: list[float], theirs: list[float], num_failed: int = 0) -> router.Found:
-    times = {"direct": [0.001, 0.001, 0.9], "baton": [0.002, 0.0025, 0.003], "sglang-router": [0.002] * 3}
+def routed(ours: list[float], theirs: list[float], num_failed: int = 0) -> router.RouterResult:
+    times = {"direct": [0.001, 0.001, 0.9], "baton": [0.0015, 0.0019, 0.003], "sglang-router": [0.002] * 3}
     bursts = {
         "direct": [burst(9000)],
         "baton": [burst(value, num_failed) for value in ours],
         "sglang-router": [burst(value) for value in theirs],
     }
-    return router.Found(dict.fromkeys(router.KINDS, times), dict.fromkeys(router.KINDS, bursts), ([], []))
+    return router.RouterResult(
+        dict.fromkeys(router.KINDS, times), dict.fromkeys(router.KINDS, bursts), ([], [])
+    )
 
 
 def test_router_figures():
     found = routed([500, 900, 400], [1000, 1000, 1000])
     # Medians: one request that the machine held up changes neither.
-    assert found.added_s("whole", "baton") == pytest.approx(0.0015)
+    assert found.added_s("whole", "baton") == pytest.approx(0.0009)
     assert found.ratio("whole") == pytest.approx(0.5)
     assert found.cpu_s("whole", "direct") == pytest.approx(0.0001)
     figures = router.figures_of(found)["whole"]
     assert (figures["added_is_met"], figures["ratio_is_met"]) == (True, True)
-    assert router.figures_of(routed([490] * 3, [1000] * 3))["streamed"]["ratio_is_met"] is False
+    assert router.figures_of(routed([440] * 3, [1000] * 3))["streamed"]["ratio_is_met"] is False
 
 
 def test_router_ratio_is_of_neighbours():
-    """Load that comes and goes falls on both of a pair: the ratio of the medians would say 1."""
+    """LoadSpec that comes and goes falls on both of a pair: the ratio of the medians would say 1."""
     found = routed([100, 200, 400], [200, 400, 100])
     assert found.ratio("whole") == pytest.approx(0.5)
 
@@ -200,18 +199,18 @@ def test_router_failures_are_not_right():
 def test_router_without_the_other_one():
     found = routed([10], [10])
     bursts = {kind: {name: each[name] for name in ("direct", "baton")} for kind, each in found.bursts.items()}
-    alone = router.Found(found.times_s, bursts, ([], []))
+    alone = router.RouterResult(found.times_s, bursts, ([], []))
     assert alone.ratio("whole") is None
     assert router.figures_of(alone)["whole"]["ratio_is_met"] is None
 
 
-# Seed 004.
+# Pipelining.
 
 
-def test_seed004_gives_both_policies_the_same():
-    plan = list(seed004._plan(seed004.turns(3)))
+def test_pipelining_gives_both_policies_the_same():
+    plan = list(pipelining._plan(pipelining.turns(3)))
     counts = Counter((turn.part, policy) for turn, policy in plan)
-    parts = [*(str(length) for length in seed004.LENGTHS), "dialogue", "stress"]
+    parts = [*(str(length) for length in pipelining.LENGTHS), "dialogue", "stress"]
     assert {part for part, _ in counts} == set(parts)
     assert all(counts[part, "off"] == counts[part, "cost"] for part in parts)
     assert counts["128", "cost"] == 3
@@ -219,52 +218,52 @@ def test_seed004_gives_both_policies_the_same():
     assert firsts.count("off") == pytest.approx(len(firsts) / 2, abs=1)  # who begins changes
 
 
-def test_seed004_prompts_share_no_beginning():
-    parts = [turn for turn in seed004.turns(2) if turn.load is not None]
+def test_pipelining_prompts_share_no_beginning():
+    parts = [turn for turn in pipelining.turns(2) if turn.load is not None]
     loads = [replace(turn.load, seed=turn.seed(0)) for turn in parts]
-    wanted = [each for load in loads for group in make_wanted(load, 20_000) for each in group]
-    assert len({each.prompt[:16] for each in wanted}) == len(wanted) > 2 * 8 * len(seed004.LENGTHS)
+    wanted = [each for load in loads for group in make_requests(load, 20_000) for each in group]
+    assert len({each.prompt[:16] for each in wanted}) == len(wanted) > 2 * 8 * len(pipelining.LENGTHS)
 
 
-def test_seed004_tables(tmp_path: Path):
-    traces = {}
+def test_pipelining_tables(tmp_path: Path):
+    timings = {}
     for part in ("128", "dialogue", "stress"):
         for policy, first_s in (("off", 0.4), ("cost", 0.1)):
-            traces[part, policy] = (trace(first_s, first_s + 0.2), trace(first_s, first_s + 0.2))
-    found = seed004.Found(traces, {}, ([], []), [])
-    tables = seed004.tables_of(found)
+            timings[part, policy] = (timing(first_s, first_s + 0.2), timing(first_s, first_s + 0.2))
+    found = pipelining.PipeliningResult(timings, {}, ([], []), [])
+    tables = pipelining.tables_of(found)
     text = printed(tables[0])
     assert all(word in text for word in ("128", "400", "100", "-75 %"))
     assert "+100 %" in printed(tables[2])  # tokens/s: the same tokens in half of the time
-    assert seed004.is_right(found)
-    seed004.show(found, tmp_path / "found.json", tmp_path / "found.png")
+    assert pipelining.is_right(found)
+    pipelining.show(found, tmp_path / "found.json", tmp_path / "found.png")
     assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
-    means = seed004.panels_of(found)[0]
+    means = pipelining.panels_of(found)[0]
     assert means.lines["off"] == [(128.0, pytest.approx(400.0))]
 
 
 def test_rounds_are_laid_end_to_end():
-    first = (trace(1.0, 3.0), trace(2.0, 4.0))
-    moved = seed004.rebased(first, (trace(101.0, 102.0, intended_s=100.0),))
+    first = (timing(1.0, 3.0), timing(2.0, 4.0))
+    moved = pipelining.rebased(first, (timing(101.0, 102.0, intended_s=100.0),))
     assert moved[0].intended_s == pytest.approx(4.0)
     assert moved[0].ttft_s == pytest.approx(1.0)
     assert moved[0].stamps_s == pytest.approx((5.0, 6.0))
-    assert seed004.rebased((), first) == first
+    assert pipelining.rebased((), first) == first
 
 
 # Interference.
 
 
-def streams(stall_s: float) -> tuple[Trace, ...]:
+def streams(stall_s: float) -> tuple[RequestTiming, ...]:
     """A token every 0.1 s, from 0 to 20 s, but for a stall at 10 s."""
     stamps = [0.1 * number for number in range(101)] + [
         10.0 + stall_s + 0.1 * number for number in range(100)
     ]
-    return (trace(*stamps),)
+    return (timing(*stamps),)
 
 
 def beside(stall_s: float) -> interference.Round:
-    return interference.Round(streams(stall_s), (trace(12.0, intended_s=9.5),), CALM)
+    return interference.Round(streams(stall_s), (timing(12.0, intended_s=9.5),), CALM)
 
 
 def test_gaps_count_while_long_prompts_are_there():
@@ -285,15 +284,15 @@ NAMES = (
 )
 
 
-def found_with(stalls: dict[str, float], firsts: dict[str, float]) -> interference.Found:
+def found_with(stalls: dict[str, float], firsts: dict[str, float]) -> interference.InterferenceResult:
     """Prompts of two lengths; the longer ones take ten times as long, and half as long again but combined."""
     alone = {}
     for name, first_s in firsts.items():
         longer_s = 10.0 if name == interference.COMBINED else 15.0
-        alone[name, 64] = [trace(first_s), trace(first_s), trace(9.0)]
-        alone[name, 512] = [trace(longer_s)]
+        alone[name, 64] = [timing(first_s), timing(first_s), timing(9.0)]
+        alone[name, 512] = [timing(longer_s)]
     rounds = {name: [beside(stall_s)] * 2 for name, stall_s in stalls.items()}
-    return interference.Found(alone, rounds, {}, ([], []))
+    return interference.InterferenceResult(alone, rounds, {}, ([], []))
 
 
 def test_interference_ratios(capsys: pytest.CaptureFixture[str], tmp_path: Path):
@@ -320,17 +319,17 @@ def test_interference_ratios(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 
 
 def test_answers_that_are_too_short_are_no_measurement():
-    short = interference.Round((trace(0.1, 0.2),), (trace(12.0, intended_s=9.5),), CALM)
-    found = interference.Found({}, {interference.PAIR: [short]}, {}, ([], []))
+    short = interference.Round((timing(0.1, 0.2),), (timing(12.0, intended_s=9.5),), CALM)
+    found = interference.InterferenceResult({}, {interference.PAIR: [short]}, {}, ([], []))
     with pytest.raises(EngineError, match="answers are too short"):
         found.gaps(interference.PAIR)
 
 
-def test_what_is_compared_is_as_it_ships():
+def test_what_is_compared_has_default_options():
     shapes = interference.shapes("demo", "")
     compared = [shapes[name] for name in (interference.COMBINED, interference.PAIR)]
-    assert [shape.instance_words + shape.source_words for shape in compared] == [(), ()]
+    assert [shape.instance_options + shape.prefill_options for shape in compared] == [(), ()]
     told = interference.described(shapes)
     assert set(told) == set(NAMES)
-    assert "as it ships" in told[interference.COMBINED]
+    assert "default options" in told[interference.COMBINED]
     assert "--chunk-tokens 64" in told[interference.CHUNKED]

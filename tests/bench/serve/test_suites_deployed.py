@@ -5,24 +5,27 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import interference
+import pipelining
 import pytest
+from interference import COMBINED, PAIR, SHIPPED
+from suite import SuiteOptions
 from tests.bench.serve.test_own_deployment import processes_with
 from tests.serve.speaking import model
 
-from baton.bench.serve.options import Lengths
-from baton.bench.serve.suites import SuiteOptions, find_suite, interference, seed004
-from baton.bench.serve.suites.interference import COMBINED, PAIR, SHIPPED
+from baton.bench.serve.load import TokenRange
 
 pytestmark = pytest.mark.serve
 
 
-def run(name: str, folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
+def run(suite: ModuleType, folder: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The record of a suite that has left nothing behind."""
     patch.setenv("TMPDIR", str(folder))
     patch.setattr("tempfile.tempdir", None)
-    suite, path, told = find_suite(name), folder / "found.json", []
+    path, told = folder / "found.json", []
     found = suite.measure(SuiteOptions(str(model()), repeats=1), lambda total, done, text: told.append(text))
     assert suite.is_right(found)
     suite.show(found, path, None)
@@ -41,7 +44,7 @@ def test_interference_to_its_end(
     # Some tokens of the tiny model have no text.
     monkeypatch.setattr(interference, "ALONE_ANSWER", 16)
     monkeypatch.setattr(interference, "LONG_ANSWER", 16)
-    found = run("interference", tmp_path, monkeypatch)
+    found = run(interference, tmp_path, monkeypatch)
     shown = capsys.readouterr().out
     assert set(found["figures"]) == set(found["deployments"]) == {COMBINED, PAIR, SHIPPED}
     for name, figures in found["figures"].items():
@@ -52,19 +55,19 @@ def test_interference_to_its_end(
     assert f"{SHIPPED}: itl p99" in shown
 
 
-def test_seed004_to_its_end(
+def test_pipelining_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(seed004, "LENGTHS", (32, 64))
-    monkeypatch.setattr(seed004, "SWEEP", replace(seed004.SWEEP, num_requests=4))
+    monkeypatch.setattr(pipelining, "LENGTHS", (32, 64))
+    monkeypatch.setattr(pipelining, "SWEEP", replace(pipelining.SWEEP, num_requests=4))
     monkeypatch.setattr(
-        seed004, "STRESS", replace(seed004.STRESS, num_requests=8, output_tokens=Lengths(8, 8))
+        pipelining, "STRESS", replace(pipelining.STRESS, num_requests=8, output_tokens=TokenRange(8, 8))
     )
-    monkeypatch.setattr(seed004, "NUM_TURNS", 2)
-    found = run("seed004", tmp_path, monkeypatch)
+    monkeypatch.setattr(pipelining, "NUM_TURNS", 2)
+    found = run(pipelining, tmp_path, monkeypatch)
     shown = capsys.readouterr().out
-    parts = {"32": 4, "64": 4, "dialogue": 2 * seed004.NUM_SESSIONS, "stress": 8}
-    wanted = {f"{part}, {policy}": num for part, num in parts.items() for policy in seed004.POLICIES}
+    parts = {"32": 4, "64": 4, "dialogue": 2 * pipelining.NUM_SESSIONS, "stress": 8}
+    wanted = {f"{part}, {policy}": num for part, num in parts.items() for policy in pipelining.POLICIES}
     assert {key: summary["num_ok"] for key, summary in found["summaries"].items()} == wanted
     for part in ("32", "64"):  # every prompt was handed over: one that was not has no tth
         assert found["summaries"][f"{part}, cost"]["spreads"]["tth"]["num"] == 4

@@ -1,8 +1,8 @@
-"""Pools whose every byte says what it is: a hash of salt, component, layer, token, unit and place.
+"""Pool content in which every byte is known: a hash of salt, component, layer, token, unit and offset.
 
-The content is the same on every rank and in every layout, and another for each salt, so that the bytes of one
-request in the pages of another are seen. Who holds what is taken from `baton.plan.checker`, which shares no
-code with the planner. One layer is made at a time: a pool may be most of a machine's memory.
+The content is the same on every rank and in every layout and differs by salt, so that bytes of one request
+in the pages of another are detected. Ownership is taken from `baton.plan.checker`, which shares no code with
+the planner. One layer is made at a time: a pool may be most of a machine's memory.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from baton.plan.tokens import Ints
 Bytes: TypeAlias = NDArray[np.uint8]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _EXPONENT_KEPT = 0xBF
-"""A converted NaN may come out as another one, so elements that are converted are kept finite."""
+"""Conversion may change a NaN, so elements that are converted are kept finite."""
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
-    """One rank of one side, with its pools."""
+class RankPools:
+    """The pools of one rank of one side."""
 
     spec: Spec
     rank: int
@@ -39,8 +39,8 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    """One layer of one component on one rank: where its rows are, and what tells them apart."""
+class _LayerRows:
+    """One layer of one component on one rank: where its rows are, and their tokens and units."""
 
     component: Component
     number: int
@@ -53,31 +53,35 @@ class _Layer:
     rest: Ints
 
 
-def fill(holder: Holder, prompt: Prompt, pages: Mapping[str, Ints], salt: int, is_finite: bool) -> None:
+def fill(
+    rank_pools: RankPools, prompt: Prompt, pages: Mapping[str, Ints], salt: int, is_finite: bool
+) -> None:
     """Writes every byte that a rank holds of a prompt."""
-    for found in _layers(holder, prompt, pages):
-        dtype = holder.spec.storage.dtype_of(found.component)
-        found.view[found.pages, :, found.rest] = _rows(found, dtype, salt, is_finite)
+    for rows in _layers(rank_pools, prompt, pages):
+        dtype = rank_pools.spec.storage.dtype_of(rows.component)
+        rows.view[rows.pages, :, rows.rest] = _rows(rows, dtype, salt, is_finite)
 
 
-def compare(holder: Holder, source: Spec, prompt: Prompt, pages: Mapping[str, Ints], salt: int) -> Verdict:
-    """Looks at every byte that a target rank was to be sent."""
+def compare(
+    rank_pools: RankPools, source: Spec, prompt: Prompt, pages: Mapping[str, Ints], salt: int
+) -> Verdict:
+    """Compares every byte that a target rank should have received."""
     num_bytes = num_right = 0
-    for found in _layers(holder, prompt, pages):
-        held = prompt.held.get(found.component.group, 0)
-        start, stop = found.component.extent.wanted(prompt.num_tokens, held)
-        keep = (found.tokens >= start) & (found.tokens < stop)
-        kept = replace(found, tokens=found.tokens[keep])
-        dtypes = source.storage.dtype_of(found.component), holder.spec.storage.dtype_of(found.component)
+    for rows in _layers(rank_pools, prompt, pages):
+        held = prompt.held.get(rows.component.group, 0)
+        start, stop = rows.component.extent.wanted(prompt.num_tokens, held)
+        keep = (rows.tokens >= start) & (rows.tokens < stop)
+        kept = replace(rows, tokens=rows.tokens[keep])
+        dtypes = source.storage.dtype_of(rows.component), rank_pools.spec.storage.dtype_of(rows.component)
         wanted = _rows(kept, dtypes[0], salt, is_finite=dtypes[0] != dtypes[1])
         wanted = convert(wanted.reshape(-1), *dtypes).reshape(*wanted.shape[:2], -1)
         num_bytes += wanted.size
-        num_right += int(np.count_nonzero(found.view[found.pages[keep], :, found.rest[keep]] == wanted))
+        num_right += int(np.count_nonzero(rows.view[rows.pages[keep], :, rows.rest[keep]] == wanted))
     return Verdict(num_bytes, num_right)
 
 
-def _layers(holder: Holder, prompt: Prompt, pages: Mapping[str, Ints]) -> Iterator[_Layer]:
-    spec, rank = holder.spec, holder.rank
+def _layers(rank_pools: RankPools, prompt: Prompt, pages: Mapping[str, Ints]) -> Iterator[_LayerRows]:
+    spec, rank = rank_pools.spec, rank_pools.rank
     holdings, at = Holdings(spec), placements(spec, rank, "pool")
     cp = spec.layout.coordinates(rank)["cp"]
     for number, component in enumerate(spec.cache.components):
@@ -91,7 +95,7 @@ def _layers(holder: Holder, prompt: Prompt, pages: Mapping[str, Ints]) -> Iterat
         sizes = [dim.size for dim in component.dims]
         inner = [prod(sizes[i + 1 :]) * place.item_bytes for i in range(len(sizes))]
         assert [place.stride(dim.name) for dim in component.dims] == inner, "a unit lies in one piece"
-        pool = holder.pools[place.buffer]
+        pool = rank_pools.pools[place.buffer]
         shape = (spec.storage.pages_of(component.group), len(held.units), place.page_entries, row_bytes)
         strides = (place.stride("page"), place.stride("unit"), place.strides.get("token", 0), 1)
         for local, layer in enumerate(sorted(held.layers)):
@@ -99,19 +103,19 @@ def _layers(holder: Holder, prompt: Prompt, pages: Mapping[str, Ints]) -> Iterat
             view = np.lib.stride_tricks.as_strided(first, shape, strides)
             units = np.array(sorted(held.units))
             table = pages[component.group][index]
-            yield _Layer(component, number, layer, units, tokens, view, table, rest)
+            yield _LayerRows(component, number, layer, units, tokens, view, table, rest)
 
 
-def _rows(found: _Layer, dtype: str, salt: int, is_finite: bool) -> Bytes:
+def _rows(rows: _LayerRows, dtype: str, salt: int, is_finite: bool) -> Bytes:
     """The bytes of every token and unit in an element type."""
     item = item_bytes(dtype)
-    row_bytes = found.component.num_elements * item
+    row_bytes = rows.component.num_elements * item
     seed = np.asarray(salt, dtype=np.uint64)
-    for value in (found.number + 1, found.layer):
+    for value in (rows.number + 1, rows.layer):
         seed = _mix(seed * _GOLDEN + np.uint64(value))
-    rows = _mix(seed * _GOLDEN + found.tokens.astype(np.uint64))
-    rows = _mix(rows[:, None] * _GOLDEN + found.units.astype(np.uint64))
-    words = rows[:, :, None] + np.arange(-(-row_bytes // 8), dtype=np.uint64) * _GOLDEN
+    hashes = _mix(seed * _GOLDEN + rows.tokens.astype(np.uint64))
+    hashes = _mix(hashes[:, None] * _GOLDEN + rows.units.astype(np.uint64))
+    words = hashes[:, :, None] + np.arange(-(-row_bytes // 8), dtype=np.uint64) * _GOLDEN
     raw: Bytes = _mix(words).view(np.uint8)[:, :, :row_bytes]
     if is_finite:
         raw[:, :, item - 1 :: item] &= _EXPONENT_KEPT

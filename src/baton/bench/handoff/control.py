@@ -1,8 +1,8 @@
-"""What a transfer costs beside bytes and compute, and how many can be under way at once.
+"""The control time of a transfer, and how many transfers run at once.
 
-Small transfers come one after another, each at its own moment, with all of its content ready: the time from
-that moment to ready at the target, less the time in which a copy was under way, is control. It holds the
-calls of the engines, every message of offer, grant, commit and verdict, binding, and the waking of processes.
+Small transfers come one after another, each at its own time, with all content ready. Control is the time from
+then to ready at the target, less the time in which a copy ran: the engines' calls, every message of offer,
+grant, commit and verdict, binding, and the waking of processes.
 """
 
 from __future__ import annotations
@@ -13,26 +13,30 @@ from statistics import median, quantiles
 from time import monotonic
 from typing import Any
 
-from baton.bench.handoff.figures import Serial, figures
+from rich.table import Table
+
+from baton.bench.handoff.figures import SerialTransfer, figures
 from baton.bench.handoff.fleet import LEAD_S, Fleet, ask_all
-from baton.bench.handoff.mill import Grist
-from baton.bench.handoff.pacing import Pace
-from baton.bench.handoff.records import Order
-from baton.bench.handoff.run import succeeded
-from baton.bench.handoff.scene import Scene, Side
+from baton.bench.handoff.records import TransferOrder
+from baton.bench.handoff.run import check_ready, ms
+from baton.bench.handoff.schedule import PrefillPace
+from baton.bench.handoff.stress import StressOptions
+from baton.bench.handoff.workload import SideSpec, Workload
 
 MODEL = "paged:layers=4,heads=4,dim=16"
 NUM_TOKENS = 64
 SPACING_S = 0.04
 CONTROL_S_TARGET = 3e-3
 NUM_AT_ONCE = 200
+NUM_ALONE = 100
+NUM_ROUNDS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
-    """Control times, and what became of the transfers that ran at once."""
+class ControlResult:
+    """Control times, and the outcomes of the transfers that ran at once."""
 
-    scene: Scene
+    scene: Workload
     tth_s: list[float]
     control_s: list[float]
     num_at_once: int
@@ -45,8 +49,13 @@ class Control:
     failures: dict[str, int]
 
     @property
+    def notes(self) -> list[str]:
+        """None."""
+        return []
+
+    @property
     def control_s_median(self) -> float:
-        """The middle one."""
+        """The median control time."""
         return median(self.control_s)
 
     @property
@@ -55,7 +64,7 @@ class Control:
         return not self.num_failed and not self.num_held and self.num_right == self.num_bytes > 0
 
     def as_json(self) -> dict[str, Any]:
-        """Medians and tails, and the rest as it is."""
+        """Medians and tails of the times, and the rest as it is."""
         record = asdict(self)
         for name in ("tth_s", "control_s"):
             values = record.pop(name)
@@ -70,39 +79,66 @@ class Control:
         record["control_s"]["is_met"] = self.control_s_median <= CONTROL_S_TARGET
         return record
 
+    def table(self) -> Table:
+        """Times one after another, and the rate of those at once."""
+        workload = self.scene
+        title = f"control, {workload.source.layout} to {workload.target.layout} by {workload.transport}"
+        table = Table("measurement", "best", "median", "worst", title=title)
+        for name, values in (("tth", self.tth_s), ("control", self.control_s)):
+            texts = (ms(value) for value in (min(values), median(values), max(values)))
+            table.add_row(f"{name} of {len(values)} one after another", *texts)
+        rate = self.num_transfers / self.elapsed_s if self.elapsed_s else 0.0
+        table.add_row(f"{self.num_transfers} transfers, {self.num_at_once} at once", "", f"{rate:.0f}/s", "")
+        return table
 
-def small_scene(transport: str, source: str, target: str) -> Scene:
-    """Tiny transfers between two instances, with a slot for each that runs at once."""
-    sides = Side(source, page=16), Side(target, page=16)
-    return Scene(MODEL, *sides, NUM_TOKENS, num_slots=NUM_AT_ONCE, transport=transport)
+    def summary(self) -> str:
+        """One line."""
+        verdict = "met" if self.control_s_median <= CONTROL_S_TARGET else "missed"
+        num_wrong = self.num_bytes - self.num_right
+        causes = "; ".join(f"{count} x {text}" for text, count in sorted(self.failures.items())[:3])
+        return (
+            f"control {ms(self.control_s_median)} median (target {ms(CONTROL_S_TARGET)}: {verdict}); "
+            f"{self.num_transfers} transfers, {self.num_at_once} at once: {self.num_failed} failed, "
+            f"{self.num_held} held, {num_wrong} of {self.num_bytes} bytes wrong"
+            + (f"; {causes}" if causes else "")
+        )
 
 
-def run(scene: Scene, num_alone: int, num_rounds: int, tell: Callable[[str], None]) -> Control:
-    """One after another, then as many at once as there are slots."""
-    tell("starting the processes")
-    with Fleet(scene) as fleet:
+def small_workload(transport: str, source: str, target: str) -> Workload:
+    """Tiny transfers between two layouts, with a slot for each that runs at once."""
+    sides = SideSpec(source, page=16), SideSpec(target, page=16)
+    return Workload(MODEL, *sides, NUM_TOKENS, num_slots=NUM_AT_ONCE, transport=transport)
+
+
+def run(
+    workload: Workload, num_alone: int, num_rounds: int, progress: Callable[[str], None]
+) -> ControlResult:
+    """Transfers one after another, then as many at once as there are slots."""
+    progress("starting the processes")
+    with Fleet(workload) as fleet:
         fleet.fill([0])
-        fleet.hand_over(Pace())
-        tell(f"{num_alone} transfers, one after another")
+        fleet.hand_over(PrefillPace())
+        progress(f"{num_alone} transfers, one after another")
         start_s = monotonic() + LEAD_S
         orders = [
-            Order(fleet.new_transfer(), start_s=start_s + index * SPACING_S) for index in range(num_alone)
+            TransferOrder(fleet.new_transfer(), start_s=start_s + index * SPACING_S)
+            for index in range(num_alone)
         ]
-        found = [succeeded(each) for each in fleet.hand_over_all(orders, Pace())]
-        tell(f"{scene.num_slots} transfers at once, {num_rounds} times each")
-        grist = Grist("many", scene.num_slots, num_rounds)
-        tallies = ask_all([*fleet.sources, *fleet.targets], "grind", asdict(grist))
-    alone = [figures(each, Serial({})) for each in found]
+        handovers = [check_ready(handover) for handover in fleet.hand_over_all(orders, PrefillPace())]
+        progress(f"{workload.num_slots} transfers at once, {num_rounds} times each")
+        stress = StressOptions("many", workload.num_slots, num_rounds)
+        tallies = ask_all([*fleet.sources, *fleet.targets], "stress", asdict(stress))
+    alone = [figures(handover, SerialTransfer({})) for handover in handovers]
     failures: dict[str, int] = {}
     for tally in tallies:
         for text, count in tally["failures"].items():
             failures[text] = failures.get(text, 0) + count
-    return Control(
-        scene=scene,
-        tth_s=[each.tth_s for each in alone],
-        control_s=[each.control_s for each in alone],
+    return ControlResult(
+        scene=workload,
+        tth_s=[one.tth_s for one in alone],
+        control_s=[one.control_s for one in alone],
         num_at_once=min(tally["num_at_once_max"] for tally in tallies),
-        num_transfers=scene.num_slots * num_rounds,
+        num_transfers=workload.num_slots * num_rounds,
         num_failed=sum(sum(tally["failures"].values()) + tally["num_aborted"] for tally in tallies),
         num_held=sum(len(tally["held"]) for tally in tallies),
         num_bytes=sum(tally["num_bytes"] for tally in tallies),

@@ -1,161 +1,268 @@
-"""A paced hand-over, measured and compared byte by byte."""
+"""A paced hand-over between real processes, measured and compared byte by byte."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
-from baton.bench.handoff.figures import Figures, Serial, figures, inner_bytes_per_s, serial_of
+from rich.console import Console
+from rich.table import Table
+
+from baton.bench.handoff.figures import (
+    HandoffFigures,
+    SerialTransfer,
+    figures,
+    inner_bytes_per_s,
+    serial_of,
+    timeline_of,
+)
 from baton.bench.handoff.fleet import Fleet, ask_all
-from baton.bench.handoff.pacing import Pace, schedule
 from baton.bench.handoff.records import HandOver
-from baton.bench.handoff.scene import Scene, cache_of, fitted, room_bytes
-from baton.bench.handoff.story import story
+from baton.bench.handoff.schedule import PrefillPace, schedule
+from baton.bench.handoff.workload import Workload, cache_of, fitted, room_bytes
+from baton.bench.record import write
 from baton.errors import EngineError
-from baton.observe import Timeline
+from baton.observe import Timeline, trace
+from baton.observe.picture import draw
+from baton.observe.plotting import NO_MATPLOTLIB
 from baton.plan.execution import Verdict
+from baton.plan.printer import human_bytes
 from baton.plan.routes import resolve
 
 NUM_CALIBRATIONS = 3
+COLUMNS_MAX = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class HandoffOptions:
     """How hand-overs are paced and repeated."""
 
     policy: str = "cost"
     layer_s: float | None = None
-    """One layer of the whole prompt; None takes it from `ratio`."""
+    """Compute time of one layer of the whole prompt; None: from `ratio`."""
     ratio: float = 1.0
-    """Compute by serial transfer time."""
+    """Compute over serial transfer time."""
     chunk_tokens: int = 0
     repeats: int = 3
     is_verified: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What `baton bench handoff` found out."""
+class HandoffReport(Protocol):
+    """The result of one of the three measurements."""
 
-    scene: Scene
-    pace: Pace
-    serial: Serial
-    runs: list[Figures]
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing failed and every byte is right."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the figures has to know."""
+
+    def table(self) -> Table:
+        """The figures."""
+
+    def summary(self) -> str:
+        """One line."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the timeline."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffResult:
+    """Figures of several runs of one hand-over."""
+
+    workload: Workload
+    pace: PrefillPace
+    serial: SerialTransfer
+    runs: list[HandoffFigures]
     verdict: Verdict
     timeline: Timeline
-    """Of the run whose tth is the median."""
+    """Of the run with the median tth."""
     notes: list[str]
 
-    def middle(self, name: str) -> float:
+    def median(self, name: str) -> float:
         """The median of a figure over the runs."""
         return float(median(getattr(run, name) for run in self.runs))
 
     @property
     def is_right(self) -> bool:
-        """Whether every byte is."""
+        """Whether every byte is right."""
         return self.verdict.num_right == self.verdict.num_bytes > 0
 
     def as_json(self) -> dict[str, Any]:
         """Everything but the timeline."""
         return {
-            "scene": asdict(self.scene),
+            "scene": asdict(self.workload),
             "pace": asdict(self.pace),
             "serial": {"transfer_s": dict(self.serial.transfer_s), "overhead_s": self.serial.overhead_s},
             "runs": [asdict(run) for run in self.runs],
-            "median": {name: self.middle(name) for name in Figures.__slots__},
+            "median": {name: self.median(name) for name in HandoffFigures.__slots__},
             "bytes_compared": self.verdict.num_bytes,
             "bytes_right": self.verdict.num_right,
             "notes": self.notes,
         }
 
+    def table(self) -> Table:
+        """A column for each run."""
+        table = Table("", title=f"{title_of(self.workload)}, {self.pace.policy}")
+        rows: dict[str, Callable[[HandoffFigures], str]] = {
+            "tth": lambda run: ms(run.tth_s),
+            "compute": lambda run: ms(run.compute_s),
+            "exposed": lambda run: ms(run.exposed_s),
+            "T": lambda run: ms(run.transfer_s),
+            "efficiency": lambda run: f"{run.efficiency:.3f}",
+            "bound": lambda run: f"{run.bound:.3f}",
+            "control": lambda run: ms(run.control_s),
+            "producer late": lambda run: ms(run.late_s),
+            "groups": lambda run: str(run.num_groups),
+            "copies": lambda run: str(run.num_copies),
+            "spans": lambda run: str(run.num_spans),
+            "bytes": lambda run: human_bytes(run.num_bytes),
+        }
+        columns = self.runs[:COLUMNS_MAX]
+        for index in range(len(columns)):
+            table.add_column(f"run {index + 1}", justify="right")
+        for name, text in rows.items():
+            table.add_row(name, *(text(run) for run in columns))
+        return table
 
-def check(scene: Scene, options: Options) -> None:
-    """Raises on what could not be measured, before anything is started."""
-    schedule(scene, Pace(policy=options.policy, chunk_tokens=options.chunk_tokens))
+    def summary(self) -> str:
+        """One line."""
+        num_bytes, num_wrong = self.verdict.num_bytes, self.verdict.num_bytes - self.verdict.num_right
+        text = "every byte right" if self.is_right else f"{num_wrong} BYTES WRONG"
+        return (
+            f"tth {ms(self.median('tth_s'))}, exposed {ms(self.median('exposed_s'))} of T "
+            f"{ms(self.median('transfer_s'))}, efficiency {self.median('efficiency'):.3f} of bound "
+            f"{self.median('bound'):.3f}, control {ms(self.median('control_s'))}; {text} "
+            f"({num_bytes} compared)"
+        )
 
 
-def run(scene: Scene, options: Options, tell: Callable[[str], None]) -> Measured:
+def ms(seconds: float) -> str:
+    """Milliseconds for people."""
+    return f"{seconds * 1e3:.2f} ms"
+
+
+def title_of(workload: Workload) -> str:
+    """A workload for people."""
+    layouts = f"{workload.source.layout} to {workload.target.layout}"
+    link = f", {workload.link_bytes_per_s / 1e9:g} GB/s a rank" if workload.link_bytes_per_s else ""
+    return f"{workload.model}, {workload.num_tokens} tokens, {layouts} by {workload.transport}{link}"
+
+
+def show(report: HandoffReport, path: Path) -> None:
+    """Prints a report and writes its files; the last line is the summary."""
+    console, table = Console(), report.table()
+    console.print(table)
+    for note in report.notes:
+        console.print(f"note: {note}", markup=False, highlight=False)
+    write(path, report.as_json())
+    print(f"written to {path}")
+    if isinstance(report, HandoffResult):
+        events, picture = path.with_suffix(".trace.json"), path.with_suffix(".png")
+        events.write_text(json.dumps(trace([report.timeline])) + "\n")
+        print(f"timeline in {events} (open it in ui.perfetto.dev)")
+        is_drawn = draw([report.timeline], picture, str(table.title))
+        print(f"drawn in {picture}" if is_drawn else NO_MATPLOTLIB)
+    print(report.summary())
+
+
+def check(workload: Workload, options: HandoffOptions) -> None:
+    """Raises on what cannot be measured, before anything is started."""
+    schedule(workload, PrefillPace(policy=options.policy, chunk_tokens=options.chunk_tokens))
+
+
+def run(workload: Workload, options: HandoffOptions, progress: Callable[[str], None]) -> HandoffResult:
     """Starts everything, hands over `repeats` times, compares after each, and ends everything."""
-    kept = fitted(scene, room_bytes())
+    kept = fitted(workload, room_bytes())
     notes = []
-    if kept != scene:
-        all_layers = cache_of(scene).num_layers
-        notes.append(f"{kept.num_layers} of {all_layers} layers, which is what memory has room for")
-    tell("starting the processes")
+    if kept != workload:
+        num_layers = cache_of(workload).num_layers
+        notes.append(f"{kept.num_layers} of {num_layers} layers: memory has no room for more")
+    progress("starting the processes")
     with Fleet(kept) as fleet:
-        tell("writing the source's pools")
+        progress("writing the source's pools")
         fleet.fill([0])
-        tell("calibrating")
+        progress("calibrating")
         serial = calibrate(fleet, options.chunk_tokens)
-        pace = paced(kept, serial, options)
-        found: list[HandOver] = []
+        pace = pace_of(kept, serial, options)
+        handovers: list[HandOver] = []
         verdicts = []
         for index in range(options.repeats):
-            tell(f"handing over, {index + 1} of {options.repeats}")
+            progress(f"handing over, {index + 1} of {options.repeats}")
             ask_all(fleet.targets, "wipe")
-            found.append(succeeded(fleet.hand_over(pace, is_verified=options.is_verified)))
+            handovers.append(check_ready(fleet.hand_over(pace, is_verified=options.is_verified)))
             verdicts.append(fleet.compare())
-    runs = [figures(each, serial) for each in found]
-    notes += link_notes(kept, found)
-    middle = sorted(found, key=lambda each: each.received.settled_s - each.start_s)[len(found) // 2]
-    return Measured(kept, pace, serial, runs, total(verdicts), story(middle, kept.model), notes)
+    middle = sorted(handovers, key=lambda one: one.received.settled_s - one.start_s)[len(handovers) // 2]
+    return HandoffResult(
+        workload=kept,
+        pace=pace,
+        serial=serial,
+        runs=[figures(handover, serial) for handover in handovers],
+        verdict=total(verdicts),
+        timeline=timeline_of(middle, kept.model),
+        notes=notes + link_notes(kept, handovers),
+    )
 
 
 def total(verdicts: Sequence[Verdict]) -> Verdict:
-    """Several as one."""
-    return Verdict(sum(each.num_bytes for each in verdicts), sum(each.num_right for each in verdicts))
+    """The sum of several verdicts."""
+    return Verdict(sum(one.num_bytes for one in verdicts), sum(one.num_right for one in verdicts))
 
 
-def calibrate(fleet: Fleet, chunk_tokens: int = 0) -> Serial:
-    """The serial transfer time, and what each group costs, with everything ready at once."""
-    fleet.hand_over(Pace())  # connections are made with the first one
-    whole = [succeeded(fleet.hand_over(Pace())) for _ in range(NUM_CALIBRATIONS)]
-    layered = Pace(policy="fixed:1", chunk_tokens=chunk_tokens)
-    return serial_of(whole, [succeeded(fleet.hand_over(layered)) for _ in range(NUM_CALIBRATIONS)])
+def calibrate(fleet: Fleet, chunk_tokens: int = 0) -> SerialTransfer:
+    """The serial transfer time and the cost of each group, with the whole prompt ready."""
+    fleet.hand_over(PrefillPace())  # the first one connects
+    whole = [check_ready(fleet.hand_over(PrefillPace())) for _ in range(NUM_CALIBRATIONS)]
+    by_layer = PrefillPace(policy="fixed:1", chunk_tokens=chunk_tokens)
+    return serial_of(whole, [check_ready(fleet.hand_over(by_layer)) for _ in range(NUM_CALIBRATIONS)])
 
 
-def paced(scene: Scene, serial: Serial, options: Options) -> Pace:
-    """Layer time and what the policy is told, from the options and from what was measured."""
+def pace_of(workload: Workload, serial: SerialTransfer, options: HandoffOptions) -> PrefillPace:
+    """The layer time and the policy's view of the link, from the options and the calibration."""
     layer_s = options.layer_s
     if layer_s is None:
-        layer_s = options.ratio * serial.busiest_s / cache_of(scene).num_layers
-    return Pace(
+        layer_s = options.ratio * serial.busiest_s / cache_of(workload).num_layers
+    return PrefillPace(
         layer_s=layer_s,
         policy=options.policy,
         chunk_tokens=options.chunk_tokens,
-        bytes_per_s=_bytes_per_s(scene, serial),
+        bytes_per_s=_bytes_per_s(workload, serial),
         overhead_s=serial.overhead_s,
     )
 
 
-def _bytes_per_s(scene: Scene, serial: Serial) -> float:
-    """What the busiest rank sent, by the time it took."""
-    rank = max(serial.transfer_s, key=lambda each: serial.transfer_s[each], default=None)
+def _bytes_per_s(workload: Workload, serial: SerialTransfer) -> float:
+    """The speed of the busiest rank."""
+    rank = max(serial.transfer_s, key=lambda one: serial.transfer_s[one], default=None)
     if rank is None or not serial.transfer_s[rank]:
         return 1e9
-    routes = scene.plan.narrowed(source=rank)
-    from_rank = sum(route.num_bytes for route in resolve(routes, scene.prompt))
-    return max(1.0, from_rank / serial.transfer_s[rank])
+    routes = workload.plan.narrowed(source=rank)
+    num_bytes = sum(route.num_bytes for route in resolve(routes, workload.prompt))
+    return max(1.0, num_bytes / serial.transfer_s[rank])
 
 
-def succeeded(found: HandOver) -> HandOver:
-    """The same hand-over; raises where it did not come to ready."""
-    if not found.is_ready:
-        raise EngineError(f"{found.transfer} was not handed over: {found.received.outcome}")
-    for sent in found.sent.values():
+def check_ready(handover: HandOver) -> HandOver:
+    """The same hand-over; raises if it failed on a rank."""
+    if not handover.is_ready:
+        raise EngineError(f"{handover.transfer} was not handed over: {handover.received.outcome}")
+    for sent in handover.sent.values():
         if sent.outcome != "ready":
-            raise EngineError(f"{found.transfer}: source rank {sent.rank} was told {sent.outcome}")
-    return found
+            raise EngineError(f"{handover.transfer}: source rank {sent.rank} saw {sent.outcome}")
+    return handover
 
 
-def link_notes(scene: Scene, found: list[HandOver]) -> list[str]:
-    """What has to be said where the transport under the link is slower than the link."""
-    if not scene.link_bytes_per_s or not found:
+def link_notes(workload: Workload, handovers: list[HandOver]) -> list[str]:
+    """A note if the transport below the throttled link is slower than the link."""
+    link = workload.link_bytes_per_s
+    if not link or not handovers:
         return []
-    inner = median(inner_bytes_per_s(each) for each in found)
-    link = scene.link_bytes_per_s
+    inner = median(inner_bytes_per_s(handover) for handover in handovers)
     if inner >= 1.5 * link:
         return []
     text = "slower than" if inner < link else "hardly faster than"

@@ -1,4 +1,4 @@
-"""Overlap policies beside each other: from little compute to much, on one throttled link, in one run."""
+"""All overlap policies, from little compute to much, on one throttled link, in one run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from itertools import product
 from statistics import median
 from typing import Any
 
-from baton.bench.handoff.figures import Figures, Serial, figures
+from rich.table import Table
+
+from baton.bench.handoff.figures import HandoffFigures, SerialTransfer, figures
 from baton.bench.handoff.fleet import Fleet, ask_all
 from baton.bench.handoff.records import HandOver
-from baton.bench.handoff.run import Options, calibrate, link_notes, paced, succeeded, total
-from baton.bench.handoff.scene import Scene, Side
+from baton.bench.handoff.run import HandoffOptions, calibrate, check_ready, link_notes, ms, pace_of, title_of
+from baton.bench.handoff.run import total as total_verdict
+from baton.bench.handoff.workload import SideSpec, Workload
 from baton.plan.execution import Verdict
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -25,106 +28,141 @@ BEHIND_TARGET = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One policy at one ratio of compute to transfer; medians over the runs."""
+class SweepRow:
+    """One policy at one ratio of compute to transfer."""
 
     ratio: float
     policy: str
-    runs: list[Figures]
+    runs: list[HandoffFigures]
 
-    def middle(self, name: str) -> float:
-        """The median of a figure."""
+    def median(self, name: str) -> float:
+        """The median of a figure over the runs."""
         return float(median(getattr(run, name) for run in self.runs))
 
     @property
     def efficiency(self) -> float:
-        """The median."""
-        return self.middle("efficiency")
+        """The median efficiency."""
+        return self.median("efficiency")
 
     @property
     def of_bound(self) -> float:
-        """The median of efficiency by the bound of the same run."""
+        """The median of efficiency over the bound of the same run."""
         return float(median(run.efficiency / run.bound if run.bound else 1.0 for run in self.runs))
+
+    def as_json(self) -> dict[str, Any]:
+        """Medians."""
+        names = ("efficiency", "bound", "exposed_s", "tth_s", "compute_s", "transfer_s")
+        medians = {name: self.median(name) for name in (*names, "num_groups", "late_s")}
+        return {**medians, "of_bound": self.of_bound, "runs": len(self.runs)}
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class SweepResult:
     """Every policy at every ratio."""
 
-    scene: Scene
-    serial: Serial
-    rows: list[Row]
+    workload: Workload
+    serial: SerialTransfer
+    rows: list[SweepRow]
     verdict: Verdict
     notes: list[str]
 
-    def at(self, ratio: float) -> dict[str, Row]:
+    @property
+    def ratios(self) -> list[float]:
+        """Every ratio, in order."""
+        return list(dict.fromkeys(row.ratio for row in self.rows))
+
+    def at(self, ratio: float) -> dict[str, SweepRow]:
         """The rows of one ratio by policy."""
         return {row.policy: row for row in self.rows if row.ratio == ratio}
 
     def behind(self, ratio: float) -> float:
-        """By what part of its efficiency the best other policy is ahead of `cost`; below 0 it is not."""
+        """By what share of its efficiency the best other policy is ahead of `cost`; below 0 it is not."""
         rows = self.at(ratio)
         best = max(row.efficiency for name, row in rows.items() if name != "cost")
         return 1 - rows["cost"].efficiency / best if best > 0 else 0.0
 
     @property
     def is_right(self) -> bool:
-        """Whether every byte is."""
+        """Whether every byte is right."""
         return self.verdict.num_right == self.verdict.num_bytes > 0
 
     def as_json(self) -> dict[str, Any]:
         """Rows by ratio and policy, and the two targets."""
-        found = {}
-        for ratio in dict.fromkeys(row.ratio for row in self.rows):
-            rows = self.at(ratio)
-            cost = rows["cost"]
-            found[f"{ratio:g}"] = {
-                "policies": {name: _row(row) for name, row in rows.items()},
-                "cost_of_bound": cost.of_bound,
-                "cost_of_bound_is_met": cost.of_bound >= OF_BOUND_TARGET,
-                "cost_behind_best": self.behind(ratio),
-                "cost_behind_best_is_met": self.behind(ratio) <= BEHIND_TARGET,
+        by_ratio = {}
+        for ratio in self.ratios:
+            rows, behind = self.at(ratio), self.behind(ratio)
+            of_bound = rows["cost"].of_bound
+            by_ratio[f"{ratio:g}"] = {
+                "policies": {name: row.as_json() for name, row in rows.items()},
+                "cost_of_bound": of_bound,
+                "cost_of_bound_is_met": of_bound >= OF_BOUND_TARGET,
+                "cost_behind_best": behind,
+                "cost_behind_best_is_met": behind <= BEHIND_TARGET,
             }
         return {
-            "scene": asdict(self.scene),
+            "scene": asdict(self.workload),
             "serial": {"transfer_s": dict(self.serial.transfer_s), "overhead_s": self.serial.overhead_s},
-            "ratios": found,
+            "ratios": by_ratio,
             "bytes_compared": self.verdict.num_bytes,
             "bytes_right": self.verdict.num_right,
             "notes": self.notes,
         }
 
+    def table(self) -> Table:
+        """Efficiency of every policy by ratio, with the bound."""
+        table = Table("", title=f"efficiency, {title_of(self.workload)}")
+        rows = {ratio: self.at(ratio) for ratio in self.ratios}
+        for ratio in rows:
+            table.add_column(f"C/T {ratio:g}", justify="right")
+        costs = [by_policy["cost"] for by_policy in rows.values()]
+        table.add_row("bound", *(f"{cost.median('bound'):.3f}" for cost in costs))
+        for policy in dict.fromkeys(row.policy for row in self.rows):
+            table.add_row(policy, *(f"{by_policy[policy].efficiency:.3f}" for by_policy in rows.values()))
+        table.add_section()
+        table.add_row("cost of bound", *(f"{cost.of_bound:.3f}" for cost in costs))
+        table.add_row("cost behind best", *(f"{self.behind(ratio) * 100:+.1f}%" for ratio in rows))
+        table.add_row("groups of cost", *(f"{cost.median('num_groups'):g}" for cost in costs))
+        return table
 
-def _row(row: Row) -> dict[str, Any]:
-    names = ("efficiency", "bound", "exposed_s", "tth_s", "compute_s", "transfer_s", "num_groups", "late_s")
-    return {**{name: row.middle(name) for name in names}, "of_bound": row.of_bound, "runs": len(row.runs)}
+    def summary(self) -> str:
+        """One line."""
+        least = min(self.at(ratio)["cost"].of_bound for ratio in self.ratios)
+        behind = max(self.behind(ratio) for ratio in self.ratios)
+        text = "every byte right" if self.is_right else "BYTES WRONG"
+        return (
+            f"cost reaches at least {least:.3f} of bound (target 0.95) and is at most {behind * 100:.1f}% "
+            f"behind another policy (target 2%); T {ms(self.serial.busiest_s)}, "
+            f"{ms(self.serial.overhead_s)} per group; {text}"
+        )
 
 
-def sweep_scene(transport: str, source: str, target: str) -> Scene:
-    """32 layers behind a link that any transport here outruns by far."""
-    sides = Side(source), Side(target)
-    return Scene(MODEL, *sides, NUM_TOKENS, transport=transport, link_bytes_per_s=LINK_BYTES_PER_S)
+def sweep_workload(transport: str, source: str, target: str) -> Workload:
+    """32 layers behind a link that is much slower than any transport."""
+    sides = SideSpec(source), SideSpec(target)
+    return Workload(MODEL, *sides, NUM_TOKENS, transport=transport, link_bytes_per_s=LINK_BYTES_PER_S)
 
 
-def run(scene: Scene, options: Options, ratios: Sequence[float], tell: Callable[[str], None]) -> Sweep:
-    """Policies take turns inside each ratio, so that other load falls on all of them alike."""
-    tell("starting the processes")
-    with Fleet(scene) as fleet:
+def run(
+    workload: Workload, options: HandoffOptions, ratios: Sequence[float], progress: Callable[[str], None]
+) -> SweepResult:
+    """Policies take turns within each ratio, so that other load falls on all of them."""
+    progress("starting the processes")
+    with Fleet(workload) as fleet:
         fleet.fill([0])
-        tell("calibrating")
+        progress("calibrating")
         serial = calibrate(fleet)
-        found: dict[tuple[float, str], list[HandOver]] = {key: [] for key in product(ratios, POLICIES)}
+        handovers: dict[tuple[float, str], list[HandOver]] = {key: [] for key in product(ratios, POLICIES)}
         verdicts = []
         for ratio, index, policy in product(ratios, range(options.repeats), POLICIES):
-            tell(f"C/T {ratio:g}, {policy}, {index + 1} of {options.repeats}")
-            pace = paced(scene, serial, replace(options, policy=policy, ratio=ratio, layer_s=None))
+            progress(f"C/T {ratio:g}, {policy}, {index + 1} of {options.repeats}")
+            pace = pace_of(workload, serial, replace(options, policy=policy, ratio=ratio, layer_s=None))
             ask_all(fleet.targets, "wipe")
-            found[ratio, policy].append(succeeded(fleet.hand_over(pace)))
+            handovers[ratio, policy].append(check_ready(fleet.hand_over(pace)))
             if not index:
                 verdicts.append(fleet.compare())
     rows = [
-        Row(ratio, policy, [figures(each, serial) for each in runs])
-        for (ratio, policy), runs in found.items()
+        SweepRow(ratio, policy, [figures(handover, serial) for handover in runs])
+        for (ratio, policy), runs in handovers.items()
     ]
-    notes = link_notes(scene, [each for runs in found.values() for each in runs])
-    return Sweep(scene, serial, rows, total(verdicts), notes)
+    notes = link_notes(workload, [handover for runs in handovers.values() for handover in runs])
+    return SweepResult(workload, serial, rows, total_verdict(verdicts), notes)

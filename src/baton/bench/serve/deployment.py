@@ -1,84 +1,117 @@
-"""Deployments of our own to measure: a pair of roles behind a router, or one instance that does both."""
+"""Deployments to measure: prefill and decode instances behind a router, or instances that do both."""
 
 from __future__ import annotations
 
+import secrets
+import signal
+import socket
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-from baton.bench.serve.children import Child, Nursery, baton, free_port
+from baton.supervisor import DRAIN_S_MAX, ChildProcess, baton_command
 
-FIRST_TOKENS = ("prefill", "decode")
+START_S_MAX = 300.0
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class BenchProcesses:
+    """The processes of one measurement, which share a secret; closing ends them, the last one first."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="baton-bench-")
+        self.folder = Path(self._folder.name)
+        self.children: list[ChildProcess] = []
+        self.secret_file = self.folder / "secret"
+        self.secret_file.touch(mode=0o600)
+        self.secret_file.write_text(secrets.token_hex(32))
+
+    def start(self, name: str, argv: Sequence[str]) -> ChildProcess:
+        """Starts one more process."""
+        child = ChildProcess(f"{name}-{len(self.children)}", argv, death_signal=signal.SIGINT)
+        self.children.append(child)
+        return child
+
+    def start_registry(self) -> str:
+        """Starts a registry; returns its URL."""
+        argv = baton_command("registry", "--port", "0", "--secret-file", str(self.secret_file))
+        return self.start("registry", argv).wait_line("registry at ", START_S_MAX)
+
+    def start_router(self, registry: str, options: Sequence[str] = ()) -> tuple[str, ChildProcess]:
+        """Starts a router for the instances of a registry; returns its URL once it can hand over."""
+        own = ("--registry", registry, "--port", "0", "--secret-file", str(self.secret_file))
+        router = self.start("router", baton_command("route", *own, *options))
+        url = router.wait_line("routing at ", START_S_MAX)
+        router.wait_healthy(url, START_S_MAX)
+        return url, router
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for child in reversed(self.children):
+            child.close(DRAIN_S_MAX)
+        self.children.clear()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """What a deployment consists of; words are options of `baton serve` and `baton route` as typed."""
+class DeploymentShape:
+    """A deployment; the options are those of `baton serve` and `baton route`, as typed."""
 
     model: str
     prefill: tuple[str, ...] = ("tp1",)
     decode: tuple[str, ...] = ("tp1",)
-    """Layouts, one an instance; none: the prefill instances do both, and clients ask the first."""
-    instance_words: tuple[str, ...] = ()
-    source_words: tuple[str, ...] = ()
-    """Of prefill instances alone."""
-    route_words: tuple[str, ...] = ()
+    """One layout per instance; empty: the prefill instances do both, and clients use the first."""
+    instance_options: tuple[str, ...] = ()
+    prefill_options: tuple[str, ...] = ()
+    route_options: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class BenchDeployment:
     """A deployment that is ready."""
 
     url: str
-    """Where clients ask."""
-    prefill: tuple[Child, ...]
-    decode: tuple[Child, ...]
+    """For clients: the router's, or the first instance's."""
     registry: str = ""
-    """Where its instances are found; empty: they are not registered."""
 
 
-def start(nursery: Nursery, shape: Shape) -> Running:
+def start_deployment(processes: BenchProcesses, shape: DeploymentShape) -> BenchDeployment:
     """Starts a deployment and waits until it can hand over."""
-    if not shape.decode:
-        words = ("--role", "both", *shape.instance_words)
-        children = [_serve(nursery, shape, layout, words) for layout in shape.prefill]
-        urls = [_ready(child) for child in children]
-        return Running(urls[0], tuple(children), ())
-    registry = nursery.registry()
-    at = ("--registry", registry)
-    sources = [
-        _serve(nursery, shape, layout, ("--role", "prefill", *at, *shape.instance_words, *shape.source_words))
-        for layout in shape.prefill
-    ]
-    targets = [
-        _serve(nursery, shape, layout, ("--role", "decode", *at, *shape.instance_words))
-        for layout in shape.decode
-    ]
-    for child in (*sources, *targets):
-        _ready(child)
-    url = start_router(nursery, registry, shape.route_words)
-    return Running(url, tuple(sources), tuple(targets), registry)
-
-
-def start_router(nursery: Nursery, registry: str, words: Sequence[str] = ()) -> str:
-    """A router in front of what is registered; its URL, once it can hand over."""
-    own = ("--registry", registry, "--port", "0", "--secret-file", str(nursery.secret_file))
-    router = nursery.start("router", baton("route", *own, *words))
-    url = router.wait_word("routing at ")
-    router.wait_health(url)
-    return url
-
-
-def _serve(nursery: Nursery, shape: Shape, layout: str, words: Sequence[str]) -> Child:
-    role = words[1]
-    name = f"{role}-{len(nursery.children)}"
-    own = ["--model", shape.model, "--layout", layout, "--port", "0", "--name", name]
-    own += ["--secret-file", str(nursery.secret_file)]
-    if role == "prefill":
-        own += ["--bootstrap-port", str(free_port())]
-    return nursery.start(role, baton("serve", *own, *words))
-
-
-def _ready(child: Child) -> str:
-    url = child.wait_word("serving at ")
-    child.wait_health(url)
-    return url
+    registry = processes.start_registry() if shape.decode else ""
+    roles = [("prefill" if shape.decode else "both", layout) for layout in shape.prefill]
+    roles += [("decode", layout) for layout in shape.decode]
+    children = []
+    for role, layout in roles:
+        options = ["--role", role, "--model", shape.model, "--layout", layout, "--port", "0"]
+        options += ["--name", f"{role}-{len(processes.children)}"]
+        options += ["--secret-file", str(processes.secret_file), *shape.instance_options]
+        if registry:
+            options += ["--registry", registry]
+        if role == "prefill":
+            options += ["--bootstrap-port", str(free_port()), *shape.prefill_options]
+        children.append(processes.start(role, baton_command("serve", *options)))
+    urls = []
+    for child in children:
+        urls.append(child.wait_line("serving at ", START_S_MAX))
+        child.wait_healthy(urls[-1], START_S_MAX)
+    if not registry:
+        return BenchDeployment(urls[0])
+    url, _ = processes.start_router(registry, shape.route_options)
+    return BenchDeployment(url, registry)

@@ -1,1 +1,0 @@
-"""`baton bench engine`: the engine against `transformers` on the same checkpoint, threads and dtype."""

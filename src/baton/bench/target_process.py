@@ -1,0 +1,81 @@
+"""A transfer target in another process: `baton doctor` and `baton bench transport` write into it.
+
+The parent asks it for a region, the region's digest, and when a batch landed. These calls are JSON lines on
+the child's stdin and stdout; the transport's own traffic does not use them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from time import monotonic_ns
+from typing import Any
+
+import numpy as np
+
+from baton.errors import TransportError
+from baton.supervisor import ChildProcess, reply, serve_calls
+from baton.transport import (
+    Description,
+    Invitation,
+    Landed,
+    Ranges,
+    RemoteRegion,
+    Transport,
+    open_transport,
+    wait_for_events,
+)
+
+LANDED_S_MAX = 60.0
+
+
+class TransferTarget:
+    """A transport with one region that invited peers may write."""
+
+    def __init__(self, transport: Transport, num_bytes: int) -> None:
+        self.transport = transport
+        self.buffer = transport.allocate(num_bytes)
+        self.region = transport.register(self.buffer)
+
+    def invite(self) -> dict[str, Any]:
+        """Admits a peer and grants it the whole region."""
+        invitation: Invitation = self.transport.invite()
+        self.transport.grant(invitation.peer, self.region, Ranges.whole(self.region))
+        return {"description": invitation.description.to_json(), "region": self.region.remote.to_json()}
+
+    def digest(self) -> str:
+        """A hash of the region's bytes."""
+        return hashlib.blake2b(self.buffer, digest_size=16).hexdigest()
+
+    def landed_at(self, tag: int) -> int:
+        """When the batch of this tag landed, on the clock that all processes of a host share."""
+        reply({"answer": "waiting"})
+        while events := wait_for_events(self.transport, LANDED_S_MAX):
+            if any(isinstance(event, Landed) and event.tag == tag for event in events):
+                return monotonic_ns()
+        raise TransportError(f"batch {tag} did not land within {LANDED_S_MAX:.0f} s")
+
+
+class TargetProcess(ChildProcess):
+    """A `TransferTarget` in a child process."""
+
+    def __init__(self, name: str, options: dict[str, Any], num_bytes: int) -> None:
+        arguments = [name, json.dumps(options), str(num_bytes)]
+        super().__init__("the target process", [sys.executable, "-m", __name__, *arguments], has_stdin=True)
+
+    def invite(self) -> tuple[Description, RemoteRegion]:
+        """What a source needs to write into the region."""
+        invitation = self.ask("invite")
+        return Description.from_json(invitation["description"]), RemoteRegion.from_json(invitation["region"])
+
+
+def random_bytes(num_bytes: int, seed: int) -> np.ndarray:
+    """Random content, so that a digest detects any change."""
+    return np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
+
+
+if __name__ == "__main__":
+    target = TransferTarget(open_transport(sys.argv[1], **json.loads(sys.argv[2])), int(sys.argv[3]))
+    serve_calls(target, sys.stdin)
+    target.transport.close()

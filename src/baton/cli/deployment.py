@@ -1,0 +1,356 @@
+"""A whole deployment on this machine: registry, instances and router, for `baton up` and `baton demo`.
+
+The registry starts first, because the others need its address; then the instances and the router. They end in
+the opposite order, so that no process waits for one that has left.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from baton import settings
+from baton.cli.output import REFRESH_PER_S
+from baton.errors import ConfigError, EngineError
+from baton.plan import Spec
+from baton.plan.planner import plan
+from baton.plan.printer import human_bytes
+from baton.plan.report import Report
+from baton.plan.routes import Prompt
+from baton.plan.steps import PackCost
+from baton.settings import Tls
+from baton.supervisor import Service, SupervisedService, Supervisor, fetch_health
+from baton.units import parse_speed
+
+if TYPE_CHECKING:
+    from baton.engine.config import EngineSizes
+
+REGISTRY, ROUTER = "registry", "router"
+PREFILL, DECODE, BOTH = "prefill", "decode", "both"
+NUM_INSTANCES_MAX = 64
+TOKENS_PLANNED = 1024
+POLL_S = 0.25
+RESTARTING = "restarting: "
+"""Start of an instance's stage after it has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentOptions:
+    """Everything a user may set; None: the default of `baton serve` or `baton route`."""
+
+    model: str
+    prefills: tuple[str, ...]
+    """One layout for each prefill instance."""
+    decodes: tuple[str, ...] = ()
+    """One layout for each decode instance; empty: every instance prefills and decodes."""
+    link: str | None = None
+    """Link speed of each prefill rank."""
+    transport: str | None = None
+    overlap: str | None = None
+    first_token: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    page_tokens: int | None = None
+    pool_tokens: int | None = None
+    context: int | None = None
+    chunk_tokens: int | None = None
+    queue: int | None = None
+    draft: bool = False
+    host: str = "127.0.0.1"
+    port: int = 8000
+    policy: str | None = None
+    local: str | None = None
+    api_key_file: Path | None = None
+    tls: Tls | None = None
+    """Of every process."""
+
+    def tls_arguments(self) -> list[str]:
+        """As options of every process."""
+        if self.tls is None:
+            return []
+        tls = self.tls
+        return _arguments(tls_cert=tls.certificate, tls_key=tls.key, tls_ca=tls.authority)
+
+    @property
+    def instances(self) -> list[tuple[str, str, str]]:
+        """(role, name, layout) of every instance, prefill instances first."""
+        first = PREFILL if self.decodes else BOTH
+        return [
+            (role, f"{role}-{index}", layout)
+            for role, layouts in ((first, self.prefills), (DECODE, self.decodes))
+            for index, layout in enumerate(layouts)
+        ]
+
+
+def parse_layouts(option: str, text: str | None) -> tuple[str, ...]:
+    """The layouts of `pp2,tp3`, one for each instance."""
+    if text is None:
+        return ()
+    layouts = tuple(part.strip() for part in text.split(","))
+    if not all(layouts):
+        raise ConfigError(f"{option} {text!r} has an empty layout; write it like pp2 or pp2,tp2")
+    if len(layouts) > NUM_INSTANCES_MAX:
+        raise ConfigError(f"{option} has {len(layouts)} layouts; at most {NUM_INSTANCES_MAX} are started")
+    return layouts
+
+
+def instance_services(options: DeploymentOptions, registry: str) -> list[Service]:
+    """`baton serve` for every instance."""
+    common = _arguments(
+        transport=options.transport,
+        overlap=options.overlap,
+        first_token=options.first_token,
+        dtype=options.dtype,
+        device=options.device,
+        page_tokens=options.page_tokens,
+        pool_tokens=options.pool_tokens,
+        context=options.context,
+        chunk_tokens=options.chunk_tokens,
+        queue=options.queue,
+    )
+    services = []
+    for role, name, layout in options.instances:
+        own = _arguments(role=role, model=options.model, layout=layout, registry=registry, name=name)
+        link = _arguments(link=options.link if role == PREFILL else None)
+        draft = ["--draft"] if options.draft else []
+        services.append(
+            Service(name, ("serve", *own, *common, *link, *draft, *options.tls_arguments()), "serving at ")
+        )
+    return services
+
+
+def router_service(options: DeploymentOptions, registry: str) -> Service:
+    """`baton route`, which clients connect to."""
+    arguments = _arguments(
+        registry=registry,
+        host=options.host,
+        policy=options.policy,
+        local=options.local,
+        api_key_file=options.api_key_file,
+    )
+    return Service(ROUTER, ("route", *arguments, *options.tls_arguments()), "routing at ", options.port)
+
+
+def _arguments(**values: object) -> list[str]:
+    """Options of a command line; None is left out."""
+    return [
+        word
+        for name, value in values.items()
+        if value is not None
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedInstance:
+    """An instance with its derived sizes, before it is started."""
+
+    name: str
+    sizes: EngineSizes
+    spec: Spec
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'; '.join(self.sizes.lines())}"
+
+
+def plan_instances(options: DeploymentOptions) -> list[PlannedInstance]:
+    """Derives the sizes of every instance; raises on a model, layout or number that cannot work."""
+    # Importing torch takes seconds, which --help and other commands do without.
+    from baton.engine.config import EngineConfig, derive_sizes
+    from baton.engine.pages import engine_storage
+
+    if options.link is not None:
+        parse_speed(options.link)
+    given = {
+        "transport": options.transport,
+        "policy": options.overlap,
+        "dtype": options.dtype,
+        "device": options.device,
+        "page_tokens": options.page_tokens,
+        "pool_tokens": options.pool_tokens,
+        "context_max": options.context,
+        "chunk_tokens": options.chunk_tokens,
+        "has_draft": options.draft,
+    }
+    overrides = {name: value for name, value in given.items() if value is not None}
+    planned = []
+    for _, name, layout in options.instances:
+        config = EngineConfig(options.model, layout, name, **overrides)  # type: ignore[arg-type]
+        sizes = derive_sizes(config)
+        storage = engine_storage(sizes.cache, config.page_tokens, config.dtype)
+        spec = Spec(sizes.layout, sizes.cache, storage.with_pages(dict(sizes.num_pages)))
+        planned.append(PlannedInstance(name, sizes, spec))
+    return planned
+
+
+def plan_pairs(
+    options: DeploymentOptions, instances: list[PlannedInstance]
+) -> list[tuple[PlannedInstance, PlannedInstance, Report]]:
+    """Plans every prefill instance with every decode instance; raises if a pair has no hand-over."""
+    split = len(options.prefills)
+    pairs = []
+    for source in instances[:split]:
+        for target in instances[split:]:
+            num_tokens = min(TOKENS_PLANNED, source.sizes.context_max, target.sizes.context_max)
+            pair = plan(source.spec, target.spec)
+            pairs.append((source, target, Report(options.model, pair, Prompt(num_tokens, {}), PackCost())))
+    return pairs
+
+
+def pair_line(source: PlannedInstance, target: PlannedInstance, report: Report) -> str:
+    """A pair in one line."""
+    names = " to ".join(f"{instance.name} ({instance.spec.layout})" for instance in (source, target))
+    num_pairs = len({(route.source, route.target) for route in report.routes})
+    packed = f"packed for {len(report.packed_pairs)} of them" if report.packed_pairs else "none packed"
+    size = human_bytes(sum(report.bytes_by_source))
+    return (
+        f"{names}: {len(report.routes)} routes between {num_pairs} pairs of ranks, {packed}; "
+        f"{size} for {report.prompt.num_tokens} tokens"
+    )
+
+
+class Deployment:
+    """The processes of a deployment; leaving the context ends them."""
+
+    def __init__(self, options: DeploymentOptions, *, shows_logs: bool = True) -> None:
+        self.options = options
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._shows_logs = shows_logs
+        folder = tempfile.mkdtemp(prefix="baton-up-")
+        environment = settings.service_environment(secrets.token_hex(32), folder)
+        self._supervisor = Supervisor(environment, folder, self._on_line)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._supervisor.close(list(reversed(self._start_order())))
+
+    @property
+    def url(self) -> str:
+        """The router's URL."""
+        return self._supervisor.services[ROUTER].url
+
+    @property
+    def registry(self) -> str:
+        """The registry's URL."""
+        return self._supervisor.services[REGISTRY].url
+
+    def hurry(self) -> None:
+        """Do not wait for running requests any longer."""
+        self._supervisor.hurry()
+
+    def start(self) -> None:
+        """Starts every process and waits until all can serve, with progress on stderr."""
+        with self._progress() as show:
+            registry = self._supervisor.start(
+                Service(REGISTRY, ("registry", *self.options.tls_arguments()), "registry at ")
+            )
+            self._supervisor.wait_until(lambda: registry.is_listening)
+            for service in instance_services(self.options, registry.url):
+                self._supervisor.start(service)
+            self._supervisor.start(router_service(self.options, registry.url))
+            self._wait_ready(show)
+
+    def restart_prefill(self, options: DeploymentOptions) -> None:
+        """Restarts the first prefill instance with other options, and waits until all can serve again."""
+        services = instance_services(options, self.registry)
+        with self._progress() as show:
+            # Until it has polled again, the router reports the instance that has left.
+            self._supervisor.services[ROUTER].is_ready = False
+            self._supervisor.replace(next(service for service in services if service.name == f"{PREFILL}-0"))
+            self._wait_ready(show)
+
+    def wait_failure(self) -> None:
+        """Blocks until a service has failed for good, and raises its error."""
+        self._supervisor.wait_until(lambda: False)
+
+    def _start_order(self) -> list[list[str]]:
+        instances = [name for _, name, _ in self.options.instances]
+        return [[REGISTRY], instances, [ROUTER]]
+
+    def _wait_ready(self, show: Callable[[SupervisedService], None]) -> None:
+        services = self._supervisor.services
+        for supervised in services.values():
+            if not supervised.is_ready:
+                show(supervised)
+        for names in self._start_order():
+            group = [services[name] for name in names]
+            while pending := [supervised for supervised in group if not supervised.is_ready]:
+                for supervised in pending:
+                    self._check_health(supervised, show)
+                self._supervisor.wait_until(lambda: False, 0 if all(s.is_ready for s in pending) else POLL_S)
+
+    def _check_health(self, supervised: SupervisedService, show: Callable[[SupervisedService], None]) -> None:
+        name = supervised.service.name
+        stage = "starting"
+        if supervised.is_listening:
+            is_healthy, body = fetch_health(supervised.url, tls=self.options.tls)
+            stage = "" if is_healthy else health_stage(name, body) if body else supervised.stage
+        if stage.startswith(RESTARTING) and not supervised.was_ready:
+            # The instance would retry, but what never worked will not work now.
+            raise EngineError(f"{name} cannot start: {stage.removeprefix(RESTARTING)}")
+        supervised.is_ready = supervised.is_listening and not stage
+        supervised.was_ready = supervised.was_ready or supervised.is_ready
+        if supervised.is_ready or stage != supervised.stage:
+            supervised.stage = stage or "ready"
+            show(supervised)
+
+    def _on_line(self, name: str, line: str) -> None:
+        """Shows a line of a service. Logs of the start repeat /health, and the end is our own doing."""
+        was_ready = name in self._supervisor.services and self._supervisor.services[name].was_ready
+        if not is_log(line) or (self._shows_logs and was_ready and not self._supervisor.is_closing):
+            self.console.print(Text(f"{name}: {line}", style="dim"))
+
+    @contextmanager
+    def _progress(self) -> Iterator[Callable[[SupervisedService], None]]:
+        """A row per service on a terminal until all are ready; plain lines elsewhere."""
+        layouts = {name: layout for _, name, layout in self.options.instances}
+
+        def title(supervised: SupervisedService) -> str:
+            name = supervised.service.name
+            return f"{name} ({layouts[name]})" if name in layouts else name
+
+        if not self.console.is_terminal:
+            yield lambda supervised: self.console.print(Text(f"{title(supervised)}: {supervised.stage}"))
+            return
+        rows: dict[str, SupervisedService] = {}
+        with Live(console=self.console, refresh_per_second=REFRESH_PER_S, transient=True) as live:
+
+            def show(supervised: SupervisedService) -> None:
+                rows[supervised.service.name] = supervised
+                table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+                for row in rows.values():
+                    table.add_row(title(row), "[green]ready[/green]" if row.is_ready else Text(row.stage))
+                live.update(table)
+
+            yield show
+
+
+def is_log(line: str) -> bool:
+    """Whether a line starts with a date, as log lines do."""
+    return re.match(r"\d{4}-\d\d-\d\d ", line) is not None
+
+
+def health_stage(name: str, body: bytes) -> str:
+    """The stage in the body of a /health that is not 200; "not ready" if the body has another form."""
+    try:
+        message = str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return "not ready"
+    return message.removeprefix(f"{name} is not ready: ")

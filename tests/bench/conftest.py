@@ -1,0 +1,6 @@
+"""The scripts in benchmarks/ are not a package: they find one another by their folder."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
