@@ -42,13 +42,13 @@ from baton.engine.commands import (
     WorkerFailed,
     WorkerReady,
 )
-from baton.engine.config import engine_storage
 from baton.engine.connector import KVConnector, PromptSlice
 from baton.engine.cost_model import CostModel, LayerBytes
 from baton.engine.drafting import HIDDEN, PROPOSAL, DraftToken
 from baton.engine.layer_pipeline import LayerPipeline, clock_of
 from baton.engine.model_runner import ModelRunner, sample_tokens
 from baton.engine.models.build import build, describe
+from baton.engine.pages import engine_storage
 from baton.engine.parallel import connect
 from baton.engine.sampler import Sampler
 from baton.engine.sampling_params import Progress, SamplingParams, ending

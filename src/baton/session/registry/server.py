@@ -56,8 +56,15 @@ STATUSES = {
 }
 
 _aiohttp_log = logging.getLogger("baton.session.registry.aiohttp")
-# Its parser errors quote what strangers send: log only that they happened.
-_aiohttp_log.addFilter(lambda record: not setattr(record, "exc_info", None))
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """aiohttp's parser errors quote what strangers send: log only that they happened."""
+    record.exc_info = None
+    return True
+
+
+_aiohttp_log.addFilter(_without_traceback)
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
