@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any
 
 from baton.bench.handoff.fleet import Fleet, RankProcess, ask_all
-from baton.bench.handoff.schedule import PrefillPace
+from baton.bench.handoff.schedule import PrefillTiming
 from baton.bench.handoff.workload import SideSpec, Workload, own_layers, sampler_rank
 from baton.protocol.timings import Timings
 
@@ -119,7 +119,7 @@ def assert_hands_over(fleet: Fleet, slot: int, salt: int) -> None:
     """A new transfer into the same pages succeeds, and every byte of it is right."""
     ask_all(fleet.targets, "wipe")
     fleet.fill([slot], salt)
-    found = fleet.hand_over(PrefillPace(), slot=slot)
+    found = fleet.hand_over(PrefillTiming(), slot=slot)
     assert found.is_ready, found.received.outcome
     verdict = fleet.compare(slot, salt)
     assert verdict.num_right == verdict.num_bytes > 0

@@ -31,7 +31,7 @@ from baton.plan.dtypes import item_bytes
 from baton.plan.layout import Mirror, Split
 from baton.plan.ownership import END, Spec, scheme, share_stride
 from baton.plan.ranges import Range, Ranges, to_ids
-from baton.plan.routes import BoundRoute, Plan, Prompt, Route, Turns
+from baton.plan.routes import BoundRoute, Plan, Prompt, RoundRobin, Route
 from baton.plan.tokens import TokenSet, can_meet
 
 
@@ -130,7 +130,7 @@ class _Rule:
     layers: Ranges
     units: Range
     source_share: int
-    turns: Turns
+    turns: RoundRobin
 
 
 def prove(plan: Plan) -> None:

@@ -30,7 +30,7 @@ NEAREST_TRIES = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class RoundRobin:
     """The turns [lo, hi) of every `period`."""
 
     lo: int = 0
@@ -53,7 +53,7 @@ class Match:
 
     source: int
     target: int
-    turns: Turns
+    turns: RoundRobin
 
 
 @lru_cache(maxsize=4096)
@@ -66,7 +66,7 @@ def deal(num_sources: int, num_targets: int) -> tuple[Match, ...]:
         start, stop = target * sources, (target + 1) * sources
         for source in range(start // targets, -(-stop // targets)):
             lo, hi = max(start, source * targets), min(stop, (source + 1) * targets)
-            matches.append((source, target, Turns(lo - start, hi - start, sources)))
+            matches.append((source, target, RoundRobin(lo - start, hi - start, sources)))
     return tuple(
         Match(group * sources + source, group * targets + target, turns)
         for group in range(num_groups)
@@ -85,7 +85,7 @@ class Route:
     units: Range
     source_share: int
     target_share: int
-    turns: Turns
+    turns: RoundRobin
 
 
 @dataclass(frozen=True, slots=True)
