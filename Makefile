@@ -51,11 +51,11 @@ test-all: .venv/.extras  ## every test, with ten times the examples and seeds
 	BATON_LOAD_S=$(LOAD_S) $(BIN)/pytest -q -rs -s -m load
 
 lowest: setup  ## the command line and a smoke test with the lowest version of every dependency
-	tools/lowest.sh
+	$(BIN)/python tools/lowest.py
 
 check: setup  ## lint, format, types and import layers
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples benchmarks tools
+	$(BIN)/ruff format --check src tests examples benchmarks tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
