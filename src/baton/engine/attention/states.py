@@ -6,7 +6,7 @@ are computed together, among them all that decode.
 
 Units are cut over tp component by component. A rank may compute with units that another keeps (a value head
 whose key head lies elsewhere, where sizes do not divide); then the kept ones are gathered over tp first.
-Whether that is needed follows from the cut alone, so all ranks of a group agree. Over cp, states are mirrored.
+Whether that is needed follows from the cut, so all ranks of a group agree. Over cp, states are mirrored.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def build(
 ) -> Stage:
     """What one rank runs, with its slices of the weights and nothing else read.
 
-    No position may reach `max_context`, where given; `on_experts` hears which experts each row chose; with
+    No position may reach `max_context`, where given; `on_experts` is called with the experts that each row chose; with
     `has_draft` the last stage has the model's draft layer.
     """
     blueprint = _blueprint(checkpoint.config, has_draft)
