@@ -115,14 +115,14 @@ States: TypeAlias = Mapping[str, Tensor]
 
 
 class Recurrence(Protocol):
-    """The rule of a recurrent mixer: from rows and the states of their sequences to results and new states."""
+    """The rule of a recurrent mixer: from rows and their sequences' states to results and new states."""
 
     @property
     def parts(self) -> Mapping[str, Sequence[Range]]:
         """By component: the units that each tp rank computes with; those that it keeps are among them."""
 
     def advance(self, rows: Tensor, states: States) -> tuple[Tensor, States]:
-        """Continues from these states with rows (sequences, tokens, channels); returns results and new states."""
+        """From these states on with rows (sequences, tokens, channels): the results, and the states after."""
 
 
 class Layer(Protocol):

@@ -1,4 +1,4 @@
-"""The selective state space of Mamba2: a state (channels, state channels) per head that decays and is added to.
+"""The selective state space of Mamba2: a state (channels, state channels) per head that decays and grows.
 
 Theory. With step d_t and rate a < 0 of a head, input x_t, and the projections B_t and C_t of its group,
 
