@@ -23,7 +23,7 @@ END = 1 << 40
 
 @dataclass(frozen=True)
 class Spec:
-    """One side of a hand-over: who is there, what is cached, how it is kept."""
+    """One side of a hand-over: its layout, its cache, and how the cache is stored."""
 
     layout: Layout
     cache: Cache

@@ -427,7 +427,7 @@ class Clean(Checker):
 
 
 class Patience(Checker):
-    """Nobody fails a transfer for lack of progress while it makes progress."""
+    """No transfer fails for lack of progress while it makes progress."""
 
     name = "patience"
     SLACK = 0.85
