@@ -6,7 +6,7 @@ PYTHON ?= python3
 JOBS ?= 2
 # Of tests that wait as much as they compute there may be more at a time than there are cores.
 WAITERS = $(shell echo $$(($(JOBS) * 3 / 2)))
-EXAMPLES ?= 20000
+EXAMPLES ?= 5000
 SEEDS ?= 20000
 LOAD_S ?= 60
 BIN := .venv/bin
@@ -59,7 +59,7 @@ check: setup  ## lint, format, types and import layers
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-sim: setup  ## long random search: hand-overs under faults (SEEDS=20000), plans (EXAMPLES=20000)
+sim: setup  ## long random search: hand-overs under faults (SEEDS=20000), plans (EXAMPLES=5000, four hand-overs each)
 	$(BIN)/baton sim --seeds $(SEEDS) --jobs $(JOBS)
 	BATON_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -q -n $(JOBS) tests/plan/test_property.py
 
