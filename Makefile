@@ -6,7 +6,7 @@ PYTHON ?= python3
 JOBS ?= 2
 # Of tests that wait as much as they compute there may be more at a time than there are cores.
 WAITERS = $(shell echo $$(($(JOBS) * 3 / 2)))
-EXAMPLES ?= 20000
+EXAMPLES ?= 5000
 SEEDS ?= 20000
 LOAD_S ?= 60
 BIN := .venv/bin
@@ -51,15 +51,15 @@ test-all: .venv/.extras  ## every test, with ten times the examples and seeds
 	BATON_LOAD_S=$(LOAD_S) $(BIN)/pytest -q -rs -s -m load
 
 lowest: setup  ## the command line and a smoke test with the lowest version of every dependency
-	tools/lowest.sh
+	$(BIN)/python tools/lowest.py
 
 check: setup  ## lint, format, types and import layers
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples benchmarks tools
+	$(BIN)/ruff format --check src tests examples benchmarks tools
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-sim: setup  ## long random search: hand-overs under faults (SEEDS=20000), plans (EXAMPLES=20000)
+sim: setup  ## long random search: hand-overs under faults (SEEDS=20000), plans (EXAMPLES=5000, four hand-overs each)
 	$(BIN)/baton sim --seeds $(SEEDS) --jobs $(JOBS)
 	BATON_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -q -n $(JOBS) tests/plan/test_property.py
 

@@ -12,7 +12,7 @@ import pytest
 from baton.bench.handoff.content import RankPools, compare, fill
 from baton.bench.handoff.figures import SerialTransfer, bound, figures, serial_of, timeline_of
 from baton.bench.handoff.records import CopyTiming, HandOver, Received, RecordingTransport, Sent
-from baton.bench.handoff.schedule import PrefillPace, PrefillStep, schedule
+from baton.bench.handoff.schedule import PrefillStep, PrefillTiming, schedule
 from baton.bench.handoff.workload import (
     SideSpec,
     Workload,
@@ -140,7 +140,7 @@ FLAT = Workload("paged:layers=8,heads=4,dim=8", SideSpec("pp2.tp2"), SideSpec("t
 
 
 def test_stages_compute_one_after_another() -> None:
-    steps = schedule(FLAT, PrefillPace(layer_s=0.01, policy="fixed:2"))
+    steps = schedule(FLAT, PrefillTiming(layer_s=0.01, policy="fixed:2"))
     assert set(steps) == {0, 1, 2, 3}
     assert [step.at_s for step in steps[0]] == pytest.approx([0.01, 0.02, 0.03, 0.04])
     assert [step.at_s for step in steps[3]] == pytest.approx([0.05, 0.06, 0.07, 0.08])
@@ -150,7 +150,7 @@ def test_stages_compute_one_after_another() -> None:
 
 
 def test_prefill_chunks_fill_the_pipeline() -> None:
-    steps = schedule(FLAT, PrefillPace(layer_s=0.04, policy="off", chunk_tokens=32))
+    steps = schedule(FLAT, PrefillTiming(layer_s=0.04, policy="off", chunk_tokens=32))
     assert [step.at_s for step in steps[0]][3::4] == pytest.approx([0.04, 0.08, 0.12, 0.16])
     assert [step.at_s for step in steps[2]][3::4] == pytest.approx([0.08, 0.12, 0.16, 0.20])
     assert [step.tokens for step in steps[2]][3::4] == [(0, 32), (32, 64), (64, 96), (96, 128)]
@@ -163,7 +163,7 @@ def test_windows_states_and_drafts_go_with_their_chunk() -> None:
         body + "+draft.paged:layers=1,heads=2,dim=8", SideSpec("tp2"), SideSpec("tp2"), num_tokens=128
     )
     assert own_layers(workload, 0) == (0, 5)
-    steps = schedule(workload, PrefillPace(layer_s=0.01, policy="fixed:1", chunk_tokens=64))[0]
+    steps = schedule(workload, PrefillTiming(layer_s=0.01, policy="fixed:1", chunk_tokens=64))[0]
     first, last = steps[:4], steps[4:]
     assert [step.num_bytes for step in first[:3]] == [0, 0, 0], "outside of the window, and no state yet"
     assert last[0].num_bytes == 32 * 8 * 2 * 2

@@ -14,7 +14,7 @@ from baton.plan.kinds import Latent, Paged, Recurrent
 from baton.plan.layout import parse_layout
 from baton.plan.ownership import Spec
 from baton.plan.planner import plan
-from baton.plan.routes import BoundRoute, Plan, Prompt, Route, Turns, resolve
+from baton.plan.routes import BoundRoute, Plan, Prompt, RoundRobin, Route, resolve
 from baton.plan.storage import Storage
 from baton.plan.tokens import TokenSet, set_runs
 
@@ -178,8 +178,8 @@ def rule(component: str, **changes: object) -> RuleCorruption:
 RULES: dict[str, RuleCorruption] = {
     "hole": lambda routes: routes[1:],
     "overlap": lambda routes: [*routes, routes[0]],
-    "lost turn": rule("latent", turns=Turns(0, 1, 3)),
-    "doubled turn": rule("latent", turns=Turns(0, 2, 2)),
+    "lost turn": rule("latent", turns=RoundRobin(0, 1, 3)),
+    "doubled turn": rule("latent", turns=RoundRobin(0, 2, 2)),
     "wrong share of the target": rule("k", target_share=1),
     "wrong share of the source": rule("k", source_share=1),
     "wrong unit": rule("k", units=(1, 2)),

@@ -109,10 +109,8 @@ def hand_over(world: World, cost: PackCost) -> None:
     assert sum(step.spans.num_bytes for step in steps if isinstance(step, Copy)) == least
 
 
-@pytest.mark.parametrize(
-    "part", [part if part < 2 else pytest.param(part, marks=pytest.mark.long) for part in range(NUM_PARTS)]
-)
-@settings(max_examples=max(2000, settings().max_examples) // NUM_PARTS)
+@pytest.mark.parametrize("part", range(NUM_PARTS))
+@settings(max_examples=4 * settings().max_examples // NUM_PARTS)
 @given(worlds())
 def test_every_target_byte_is_right_and_written_once(part: int, world: World) -> None:
     cost = [NEVER_PACK, ALWAYS_PACK, PackCost(span_s=2e-6)][world.seed % 3]

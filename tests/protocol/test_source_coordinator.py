@@ -38,7 +38,7 @@ from baton.protocol.messages import (
 from baton.protocol.outcomes import Cause, Failed, Stage, Why
 from baton.protocol.source_coordinator import (
     SOURCE_COORDINATOR,
-    GroupAsked,
+    GroupRequested,
     RankAborted,
     RetireGrant,
     SourceCoordinator,
@@ -177,7 +177,7 @@ EVENTS = {
     type(event): event
     for event in (
         by(1, PREFILL),
-        GroupAsked(7),
+        GroupRequested(7),
         GRANT,
         LANDED,
         commit(0),
@@ -248,8 +248,8 @@ OPEN_CASES = (
         },
         verdict(Failed(DIFFER), 0, 1, grant_id=b""),
     ),
-    Case("the group is not known yet", EMPTY, GroupAsked(7), {"askers": frozenset({7})}),
-    Case("the group is known", OPEN, GroupAsked(7), {}, (ToSession(7, OFFERED),)),
+    Case("the group is not known yet", EMPTY, GroupRequested(7), {"askers": frozenset({7})}),
+    Case("the group is known", OPEN, GroupRequested(7), {}, (ToSession(7, OFFERED),)),
     Case(
         "before any rank",
         EMPTY,
@@ -355,11 +355,11 @@ DECIDED_CASES = (
         {},
         verdict(FAILED, 1, grant_id=b""),
     ),
-    Case("the target hears why not", DECIDED, GroupAsked(7), {}, (ToSession(7, abort(GIVEN_UP, b"")),)),
+    Case("the target hears why not", DECIDED, GroupRequested(7), {}, (ToSession(7, abort(GIVEN_UP, b"")),)),
     Case(
         "the target grants, to hear the end of the answer",
         replace(DECIDED, outcome=FINISHED, aux=FINAL),
-        GroupAsked(7),
+        GroupRequested(7),
         {},
         (ToSession(7, OFFERED),),
     ),
@@ -449,8 +449,8 @@ RUNNING_CASES = (
         },
         (ToTarget(abort(WRONG_PROMPT)), *verdict(Failed(WRONG_PROMPT), 0)),
     ),
-    Case("known", RUNNING, GroupAsked(7), {}, (ToSession(7, OFFERED),)),
-    Case("not known yet", UNJOINED, GroupAsked(7), {"askers": frozenset({7})}),
+    Case("known", RUNNING, GroupRequested(7), {}, (ToSession(7, OFFERED),)),
+    Case("not known yet", UNJOINED, GroupRequested(7), {"askers": frozenset({7})}),
     Case("the same again", RUNNING, GRANT),
     Case("a second one is refused, and quiet", RUNNING, SECOND, {}, SECOND_REFUSED),
     Case("passed on", RUNNING, LANDED, {"deadlines": MOVED}, (ToTarget(LANDED),)),
@@ -581,7 +581,7 @@ RUNNING_CASES = (
 )
 COMMITTED_CASES = (
     Case("a rank of another attempt", COMMITTED, by(5, PREFILL), {}, verdict(Failed(SENT), 5)),
-    Case("known", COMMITTED, GroupAsked(7), {}, (ToSession(7, OFFERED),)),
+    Case("known", COMMITTED, GroupRequested(7), {}, (ToSession(7, OFFERED),)),
     Case("the same again", COMMITTED, GRANT),
     Case("a second one is refused, and quiet", COMMITTED, SECOND, {}, SECOND_REFUSED),
     Case(
@@ -671,8 +671,14 @@ STOPPING_CASES = (
         {},
         verdict(FAILED, 1),
     ),
-    Case("another attempt hears why not", STOPPING, GroupAsked(7), {}, (ToSession(7, abort(GIVEN_UP, b"")),)),
-    Case("nothing is known to offer", replace(STOPPING, outcome=FINISHED, offer=None), GroupAsked(7)),
+    Case(
+        "another attempt hears why not",
+        STOPPING,
+        GroupRequested(7),
+        {},
+        (ToSession(7, abort(GIVEN_UP, b"")),),
+    ),
+    Case("nothing is known to offer", replace(STOPPING, outcome=FINISHED, offer=None), GroupRequested(7)),
     Case("the same again", STOPPING, GRANT),
     Case("a second one is refused, and quiet", STOPPING, SECOND, {}, SECOND_REFUSED),
     Case(

@@ -40,7 +40,7 @@ from baton.session.links import SocketConfig
 from baton.session.registry import RegistryClient, RegistryError
 from baton.transport import Batch, Done, Event, HostFence, Region, Ticket, Transport
 
-TOLD_S_MAX = 5.0
+TOLD_S_MAX = 30.0
 """Far less than the silence after which a peer counts as lost: somebody said something."""
 
 

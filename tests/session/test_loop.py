@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import socket
-import statistics
 import subprocess
 import sys
 import threading
@@ -128,8 +127,8 @@ def test_round_trip_is_quick(loops: Loops):
         near.ports.post(lambda: near.ports.send(link, OFFERS[0]))
         near.wait("received", count)
         times_s.append(time.perf_counter() - began)
-    # Far above what it takes, and far below the 40 ms of a delayed acknowledgement.
-    assert statistics.median(times_s) < 0.02
+    # A delayed acknowledgement takes 40 ms each time; a busy machine is slow only now and then.
+    assert sorted(times_s)[10] < 0.03
 
 
 def test_peer_that_does_not_read_loses_its_link(loops: Loops, monkeypatch: pytest.MonkeyPatch):

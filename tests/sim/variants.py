@@ -627,7 +627,7 @@ def ignore_the_target() -> Iterator[None]:
     scenario="rival-asks-late",
 )
 def leave_an_asker_waiting() -> Iterator[None]:
-    with around(SOURCE_COORDINATOR, None, (SourceCoordinatorState.STOPPING, at_source.GroupAsked)):
+    with around(SOURCE_COORDINATOR, None, (SourceCoordinatorState.STOPPING, at_source.GroupRequested)):
         yield
 
 

@@ -38,6 +38,8 @@ ROOT = Path(__file__).parent.parent.parent
 MIB = 1 << 20
 FIXED_ADDRESS, FIXED_BYTES = 0x6000_0000_0000, 256 * MIB
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.fixture(scope="module")
 def library() -> Mooncake:

@@ -28,6 +28,8 @@ ROOT = Path(__file__).parent.parent.parent
 MIB = 1 << 20
 TCP = "TLS=tcp"
 
+pytestmark = pytest.mark.contract
+
 
 @pytest.fixture(autouse=True)
 def library() -> Nixl:

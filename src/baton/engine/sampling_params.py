@@ -33,7 +33,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     ignore_eos: bool = False
     n: int = 1
     logprobs: int | None = None
-    """How many of the likeliest tokens are told with each token, besides its own; None: none at all."""
+    """How many of the likeliest tokens are reported with each token, besides its own; None: no logprobs."""
 
 
 # Refuses sampling parameters that no sampler could honour, before a request is queued.

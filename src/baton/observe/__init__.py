@@ -1,4 +1,4 @@
-"""What happened and when, as data that can be kept, exported and drawn."""
+"""Timelines of requests: as data, as Perfetto traces and as pictures."""
 
 from baton.observe.perfetto import trace
 from baton.observe.timeline import Interval, Timeline, Track, covered_s

@@ -1,7 +1,7 @@
 """Timelines as a picture, one above the other on a common axis, where matplotlib is installed.
 
 The stages of a request (queue, prefill, exposed transfer, ...) share one row; below it is a row per track.
-The end of prefill is a line through all rows, and what sticks out behind it is shaded.
+The end of prefill is a line through all rows; the exposed transfer after it is shaded.
 """
 
 from __future__ import annotations

@@ -92,12 +92,12 @@ class Timeline:
 
 
 def covered_s(pieces: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of (start, stop) pieces."""
+    """The length of the union of (start, stop) intervals."""
     return sum(stop - start for start, stop in merged(pieces))
 
 
 def merged(pieces: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """The union of (start, stop) pieces, as disjoint pieces in order."""
+    """The union of (start, stop) intervals, as disjoint intervals in order."""
     ordered = sorted(pieces)
     if not ordered:
         return

@@ -1,4 +1,4 @@
-"""Who sends what to whom: caches, layouts, boxes, routes and the steps that move them. Pure, numpy only."""
+"""Which rank sends which bytes to which rank: caches, layouts, routes, steps. Pure, numpy only."""
 
 from baton.plan.binding import bind
 from baton.plan.cache import Cache, Component

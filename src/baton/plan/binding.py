@@ -1,4 +1,4 @@
-"""A plan, a prompt, page tables and a chunk become steps.
+"""Binds a chunk: from a plan, a prompt and page tables to steps.
 
 A source rank binds with its own page tables and those of the targets, which a grant brings (`bind_source`); a
 target rank binds with its own alone (`bind_target`). `bind` does both for every pair of ranks: what the tests
@@ -173,7 +173,7 @@ def check_pages(plan: Plan, prompt: Prompt, tables: Mapping[str, Ints], target_r
 
 @dataclass(frozen=True, slots=True)
 class TransferTerms:
-    """What a grant settles for one transfer; `tables` are the target's, `modes` go by pair of ranks."""
+    """The terms of a grant for one transfer; `tables` are the target's, `modes` go by pair of ranks."""
 
     plan: Plan
     prompt: Prompt
@@ -219,7 +219,7 @@ class ChunkReceive:
 def bind_source(
     terms: TransferTerms, source_rank: int, source_tables: Mapping[str, Ints], chunk: Chunk
 ) -> list[ChunkSend]:
-    """What a source rank does for a chunk, for each target rank that gets something of it."""
+    """The steps of a source rank for a chunk, for each target rank that gets part of it."""
     bound = bound_plan(terms.plan, terms.prompt)
     tables = Tables({source_rank: source_tables}, terms.tables)
     sends: list[ChunkSend] = []
@@ -242,7 +242,7 @@ def bind_source(
 
 
 def bind_target(terms: TransferTerms, source_rank: int, target_rank: int, chunk: Chunk) -> ChunkReceive:
-    """What a target rank does for a chunk of a source rank; needs none but its own page tables."""
+    """The steps of a target rank for a chunk of a source rank; needs only its own page tables."""
     pair, tables = (source_rank, target_rank), Tables({}, terms.tables)
     moved = bound_plan(terms.plan, terms.prompt).chunk(pair, chunk)
     if not moved.parts:
@@ -260,7 +260,7 @@ def bind_target(terms: TransferTerms, source_rank: int, target_rank: int, chunk:
 def bind(
     plan: Plan, prompt: Prompt, tables: Tables, chunk: Chunk, cost: PackCost | None = None
 ) -> list[Step]:
-    """The steps that move one chunk between every pair of ranks, each worked out by the two ranks alone."""
+    """The steps that move one chunk between all pairs of ranks, as the ranks of each pair compute them."""
     chosen = {pair: mode.mode for pair, mode in modes(plan, prompt, cost or PackCost()).items()}
     terms = TransferTerms(plan, prompt, tables.target, chosen)
     steps: list[Step] = []

@@ -1,4 +1,4 @@
-"""What a model's cache consists of: named components over global layer ids.
+"""The components of a model's cache: named tensors over global layer ids.
 
 A component is one logical tensor. Its dims are layer, then tokens (unless it is a state, which has one
 entry per request), then units where it has them (the thing that tp cuts), then the dims inside one unit.

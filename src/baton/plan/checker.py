@@ -1,7 +1,7 @@
-"""A plan checked by code that shares nothing with the planner.
+"""Checks a plan with code that shares nothing with the planner.
 
-The planner goes from ranks to boxes. Here one goes from an element's indices to the coordinates that hold it,
-by the definitions of the layout string alone (`stage_of`, `owners_of_unit`, `has_tokens`, `Holdings`).
+The planner goes from ranks to boxes. The checker goes from an element's indices to the coordinates that hold
+it, by the definitions of the layout string alone (`stage_of`, `owners_of_unit`, `has_tokens`, `Holdings`).
 
 `check` takes the routes of one prompt and asks of every target rank: is each element that it owns and does
 not hold sent exactly once, by a rank that owns it, and nothing else? Layers and units are few, so they are
@@ -13,7 +13,7 @@ tokens a target share T is covered, for any length, when (1) every source share 
 common with T is there, since the shares of one side partition the tokens, and (2) within each source share
 the turns of its routes tile the dealing period without gap or overlap. Along layers and units a target's box
 is cut into cells that no route divides, and each cell must satisfy (1) and (2). What has no tokens is dealt
-by layers, so there (2) speaks of routes over the same layers.
+by layers, so there (2) concerns routes over the same layers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from baton.plan.dtypes import item_bytes
 from baton.plan.layout import Mirror, Split
 from baton.plan.ownership import END, Spec, scheme, share_stride
 from baton.plan.ranges import Range, Ranges, to_ids
-from baton.plan.routes import BoundRoute, Plan, Prompt, Route, Turns
+from baton.plan.routes import BoundRoute, Plan, Prompt, RoundRobin, Route
 from baton.plan.tokens import TokenSet, can_meet
 
 
@@ -130,7 +130,7 @@ class _Rule:
     layers: Ranges
     units: Range
     source_share: int
-    turns: Turns
+    turns: RoundRobin
 
 
 def prove(plan: Plan) -> None:
@@ -230,7 +230,7 @@ class _Tokens:
         return self.num_entries if component.extent.has_tokens else 1
 
     def mask(self, tokens: TokenSet) -> NDArray[np.bool_]:
-        """The members of a token set; raises PlanError where the set breaks its own rules."""
+        """The members of a token set; raises PlanError if the set is not well formed."""
         if tokens not in self._masks:
             self._masks[tokens] = _spell(tokens, self.num_entries)
         return self._masks[tokens]

@@ -1,4 +1,4 @@
-"""A plan under one prompt: what each pair of ranks moves of a chunk, and the spans that this becomes.
+"""A plan for one prompt: what each pair of ranks moves of a chunk, and its spans.
 
 Theory. Ranks bind while copies wait, so everything is kept as long as what it depends on: a `PlacedRoute` for
 a plan, a `PromptRoute` for a plan and a prompt length, a `RouteChunk` for a chunk of such prompts. None of

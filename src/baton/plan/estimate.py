@@ -1,4 +1,4 @@
-"""What a hand-over would take on given links, with and without overlap: arithmetic, not a measurement.
+"""Estimates the time of a hand-over on given links, with and without overlap; nothing is measured.
 
 Every rank has one link of the given speed each way. A layer's transfer takes as long as the busiest rank,
 at either end, needs for its bytes of that layer. Compute is 2 x active parameters x new tokens at a stated

@@ -1,8 +1,8 @@
-"""Steps carried out on numpy buffers: the reference against which every transport is compared.
+"""Runs steps on numpy buffers: the reference for every transport.
 
 `fill` gives every element of a pool a value that says what it is: a hash of (component, layer, token, unit,
 place inside the unit), the same on every rank and in every layout. `compare` then checks a hand-over byte by
-byte. Who holds what is taken from `baton.plan.checker`, not from the planner.
+byte. What each rank holds is taken from `baton.plan.checker`, not from the planner.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _unpack(step: Unpack, staging: Bytes, target: Bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many bytes a target had to be sent, and how many of them are right."""
+    """How many bytes a target should have received, and how many of them are right."""
 
     num_bytes: int
     num_right: int

@@ -23,7 +23,7 @@ END = 1 << 40
 
 @dataclass(frozen=True)
 class Spec:
-    """One side of a hand-over: who is there, what is cached, how it is kept."""
+    """One side of a hand-over: its layout, its cache, and how the cache is stored."""
 
     layout: Layout
     cache: Cache
@@ -38,7 +38,7 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class Partition:
     """How a layout cuts one component: the piece of every pp, tp and cp coordinate."""
 
     layers: tuple[Ranges, ...]
@@ -56,7 +56,7 @@ class Box:
 
 
 @lru_cache(maxsize=4096)
-def cuts(spec: Spec, component: Component, side: str) -> Cuts:
+def cuts(spec: Spec, component: Component, side: str) -> Partition:
     """The pieces by coordinate; raises LayoutError where the layout cannot cut the component."""
     layout, num_layers = spec.layout, spec.cache.num_layers
     stages = layout.stages(num_layers, side)
@@ -72,7 +72,7 @@ def cuts(spec: Spec, component: Component, side: str) -> Cuts:
     num_shares = scheme(spec, component).num_shares(layout.size("cp"))
     _check_granule(spec, component, side)
     shares = tuple(i if num_shares > 1 else 0 for i in range(layout.size("cp")))
-    return Cuts(layers, units, shares)
+    return Partition(layers, units, shares)
 
 
 def scheme(spec: Spec, component: Component) -> Scheme:

@@ -1,8 +1,8 @@
-"""Who sends what to whom: boxes of one side intersected with boxes of the other.
+"""The routes of a hand-over: boxes of one side intersected with boxes of the other.
 
 For each component the layers, units and tokens that a source piece and a target piece have in common are
 found dim by dim. A combination that is not empty is a box that some mirrors hold and some targets want;
-`deal` shares it out. Nothing here knows a model, a kind or a ratio of ranks.
+`deal` distributes it over the mirrors. Nothing here knows a model, a kind or a ratio of ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BOXES_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Meeting:
-    """What two pieces have in common along one dim, and the coordinates that hold each."""
+    """The overlap of two pieces along one dim, and the coordinates that hold each."""
 
     layers: Ranges = ()
     units: Range = (0, 1)

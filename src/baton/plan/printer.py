@@ -1,4 +1,4 @@
-"""A plan in words and columns, for a person at a terminal."""
+"""A plan as text in columns, for a terminal."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _num_mirrors(report: Report, component: Component) -> tuple[int, int]:
 
 
 def _mirror_choice(report: Report) -> str:
-    """In one line, what was chosen where several source ranks hold the same."""
+    """One line on how source ranks that hold the same data share the sending."""
     choices: dict[str, list[str]] = {}
     for part in report.plan.target.cache.components:
         choice = _choice(*_num_mirrors(report, part), part.extent.has_tokens)

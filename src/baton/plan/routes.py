@@ -3,7 +3,7 @@
 Mirrors share the load where several source ranks hold the same thing. m mirror sources and n targets that
 want the same are laid over one line of length m * n / gcd^2: each target covers m' = m / gcd of it, each
 source n' = n / gcd. Where a source's stretch meets a target's there is a route. That is at most m' + n' - 1
-routes in each of gcd groups, every source has the same stretch, and where the numbers come out even it is
+routes in each of gcd groups, every source has the same stretch, and where one number divides the other it is
 one route per target or one per source.
 
 A route's stretch within its target, [lo, hi) of m', says which turns it takes when the target's pages are
@@ -30,7 +30,7 @@ NEAREST_TRIES = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Turns:
+class RoundRobin:
     """The turns [lo, hi) of every `period`."""
 
     lo: int = 0
@@ -53,12 +53,12 @@ class Match:
 
     source: int
     target: int
-    turns: Turns
+    turns: RoundRobin
 
 
 @lru_cache(maxsize=4096)
 def deal(num_sources: int, num_targets: int) -> tuple[Match, ...]:
-    """Who serves whom among mirrors; every target's turns are covered exactly once."""
+    """Assigns mirror sources to targets; every target's turns are covered exactly once."""
     num_groups = gcd(num_sources, num_targets)
     sources, targets = num_sources // num_groups, num_targets // num_groups
     matches = []
@@ -66,7 +66,7 @@ def deal(num_sources: int, num_targets: int) -> tuple[Match, ...]:
         start, stop = target * sources, (target + 1) * sources
         for source in range(start // targets, -(-stop // targets)):
             lo, hi = max(start, source * targets), min(stop, (source + 1) * targets)
-            matches.append((source, target, Turns(lo - start, hi - start, sources)))
+            matches.append((source, target, RoundRobin(lo - start, hi - start, sources)))
     return tuple(
         Match(group * sources + source, group * targets + target, turns)
         for group in range(num_groups)
@@ -85,7 +85,7 @@ class Route:
     units: Range
     source_share: int
     target_share: int
-    turns: Turns
+    turns: RoundRobin
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Plan:
         return max(self.source.storage.page_tokens, self.target.storage.page_tokens)
 
     def narrowed(self, *, source: int | None = None, target: int | None = None) -> Plan:
-        """The routes of one rank alone, for that rank to bind: it knows no other rank's page table."""
+        """The routes of one rank, for that rank to bind: it has no other rank's page table."""
         kept = tuple(
             route
             for route in self.routes

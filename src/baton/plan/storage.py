@@ -1,9 +1,9 @@
-"""How a side keeps its components in memory, declared as an order of axes and turned into strides.
+"""How a side stores its components, declared as an order of axes and turned into strides.
 
 A pool is one buffer. Its axes, outermost first, are some order of layer, page, component, unit, token and
 the dims inside a unit. With `component` in the order, all components of a bundle share the pool (K and V
-fused, or a packed convolution state); without it, each has a pool of its own. Two words of an order say all
-the usual things: HND puts unit before token, NHD after; a layer-major pool puts layer first, a page-major
+fused, or a packed convolution state); without it, each has a pool of its own. Two choices cover
+the usual cases: HND puts unit before token, NHD after; a layer-major pool puts layer first, a page-major
 one page.
 
 Strides follow by walking the order from the inside out. Until `component` is reached each component has its

@@ -1,7 +1,7 @@
-"""A spec as bytes: what a peer says of its layout, cache and storage, read with suspicion.
+"""A spec as bytes: a peer's layout, cache and storage, read as untrusted input.
 
-The form is JSON with every field named. Nothing is assumed of what is read: types, sizes, names and counts
-are held against limits before anything is built from them, unknown and missing fields are refused, and the
+The format is JSON with every field named. Nothing is assumed about the input: types, sizes, names and counts
+are checked against limits before anything is built from them, unknown and missing fields are refused, and the
 error names the field. What comes back can be planned with: no size leads to more work than its limits allow,
 and no offset into a pool goes beyond 64 bits.
 """
@@ -88,7 +88,7 @@ def _component_out(component: Component) -> dict[str, Any]:
 
 @lru_cache(maxsize=SPECS_MAX)
 def spec_from_bytes(raw: bytes) -> Spec:
-    """The spec that the bytes say; raises ConfigError or LayoutError, naming the field, on anything else."""
+    """The spec in these bytes; raises ConfigError or LayoutError, naming the field, on anything else."""
     if len(raw) > SPEC_BYTES_MAX:
         raise ConfigError(f"a spec has at most {SPEC_BYTES_MAX} bytes, found {len(raw)}")
     try:
@@ -155,7 +155,7 @@ class _Read:
         return value
 
     def one_of(self, known: Iterable[str]) -> str:
-        """A word of a closed set."""
+        """One of a fixed set of strings."""
         names = tuple(known)
         if not isinstance(self.value, str) or self.value not in names:
             raise self.wrong(f"one of {', '.join(names)}")

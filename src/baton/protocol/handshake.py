@@ -135,7 +135,7 @@ Step: TypeAlias = tuple[Handshake, Effects]
 
 
 def dialling(own: Party, wanted: str, nonce: bytes, deadline: float) -> Handshake:
-    """A handshake that this end begins, with the instance it wants to find (empty: whoever is there)."""
+    """A handshake that this end begins, with the instance it wants to find (empty: any)."""
     assert len(nonce) == NONCE_BYTES
     return Handshake(HandshakeState.CALLING, own, nonce, deadline, wanted=wanted)
 

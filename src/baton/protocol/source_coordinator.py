@@ -108,7 +108,7 @@ class SourceCoordinator(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupAsked:
+class GroupRequested:
     """A target asks for the dp group."""
 
     session: int
@@ -232,13 +232,13 @@ def _join_late(record: SourceCoordinator, offer: Offer, now: float) -> Step:
     return record, (ToRank(offer.source_rank, record.settled(record.outcome)),)
 
 
-def _answer(record: SourceCoordinator, event: GroupAsked, now: float) -> Step:
+def _answer(record: SourceCoordinator, event: GroupRequested, now: float) -> Step:
     if record.offer is None:
         return replace(record, askers=record.askers | {event.session}), ()
     return record, (ToSession(event.session, record.offer),)
 
 
-def _answer_decided(record: SourceCoordinator, event: GroupAsked, now: float) -> Step:
+def _answer_decided(record: SourceCoordinator, event: GroupRequested, now: float) -> Step:
     # Without a grant id there is nothing to settle: the target gets the reason instead.
     if isinstance(record.outcome, Failed):
         abort = Abort(transfer=record.transfer, grant=b"", cause=record.outcome.cause)
@@ -451,7 +451,7 @@ def _moved(record: SourceCoordinator, now: float) -> SourceCoordinator:
 S = SourceCoordinatorState
 _CELLS: dict[tuple[Enum, type], Entry] = {
     (S.OPEN, Offer): cell(_join, S.OPEN, S.DECIDED),
-    (S.OPEN, GroupAsked): cell(_answer, S.OPEN),
+    (S.OPEN, GroupRequested): cell(_answer, S.OPEN),
     (S.OPEN, Grant): cell(_grant, S.RUNNING, S.STOPPING, S.ENDED),
     (S.OPEN, AuxRecord): cell(_keep_aux, S.OPEN, S.DECIDED),
     (S.OPEN, RankAborted): cell(_rank_aborted, S.DECIDED),
@@ -460,7 +460,7 @@ _CELLS: dict[tuple[Enum, type], Entry] = {
     (S.OPEN, TargetAborted): cell(_target_declined, S.DECIDED),
     (S.OPEN, Ticked): cell(_tick_open, S.OPEN, S.DECIDED),
     (S.DECIDED, Offer): cell(_join_late, S.DECIDED),
-    (S.DECIDED, GroupAsked): cell(_answer_decided, S.DECIDED),
+    (S.DECIDED, GroupRequested): cell(_answer_decided, S.DECIDED),
     (S.DECIDED, Grant): cell(_grant_decided, S.ENDED),
     (S.DECIDED, AuxRecord): IGNORED,
     (S.DECIDED, RankAborted): IGNORED,
@@ -469,7 +469,7 @@ _CELLS: dict[tuple[Enum, type], Entry] = {
     (S.DECIDED, TargetAborted): IGNORED,
     (S.DECIDED, Ticked): cell(_tick_decided, S.DECIDED, S.ENDED),
     (S.RUNNING, Offer): cell(_join_granted, S.RUNNING, S.STOPPING, S.ENDED),
-    (S.RUNNING, GroupAsked): cell(_answer, S.RUNNING),
+    (S.RUNNING, GroupRequested): cell(_answer, S.RUNNING),
     (S.RUNNING, Grant): cell(_grant_again, S.RUNNING),
     (S.RUNNING, Landed): cell(_landed, S.RUNNING),
     (S.RUNNING, Commit): cell(_committed, S.RUNNING, S.COMMITTED),
@@ -482,7 +482,7 @@ _CELLS: dict[tuple[Enum, type], Entry] = {
     (S.RUNNING, SessionLost): cell(_target_gone, S.STOPPING, S.ENDED),
     (S.RUNNING, Ticked): cell(_tick_running, S.RUNNING, S.STOPPING, S.ENDED),
     (S.COMMITTED, Offer): cell(_turn_away, S.COMMITTED),
-    (S.COMMITTED, GroupAsked): cell(_answer, S.COMMITTED),
+    (S.COMMITTED, GroupRequested): cell(_answer, S.COMMITTED),
     (S.COMMITTED, Grant): cell(_grant_again, S.COMMITTED),
     (S.COMMITTED, RankAborted): cell(_rank_aborted_late, S.COMMITTED),
     (S.COMMITTED, TargetAborted): cell(_committed_gone, S.ENDED),
@@ -490,7 +490,7 @@ _CELLS: dict[tuple[Enum, type], Entry] = {
     (S.COMMITTED, SessionLost): cell(_committed_gone, S.ENDED),
     (S.COMMITTED, Ticked): cell(_tick_committed, S.COMMITTED, S.ENDED),
     (S.STOPPING, Offer): cell(_join_late, S.STOPPING),
-    (S.STOPPING, GroupAsked): cell(_answer_decided, S.STOPPING),
+    (S.STOPPING, GroupRequested): cell(_answer_decided, S.STOPPING),
     (S.STOPPING, Grant): cell(_grant_again, S.STOPPING),
     (S.STOPPING, Landed): IGNORED,
     (S.STOPPING, Commit): cell(_commit_late, S.STOPPING, S.ENDED),
@@ -509,7 +509,7 @@ SOURCE_COORDINATOR: Table[SourceCoordinator] = Table(
     states=SourceCoordinatorState,
     events=(
         Offer,
-        GroupAsked,
+        GroupRequested,
         Grant,
         Landed,
         Commit,
@@ -522,6 +522,6 @@ SOURCE_COORDINATOR: Table[SourceCoordinator] = Table(
         SessionLost,
         Ticked,
     ),
-    remote=frozenset({GroupAsked, Grant, TargetAborted, Settled}),
+    remote=frozenset({GroupRequested, Grant, TargetAborted, Settled}),
     cells=_CELLS,
 )

@@ -70,7 +70,7 @@ class TargetCoordinatorState(Enum):
 
 
 class GrantTerms(msgspec.Struct, frozen=True):
-    """What a grant is checked against: who has to commit, which bytes are due, which pairs need unpacking."""
+    """What a grant is checked against: ranks that commit, bytes expected, pairs that need unpacking."""
 
     sources: frozenset[int]
     expected: Mapping[Pair, Mapping[str, int]]

@@ -2,7 +2,7 @@
 
 Instances come from the registry and stay while it is away. One that the registry no longer lists, without
 having unregistered, stays for as long as it answers polls and at most for a minute: a registry that was just
-restarted lists nobody until they have registered again, and one late answer to a poll is no end either.
+restarted lists no instance until it registers again, and one late answer to a poll is not a failure.
 """
 
 from __future__ import annotations

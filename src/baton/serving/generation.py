@@ -109,7 +109,7 @@ class Generation:
                 instance.abort(number)
 
     def lost(self, text: str) -> None:
-        """The instance has ended; fails the jobs that got no word of it."""
+        """The instance has ended; fails the jobs that it did not inform."""
         for job_index in list(self._numbers):
             cause = Cause(Why.PEER_LOST, Stage.COPY, text=text)
             self._on_event(job_index, RequestError(cause, text))

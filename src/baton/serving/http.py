@@ -52,7 +52,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _log = logging.getLogger("baton.serving.http")
 
 
-# ---- who may listen and who may call
+# ---- where to listen, and which callers are trusted
 
 
 @lru_cache(maxsize=1024)

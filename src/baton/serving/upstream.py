@@ -91,7 +91,7 @@ class UpstreamRequest:
         self.progress_s = monotonic()
         """Since when the current wait lasts."""
         self.expires_s = float("inf")
-        """When nobody is interested any more."""
+        """When it is ended, whatever its progress."""
         self._client = client
         self._error: UpstreamError | None = None
         self._scope: asyncio.Timeout | None = None

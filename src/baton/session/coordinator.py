@@ -55,7 +55,7 @@ FROM_SOURCE_RANKS = (Offer, Landed, Commit, AuxRecord, Quiet, Unquiet)
 
 
 class CoordinatorDriver:
-    """Drives an instance; see `baton.session.ports` for who calls what."""
+    """Drives an instance; `baton.session.ports` has the calls in both directions."""
 
     def __init__(self, config: InstanceConfig, ports: Ports) -> None:
         self.config = config

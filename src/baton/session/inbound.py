@@ -493,7 +493,7 @@ class InboundTransfers:
             if session is not None and session.epoch == transfer.epoch:
                 self.sessions.send(session.number, message)
         elif isinstance(message, Abort):
-            # There was no session yet: the source is told as soon as there is one.
+            # There was no session yet: the message is sent when there is one.
             request = transfer.request
             self._decline(Decline(transfer=request.transfer, source=request.source, cause=message.cause))
 

@@ -1,7 +1,7 @@
 """Control links: the protocol of one end (`Link`), and sockets under it.
 
 `Link` has no socket: bytes go in, events come out. The production loop feeds it from a socket, the simulator
-from its network. A peer that misbehaves ends its link and is told why; nothing it sends raises here.
+from its network. A peer that misbehaves loses its link and gets the reason; nothing it sends raises here.
 
 A socket that closes with unread bytes in it resets the connection, and its own last message may be lost. So
 an end that is done closes its own direction, reads on for a moment without processing, and then closes.
@@ -103,7 +103,7 @@ class Link:
         return self._step(Ticked(), now)
 
     def refuse(self, text: str, now: float) -> list[LinkEvent]:
-        """Ends the link because of what the peer sent; it is told why."""
+        """Ends the link because of what the peer sent, and sends the reason."""
         return self._step(BadMessage(self._blame(), text), now)
 
     def send(self, message: AnyMessage) -> bytes:
@@ -269,7 +269,7 @@ class SocketLink(asyncio.BufferedProtocol):
             self.abort(f"the peer left {UNREAD_BYTES_MAX} bytes unread")
 
     def refuse(self, text: str) -> None:
-        """Ends the link because of what the peer sent; it is told why."""
+        """Ends the link because of what the peer sent, and sends the reason."""
         if self._link is not None and not self._is_closing:
             self._handle(self._link.refuse(text, self._sockets.now()))
 

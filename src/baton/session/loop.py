@@ -39,7 +39,8 @@ TICK_S_MIN = 0.0005
 
 def exit_loudly(cause: str) -> None:
     """Ends the process at once, with one line that says why."""
-    print(f"baton: this instance ends: {cause}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"baton: this instance ends: {cause}\n")
+    sys.stderr.flush()
     os._exit(1)
 
 

@@ -29,7 +29,7 @@ from baton.protocol.messages import (
 from baton.protocol.outcomes import Cause, Failed, Finished, Outcome, Stage, Why
 from baton.protocol.source_coordinator import (
     SOURCE_COORDINATOR,
-    GroupAsked,
+    GroupRequested,
     RankAborted,
     RetireGrant,
     SourceCoordinator,
@@ -194,7 +194,7 @@ class OutboundTransfers:
                 ):
                     self.sessions.send(session.number, Abort(transfer=transfer, grant=b"", cause=cause))
                 else:
-                    self._dispatcher.feed(self._transfer(transfer), GroupAsked(session.number))
+                    self._dispatcher.feed(self._transfer(transfer), GroupRequested(session.number))
             case Paths():
                 by_rank: dict[int, list[Path]] = {}
                 for path in message.paths:

@@ -26,7 +26,7 @@ class Ports(Protocol):
     def dial(self, address: str, instance: str) -> int:
         """Begins a session link; ends in `linked` or `lost` with the number answered here.
 
-        An empty name takes whoever is there and knows the secret.
+        With an empty name, any instance that proves the secret is accepted.
         """
 
     def send(self, link: int, message: AnyMessage) -> None:

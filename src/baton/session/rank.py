@@ -42,7 +42,7 @@ from baton.transport import Event, Transport
 
 
 class RankDriver:
-    """Drives one rank; see `baton.session.ports` for who calls what."""
+    """Drives one rank; `baton.session.ports` has the calls in both directions."""
 
     def __init__(self, config: RankConfig, ports: Ports, transport: Transport, pools: Pools) -> None:
         self.config = config

@@ -74,7 +74,7 @@ class Writer:
 
 @dataclass(slots=True)
 class WriterLease:
-    """One lane of a grant: who may write, under which permissions of the transport, into which staging."""
+    """One lane of a grant: its writer, the permissions at the transport, and the staging."""
 
     writer: Writer
     permissions: list[int] = field(default_factory=list)

@@ -29,7 +29,7 @@ from baton.sim.instance import Incarnation
 from baton.sim.network import Host, SessionEnd
 from baton.sim.pool import PagePool
 from baton.sim.transport import SimCopy
-from baton.sim.world import PieceWrite, World
+from baton.sim.world import CopyWrite, World
 
 EVENTS = (
     "on_submit",
@@ -128,7 +128,7 @@ class WrittenOnce(Checker):
         self._staged: set[str] = set()
         """Nodes that unpack: those writes are not seen."""
 
-    def on_write(self, write: PieceWrite) -> None:
+    def on_write(self, write: CopyWrite) -> None:
         if not write.buffer:
             assert write.copy.receiver is not None
             self._staged.add(write.copy.receiver[0].node)
@@ -156,7 +156,7 @@ class NoLateWrite(Checker):
 
     name = "no_late_write"
 
-    def on_write(self, write: PieceWrite) -> None:
+    def on_write(self, write: CopyWrite) -> None:
         if not write.buffer:
             return
         owners = write.pool.owners_of(write.buffer, write.index)
@@ -179,7 +179,7 @@ class SourcePages(Checker):
         if any(owner != copy.mark or owner <= 0 for owner in owners):
             self.fail(f"a copy on {copy.outbox.node} is to read pages of {sorted(owners)}")
 
-    def on_write(self, write: PieceWrite) -> None:
+    def on_write(self, write: CopyWrite) -> None:
         # Nobody believes a copy that has failed, so it may read anything.
         if write.copy.is_ended or not write.source_buffer:
             return
@@ -243,7 +243,7 @@ class FinalQuiet(Checker):
             self.fail(f"{message.transfer}: {host.name} passes on a grant of which it had said quiet")
         self._given[key[0], message.transfer] = message.grant
 
-    def on_write(self, write: PieceWrite) -> None:
+    def on_write(self, write: CopyWrite) -> None:
         if write.copy.mark <= 0:
             return
         incarnation = write.copy.outbox.instance
@@ -427,7 +427,7 @@ class Clean(Checker):
 
 
 class Patience(Checker):
-    """Nobody fails a transfer for lack of progress while it makes progress."""
+    """No transfer fails for lack of progress while it makes progress."""
 
     name = "patience"
     SLACK = 0.85

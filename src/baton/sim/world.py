@@ -96,7 +96,7 @@ class SimInstance:
 
 
 @dataclass(frozen=True, slots=True)
-class PieceWrite:
+class CopyWrite:
     """A piece of a copy that is about to be written."""
 
     copy: SimCopy
@@ -132,7 +132,7 @@ class PageObserver:
         self.world.notify("on_submit", copy, pool, name)
 
     def on_write(self, copy: SimCopy, inbox: Inbox, index: Ints, read: Ints) -> None:
-        write = PieceWrite(
+        write = CopyWrite(
             copy=copy,
             pool=self._pools[inbox.incarnation],
             buffer=self._names.get(_address(inbox.memory[copy.batch.target.number]), ""),

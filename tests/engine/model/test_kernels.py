@@ -109,6 +109,7 @@ def test_a_convolution_reaches_back_over_chunks() -> None:
     torch.testing.assert_close(state, x[:, -3:].mT)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunked_is_faster(kind: type[Delta] | type[Selective]) -> None:
     """The best of several runs of each, in turn, in time of this thread, whatever else the machine does."""

@@ -19,7 +19,7 @@ from baton.bench.handoff.figures import SerialTransfer, figures
 from baton.bench.handoff.fleet import LEAD_S, Fleet, ask_all
 from baton.bench.handoff.records import TransferOrder
 from baton.bench.handoff.run import check_ready, ms
-from baton.bench.handoff.schedule import PrefillPace
+from baton.bench.handoff.schedule import PrefillTiming
 from baton.bench.handoff.stress import StressOptions
 from baton.bench.handoff.workload import SideSpec, Workload
 
@@ -117,14 +117,14 @@ def run(
     progress("starting the processes")
     with Fleet(workload) as fleet:
         fleet.fill([0])
-        fleet.hand_over(PrefillPace())
+        fleet.hand_over(PrefillTiming())
         progress(f"{num_alone} transfers, one after another")
         start_s = monotonic() + LEAD_S
         orders = [
             TransferOrder(fleet.new_transfer(), start_s=start_s + index * SPACING_S)
             for index in range(num_alone)
         ]
-        handovers = [check_ready(handover) for handover in fleet.hand_over_all(orders, PrefillPace())]
+        handovers = [check_ready(handover) for handover in fleet.hand_over_all(orders, PrefillTiming())]
         progress(f"{workload.num_slots} transfers at once, {num_rounds} times each")
         stress = StressOptions("many", workload.num_slots, num_rounds)
         tallies = ask_all([*fleet.sources, *fleet.targets], "stress", asdict(stress))

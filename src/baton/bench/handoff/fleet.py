@@ -16,7 +16,7 @@ from typing import Any, Self
 import msgspec
 
 from baton.bench.handoff.records import HandOver, Received, Sent, TransferOrder
-from baton.bench.handoff.schedule import PrefillPace, schedule
+from baton.bench.handoff.schedule import PrefillTiming, schedule
 from baton.bench.handoff.workload import SIDES, Workload, num_ranks, sampler_rank, spec_of
 from baton.errors import EngineError
 from baton.plan.execution import Verdict
@@ -191,12 +191,12 @@ class Fleet:
         counts = ask_all(self.targets, "compare", slot, self.salt(slot, salt))
         return Verdict(sum(num_bytes for num_bytes, _ in counts), sum(num_right for _, num_right in counts))
 
-    def hand_over(self, pace: PrefillPace, *, slot: int = 0, is_verified: bool = False) -> HandOver:
+    def hand_over(self, pace: PrefillTiming, *, slot: int = 0, is_verified: bool = False) -> HandOver:
         """One paced transfer, as all ranks recorded it."""
         order = TransferOrder(self.new_transfer(), slot, monotonic() + LEAD_S, is_verified=is_verified)
         return self.hand_over_all([order], pace)[0]
 
-    def hand_over_all(self, orders: Sequence[TransferOrder], pace: PrefillPace) -> list[HandOver]:
+    def hand_over_all(self, orders: Sequence[TransferOrder], pace: PrefillTiming) -> list[HandOver]:
         """Transfers one after another, all at the same pace, each from its start time on."""
         steps = schedule(self.workload, pace)
         first = self.targets[0]

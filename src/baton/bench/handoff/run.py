@@ -22,7 +22,7 @@ from baton.bench.handoff.figures import (
 )
 from baton.bench.handoff.fleet import Fleet, ask_all
 from baton.bench.handoff.records import HandOver
-from baton.bench.handoff.schedule import PrefillPace, schedule
+from baton.bench.handoff.schedule import PrefillTiming, schedule
 from baton.bench.handoff.workload import Workload, cache_of, fitted, room_bytes
 from baton.bench.record import write
 from baton.errors import EngineError
@@ -77,7 +77,7 @@ class HandoffResult:
     """Figures of several runs of one hand-over."""
 
     workload: Workload
-    pace: PrefillPace
+    pace: PrefillTiming
     serial: SerialTransfer
     runs: list[HandoffFigures]
     verdict: Verdict
@@ -174,7 +174,7 @@ def show(report: HandoffReport, path: Path) -> None:
 
 def check(workload: Workload, options: HandoffOptions) -> None:
     """Raises on what cannot be measured, before anything is started."""
-    schedule(workload, PrefillPace(policy=options.policy, chunk_tokens=options.chunk_tokens))
+    schedule(workload, PrefillTiming(policy=options.policy, chunk_tokens=options.chunk_tokens))
 
 
 def run(workload: Workload, options: HandoffOptions, progress: Callable[[str], None]) -> HandoffResult:
@@ -217,18 +217,18 @@ def total(verdicts: Sequence[Verdict]) -> Verdict:
 
 def calibrate(fleet: Fleet, chunk_tokens: int = 0) -> SerialTransfer:
     """The serial transfer time and the cost of each group, with the whole prompt ready."""
-    fleet.hand_over(PrefillPace())  # the first one connects
-    whole = [check_ready(fleet.hand_over(PrefillPace())) for _ in range(NUM_CALIBRATIONS)]
-    by_layer = PrefillPace(policy="fixed:1", chunk_tokens=chunk_tokens)
+    fleet.hand_over(PrefillTiming())  # the first one connects
+    whole = [check_ready(fleet.hand_over(PrefillTiming())) for _ in range(NUM_CALIBRATIONS)]
+    by_layer = PrefillTiming(policy="fixed:1", chunk_tokens=chunk_tokens)
     return serial_of(whole, [check_ready(fleet.hand_over(by_layer)) for _ in range(NUM_CALIBRATIONS)])
 
 
-def pace_of(workload: Workload, serial: SerialTransfer, options: HandoffOptions) -> PrefillPace:
+def pace_of(workload: Workload, serial: SerialTransfer, options: HandoffOptions) -> PrefillTiming:
     """The layer time and the policy's view of the link, from the options and the calibration."""
     layer_s = options.layer_s
     if layer_s is None:
         layer_s = options.ratio * serial.busiest_s / cache_of(workload).num_layers
-    return PrefillPace(
+    return PrefillTiming(
         layer_s=layer_s,
         policy=options.policy,
         chunk_tokens=options.chunk_tokens,

@@ -20,7 +20,7 @@ from baton.plan.routes import Chunk, entries_in, resolve, wanted
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillPace:
+class PrefillTiming:
     """How fast layers are computed, and how they are grouped."""
 
     layer_s: float = 0.0
@@ -45,7 +45,7 @@ class PrefillStep:
     sends: Range
 
 
-def schedule(workload: Workload, pace: PrefillPace, dp: int = 0) -> dict[int, list[PrefillStep]]:
+def schedule(workload: Workload, pace: PrefillTiming, dp: int = 0) -> dict[int, list[PrefillStep]]:
     """The steps of every source rank of a dp group, in seconds from the start of the request."""
     layout = spec_of(workload, "source").layout
     stages = layout.stages(spec_of(workload, "source").cache.num_layers, "source")
@@ -84,7 +84,7 @@ def _begins(
 
 
 def _stage_steps(
-    pace: PrefillPace, times: tuple[float, float], ranges: tuple[Range, Range], loads: list[int]
+    pace: PrefillTiming, times: tuple[float, float], ranges: tuple[Range, Range], loads: list[int]
 ) -> list[PrefillStep]:
     """One chunk on one stage: `times` is its begin and a layer's time, `ranges` its layers and tokens."""
     (begin_s, layer_s), ((first, last), tokens) = times, ranges

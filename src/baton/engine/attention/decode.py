@@ -1,7 +1,7 @@
-"""One row each of many sequences at once, their keys padded to a common length.
+"""Attention of decoding sequences, one row each, with keys padded to a common length.
 
-All rows of a sequence's query heads share what they see, so the heads of a kv head stand where rows would:
-no head is repeated and one mask serves all.
+All query heads of a sequence see the same keys. So the query heads of a kv head take the place of rows: no
+head is repeated, and one mask serves all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: HeadOp
 
 
 def attend_partly(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: HeadOptions) -> Partial:
-    """The same, told by how much the keys weigh."""
+    """The same, with the weight of the keys, for merging."""
     grouped = torch.unflatten(q, 1, (k.shape[1], -1)).unsqueeze(3)
     part = softmax.attend(grouped, k, v, bias, options)
     return Partial(part.out.squeeze(3).flatten(1, 2), part.weight.squeeze(3).flatten(1, 2))

@@ -1,13 +1,13 @@
-"""One pass of one rank: what the mixers of its layers attend with.
+"""Attention of one forward pass on one rank, as the mixers of its layers use it.
 
-Theory. The rows of a batch lie one after the other, work by work. Under context parallelism a rank computes a
-cut of them where there are enough to deal (then keys and values are gathered over cp before they are stored),
-and all of them where there are few. What it stores is what its layout says it keeps. Where ranks keep every
-token, each attends with its own rows; where they keep parts, each attends with all rows over its own tokens
-and the answers are merged by their weights.
+Theory. The rows of a batch are stored one sequence after another. With context parallelism a rank computes a
+part of the rows if there are enough of them (keys and values are then gathered over cp before they are
+stored), otherwise all. It stores the tokens that its layout assigns to it. If every rank keeps all tokens,
+each attends with its own rows. If ranks keep parts, each attends with all rows over its own tokens, and the
+results are merged by their weights.
 
-Which rows go where depends on the batch alone, so it is found once per pass and page-table group, at the
-first layer that asks.
+Where rows are stored and read depends on the batch alone, so it is computed once per pass and page-table
+group, at the first layer that needs it.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Pass:
         scale: float,
         chosen_by: IndexQuery | None = None,
     ) -> Tensor:
-        """Stores latent (rows, channels), attends causally; the answer is (rows, heads, value channels)."""
+        """Stores latent (rows, channels), attends causally; returns (rows, heads, value channels)."""
         keeper = self._pools.component("latent", layer)
         rows, page_rows = self._pools.rows("latent", layer)
         pool = CachedRows(rows, rows, self._pools.scratch)
@@ -145,7 +145,7 @@ class Pass:
         return query.project(part.out[..., : query.num_value_channels].to(latent.dtype))
 
     def _chosen(self, layer: int, query: IndexQuery, reads: Reads) -> Reads:
-        """Stores index keys; what is left of the reads once the rows have chosen by them."""
+        """Stores index keys; returns the reads, narrowed to the tokens that the rows chose."""
         (rows, page_rows), is_whole = self._pools.rows("index_k", layer), self._keeping.is_whole
         if self.rows.is_dealt:
             query = replace(query, keys=self._cp.gather(query.keys, self.rows.sizes))
@@ -230,13 +230,13 @@ class Pass:
         return answer.whole
 
     def _over(self, chunk: Chunk, inputs: ChunkInputs, options: HeadOptions) -> Tensor:
-        """The rows of a chunk over what they see of its keys."""
+        """Attends with the rows of a chunk over the keys that they see."""
         if chunk.bias is not None:
             return prefill.attend_chosen(inputs, chunk.bias, options.scale)
         return prefill.attend(inputs, options.window, options, self._masks)
 
     def _merged(self, source: AttentionInputs, reads: Reads, options: HeadOptions) -> Partial:
-        """All rows over this rank's tokens, merged over cp; the answer has this rank's rows."""
+        """Attends with all rows over this rank's tokens and merges over cp; returns this rank's rows."""
         q = source.q
         shape = (len(q), q.shape[1], source.v.shape[-1])
         # One tensor for both, since they travel together.
@@ -262,7 +262,7 @@ class Pass:
 
 
 def _segments(batch: Batch, wanted: Range) -> list[Segment]:
-    """The works' rows that fall in a range of the batch's rows."""
+    """The sequences' rows that fall in a range of the batch's rows."""
     found = []
     row = 0
     for work in batch.sequences:
@@ -279,7 +279,7 @@ def _told(window: int | None) -> str:
 
 
 def _headless(query: LatentQuery, like: Tensor) -> Tensor:
-    """The answer of a rank without query heads."""
+    """The result of a rank without query heads."""
     return query.project(like.new_empty((len(like), 0, query.num_value_channels)))
 
 

@@ -23,7 +23,7 @@ _SIDE = "engine"
 
 
 class CachePools:
-    """Views of the buffers that the transport gave; what they hold is the pools' content."""
+    """The pools' buffers, which the transport allocated, as tensor views."""
 
     def __init__(
         self, spec: Spec, rank: int, buffers: Mapping[str, NDArray[Any] | Tensor], device: torch.device
@@ -60,7 +60,7 @@ class CachePools:
     def rows(self, part: str, layer: int) -> tuple[Tensor, int]:
         """The same as rows of channels, and how many rows a page begins after the one before.
 
-        Between the rows of two pages may be those of what is stored beside them.
+        Rows of other components may lie between the rows of two pages.
         """
         found = self._rows.get((part, layer))
         if found is None:
@@ -96,7 +96,7 @@ class CachePools:
 
 
 def stem(name: str) -> str:
-    """What a component is to its layer: `k` for k, k.w128 and draft.0.k, `conv.q` for conv.q."""
+    """The part of a layer that a component is: `k` for k, k.w128 and draft.0.k, `conv.q` for conv.q."""
     parts = name.split(".")
     if parts[0] == "draft":
         parts = parts[2:]
@@ -163,7 +163,7 @@ def _view(
 
 
 class Scratch:
-    """A buffer by name that grows; what was read under a name before is overwritten."""
+    """Growing buffers by name; a new read under a name overwrites the one before."""
 
     def __init__(self) -> None:
         self._rooms: dict[str, Tensor] = {}

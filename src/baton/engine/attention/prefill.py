@@ -1,8 +1,8 @@
-"""Several rows of one sequence, over keys that lie one after the other.
+"""Attention of several rows of one sequence over contiguous keys.
 
-A first chunk sees just itself and a chunk without a window goes to the fused causal kernel in one call. A
-window, a cap or sinks are taken block by block of rows, over the keys that the block can see, so that no mask
-or score grows with the square of the prompt.
+A first chunk sees only itself, and a chunk without a window goes to the fused causal kernel in one call. With
+a window, a cap or sinks, rows are computed block by block over the keys that the block can see, so that no
+mask or score grows with the square of the prompt.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def attend(inputs: ChunkInputs, window: int | None, options: HeadOptions, masks:
 
 
 def preload(device: torch.device) -> None:
-    """Imports what chunks need on a GPU now, and not in the middle of the first prompt that has two."""
+    """Imports what chunks need on a GPU now, not during the first prompt that has two chunks."""
     if device.type == "cuda":
         _lower_right(1, 1)
 
 
 def attend_chosen(inputs: ChunkInputs, bias: Tensor, scale: float) -> Tensor:
-    """The same over what a bias (rows, keys) leaves of the keys."""
+    """The same over the keys that a bias (rows, keys) does not mask."""
     parts = []
     for first in range(0, inputs.num_rows, BLOCK_ROWS):
         block = slice(first, min(first + BLOCK_ROWS, inputs.num_rows))
@@ -76,7 +76,7 @@ def attend_chosen(inputs: ChunkInputs, bias: Tensor, scale: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What rows see of keys at any positions: what comes before them, or what a bias (rows, keys) leaves."""
+    """Which keys rows see: those at earlier positions, or those that a bias (rows, keys) does not mask."""
 
     rows: Tensor
     keys: Tensor
@@ -90,7 +90,7 @@ class Sight:
 
 
 def attend_partly(inputs: ChunkInputs, sight: Sight, options: HeadOptions) -> Partial:
-    """The same over some of the keys, told by how much they weigh."""
+    """The same over some of the keys, with their weight, for merging."""
     num_heads, num_units = inputs.q.shape[1], inputs.k.shape[0]
     step = max(1, softmax.SCORES_MAX // max(1, inputs.num_keys * num_heads))
     outs, weights = [], []
@@ -173,7 +173,7 @@ class Band:
 
 
 class Masks:
-    """Bands by their shape: alike blocks of a long prompt share one."""
+    """Bands by shape: equal blocks of a long prompt share one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,8 +1,8 @@
 """Where the rows of a pass are stored and where their keys lie: index tensors, made once per pass.
 
 A pool is seen as one row of channels per page, unit and token; everything here is a list of such rows.
-Reading token by token, not page by page, keeps what else is in a page (an earlier owner's content, perhaps
-not even finite) out of every answer; padding repeats a key of the same sequence and is masked.
+Reading token by token, not page by page, keeps other content of a page (an earlier owner's, perhaps not even
+finite) out of every result. Padding repeats a key of the same sequence and is masked.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """How a page table of a pass leads into a pool."""
+    """Maps the page tables of a pass to rows of a pool."""
 
     group: str
     num_units: int
@@ -126,7 +126,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """All that the query rows of a pass see in one page-table group."""
+    """All keys that the query rows of a pass see in one page-table group."""
 
     chunks: tuple[Chunk, ...]
     buckets: tuple[Bucket, ...]
@@ -218,7 +218,7 @@ _END = 1 << 40
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How the rows of a batch lie over the cp ranks: cut between them, or all on each."""
+    """Which cp rank computes which rows of a batch: each a part, or each all."""
 
     count: int
     cuts: Ranges
@@ -231,7 +231,7 @@ class Rows:
 
 
 def deal_rows(count: int, num_ranks: int) -> Rows:
-    """Rows are dealt where every cp rank gets at least two; the same answer on all ranks."""
+    """Rows are divided if every cp rank gets at least two; all ranks get the same result."""
     is_dealt = num_ranks > 1 and count >= 2 * num_ranks
     cuts = even_cuts(count, num_ranks, extra_first=True) if is_dealt else ((0, count),) * num_ranks
     return Rows(count, cuts, is_dealt)

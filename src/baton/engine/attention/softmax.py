@@ -1,7 +1,7 @@
-"""Softmax attention spelled out, in float32: for what the fused kernels cannot do.
+"""Softmax attention without fused kernels, in float32, for what those cannot do.
 
-It caps scores, adds sinks and says by how much its keys weigh (the logarithm of the sum of exponentials), so
-that partial answers over parts of the keys can be merged.
+It caps scores, adds sinks, and returns the weight of its keys (the logarithm of the sum of exponentials), so
+that partial results over parts of the keys can be merged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCORES_MAX = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Rows attended over some of their keys: out (rows, heads, channels), weight (rows, heads)."""
+    """The result of rows over some of their keys: out (rows, heads, channels), weight (rows, heads)."""
 
     out: Tensor
     weight: Tensor
@@ -29,8 +29,8 @@ class Partial:
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: HeadOptions) -> Partial:
     """q (n, units, group, rows, c), k and v (n, units, keys, c); bias broadcasts to (n, rows, keys).
 
-    The answer has out (n, units, group, rows, c) and weight (n, units, group, rows); no key seen weighs
-    minus infinity.
+    Returns out (n, units, group, rows, c) and weight (n, units, group, rows), which is minus infinity for a
+    row that sees no key.
     """
     shape = q.shape[2:4]
     scores = torch.matmul(q.flatten(2, 3).float(), k.float().mT).mul_(options.scale)
@@ -54,7 +54,7 @@ def with_sinks(part: Partial, sinks: Tensor) -> Tensor:
 
 
 def merge(parts: Partial) -> Partial:
-    """Partial answers under a first dim, over disjoint keys, as one."""
+    """Merges partial results over disjoint keys, stacked along the first dim."""
     top = parts.weight.amax(0).clamp_min(_LOWEST)
     shares = torch.exp(parts.weight - top)
     total = shares.sum(0)

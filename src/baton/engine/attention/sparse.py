@@ -1,12 +1,12 @@
 """Which tokens the rows of a sparse mixer attend to: those with the highest index scores.
 
-Theory. Index keys lie beside the latent, in the same slots of a pool of their own, so what a pass found for
-the one serves the other. Every row scores the tokens that it may see; the best so many are its choice. A
-row that decodes then reads only what it chose; the rows of a chunk read all, with the rest hidden.
+Theory. Index keys have a pool of their own with the same slots as the latent, so the slots of a pass are
+computed once for both. Every row scores the tokens that it may see and chooses those with the highest scores.
+A decoding row then reads only what it chose; the rows of a chunk read all keys, with the others masked.
 
-Where cp ranks keep parts of the tokens, each takes the best of its own, as many as are wanted in all. These
-are laid beside those of the other ranks, the best of all are found by every rank alike, and each keeps what
-it owns of them. So exactly as many are chosen as on one rank.
+If cp ranks keep parts of the tokens, each takes the best of its own, as many as are wanted in total. The
+scores are gathered, every rank finds the best of all in the same way, and each keeps those that it owns. So
+exactly as many tokens are chosen as on one rank.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Chooser:
         return Best(found.values, found.indices, scores.shape[-1])
 
     def _agree(self, reads: Reads, chunks: list[Best], buckets: list[Best]) -> None:
-        """Takes out of every rank's best what is not among the best of all ranks."""
+        """Removes from this rank's best what is not among the best of all ranks."""
         assert self.cp is not None
         num_rows, num_chosen = len(self.query.queries), self.query.num_chosen
         mine = self.query.weights.new_full((num_rows, num_chosen), _HIDDEN)
@@ -101,7 +101,7 @@ class Chooser:
             best.scores.masked_fill_(~is_mine[rows, : best.scores.shape[1]], _HIDDEN)
 
     def _hidden(self, chunk: Chunk, best: Best) -> Chunk:
-        """The chunk with everything hidden that is not chosen."""
+        """The chunk with everything masked that is not chosen."""
         bias = best.bias(self.query.queries.dtype)
         every = bias.new_full((len(bias), best.num_keys), _HIDDEN)
         return replace(chunk, bias=every.scatter_(1, best.places, bias))

@@ -1,12 +1,12 @@
-"""The recurrent states of one pass: which slot is whose, and on which ranks its units lie.
+"""The recurrent states of one pass: the slot of each sequence, and the ranks that keep its units.
 
-Theory. A state's page is a slot, one per sequence. A sequence begins with its first token, whatever its slot
-held before, so a slot needs no clearing when it changes hands: what is read of it before token 0 is zero.
-Sequences with equally many rows are computed together, all that decode among them.
+Theory. A state's page is a slot, one per sequence. Before a sequence's first token its state is read as zero,
+whatever the slot held before, so a slot needs no clearing when it is reused. Sequences with equally many rows
+are computed together, among them all that decode.
 
 Units are cut over tp component by component. A rank may compute with units that another keeps (a value head
-whose key head lies elsewhere, where sizes do not divide); then the kept ones are gathered over tp first. Who
-needs that is known from the cut alone, so that all ranks of a group agree. Over cp, states are mirrored.
+whose key head lies elsewhere, where sizes do not divide); then the kept ones are gathered over tp first.
+Whether that is needed follows from the cut, so all ranks of a group agree. Over cp, states are mirrored.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PassStates:
         self._alike: dict[str, list[Alike]] = {}
 
     def recur(self, layer: int, rows: Tensor, rule: Recurrence) -> Tensor:
-        """The answers for all rows of the batch; the states after them are stored."""
+        """Returns the results for all rows of the batch, and stores the states after them."""
         group = self._pools.component(next(iter(rule.parts)), layer).group
         found: Tensor | None = None
         for alike in self._of_group(group):

@@ -1,17 +1,17 @@
-"""Where a model meets the engine: what a layer is, and what it may ask of a pass.
+"""The interface between models and the engine: what a layer provides, and what a pass offers to it.
 
 Theory. The runner owns the loop over layers and every collective; a model knows neither. A layer has two
-halves, a mixer (over tokens) and an MLP (over channels). Each half gives a *partial* result, this rank's
-share of a sum over ranks; the runner sums it over the ranks that share the work and gives the sum back to be
-joined to the residual stream:
+halves, a mixer (over tokens) and an MLP (over channels). Each half returns a *partial* result, this rank's
+share of a sum over ranks. The runner sums it over the ranks that share the work and passes the sum back, to
+be added to the residual stream:
 
     x = layer.join_mix(x, sum over tp of layer.mix(x, attention))
     x = layer.join_feed(x, sum over dp and tp of layer.feed(x of all dp groups))
 
-Rows are tokens of this rank's part of the batch, in the order of the step's works. A mixer's only way to
-other tokens is `Attention`, which stores what the mixer caches and attends over it, whatever the
-context-parallel scheme. A recurrent mixer gives a rule, from rows and states to answers and states; which
-state belongs to whom, and on which ranks it lies, is the pass's business.
+Rows are tokens of this rank's part of the batch, in the order of the step's sequences. A mixer reaches other
+tokens only through `Attention`, which stores what the mixer caches and attends over it, whatever the
+context-parallel scheme. A recurrent mixer provides a rule, from rows and states to results and states; the
+pass finds the state of each sequence and the ranks that keep it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class LatentQuery(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class IndexQuery:
-    """What rows choose by: each attends to the `num_chosen` tokens of the highest score.
+    """Index queries of rows: each row attends to the `num_chosen` tokens with the highest scores.
 
     The score of a token is the sum, over index heads, of the weight times the product of query and key where
     that is above 0.
@@ -75,7 +75,7 @@ class IndexQuery:
 
 
 class Attention(Protocol):
-    """One pass, as the mixers of a rank see it."""
+    """One forward pass, as the mixers of a rank use it."""
 
     @property
     def positions(self) -> Tensor:
@@ -84,7 +84,7 @@ class Attention(Protocol):
     def heads(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: HeadOptions) -> Tensor:
         """Stores k and v, attends causally with q; all are (rows, heads of this rank, dim).
 
-        The rank's query heads are grouped evenly over its kv heads. The answer is (rows, q heads, v dim).
+        The rank's query heads are grouped evenly over its kv heads. Returns (rows, q heads, v dim).
         """
 
     def latent(
@@ -95,15 +95,15 @@ class Attention(Protocol):
         scale: float,
         chosen_by: IndexQuery | None = None,
     ) -> Tensor:
-        """Stores latent (rows, channels), attends causally: the answer is (rows, heads, value channels).
+        """Stores latent (rows, channels), attends causally; returns (rows, heads, value channels).
 
         With `chosen_by`, whose keys are stored too, a row attends only to what it chooses.
         """
 
     def recur(self, layer: int, rows: Tensor, rule: Recurrence) -> Tensor:
-        """Carries every sequence of the pass on from its state, which is zero before its first token.
+        """Continues every sequence of the pass from its state, which is zero before its first token.
 
-        Stores the states after it. `rows` is (rows, channels); the answer has what the rule gives for each.
+        Stores the states after it. `rows` is (rows, channels); returns the rule's result for each.
         """
 
     def total(self, x: Tensor) -> Tensor:
@@ -115,14 +115,14 @@ States: TypeAlias = Mapping[str, Tensor]
 
 
 class Recurrence(Protocol):
-    """What a recurrent mixer does with rows, given the state that their sequences carry."""
+    """The rule of a recurrent mixer: from rows and their sequences' states to results and new states."""
 
     @property
     def parts(self) -> Mapping[str, Sequence[Range]]:
         """By component: the units that each tp rank computes with; those that it keeps are among them."""
 
     def advance(self, rows: Tensor, states: States) -> tuple[Tensor, States]:
-        """rows (sequences, tokens, channels) from these states on: the answers, and the states after."""
+        """From these states on with rows (sequences, tokens, channels): the results, and the states after."""
 
 
 class Layer(Protocol):

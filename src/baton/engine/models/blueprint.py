@@ -1,4 +1,4 @@
-"""What a config says of a model: every size and rule, checked, with no weight read yet."""
+"""A model as its config describes it: every size and rule, checked before any weight is read."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ def build(
 ) -> Stage:
     """What one rank runs, with its slices of the weights and nothing else read.
 
-    No position may reach `max_context`, where given; `on_experts` hears which experts each row chose; with
-    `has_draft` the last stage has the model's draft layer.
+    No position may reach `max_context`, if given; `on_experts` is called with the experts that each row
+    chose; with `has_draft` the last stage has the model's draft layer.
     """
     blueprint = _blueprint(checkpoint.config, has_draft)
     return _load(blueprint, Loader(checkpoint, cut, max_context, on_experts))

@@ -1,15 +1,15 @@
-"""The gated delta rule: a state (key channels, value channels) per head that is faded and corrected.
+"""The gated delta rule: a state (key channels, value channels) per head that decays and is corrected.
 
 Theory. With decay a_t, strength b_t, key k_t and value v_t a token changes the state S to
 
-    S_t = a_t S_{t-1} + k_t u_t^T,   u_t = b_t (v_t - a_t S_{t-1}^T k_t),   and its answer is S_t^T q_t.
+    S_t = a_t S_{t-1} + k_t u_t^T,   u_t = b_t (v_t - a_t S_{t-1}^T k_t),   and its result is S_t^T q_t.
 
 What a token writes, u_t, depends on what the tokens before it wrote. Let g_t be the product of the decays of
 a chunk up to t, and D_ts = g_t / g_s. In a chunk that starts from S the equations are linear and triangular,
 
     u_t + b_t sum_{s<t} D_ts (k_t . k_s) u_s = b_t (v_t - g_t S^T k_t),
 
-so that all u of a chunk are one triangular solve, and the answers and the next state are matrix products.
+so that all u of a chunk are one triangular solve, and the results and the next state are matrix products.
 Decays are kept as logarithms, and D is taken only where t >= s: nothing can overflow.
 """
 
@@ -45,7 +45,7 @@ class Fades(NamedTuple):
 
 
 def advance(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Answers (n, tokens, heads, value channels) from a state (n, heads, key channels, value channels) on."""
+    """Results (n, tokens, heads, value channels) from a state (n, heads, key channels, value channels) on."""
     num_tokens = tokens.v.shape[1]
     if num_tokens == 1:
         out, state = step(DeltaTokens(*(each[:, 0] for each in tokens)), state)
@@ -73,7 +73,7 @@ def step(token: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scan(tokens: DeltaTokens, fades: Fades, state: Tensor, out: Tensor) -> Tensor:
-    """One chunk, each (sequences x heads, tokens, channels): the state after it; the answers go to `out`."""
+    """One chunk, each (sequences x heads, tokens, channels): the state after it; the results go to `out`."""
     left, carried = fading(fades.reached), fades.carried
     # Once for the products that they are part of.
     q, k = tokens.q.contiguous(), tokens.k.contiguous()

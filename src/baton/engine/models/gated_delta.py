@@ -1,4 +1,4 @@
-"""Gated delta net: linear attention whose state, a matrix per value head, fades and is corrected.
+"""Gated delta net: linear attention whose state, a matrix per value head, decays and is corrected.
 
 Queries, keys and values go through a short convolution; value heads share the query and key of their key
 head. tp cuts value heads and key heads each by itself, so that where sizes do not divide a rank computes the

@@ -78,7 +78,7 @@ class DecoderSpec:
 
 @dataclass(slots=True)
 class Decoder:
-    """A layer on one rank; seam.Layer says what its methods promise."""
+    """A layer on one rank; see `baton.engine.models.base.Layer`."""
 
     index: int
     mixer_norm: RmsNorm
@@ -228,7 +228,7 @@ class SandwichSpec:
 
 @dataclass(slots=True)
 class Sandwich:
-    """A layer on one rank; seam.Layer says what its methods promise."""
+    """A layer on one rank; see `baton.engine.models.base.Layer`."""
 
     index: int
     mixer_norm: RmsNorm
@@ -264,7 +264,7 @@ class Sandwich:
 
 @dataclass(frozen=True, slots=True)
 class DraftLayer:
-    """A draft on one rank; seam.Draft says what its parts promise."""
+    """A draft on one rank; see `baton.engine.models.base.Draft`."""
 
     layer: Layer
     embedding: VocabularyEmbedding

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: what is cached is one latent per token, from which keys and values come.
+"""Multi-head latent attention: the cache holds one latent per token, from which keys and values are expanded.
 
 The latent is [compressed, normed | rotated part], the same on every tp rank; heads are cut. A head's key is
 its expansion of the compressed part beside the rotated part, its value another expansion. Scores can be taken
@@ -140,7 +140,7 @@ class Mla:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A pass's queries at one layer, which seam.LatentQuery describes."""
+    """A pass's queries at one layer; see `baton.engine.models.base.LatentQuery`."""
 
     mixer: Mla
     without_position: Tensor

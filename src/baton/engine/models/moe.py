@@ -121,7 +121,7 @@ class RoutedExperts(Protocol):
 
 
 def add_routed(fed: Tensor, x: Tensor, routed: Routed, experts: RoutedExperts) -> Tensor:
-    """Adds what a rank's experts make of the rows that were routed to them to `fed`."""
+    """Adds the output of a rank's experts, for the rows routed to them, to `fed`."""
     weights, chosen = routed
     first, last = experts.span
     sorted_ids, order = chosen.flatten().sort(stable=True)

@@ -31,7 +31,7 @@ def by_unit(x: Tensor, chunk: slice) -> Tensor:
 def reach(log_decay: Tensor) -> Tensor:
     """Logarithms of decays (..., chunk, 1) summed up to each token.
 
-    In float64: a token may forget everything, and sums beyond it still differ by what a mild decay is.
+    In float64: after a token that forgets everything, sums must still resolve a mild decay.
     """
     return log_decay.to(torch.float64).cumsum(-2)
 
@@ -43,7 +43,7 @@ def reaches(log_decay: Tensor) -> Tensor:
 
 
 def decay(log: Tensor) -> Tensor:
-    """From logarithms of at most 0, in float32; what is as good as nothing stays a normal number."""
+    """From logarithms of at most 0, in float32; tiny results stay normal numbers."""
     return log.clamp_min(LOG_LEAST).to(torch.float32).exp_()
 
 

@@ -1,10 +1,10 @@
-"""The selective state space of Mamba2: a state (channels, state channels) per head, fading and added to.
+"""The selective state space of Mamba2: a state (channels, state channels) per head that decays and grows.
 
 Theory. With step d_t and rate a < 0 of a head, input x_t, and the projections B_t and C_t of its group,
 
-    S_t = exp(a d_t) S_{t-1} + d_t x_t B_t^T        and the answer is S_t C_t.
+    S_t = exp(a d_t) S_{t-1} + d_t x_t B_t^T        and the result is S_t C_t.
 
-In a chunk that starts from S, with g_t the product of its decays up to t, the answer to t is
+In a chunk that starts from S, with g_t the product of its decays up to t, the result at t is
 g_t S C_t + sum_{s<=t} (g_t / g_s) (C_t . B_s) d_s x_s: attention without a softmax, plus what was carried in.
 """
 
@@ -31,7 +31,7 @@ class ScanTokens(NamedTuple):
 
 
 def advance(tokens: ScanTokens, of_head: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Answers (n, tokens, heads, channels) from a state (n, heads, channels, state channels) on.
+    """Results (n, tokens, heads, channels) from a state (n, heads, channels, state channels) on.
 
     `of_head` has the group of each head.
     """

@@ -1,4 +1,4 @@
-"""Where weights come from: a checkpoint's tensors by name, of which a rank reads only its slices.
+"""Loads weights: a checkpoint's tensors by name, of which a rank reads only its slices.
 
 The same code that loads a model also checks it: with a dry loader, shapes are compared and nothing is read,
 so that the parent refuses a checkpoint before any worker starts.
@@ -125,7 +125,7 @@ class Loader:
 
 
 class DryLoader(Loader):
-    """Reads nothing and notes what a real loader would trip over."""
+    """Reads nothing, and collects the problems that a real loader would meet."""
 
     def __init__(self, checkpoint: WeightSource, cut: Cut) -> None:
         super().__init__(checkpoint, Cut(cut.layers, cut.heads, cut.width, cut.dtype, torch.device("meta")))

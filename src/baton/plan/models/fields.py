@@ -99,7 +99,7 @@ class Fields:
 
 
 def placed_by(words: Sequence[str], kinds: Mapping[str, Kind]) -> tuple[Placed, ...]:
-    """Each kind on the layers that its word stands for, kinds without layers left out."""
+    """Each kind with the layers whose entry names it; kinds without layers are left out."""
     placed = [
         (kind, from_ids(i for i, each in enumerate(words) if each == word)) for word, kind in kinds.items()
     ]

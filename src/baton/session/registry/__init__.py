@@ -1,4 +1,4 @@
-"""Who is there: instances register their ranks, and find each other's coordinators."""
+"""The registry: instances register their ranks and find each other's coordinators."""
 
 from __future__ import annotations
 

@@ -404,7 +404,7 @@ class RegistryClient:
             await registration.pause(wait_s)
 
     def _displaced(self, registration: Registration, reason: str) -> None:
-        """The epoch is over: none of its members is kept any more, and the instance hears of it once."""
+        """The epoch is over: none of its members is kept any more, and the instance is informed once."""
         over = (registration.member.instance, registration.member.epoch)
         for other in [kept for kept in self._kept if (kept.member.instance, kept.member.epoch) == over]:
             task = self._kept.pop(other)

@@ -100,14 +100,14 @@ class RegistryServer:
         self._watchers = Watchers(self._config.num_waiting_max, self._config.beat_s)
         self._verifier: Verifier | None = None
         self._runner: web.AppRunner | None = None
+        self._address = ""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def address(self) -> str:
         """Where it listens, as "host:port"."""
-        assert self._runner is not None, "the registry has not been started"
-        host, port = self._runner.addresses[0][:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        assert self._address, "the registry has not been started"
+        return self._address
 
     @property
     def url(self) -> str:
@@ -145,6 +145,8 @@ class RegistryServer:
             raise BatonError(
                 f"cannot listen on {host}:{port}: {reason}; name another port, or 0 for a free one"
             ) from None
+        host, port = self._runner.addresses[0][:2]
+        self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     async def close(self) -> None:
         """Ends all watches, stops listening and forgets everything."""

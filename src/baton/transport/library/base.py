@@ -155,7 +155,7 @@ def is_this_kernel(other: bytes) -> bool:
 
 
 class FrameKind(IntEnum):
-    """Who sends it, and what the two numbers of the frame mean."""
+    """The sender of a frame, and the meaning of its two numbers."""
 
     ASK = 1  # source: region
     GIVEN = 2  # target: region, its size

@@ -72,7 +72,7 @@ def map_segment(fd: int, num_bytes: int, is_stopped: Callable[[], bool]) -> Mapp
 
 
 class MessageKind(IntEnum):
-    """Who sends it, and what the numbers of the message mean."""
+    """The sender of a message, and the meaning of its numbers."""
 
     MAP = 1  # source: region, whether it goes through a ring
     MAPPED = 2  # target: segment, its size, the region's offset in it, the region's size; a descriptor
