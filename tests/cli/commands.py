@@ -46,6 +46,8 @@ def problems(words: list[str]) -> Iterator[str]:
         given.append(name)
         if name not in known:
             yield f"baton {verb} has no {name}"
+        elif name.endswith("-args") and rest:
+            yield from problems(["serve", *shlex.split(rest.pop(0))])
         elif known[name] and not equals:
             if not rest or rest[0].startswith("--"):
                 yield f"baton {verb} {name} has no value"

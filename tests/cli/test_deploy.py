@@ -51,6 +51,7 @@ def test_the_checker_sees_what_is_wrong() -> None:
         (["serve", "--role", "--port", "1"], "--role has no value"),
         (["serve", "--port", "1", "--port", "2"], "twice"),
         (["route", "now"], "takes 0 words"),
+        (["up", "--decode-args", "--page-tokens 64 --colour red"], "baton serve has no --colour"),
     ):
         assert any(said in problem for problem in problems(words)), words
     assert list(in_shell("a; baton drain http://x; sleep 2\na && /opt/baton serve \\\n  --port 1 &")) == [

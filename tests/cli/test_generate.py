@@ -42,6 +42,7 @@ def test_a_pair_answers_as_the_oracle_does(baton, model, tmp_path) -> None:
     code, out, err = baton(
         *("generate", "--model", str(model), "--prefill", "pp2", "--decode", "tp2", "--max-tokens", "20"),
         *("--link", "20MB/s", "--overlap", "fixed:1"),
+        *("--decode-args", "--page-tokens 64 --kv-layout hnd.apart", "--verify"),
         *("--timeline", str(picture), "--timeline", str(trace), PROMPT),
     )
     assert code == 0, err
@@ -77,6 +78,10 @@ MISUSES = {
     "no side": (["--decode", "tp1", "--first-token", "router"], "prefill or decode"),
     "no transport": (["--transport", "pigeon"], "shm"),
     "no device": (["--device", "abacus"], "cpu or cuda"),
+    "no option of serve": (["--prefill-args", "--colour red"], "--prefill-args: No such option: --colour"),
+    "an option of the server": (["--prefill-args", "--drain-s 3"], "--drain-s is not an option of one side"),
+    "options without a side": (["--decode-args", "--page-tokens 64"], "give --decode too"),
+    "two transports": (["--decode", "tp1", "--decode-args", "--transport tcp"], "shm and tcp"),
     "no dtype": (["--dtype", "fp4"], "bf16"),
     "no temperature": (["--temperature", "-1"], "temperature"),
     "timeline of nothing": (["--timeline", "t.png"], "--decode"),

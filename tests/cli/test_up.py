@@ -20,6 +20,8 @@ from baton.cli.deployment import (
     plan_pairs,
     router_service,
 )
+from baton.cli.side_args import parse_side_args
+from baton.plan.storage import FUSED, HND
 from baton.supervisor import SupervisedService
 
 
@@ -55,6 +57,26 @@ MISUSES = {
     "no side": (["--prefill", "tp1", "--decode", "tp1", "--first-token", "router"], "prefill or decode"),
     "no transport": (["--prefill", "tp1", "--transport", "pigeon"], "shm"),
     "no dtype": (["--prefill", "tp1", "--dtype", "fp4"], "bf16"),
+    "no option of serve": (["--prefill", "tp1", "--prefill-args", "--colour red"], "--colour"),
+    "no value for a side": (
+        ["--prefill", "tp1", "--decode", "tp1", "--decode-args", "--page-tokens none"],
+        "--decode-args: Invalid value for '--page-tokens'",
+    ),
+    "an option for all": (
+        ["--prefill", "tp1", "--decode", "tp1", "--decode-args", "--port 1"],
+        "--decode-args: --port is not an option of one side",
+    ),
+    "no KV cache dtype": (
+        ["--prefill", "tp1", "--decode", "tp1", "--decode-args", "--kv-cache-dtype fp8"],
+        "kv_cache_dtype 'fp8'",
+    ),
+    "no storage order": (["--prefill", "tp1", "--prefill-args", "--kv-layout nhd"], "hnd.fused or hnd.apart"),
+    "options without a side": (["--prefill", "tp1", "--decode-args", "--verify"], "give --decode too"),
+    "two transports": (
+        ["--prefill", "tp1", "--decode", "tp1", "--decode-args", "--transport tcp"],
+        "transports shm and tcp cannot reach each other",
+    ),
+    "an open quote": (["--prefill", "tp1", "--prefill-args", "'--verify"], "No closing quotation"),
     "no draft": (["--prefill", "tp1", "--draft"], "there is no draft layer"),
     "no model": (["--prefill", "tp1", "--model", "no/such/model"], "no/such/model"),
     "the world may ask": (["--prefill", "tp1", "--host", "0.0.0.0"], "--api-key-file"),
@@ -90,6 +112,31 @@ def test_every_pair_is_planned(model) -> None:
     assert num_pairs == [2, 1, 4, 2]
     line = pair_line(*pairs[2])
     assert line.startswith("prefill-1 (pp2) to decode-0 (tp2): 8 routes between 4 pairs of ranks, ")
+
+
+def test_sides_that_differ_are_planned_as_they_are(model) -> None:
+    options = DeploymentOptions(
+        str(model),
+        ("tp2",),
+        ("tp1",),
+        page_tokens=32,
+        verify=True,
+        prefill_args=parse_side_args("--prefill-args", "--kv-cache-dtype fp16 --link 5MB/s"),
+        decode_args=parse_side_args("--decode-args", "--page-tokens 64 --kv-layout hnd.apart --packing cost"),
+    )
+    source, target = plan_instances(options)
+    assert (source.spec.storage.page_tokens, target.spec.storage.page_tokens) == (32, 64)
+    assert (source.spec.storage.dtype, target.spec.storage.dtype) == ("fp16", "fp32")
+    assert (source.spec.storage.order, target.spec.storage.order) == (FUSED, HND)
+    assert (source.config.packing, target.config.packing) == ("convert", "cost")
+    assert (source.config.is_verified, target.config.is_verified) == (True, True)
+    assert source.config.link_bytes_per_s == 5e6
+    (pair,) = plan_pairs(options, [source, target])
+    assert "packed for 2 of them, converted from fp16 to fp32; " in pair_line(*pair)
+    prefill, decode = instance_services(options, "http://127.0.0.1:8400")
+    assert prefill.arguments[-5:] == ("--verify", "--kv-cache-dtype", "fp16", "--link", "5MB/s")
+    sizes = [decode.arguments[i + 1] for i, word in enumerate(decode.arguments) if word == "--page-tokens"]
+    assert sizes == ["32", "64"], "the last one counts"
 
 
 def test_the_command_lines_of_the_services() -> None:

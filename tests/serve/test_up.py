@@ -172,6 +172,27 @@ def test_it_serves_mends_itself_and_ends_in_order(tmp_path, started) -> None:
     assert up.leftovers() == []
 
 
+UNLIKE = "--page-tokens 64 --kv-layout hnd.apart"
+
+
+def test_instances_that_store_their_kv_cache_differently(tmp_path, started) -> None:
+    """In fp32 as the oracle says; where decode stores bf16, as an instance with a bf16 cache does alone."""
+    texts = []
+    runs = {
+        "order": ("--prefill", "tp2", "--decode", "tp1", "--decode-args", UNLIKE),
+        "dtype": ("--prefill", "tp1", "--decode", "tp1", "--decode-args", f"{UNLIKE} --kv-cache-dtype bf16"),
+        "alone": ("--prefill", "tp1", "--prefill-args", "--kv-cache-dtype bf16"),
+    }
+    for name, words in runs.items():
+        (tmp_path / name).mkdir()
+        with Up(tmp_path / name, "--port", "0", "--verify", *words) as up:
+            started.append(up)
+            texts.append(answer(up.url()))
+            assert ("converted from fp32 to bf16" in up.out) == (name == "dtype")
+    assert texts[0] == oracle_text(PROMPT, NUM_TOKENS).text
+    assert texts[1] == texts[2]
+
+
 def _is_answered(url: str, text: str) -> bool:
     try:
         return answer(url) == text

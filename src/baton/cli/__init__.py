@@ -12,6 +12,7 @@ from baton.cli.demo import demo
 from baton.cli.doctor import doctor
 from baton.cli.drain import drain
 from baton.cli.generate import generate
+from baton.cli.output import MISUSE, misuse_text
 from baton.cli.plan import plan
 from baton.cli.registry import registry
 from baton.cli.route import route
@@ -26,8 +27,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# Some releases of typer bring their own copy of click; this is the root of its errors in both cases.
-MISUSE = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 app.command()(plan)
 app.command()(demo)
@@ -48,7 +47,7 @@ def main() -> None:
     try:
         result = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)
     except MISUSE as error:
-        _fail(error.format_message(), 2)
+        _fail(misuse_text(error), 2)
     except (ConfigError, LayoutError) as error:
         _fail(str(error), 2)
     except BatonError as error:

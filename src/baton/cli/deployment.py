@@ -24,19 +24,20 @@ from rich.text import Text
 
 from baton import settings
 from baton.cli.output import REFRESH_PER_S
+from baton.cli.side_args import ALIKE, SideArgs, check_same_transport
 from baton.errors import ConfigError, EngineError
 from baton.plan import Spec
 from baton.plan.planner import plan
 from baton.plan.printer import human_bytes
 from baton.plan.report import Report
 from baton.plan.routes import Prompt
-from baton.plan.steps import PackCost
+from baton.plan.steps import NEVER_PACK, PackCost
 from baton.settings import Tls
 from baton.supervisor import Service, SupervisedService, Supervisor, fetch_health
 from baton.units import parse_speed
 
 if TYPE_CHECKING:
-    from baton.engine.config import EngineSizes
+    from baton.engine.config import EngineConfig, EngineSizes
 
 REGISTRY, ROUTER = "registry", "router"
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
@@ -69,6 +70,10 @@ class DeploymentOptions:
     chunk_tokens: int | None = None
     queue: int | None = None
     draft: bool = False
+    verify: bool = False
+    prefill_args: SideArgs = ALIKE
+    """For every prefill instance, where they differ from the options above."""
+    decode_args: SideArgs = ALIKE
     host: str = "127.0.0.1"
     port: int = 8000
     policy: str | None = None
@@ -83,6 +88,10 @@ class DeploymentOptions:
             return []
         tls = self.tls
         return _arguments(tls_cert=tls.certificate, tls_key=tls.key, tls_ca=tls.authority)
+
+    def side_args(self, role: str) -> SideArgs:
+        """What is given for the instances of one role alone."""
+        return self.decode_args if role == DECODE else self.prefill_args
 
     @property
     def instances(self) -> list[tuple[str, str, str]]:
@@ -125,10 +134,11 @@ def instance_services(options: DeploymentOptions, registry: str) -> list[Service
     for role, name, layout in options.instances:
         own = _arguments(role=role, model=options.model, layout=layout, registry=registry, name=name)
         link = _arguments(link=options.link if role == PREFILL else None)
-        draft = ["--draft"] if options.draft else []
-        services.append(
-            Service(name, ("serve", *own, *common, *link, *draft, *options.tls_arguments()), "serving at ")
-        )
+        flags = [word for word in ("--draft", "--verify") if getattr(options, word.removeprefix("--"))]
+        # The last of an option counts.
+        side = options.side_args(role).words
+        words = ("serve", *own, *common, *link, *flags, *side, *options.tls_arguments())
+        services.append(Service(name, words, "serving at "))
     return services
 
 
@@ -159,8 +169,13 @@ class PlannedInstance:
     """An instance with its derived sizes, before it is started."""
 
     name: str
+    config: EngineConfig
     sizes: EngineSizes
-    spec: Spec
+
+    @property
+    def spec(self) -> Spec:
+        """The layout and the KV cache as peers see them."""
+        return self.sizes.spec
 
     def __str__(self) -> str:
         return f"{self.name}: {'; '.join(self.sizes.lines())}"
@@ -170,8 +185,9 @@ def plan_instances(options: DeploymentOptions) -> list[PlannedInstance]:
     """Derives the sizes of every instance; raises on a model, layout or number that cannot work."""
     # Importing torch takes seconds, which --help and other commands do without.
     from baton.engine.config import EngineConfig, derive_sizes
-    from baton.engine.pages import engine_storage
 
+    if options.decode_args.words and not options.decodes:
+        raise ConfigError("--decode-args is for decode instances; give --decode too")
     if options.link is not None:
         parse_speed(options.link)
     given = {
@@ -184,15 +200,15 @@ def plan_instances(options: DeploymentOptions) -> list[PlannedInstance]:
         "context_max": options.context,
         "chunk_tokens": options.chunk_tokens,
         "has_draft": options.draft,
+        "is_verified": options.verify,
     }
     overrides = {name: value for name, value in given.items() if value is not None}
     planned = []
-    for _, name, layout in options.instances:
-        config = EngineConfig(options.model, layout, name, **overrides)  # type: ignore[arg-type]
-        sizes = derive_sizes(config)
-        storage = engine_storage(sizes.cache, config.page_tokens, config.dtype)
-        spec = Spec(sizes.layout, sizes.cache, storage.with_pages(dict(sizes.num_pages)))
-        planned.append(PlannedInstance(name, sizes, spec))
+    for role, name, layout in options.instances:
+        own = overrides | dict(options.side_args(role).engine_options)
+        config = EngineConfig(options.model, layout, name, **own)
+        planned.append(PlannedInstance(name, config, derive_sizes(config)))
+    check_same_transport(instance.config.transport for instance in planned)
     return planned
 
 
@@ -206,7 +222,8 @@ def plan_pairs(
         for target in instances[split:]:
             num_tokens = min(TOKENS_PLANNED, source.sizes.context_max, target.sizes.context_max)
             pair = plan(source.spec, target.spec)
-            pairs.append((source, target, Report(options.model, pair, Prompt(num_tokens, {}), PackCost())))
+            cost = PackCost() if target.config.packing == "cost" else NEVER_PACK
+            pairs.append((source, target, Report(options.model, pair, Prompt(num_tokens, {}), cost)))
     return pairs
 
 
@@ -215,9 +232,11 @@ def pair_line(source: PlannedInstance, target: PlannedInstance, report: Report) 
     names = " to ".join(f"{instance.name} ({instance.spec.layout})" for instance in (source, target))
     num_pairs = len({(route.source, route.target) for route in report.routes})
     packed = f"packed for {len(report.packed_pairs)} of them" if report.packed_pairs else "none packed"
+    dtypes = source.spec.storage.dtype, target.spec.storage.dtype
+    converted = "" if dtypes[0] == dtypes[1] else f", converted from {dtypes[0]} to {dtypes[1]}"
     size = human_bytes(sum(report.bytes_by_source))
     return (
-        f"{names}: {len(report.routes)} routes between {num_pairs} pairs of ranks, {packed}; "
+        f"{names}: {len(report.routes)} routes between {num_pairs} pairs of ranks, {packed}{converted}; "
         f"{size} for {report.prompt.num_tokens} tokens"
     )
 

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from baton.cli.output import check_timeline, figures_text, size_lines, start_engine, write_timelines
+from baton.cli.side_args import check_same_transport, parse_side_args
 from baton.engine.sampling_params import SamplingParams
 from baton.errors import ConfigError
 from baton.plan.printer import human_time
@@ -72,6 +73,22 @@ def generate(
     draft: Annotated[
         bool, typer.Option("--draft", help="speculative decoding with the model's own draft (MTP) layer")
     ] = False,
+    prefill_args: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ARGS",
+            help="`baton serve` options of the prefill side only, like '--kv-cache-dtype bf16'",
+        ),
+    ] = None,
+    decode_args: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ARGS", help="`baton serve` options of the decode side only, like '--page-tokens 64'"
+        ),
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="verify handed-over KV caches with checksums")
+    ] = False,
     raw: Annotated[bool, typer.Option("--raw", help="do not apply the chat template")] = False,
     timeline: Annotated[
         list[Path] | None,
@@ -96,11 +113,20 @@ def generate(
             transport=transport,
             link_bytes_per_s=parse_speed(link) if link else 0.0,
             policy=overlap,
+            is_verified=verify,
             has_draft=draft,
         )
     ]
     if decode is not None:
         configs.append(replace(configs[0], layout=decode, link_bytes_per_s=0.0))
+    elif decode_args is not None:
+        raise ConfigError("--decode-args is for the decode instance; give --decode too")
+    sides = (("--prefill-args", prefill_args), ("--decode-args", decode_args))
+    configs = [
+        replace(config, **parse_side_args(*side).engine_options)
+        for config, side in zip(configs, sides, strict=False)
+    ]
+    check_same_transport(config.transport for config in configs)
     timelines = timeline or []
     for path in timelines:
         check_timeline(path)

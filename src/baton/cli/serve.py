@@ -74,8 +74,40 @@ def serve(
     ] = 512,
     queue: Annotated[int, typer.Option(min=1, metavar="N", help="maximum waiting requests")] = 256,
     dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="dtype of weights and KV cache: fp32, bf16 or fp16")
+        str, typer.Option(metavar="DTYPE", help="dtype of weights and activations: fp32, bf16 or fp16")
     ] = "fp32",
+    kv_cache_dtype: Annotated[
+        str | None,
+        typer.Option(metavar="DTYPE", help="KV cache dtype: fp32, bf16 or fp16 (default: same as --dtype)"),
+    ] = None,
+    kv_layout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ORDER",
+            help="KV cache memory layout: hnd.fused (K and V in one page) or hnd.apart "
+            "(default: fused where the model allows it)",
+        ),
+    ] = None,
+    staging_mb: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="staging buffer of each rank in MiB, to convert the KV cache to another dtype in; 0: from "
+            "the KV cache size",
+        ),
+    ] = 0,
+    packing: Annotated[
+        str,
+        typer.Option(
+            metavar="WHEN",
+            help="when KV transfers go through the staging buffer: convert (only to another dtype) or cost "
+            "(also instead of many small copies)",
+        ),
+    ] = "convert",
+    verify: Annotated[
+        bool, typer.Option("--verify", help="verify the received KV cache with checksums")
+    ] = False,
     device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu or cuda")] = "cpu",
     draft: Annotated[
         bool, typer.Option("--draft", help="speculative decoding with the model's own draft (MTP) layer")
@@ -121,6 +153,8 @@ def serve(
         role=role,
         secret=secret,
         dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype or "",
+        kv_layout=kv_layout or "",
         device=device,
         page_tokens=page_tokens,
         pool_tokens=pool_tokens,
@@ -129,6 +163,9 @@ def serve(
         transport=transport,
         link_bytes_per_s=parse_speed(link) if link else 0.0,
         policy=overlap,
+        staging_mb=staging_mb,
+        packing=packing,
+        is_verified=verify,
         host=host,
         port=bootstrap_port,
         tls=tls,

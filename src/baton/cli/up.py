@@ -24,6 +24,7 @@ from baton.cli.deployment import (
     plan_instances,
     plan_pairs,
 )
+from baton.cli.side_args import parse_side_args
 from baton.errors import ConfigError, EngineError
 from baton.serving.http import check_binding
 from baton.serving.policies import policy_names
@@ -105,6 +106,22 @@ def up(
         int | None,
         typer.Option(min=1, metavar="N", help="maximum prompt tokens prefilled in one step (default: 512)"),
     ] = None,
+    prefill_args: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ARGS",
+            help="`baton serve` options of the prefill side only, like '--kv-cache-dtype bf16'",
+        ),
+    ] = None,
+    decode_args: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ARGS", help="`baton serve` options of the decode side only, like '--page-tokens 64'"
+        ),
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="verify handed-over KV caches with checksums")
+    ] = False,
     queue: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="maximum waiting requests per instance (default: 256)"),
@@ -137,6 +154,9 @@ def up(
         chunk_tokens=chunk_tokens,
         queue=queue,
         draft=draft,
+        verify=verify,
+        prefill_args=parse_side_args("--prefill-args", prefill_args),
+        decode_args=parse_side_args("--decode-args", decode_args),
         host=host,
         port=port,
         policy=policy,

@@ -34,6 +34,8 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     """How long a peer may be silent before it counts as lost."""
     page_tokens: int = 16
     dtype: str = "fp32"
+    kv_cache_dtype: str = "fp32"
+    kv_layout: str = ""
     device: str = "cpu"
     num_threads: int = 1
     transport: str = "shm"
@@ -48,6 +50,9 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     registry: str | None = None
     embed_registry: int | None = None
     staging_bytes: int = 0
+    packing: str = "convert"
+    is_verified: bool = False
+    """Whether the KV cache that this instance receives is checked by checksums."""
     has_draft: bool = False
     """Whether the model's draft layer runs and is handed over."""
     eos_ids: tuple[int, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -18,9 +18,9 @@ from baton.plan import Cache, Layout, Spec, parse_layout
 from baton.plan.dtypes import item_bytes
 from baton.plan.models.config import read_cache
 from baton.plan.overlap import LayerTimes, choose
-from baton.plan.ownership import box
+from baton.plan.ownership import box, buffers
 from baton.session import SocketConfig, Timings
-from baton.session.endpoint import ROLES
+from baton.session.endpoint import PACKING, ROLES
 from baton.session.registry import RegistryError, check_instance, check_registry, check_url
 from baton.settings import Tls
 from baton.transport import parse_transport, transport_names
@@ -29,6 +29,8 @@ POOL_BYTES_DEFAULT = 512 << 20
 """KV cache on all ranks of a dp group together, if no pool size is given."""
 STATE_SLOTS_MIN, STATE_SLOTS_MAX = 4, 64
 """Slots for recurrent state, if their number is not given."""
+STAGING_BYTES_MAX = {"cpu": 4 << 30, "cuda": 256 << 20}
+"""Of a rank, if staging_mb is not given. The host commits its memory when it is first used, a GPU at once."""
 SILENCE_S_MIN = 4 * Timings().beat_s
 DEVICES = ("cpu", "cuda")
 
@@ -43,6 +45,10 @@ class EngineConfig:
     role: str = "both"
     secret: bytes = field(default=b"", repr=False)
     dtype: str = "fp32"
+    kv_cache_dtype: str = ""
+    """Of the KV cache; empty: `dtype`. Where prefill and decode differ, the hand-over converts."""
+    kv_layout: str = ""
+    """How pages are stored, one of KV_LAYOUTS; empty: K and V fused where their rows have one size."""
     device: str = "cpu"
     page_tokens: int = 16
     pool_tokens: int = 0
@@ -61,6 +67,13 @@ class EngineConfig:
     transport: str = "shm"
     link_bytes_per_s: float = 0.0
     policy: str = "cost"
+    staging_mb: int = 0
+    """Of each rank, to convert KV caches in; 0: room for every token of the rank's KV cache, up to
+    STAGING_BYTES_MAX. A prompt that is converted needs room for all of it at the target."""
+    packing: str = "convert"
+    """When staging is used: `convert`, to change the dtype; `cost`, also instead of many small copies."""
+    is_verified: bool = False
+    """Whether the KV cache that this instance receives is checked by checksums."""
     host: str = "127.0.0.1"
     port: int = 0
     """The coordinator's; 0 takes any free one."""
@@ -77,6 +90,11 @@ class EngineConfig:
     has_draft: bool = False
     """Whether the model's own draft layer guesses a token ahead; both sides of a hand-over agree on it."""
 
+    @property
+    def cache_dtype(self) -> str:
+        """The dtype that the KV cache is stored in."""
+        return self.kv_cache_dtype or self.dtype
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSizes:
@@ -89,6 +107,10 @@ class EngineSizes:
     num_pages: Mapping[str, int]
     context_max: int
     num_threads: int
+    spec: Spec
+    """The layout and the KV cache as peers see them."""
+    staging_bytes: int
+    """Of each rank."""
     model: str
     """The path or name under which ranks open the checkpoint; it is fetched once, here."""
 
@@ -112,24 +134,37 @@ def derive_sizes(config: EngineConfig) -> EngineSizes:
     missing(checkpoint, has_draft=config.has_draft)
     cache = read_cache(checkpoint.config, f"model {config.model}", has_draft=config.has_draft)
     layout.stages(cache.num_layers, "this")
-    spec = Spec(layout, cache, engine_storage(cache, config.page_tokens, config.dtype))
+    storage = engine_storage(cache, config.page_tokens, config.cache_dtype, config.kv_layout)
+    spec = Spec(layout, cache, storage)
     for component in cache.components:
         box(spec, component, 0, "this")  # refuses a tp that cannot divide it
-    token_bytes = _entry_bytes(cache, config.dtype, has_tokens=True)
+    token_bytes = _entry_bytes(cache, config.cache_dtype, has_tokens=True)
     pool_tokens = config.pool_tokens or max(1024, POOL_BYTES_DEFAULT // max(1, token_bytes))
     architecture = describe(checkpoint.config, config.context_max or None)
     context_max = min(config.context_max or architecture.max_positions, pool_tokens)
     # Where cp ranks share the tokens, a page id stands for a page on every cp rank.
     num_shares = layout.size("cp") if layout.scheme.num_shares(layout.size("cp")) > 1 else 1
     num_token_pages = -(-pool_tokens // (config.page_tokens * num_shares))
-    slot_bytes = _entry_bytes(cache, config.dtype, has_tokens=False)
+    slot_bytes = _entry_bytes(cache, config.cache_dtype, has_tokens=False)
     num_slots_default = max(STATE_SLOTS_MIN, min(STATE_SLOTS_MAX, POOL_BYTES_DEFAULT // max(1, slot_bytes)))
     num_slots = config.state_slots or num_slots_default
     has_tokens = {component.group for component in cache.components if component.extent.has_tokens}
     num_pages = {group: num_token_pages if group in has_tokens else num_slots for group in cache.groups}
     num_threads = config.num_threads or max(1, (os.cpu_count() or 1) // layout.num_ranks)
     model = str(checkpoint.path) if checkpoint.path is not None else config.model
-    return EngineSizes(layout, cache, architecture, checkpoint, num_pages, context_max, num_threads, model)
+    spec = Spec(layout, cache, storage.with_pages(num_pages))
+    return EngineSizes(
+        layout=layout,
+        cache=cache,
+        architecture=architecture,
+        checkpoint=checkpoint,
+        num_pages=num_pages,
+        context_max=context_max,
+        num_threads=num_threads,
+        spec=spec,
+        staging_bytes=config.staging_mb << 20 or _staging_bytes(spec, config.device),
+        model=model,
+    )
 
 
 def _check(config: EngineConfig) -> None:
@@ -138,6 +173,15 @@ def _check(config: EngineConfig) -> None:
         raise ConfigError(
             f"dtype {config.dtype!r} is not one the engine computes in; use {', '.join(DTYPES)}"
         )
+    if config.cache_dtype not in DTYPES:
+        raise ConfigError(
+            f"kv_cache_dtype {config.kv_cache_dtype!r} is not one the engine computes on; use "
+            f"{', '.join(DTYPES)}, or leave it out for the dtype of the weights"
+        )
+    if config.staging_mb < 0:
+        raise ConfigError(f"staging_mb is {config.staging_mb}; give a count from 0 (0: derived)")
+    if config.packing not in PACKING:
+        raise ConfigError(f"packing {config.packing!r} is not known; use {' or '.join(PACKING)}")
     for name in ("page_tokens", "chunk_tokens", "sequences_max"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} is {getattr(config, name)}; it has to be at least 1")
@@ -171,6 +215,16 @@ def _check(config: EngineConfig) -> None:
     except RegistryError as error:
         raise ConfigError(str(error)) from None
     choose(config.policy, LayerTimes((0.0,), (0.0,), 0.0), 1)
+
+
+def _staging_bytes(spec: Spec, device: str) -> int:
+    """Room on any rank for all that its pages hold, in the widest dtype that a source may send.
+
+    A request has its pages before it is given staging, so no prompt waits for staging within the limit.
+    """
+    widest = Spec(spec.layout, spec.cache, replace(spec.storage, dtype="fp32"))
+    pool_bytes = max(sum(buffers(widest, rank, "this").values()) for rank in range(spec.layout.num_ranks))
+    return min(pool_bytes, STAGING_BYTES_MAX[device])
 
 
 def _entry_bytes(cache: Cache, dtype: str, *, has_tokens: bool) -> int:

@@ -88,12 +88,15 @@ class KVConnector:
         reply: Callable[[Reply], None],
         *,
         num_drafts: int = 0,
+        is_verified: bool = False,
         begins_with_step: bool = False,
     ) -> None:
         self.endpoint = endpoint
         self._layers = (layers[0], layers[1] + num_drafts)
         """Those of the model, and on the last stage the draft layers after them."""
         self._costs = costs
+        self._is_verified = is_verified
+        """Whether what is received is checked by checksums."""
         self._begins_with_step = begins_with_step
         self._begin_lock = threading.Lock()
         self._rank = endpoint.config.rank
@@ -146,6 +149,7 @@ class KVConnector:
             pages=dict.fromkeys(self._dp_ranks, command.pages),
             held=command.held,
             source_dp=command.source_dp,
+            is_verified=self._is_verified,
         )
         try:
             transfer.receiving = self.endpoint.receive(request)

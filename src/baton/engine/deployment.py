@@ -23,7 +23,6 @@ from typing import Self
 
 from baton.engine.config import EngineConfig, EngineSizes
 from baton.engine.instance import Instance
-from baton.engine.pages import engine_storage
 from baton.engine.requests import (
     EngineRequest,
     InboundHandoff,
@@ -36,7 +35,6 @@ from baton.engine.requests import (
 from baton.engine.tokenizer import Tokenizer
 from baton.engine.trace import HandoffTrace, RequestTrace
 from baton.errors import BatonError, ConfigError, EngineError
-from baton.plan import Spec
 from baton.plan.planner import plan
 
 FIRST_TOKEN = ("prefill", "decode")
@@ -181,7 +179,7 @@ class Deployment(Pair):
                 Instance(replace(prefill, name="prefill", role="prefill", secret=secret)),
                 Instance(replace(decode, name="decode", role="decode", secret=secret)),
             )
-        plan(_spec(self.instances[0]), _spec(self.instances[-1]))
+        plan(self.instances[0].sizes.spec, self.instances[-1].sizes.spec)
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -237,9 +235,3 @@ class Deployment(Pair):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _spec(instance: Instance) -> Spec:
-    sizes, config = instance.sizes, instance.config
-    storage = engine_storage(sizes.cache, config.page_tokens, config.dtype).with_pages(dict(sizes.num_pages))
-    return Spec(sizes.layout, sizes.cache, storage)

@@ -20,9 +20,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
 
+from baton.errors import ConfigError
 from baton.plan.cache import Cache, Extent, Full, State, Window
 from baton.plan.layout import Layout, Mirror, Split, Stripe
-from baton.plan.storage import FUSED, HND, Storage
+from baton.plan.storage import FUSED, HND, Order, Storage
+
+KV_LAYOUTS: dict[str, Order] = {"hnd.fused": FUSED, "hnd.apart": HND}
+"""The storage orders that the engine can compute on, as `baton plan` writes them."""
 
 
 class PageGeometry:
@@ -153,18 +157,26 @@ def _wider(left: Extent, right: Extent) -> Extent:
     return max(left, right, key=lambda extent: extent.window or 0)
 
 
-def engine_storage(cache: Cache, page_tokens: int, dtype: str) -> Storage:
-    """How the engine stores its KV cache: K and V of a page side by side, heads before tokens.
+def engine_storage(cache: Cache, page_tokens: int, dtype: str, kv_layout: str = "") -> Storage:
+    """How the engine stores its KV cache: by default K and V of a page side by side, heads before tokens.
 
     A group of layers is then one copy to each target rank instead of two, and a whole page is one span for
-    both. Components with rows of different sizes are stored apart.
+    both. Components with rows of different sizes are stored apart. `kv_layout` chooses one of KV_LAYOUTS.
     """
     widths: dict[str, set[int]] = {}
     for component in cache.components:
         if component.extent.has_tokens:
             widths.setdefault(component.bundle, set()).add(component.num_elements)
     is_even = all(len(sizes) == 1 for sizes in widths.values())
-    return Storage(page_tokens=page_tokens, dtype=dtype, order=FUSED if is_even else HND)
+    order = KV_LAYOUTS.get(kv_layout, FUSED if is_even else HND)
+    if kv_layout and kv_layout not in KV_LAYOUTS:
+        raise ConfigError(f"kv_layout {kv_layout!r} is not known; use {' or '.join(KV_LAYOUTS)}")
+    if order == FUSED and not is_even:
+        raise ConfigError(
+            f"kv_layout {kv_layout!r}: this model caches rows of different sizes, which cannot be fused; "
+            "use hnd.apart"
+        )
+    return Storage(page_tokens=page_tokens, dtype=dtype, order=order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,9 +137,9 @@ class Worker:
         self.mesh = connect(layout, config.rank, Path(config.rendezvous), self.device)
         share = self.mesh.cut(cache.num_layers, DTYPES[config.dtype], self.device)
         self.stage = build(checkpoint, share, max_context=config.context_max, has_draft=config.has_draft)
-        storage = engine_storage(cache, config.page_tokens, config.dtype).with_pages(config.num_pages)
-        self.spec = Spec(layout, cache, storage)
-        self.fingerprint = f"{checkpoint.fingerprint()} {config.dtype}"
+        storage = engine_storage(cache, config.page_tokens, config.kv_cache_dtype, config.kv_layout)
+        self.spec = Spec(layout, cache, storage.with_pages(config.num_pages))
+        self.fingerprint = checkpoint.fingerprint()
         self.vocab_size = describe(checkpoint.config, config.context_max).vocab_size
 
     def _attach(self, coordinator: AttachCoordinator | None) -> None:
@@ -160,6 +160,7 @@ class Worker:
                 embed_registry=config.embed_registry if coordinator is None else None,
                 fingerprint=self.fingerprint,
                 staging_bytes=config.staging_bytes,
+                packing=config.packing,
                 timings=Timings(silence_s=config.silence_s),
                 url=config.url,
                 sockets=SocketConfig(
@@ -177,6 +178,7 @@ class Worker:
             costs,
             self.pipe.send,
             num_drafts=int(self.stage.draft is not None),
+            is_verified=config.is_verified,
             # A later stage has nothing to launch before the first one is through its layers.
             begins_with_step=clock.is_async and mesh.is_first,
         )

@@ -83,7 +83,7 @@ class Introduction(Message, frozen=True, tag="introduction"):
     instance: str
     epoch: int
     fingerprint: str
-    """Of config, weights and cache dtype; unequal fingerprints cannot exchange caches."""
+    """Of config and weights; unequal fingerprints cannot exchange caches."""
     spec: bytes
     """Layout, cache and storage, as `baton.plan.wire` writes them."""
     transport: str

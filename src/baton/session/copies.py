@@ -378,7 +378,10 @@ class SourceCopies:
                 return
             self.waiting_for_staging.popleft()
             if lease is None:
-                text = f"a chunk needs {load.staging_bytes} bytes of staging, the whole has fewer"
+                text = (
+                    f"a chunk needs {load.staging_bytes} bytes of staging, there are {staging.num_bytes}; "
+                    "give the source more (staging_bytes, or --staging-mb of baton serve)"
+                )
                 self._fail(chunk, Why.OUT_OF_PAGES, text)
                 self.ports.post(partial(self._end_if_over, chunk))
                 continue

@@ -32,6 +32,7 @@ from baton.session.registry import Member, RegistryClient, RegistryServer, Role
 from baton.transport import Bytes, Transport
 
 ROLES = ("prefill", "decode", "both")
+PACKING = ("convert", "cost")
 ANSWER_S_MAX = 10.0
 """How long a call waits for the endpoint's own thread."""
 
@@ -61,10 +62,15 @@ class EndpointConfig:
     timings: Timings = field(default_factory=Timings)
     staging_bytes: int = 0
     """Memory to pack and convert in, the same on all ranks; without it dtypes have to agree."""
+    packing: str = "cost"
+    """Where the target's plans pack, if there is staging: `cost`, also where that is faster than many small
+    copies; `convert`, only where the dtype changes."""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
             raise ConfigError(f"role {self.role!r} is not known; use {', '.join(ROLES)}")
+        if self.packing not in PACKING:
+            raise ConfigError(f"packing {self.packing!r} is not known; use {' or '.join(PACKING)}")
         if not 0 <= self.rank < self.spec.layout.num_ranks:
             raise ConfigError(f"rank {self.rank}: {self.spec.layout} has {self.spec.layout.num_ranks} ranks")
         if self.coordinator is not None and not self.epoch:
@@ -166,7 +172,7 @@ class Endpoint:
             transport=self.transport.name,
             fingerprint=own.fingerprint,
             timings=own.timings,
-            cost=PackCost() if own.staging_bytes else NEVER_PACK,
+            cost=PackCost() if own.staging_bytes and own.packing == "cost" else NEVER_PACK,
         )
         party = Party(config.introduction(), own.secret, SESSION, frozenset({SESSION, MEMBER}))
         ports = self._loop.ports(party)

@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -43,7 +43,11 @@ class Pools:
         self.buffers = dict(buffers_by_name)
         self.staging = Staging(staging_bytes)
         if staging_bytes:
-            self.buffers[STAGING] = transport.allocate(staging_bytes)
+            # Packing moves bytes inside one memory, so staging is where the pools are.
+            on_gpu = next((pool for pool in self.buffers.values() if getattr(pool, "is_cuda", False)), None)
+            self.buffers[STAGING] = (
+                transport.allocate(staging_bytes) if on_gpu is None else _allocate_like(on_gpu, staging_bytes)
+            )
         self.regions: dict[str, Region] = {
             name: transport.register(buffer) for name, buffer in self.buffers.items()
         }
@@ -51,6 +55,11 @@ class Pools:
     def view(self, offset: int, num_bytes: int) -> Bytes:
         """A range of staging."""
         return self.buffers[STAGING][offset : offset + num_bytes]
+
+
+def _allocate_like(pool: Any, num_bytes: int) -> Bytes:
+    """Bytes on the GPU of a pool."""
+    return cast(Bytes, pool.view(-1).view(tensors().torch.uint8).new_empty(num_bytes))
 
 
 def check_buffers(spec: Spec, rank: int, pools: Mapping[str, Bytes]) -> None:

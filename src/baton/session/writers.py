@@ -296,7 +296,11 @@ class TargetWriters:
             return lane
         lease.staging = pools.staging.lease(lane.staging_bytes)
         if lease.staging is None:
-            raise StagingFullError(f"no room for {lane.staging_bytes} bytes of staging")
+            raise StagingFullError(
+                f"converting the KV cache of this prompt needs {lane.staging_bytes} bytes of staging, and "
+                f"{pools.staging.free_bytes} of {pools.staging.num_bytes} are free; give the target more "
+                "(staging_bytes, or --staging-mb of baton serve)"
+            )
         staged = Ranges(np.array([lease.staging.offset]), np.array([lease.staging.num_bytes]))
         lease.permissions.append(self.transport.grant(peer, pools.regions[STAGING], staged))
         return msgspec.structs.replace(lane, staging_offset=lease.staging.offset)

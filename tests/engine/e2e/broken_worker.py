@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from time import monotonic
+from typing import Any
 
 import msgspec
 
@@ -16,7 +17,10 @@ from baton.engine.connector import KVConnector, OutgoingTransfer, PromptSlice
 from baton.engine.drafting import DraftToken
 from baton.engine.layer_pipeline import LayerPipeline
 from baton.engine.worker import Worker
+from baton.plan.chunks import Gathers
+from baton.plan.steps import STAGING
 from baton.protocol.outcomes import Aux
+from baton.session import tensors
 from baton.transport import NOW
 
 COPIED_S_MAX = 30.0
@@ -99,6 +103,18 @@ def first_token() -> None:
     Worker._aux = wrong_aux
 
 
+def turned_bit() -> None:
+    """A bit of what arrived is wrong; with checksums the target sees it."""
+    compute = tensors.checksums
+
+    def checksums(sums: Gathers, buffers: Mapping[str, Any], staging: Any = None) -> dict[str, bytes]:
+        buffer, spans = next(iter(sums.values()))
+        (staging if buffer == STAGING else buffers[buffer])[int(spans.source[0])] ^= 0x10
+        return compute(sums, buffers, staging)
+
+    tensors.checksums = checksums
+
+
 BROKEN: Mapping[str, Callable[[], None]] = {
     each.__name__: each
     for each in (
@@ -108,6 +124,7 @@ BROKEN: Mapping[str, Callable[[], None]] = {
         source_pages,
         target_pages,
         first_token,
+        turned_bit,
     )
 }
 

@@ -67,6 +67,21 @@ def test_tokens(family: str, prefill: str, decode: str) -> None:
         check_idle(pair.prefill, pair.decode)
 
 
+def test_unlike_storage() -> None:
+    """Other pages, another storage order and checksums; and a KV cache that is converted (test_unlike.py)."""
+    folder = tiny("llama")
+    plain = Side(str(folder))
+    unlike = replace(plain, name="unlike").but(page_tokens=64, kv_layout="hnd.apart", is_verified=True)
+    requests = [greedy(prompt(length), NUM_TOKENS) for length in LENGTHS[1:]]
+    with opened() as pool:
+        pair = pool.pair(replace(plain, layout="tp2"), unlike)
+        check_tokens(folder, [each.tokens for each in requests], ask_all(pair, requests), NUM_TOKENS)
+        pair = pool.pair(plain, unlike.but(kv_cache_dtype="bf16"))
+        handed = [ask_one(pair, request).tokens for request in requests]
+        assert handed == [ask_one(pair.decode, replace(each, salt="alone")).tokens for each in requests]
+        check_idle(pair.prefill, pair.decode)
+
+
 def test_ends() -> None:
     folder, asked = tiny("llama"), prompt(40)
     wanted = oracle(folder, [asked], NUM_TOKENS)[0]

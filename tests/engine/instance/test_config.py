@@ -13,7 +13,11 @@ from tests.engine.tiny import WINDOW, WINDOWED, tiny, windowed
 
 from baton.engine.config import EngineConfig, derive_sizes
 from baton.engine.deployment import Deployment
+from baton.engine.pages import engine_storage
 from baton.errors import ConfigError, LayoutError
+from baton.plan import Cache
+from baton.plan.ownership import buffers
+from baton.plan.storage import FUSED, HND
 
 GROUP = f"tokens.w{WINDOW}"
 REASON = "prefixes are not kept: pages before a window are freed, so no whole prefix remains"
@@ -22,6 +26,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"transport": "pigeon"}, "transport 'pigeon' is not known"),
     ({"transport": "tcp:streams"}, "streams"),
     ({"device": "tpu"}, "device 'tpu'"),
+    ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8' .* use fp32, bf16, fp16"),
+    ({"kv_layout": "nhd.fused"}, "kv_layout 'nhd.fused' is not known; use hnd.fused or hnd.apart"),
+    ({"staging_mb": -1}, "staging_mb is -1"),
+    ({"packing": "always"}, "packing 'always' is not known; use convert or cost"),
     ({"role": "spectator"}, "role 'spectator'"),
     ({"port": 70000}, "port 70000"),
     ({"host": "0.0.0.0"}, "host '0.0.0.0'"),
@@ -55,6 +63,25 @@ def test_a_deployment_refuses_the_same() -> None:
     bad = EngineConfig(str(tiny("llama")), transport="pigeon")
     with pytest.raises(ConfigError, match="pigeon"):
         Deployment(replace(bad, transport="shm"), bad)
+
+
+def test_rows_of_different_sizes_cannot_be_fused() -> None:
+    k, v = derive_sizes(EngineConfig(str(tiny("llama")))).cache.components
+    narrow = replace(v, dims=(replace(v.dims[0], size=4),))
+    cache = Cache(5, (k, narrow))
+    with pytest.raises(ConfigError, match=r"cannot be fused; use hnd\.apart"):
+        engine_storage(cache, 16, "fp32", "hnd.fused")
+    assert engine_storage(cache, 16, "fp32").order == HND
+    assert engine_storage(Cache(5, (k, v)), 16, "fp32").order == FUSED
+
+
+def test_staging_holds_what_the_pages_do() -> None:
+    model = str(tiny("llama"))
+    wide = derive_sizes(EngineConfig(model, pool_tokens=1024))
+    assert wide.staging_bytes == sum(buffers(wide.spec, 0, "this").values())
+    narrow = derive_sizes(EngineConfig(model, pool_tokens=1024, kv_cache_dtype="bf16"))
+    assert narrow.staging_bytes == wide.staging_bytes == 2 * sum(buffers(narrow.spec, 0, "this").values())
+    assert derive_sizes(EngineConfig(model, staging_mb=3)).staging_bytes == 3 << 20
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
