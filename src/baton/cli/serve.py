@@ -136,7 +136,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP; as a prefill or decode instance it hands KV caches over to its peers."""
     # Importing torch takes seconds, which --help does without.
-    from baton.engine.config import EngineConfig
+    from baton.engine.config import EngineConfig, check_config
     from baton.serving.server import ServerConfig
     from baton.serving.server import serve as run_server
 
@@ -174,6 +174,7 @@ def serve(
         silence_s=silence_s,
         has_draft=draft,
     )
+    check_config(instance)  # before the server listens and prints its URL
     keys = settings.api_keys(None if api_key_file is None else str(api_key_file))
     config = ServerConfig(instance, host, port, keys, first_token, drain_s, tls=tls)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")

@@ -129,7 +129,7 @@ class EngineSizes:
 def derive_sizes(config: EngineConfig) -> EngineSizes:
     """Derives, and refuses, everything that can be known before a process is started."""
     layout = parse_layout(config.layout)
-    _check(config)
+    check_config(config)
     checkpoint = open_checkpoint(config.model)
     missing(checkpoint, has_draft=config.has_draft)
     cache = read_cache(checkpoint.config, f"model {config.model}", has_draft=config.has_draft)
@@ -167,7 +167,7 @@ def derive_sizes(config: EngineConfig) -> EngineSizes:
     )
 
 
-def _check(config: EngineConfig) -> None:
+def check_config(config: EngineConfig) -> None:
     """Raises ConfigError on values that only a rank would notice."""
     if config.dtype not in DTYPES:
         raise ConfigError(
