@@ -11,6 +11,7 @@ import typer
 
 from baton import settings
 from baton.cli.client import ApiClient, ChatError, ChatSession
+from baton.cli.options import UrlTlsCa
 
 URL = "http://127.0.0.1:8000"
 PROMPT = "> "
@@ -38,10 +39,7 @@ def chat(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="maximum tokens of an answer")
     ] = None,
-    tls_ca: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="PEM authority of an https URL (default: the system's)"),
-    ] = None,
+    tls_ca: UrlTlsCa = None,
 ) -> None:
     """Chat with a model. Ctrl-C stops an answer, Ctrl-D quits. From a pipe, each line is a question."""
     keys = settings.api_keys(None if api_key_file is None else str(api_key_file))

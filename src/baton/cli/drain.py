@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from baton import settings
 from baton.cli.client import ApiClient
+from baton.cli.options import SecretFile, UrlTlsCa
 from baton.serving.http import router_key
 
 
 def drain(
     url: Annotated[str, typer.Argument(help="URL of the instance, like http://10.0.0.1:8100")],
-    secret_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="secret shared by all instances (default: BATON_SECRET)"),
-    ] = None,
-    tls_ca: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="PEM authority of an https URL (default: the system's)"),
-    ] = None,
+    secret_file: SecretFile = None,
+    tls_ca: UrlTlsCa = None,
 ) -> None:
     """Make an instance refuse new requests and finish those it has; SIGTERM ends it."""
     secret = settings.secret(None if secret_file is None else str(secret_file))

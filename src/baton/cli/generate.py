@@ -13,6 +13,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from baton.cli.options import (
+    DecodeArgs,
+    Device,
+    Draft,
+    FirstToken,
+    Link,
+    Model,
+    Overlap,
+    PrefillArgs,
+    Transport,
+    Verify,
+)
 from baton.cli.output import check_timeline, figures_text, size_lines, start_engine, write_timelines
 from baton.cli.side_args import check_same_transport, parse_side_args
 from baton.engine.sampling_params import SamplingParams
@@ -27,10 +39,7 @@ if TYPE_CHECKING:
 def generate(
     prompt: Annotated[str, typer.Argument(help="the prompt; token ids if the model has no tokenizer")],
     *,
-    model: Annotated[
-        str,
-        typer.Option("--model", metavar="MODEL", help="checkpoint folder, .gguf file, demo, or dummy:CARD"),
-    ],
+    model: Model,
     prefill: Annotated[
         str, typer.Option(metavar="LAYOUT", help="layout of the prefill instance, like pp2.tp2")
     ] = "tp1",
@@ -38,15 +47,8 @@ def generate(
         str | None,
         typer.Option(metavar="LAYOUT", help="layout of the decode instance (default: no second instance)"),
     ] = None,
-    transport: Annotated[
-        str, typer.Option(metavar="NAME", help="KV transfer transport: NAME or NAME:OPTION=VALUE")
-    ] = "shm",
-    link: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SPEED", help="throttle each prefill rank's link, like 50MB/s (default: no limit)"
-        ),
-    ] = None,
+    transport: Transport = "shm",
+    link: Link = None,
     max_tokens: Annotated[int, typer.Option(metavar="N", help="maximum tokens to generate")] = 256,
     temperature: Annotated[
         float, typer.Option(metavar="T", help="sampling temperature; 0: greedy decoding")
@@ -54,41 +56,19 @@ def generate(
     top_p: Annotated[float, typer.Option(metavar="P", help="top-p (nucleus) sampling")] = 1.0,
     top_k: Annotated[int, typer.Option(metavar="K", help="top-k sampling; 0: all tokens")] = 0,
     seed: Annotated[int, typer.Option(metavar="N", help="sampling seed")] = 0,
-    overlap: Annotated[
-        str, typer.Option(metavar="POLICY", help="layer-group policy: cost, adaptive, fixed:N or off")
-    ] = "cost",
-    first_token: Annotated[
-        str,
-        typer.Option(
-            metavar="SIDE", help="which side streams the first token: prefill, or decode after the hand-over"
-        ),
-    ] = "prefill",
+    overlap: Overlap = "cost",
+    first_token: FirstToken = "prefill",
     no_pipeline: Annotated[
         bool, typer.Option("--no-pipeline", help="hand the KV cache over only after the last layer")
     ] = False,
     dtype: Annotated[
         str, typer.Option(metavar="DTYPE", help="dtype of weights and KV cache: fp32, bf16 or fp16")
     ] = "fp32",
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu or cuda")] = "cpu",
-    draft: Annotated[
-        bool, typer.Option("--draft", help="speculative decoding with the model's own draft (MTP) layer")
-    ] = False,
-    prefill_args: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ARGS",
-            help="`baton serve` options of the prefill side only, like '--kv-cache-dtype bf16'",
-        ),
-    ] = None,
-    decode_args: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ARGS", help="`baton serve` options of the decode side only, like '--page-tokens 64'"
-        ),
-    ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="verify handed-over KV caches with checksums")
-    ] = False,
+    device: Device = "cpu",
+    draft: Draft = False,
+    prefill_args: PrefillArgs = None,
+    decode_args: DecodeArgs = None,
+    verify: Verify = False,
     raw: Annotated[bool, typer.Option("--raw", help="do not apply the chat template")] = False,
     timeline: Annotated[
         list[Path] | None,

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from baton import settings
+from baton.cli.options import Host, Port, SecretFile, TlsCa, TlsCert, TlsKey
 from baton.session.registry.server import HOST, PORT, RegistryServer
 
 
 def registry(
     *,
-    port: Annotated[
-        int, typer.Option(min=0, max=65_535, metavar="PORT", help="port; 0: any free port")
-    ] = PORT,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="address to bind")] = HOST,
-    secret_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="secret shared by all instances (default: BATON_SECRET)"),
-    ] = None,
-    tls_cert: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="PEM certificate, to serve over TLS")
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM key of the certificate")] = None,
-    tls_ca: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="PEM authority that peers are verified by")
-    ] = None,
+    port: Port = PORT,
+    host: Host = HOST,
+    secret_file: SecretFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
 ) -> None:
     """Run a registry until interrupted; instances that lose it register again by themselves."""
     secret = settings.secret(None if secret_file is None else str(secret_file))

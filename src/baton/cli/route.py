@@ -8,12 +8,12 @@ import logging
 import signal
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from baton import settings
+from baton.cli.options import ApiKeyFile, DrainS, Host, Port, SecretFile, TlsCa, TlsCert, TlsKey
 from baton.serving.http import Credentials, check_binding
 from baton.serving.policies import policy_names
 from baton.serving.router import Router
@@ -29,10 +29,8 @@ _LIMITS = RouterLimits()
 def route(
     *,
     registry: Annotated[str, typer.Option(metavar="URL", help="registry of the instances")],
-    port: Annotated[
-        int, typer.Option(min=0, max=65_535, metavar="PORT", help="port; 0: any free port")
-    ] = PORT,
-    host: Annotated[str, typer.Option(metavar="ADDRESS", help="address to bind")] = HOST,
+    port: Port = PORT,
+    host: Host = HOST,
     policy: Annotated[str, typer.Option(metavar=_POLICIES, help="how to pick an instance")] = "least_loaded",
     prefill_policy: Annotated[
         str, typer.Option(metavar="POLICY", help="policy for prefill instances (default: --policy)")
@@ -65,24 +63,12 @@ def route(
             min=0.5, metavar="S", help="seconds without a token until a stream is resumed on another instance"
         ),
     ] = _LIMITS.stall_s_max,
-    drain_s: Annotated[
-        float, typer.Option(min=0, metavar="S", help="seconds to finish running requests after SIGTERM")
-    ] = DRAIN_S,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="API keys of clients, one per line (default: BATON_API_KEY)"),
-    ] = None,
-    secret_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="secret shared by all instances (default: BATON_SECRET)"),
-    ] = None,
-    tls_cert: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="PEM certificate: serve over TLS")
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM key of the certificate")] = None,
-    tls_ca: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="PEM authority that peers are verified by")
-    ] = None,
+    drain_s: DrainS = DRAIN_S,
+    api_key_file: ApiKeyFile = None,
+    secret_file: SecretFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
 ) -> None:
     """Route requests until interrupted; SIGTERM drains first. Instances may come and go."""
     config = RouterConfig(

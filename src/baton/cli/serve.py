@@ -8,12 +8,25 @@ import ipaddress
 import logging
 import re
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from baton import settings
+from baton.cli.options import (
+    ApiKeyFile,
+    Device,
+    Draft,
+    DrainS,
+    FirstToken,
+    Model,
+    Overlap,
+    SecretFile,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    Transport,
+)
 from baton.errors import ConfigError
 from baton.protocol.timings import Timings
 from baton.units import parse_speed
@@ -21,10 +34,7 @@ from baton.units import parse_speed
 
 def serve(
     *,
-    model: Annotated[
-        str,
-        typer.Option("--model", metavar="MODEL", help="checkpoint folder, .gguf file, demo, or dummy:CARD"),
-    ],
+    model: Model,
     role: Annotated[str, typer.Option(metavar="ROLE", help="prefill, decode or both")] = "both",
     layout: Annotated[str, typer.Option(metavar="LAYOUT", help="parallel layout, like pp2.tp2")] = "tp1",
     port: Annotated[
@@ -45,24 +55,15 @@ def serve(
         str | None,
         typer.Option(metavar="NAME", help="instance name (default: made of role, host and port)"),
     ] = None,
-    transport: Annotated[
-        str, typer.Option(metavar="NAME", help="KV transfer transport: NAME or NAME:OPTION=VALUE")
-    ] = "shm",
+    transport: Transport = "shm",
     link: Annotated[
         str | None,
         typer.Option(metavar="SPEED", help="throttle each rank's link, like 50MB/s (default: no limit)"),
     ] = None,
-    overlap: Annotated[
-        str, typer.Option(metavar="POLICY", help="layer-group policy: cost, adaptive, fixed:N or off")
-    ] = "cost",
-    first_token: Annotated[
-        str,
-        typer.Option(
-            metavar="SIDE", help="which side streams the first token: prefill, or decode after the hand-over"
-        ),
-    ] = "prefill",
+    overlap: Overlap = "cost",
+    first_token: FirstToken = "prefill",
     pool_tokens: Annotated[
-        int, typer.Option(min=0, metavar="N", help="KV cache size in tokens; 0: from free memory")
+        int, typer.Option(min=0, metavar="N", help="KV cache size in tokens; 0: what fits into 512 MiB")
     ] = 0,
     page_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="KV cache page size in tokens")] = 16,
     context: Annotated[
@@ -108,31 +109,17 @@ def serve(
     verify: Annotated[
         bool, typer.Option("--verify", help="verify the received KV cache with checksums")
     ] = False,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu or cuda")] = "cpu",
-    draft: Annotated[
-        bool, typer.Option("--draft", help="speculative decoding with the model's own draft (MTP) layer")
-    ] = False,
-    drain_s: Annotated[
-        float, typer.Option(min=0, metavar="S", help="seconds to finish running requests after SIGTERM")
-    ] = 30.0,
+    device: Device = "cpu",
+    draft: Draft = False,
+    drain_s: DrainS = 30.0,
     silence_s: Annotated[
         float, typer.Option(metavar="S", help="seconds without a heartbeat until a rank or peer is lost")
     ] = Timings().silence_s,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="API keys of clients, one per line (default: BATON_API_KEY)"),
-    ] = None,
-    secret_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="secret shared by all instances (default: BATON_SECRET)"),
-    ] = None,
-    tls_cert: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="PEM certificate, to serve over TLS")
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM key of the certificate")] = None,
-    tls_ca: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="PEM authority that peers are verified by")
-    ] = None,
+    api_key_file: ApiKeyFile = None,
+    secret_file: SecretFile = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
 ) -> None:
     """Serve a model over HTTP; as a prefill or decode instance it hands KV caches over to its peers."""
     # Importing torch takes seconds, which --help does without.

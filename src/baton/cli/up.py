@@ -7,7 +7,6 @@ import shlex
 import signal
 import socket
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import Annotated
 
@@ -24,6 +23,18 @@ from baton.cli.deployment import (
     plan_instances,
     plan_pairs,
 )
+from baton.cli.options import (
+    ApiKeyFile,
+    DecodeArgs,
+    Draft,
+    Link,
+    Model,
+    PrefillArgs,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    Verify,
+)
 from baton.cli.side_args import parse_side_args
 from baton.errors import ConfigError, EngineError
 from baton.serving.http import check_binding
@@ -34,10 +45,7 @@ EXAMPLE = "Explain in one sentence what a relay race is."
 
 def up(
     *,
-    model: Annotated[
-        str,
-        typer.Option("--model", metavar="MODEL", help="checkpoint folder, .gguf file, demo, or dummy:CARD"),
-    ],
+    model: Model,
     prefill: Annotated[
         str, typer.Option(metavar="LAYOUT,...", help="one layout per prefill instance, like pp2 or tp2,tp2")
     ],
@@ -52,10 +60,7 @@ def up(
         int, typer.Option(min=0, max=65_535, metavar="PORT", help="port of the router; 0: any free port")
     ] = 8000,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="address the router binds")] = "127.0.0.1",
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="API keys of clients, one per line (default: BATON_API_KEY)"),
-    ] = None,
+    api_key_file: ApiKeyFile = None,
     policy: Annotated[
         str | None,
         typer.Option(
@@ -67,12 +72,7 @@ def up(
         str | None,
         typer.Option(metavar="NAME", help="KV transfer transport: NAME or NAME:OPTION=VALUE (default: shm)"),
     ] = None,
-    link: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SPEED", help="throttle each prefill rank's link, like 50MB/s (default: no limit)"
-        ),
-    ] = None,
+    link: Link = None,
     overlap: Annotated[
         str | None,
         typer.Option(metavar="POLICY", help="layer-group policy: cost (default), adaptive, fixed:N or off"),
@@ -94,7 +94,7 @@ def up(
     ] = None,
     pool_tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="KV cache size in tokens (default: from free memory)"),
+        typer.Option(min=1, metavar="N", help="KV cache size in tokens (default: what fits into 512 MiB)"),
     ] = None,
     context: Annotated[
         int | None,
@@ -106,36 +106,17 @@ def up(
         int | None,
         typer.Option(min=1, metavar="N", help="maximum prompt tokens prefilled in one step (default: 512)"),
     ] = None,
-    prefill_args: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ARGS",
-            help="`baton serve` options of the prefill side only, like '--kv-cache-dtype bf16'",
-        ),
-    ] = None,
-    decode_args: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ARGS", help="`baton serve` options of the decode side only, like '--page-tokens 64'"
-        ),
-    ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="verify handed-over KV caches with checksums")
-    ] = False,
+    prefill_args: PrefillArgs = None,
+    decode_args: DecodeArgs = None,
+    verify: Verify = False,
     queue: Annotated[
         int | None,
         typer.Option(min=1, metavar="N", help="maximum waiting requests per instance (default: 256)"),
     ] = None,
-    draft: Annotated[
-        bool, typer.Option("--draft", help="speculative decoding with the model's own draft (MTP) layer")
-    ] = False,
-    tls_cert: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="PEM certificate, to serve over TLS")
-    ] = None,
-    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="PEM key of the certificate")] = None,
-    tls_ca: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="PEM authority that peers are verified by")
-    ] = None,
+    draft: Draft = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    tls_ca: TlsCa = None,
 ) -> None:
     """Start a registry, prefill and decode instances and a router, and serve until interrupted."""
     options = DeploymentOptions(

@@ -1,0 +1,71 @@
+"""Options that several commands have, with one help text each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import typer
+
+Model: TypeAlias = Annotated[
+    str, typer.Option("--model", metavar="MODEL", help="checkpoint folder, .gguf file, demo, or dummy:CARD")
+]
+Transport: TypeAlias = Annotated[
+    str, typer.Option(metavar="NAME", help="KV transfer transport: NAME or NAME:OPTION=VALUE")
+]
+Overlap: TypeAlias = Annotated[
+    str, typer.Option(metavar="POLICY", help="layer-group policy: cost, adaptive, fixed:N or off")
+]
+FirstToken: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        metavar="SIDE", help="which side streams the first token: prefill, or decode after the hand-over"
+    ),
+]
+Device: TypeAlias = Annotated[str, typer.Option(metavar="DEVICE", help="cpu or cuda")]
+Draft: TypeAlias = Annotated[
+    bool, typer.Option("--draft", help="speculative decoding with the model's own draft (MTP) layer")
+]
+DrainS: TypeAlias = Annotated[
+    float, typer.Option(min=0, metavar="S", help="seconds to finish running requests after SIGTERM")
+]
+ApiKeyFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="API keys of clients, one per line (default: BATON_API_KEY)"),
+]
+SecretFile: TypeAlias = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="secret shared by all instances (default: BATON_SECRET)")
+]
+TlsCert: TypeAlias = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="PEM certificate, to serve over TLS")
+]
+TlsKey: TypeAlias = Annotated[Path | None, typer.Option(metavar="FILE", help="PEM key of the certificate")]
+TlsCa: TypeAlias = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="PEM authority that peers are verified by")
+]
+Link: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="SPEED", help="throttle each prefill rank's link, like 50MB/s (default: no limit)"),
+]
+PrefillArgs: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ARGS", help="`baton serve` options of the prefill side only, like '--kv-cache-dtype bf16'"
+    ),
+]
+DecodeArgs: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ARGS", help="`baton serve` options of the decode side only, like '--page-tokens 64'"
+    ),
+]
+Verify: TypeAlias = Annotated[
+    bool, typer.Option("--verify", help="verify handed-over KV caches with checksums")
+]
+Port: TypeAlias = Annotated[
+    int, typer.Option(min=0, max=65535, metavar="PORT", help="port; 0: any free port")
+]
+Host: TypeAlias = Annotated[str, typer.Option(metavar="ADDRESS", help="address to bind")]
+UrlTlsCa: TypeAlias = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="PEM authority of an https URL (default: the system's)")
+]
