@@ -42,7 +42,7 @@ serve: setup  ## the demo deployment behind an OpenAI endpoint, until Ctrl-C
 # What is not in `make test`: transports through other libraries (contract), killed ranks at every stage (slow),
 # every layout pair and family (engine), deployments of real processes (serve, load), long searches and broken
 # variants that a checker must catch (long).
-test: .venv/.extras  ## the tests that a change needs: 5 minutes on 2 quiet cores
+test: .venv/.extras  ## the tests that a change needs
 	$(BIN)/pytest -q -rs -n $(WAITERS) -m "not contract and not slow and not engine and not serve and not load and not long"
 
 test-all: .venv/.extras  ## every test, with ten times the examples and seeds
