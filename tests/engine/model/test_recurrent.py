@@ -184,7 +184,8 @@ CASES: dict[str, Broken] = {
         changes={"mamba_norm_before_gate": True},
     ),
     "norm over the whole layer": Broken("falcon_h1", respecified(SPACE, norm=mamba2.GroupNormSpec(1, 1e-5))),
-    "norm on each rank": Broken("bamba", _normed_apart, tp=2),
+    "one group's norm on each rank": Broken("bamba", _normed_apart, tp=2, changes={"mamba_n_groups": 1}),
+    "groups normed as one": Broken("bamba", respecified(SPACE, norm=mamba2.GroupNormSpec(1, 1e-6))),
     "mirrors add twice": Broken("falcon_h1", _added_twice, tp=12),
     "deltas added twice": Broken("qwen3_5_text", _added_twice, tp=12),
 }

@@ -14,7 +14,7 @@ from baton.engine.models.mamba2 import GroupNormSpec
 def _read(fields: ModelFields) -> Blueprint:
     hidden, eps = fields.number("hidden_size"), fields.real("rms_norm_eps")
     mlp = read_dense(fields, fields.flag("mlp_bias"))
-    states = read_mamba2(fields, GroupNormSpec(1, eps))
+    states = read_mamba2(fields, GroupNormSpec(fields.number("mamba_n_groups"), eps))
     states = replace(states, has_output_bias=states.has_input_bias)
     recurrent = DecoderSpec(hidden, eps, states, mlp, replace(NAMES, mixer="mamba"))
     attending = DecoderSpec(hidden, eps, read_attention(fields), mlp, replace(NAMES, mixer="self_attn"))
