@@ -13,8 +13,7 @@ import pytest
 from aiohttp import web
 
 from baton.serving import http
-from baton.serving.errors import ApiError
-from baton.serving.http import Credentials, EventStream, HttpLimits, HttpServer
+from baton.serving.http import ApiError, Credentials, EventStream, HttpLimits, HttpServer
 
 LIMIT_S = 90.0
 KEY = "sk-client"

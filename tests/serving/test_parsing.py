@@ -9,8 +9,7 @@ from tests.engine.text.vocabularies import tokenizer
 from tests.serving.parsed import CONTEXT, DECODE, FAR, NEAR, PREFILL, asked, model, read
 
 from baton.engine.requests import InboundHandoff, OutboundHandoff
-from baton.serving.errors import ApiError
-from baton.serving.http import Caller
+from baton.serving.http import ApiError, Caller
 from baton.serving.parsing import ReceivingInstance, parse_request
 
 TEXT = "the fox"

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from baton.serving.errors import ApiError
 from baton.serving.fleet import Fleet, FleetInstance, InstanceLoad, InstanceRates, ServerInfo
+from baton.serving.http import ApiError
 from baton.serving.policies import Candidate, Policy, policy_names
 from baton.serving.routable import RawPrompt, read_routable
 from baton.serving.router_config import LocalMode, RouterConfig, RouterLimits

@@ -7,7 +7,7 @@ import random
 import pytest
 from tests.serving.parsed import READERS, read
 
-from baton.serving.errors import ApiError
+from baton.serving.http import ApiError
 from baton.serving.schema import UNSUPPORTED
 
 GOOD = {

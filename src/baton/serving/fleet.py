@@ -19,7 +19,7 @@ import msgspec
 from yarl import URL
 
 from baton.errors import ConfigError
-from baton.serving.errors import read_error
+from baton.serving.http import read_error
 from baton.serving.router_config import RouterConfig
 from baton.serving.upstream import UpstreamClient, UpstreamError, UpstreamRequest, instance_base
 from baton.session.registry import Change, ChangeKind, RegistryClient, RegistryError, Role, Roster, Topology

@@ -21,13 +21,23 @@ from baton.engine.requests import OutputChunk, RequestError, RequestEvent, Reque
 from baton.engine.trace import RequestTrace
 from baton.errors import ConfigError, EngineError, FullError
 from baton.protocol.outcomes import Cause, Stage, Why
-from baton.serving.errors import NO_STORE, ApiError, failure
-from baton.serving.http import EVENT_STREAM, ID_HEADER, EventStream
+from baton.serving.http import (
+    DONE,
+    EVENT_STREAM,
+    ID_HEADER,
+    NO_STORE,
+    PROMPT_TOKENS_HEADER,
+    ApiError,
+    EventStream,
+    TokenNote,
+    data_event,
+    failure,
+    note_line,
+)
 from baton.serving.observing import RequestObserver
 from baton.serving.parsing import TOO_LONG, ParsedRequest
 from baton.serving.rendering import ChoiceDelta, ResponseFormat
 from baton.serving.schema import CachedTokens, Usage
-from baton.serving.wire import DONE, PROMPT_TOKENS_HEADER, TokenNote, data_event, note_line
 
 USAGE_S_MAX = 0.2
 """How long a response waits for the number of cached tokens, which is known when its pages are freed."""

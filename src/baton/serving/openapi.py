@@ -9,8 +9,7 @@ import msgspec
 
 from baton import __version__
 from baton.serving import schema
-from baton.serving.errors import ErrorBody
-from baton.serving.wire import RouterHints
+from baton.serving.http import ErrorBody, RouterHints
 
 _REF = "#/components/schemas/{name}"
 _ERRORS = {

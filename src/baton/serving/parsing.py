@@ -22,8 +22,7 @@ from baton.engine.requests import EngineRequest, InboundHandoff, OutboundHandoff
 from baton.engine.sampling_params import SamplingParams, check_params
 from baton.engine.tokenizer import Tokenizer
 from baton.errors import ConfigError
-from baton.serving.errors import ApiError, bad_field
-from baton.serving.http import Caller
+from baton.serving.http import ApiError, Caller, RouterHints, bad_field
 from baton.serving.schema import (
     NUM_PROMPTS_MAX,
     ChatRequest,
@@ -34,7 +33,6 @@ from baton.serving.schema import (
     OpenAIFields,
     RequestBody,
 )
-from baton.serving.wire import RouterHints
 
 T = TypeVar("T")
 TokenSequence = tuple[int, ...]

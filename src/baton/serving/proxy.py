@@ -27,23 +27,29 @@ import msgspec
 from aiohttp import web
 
 from baton.errors import BatonError
-from baton.serving.errors import NO_STORE, STATUSES, ApiError, failure, read_error
 from baton.serving.fleet import Fleet, FleetInstance
-from baton.serving.http import EVENT_STREAM, ID_HEADER, EventStream
+from baton.serving.http import (
+    DONE,
+    EVENT_STREAM,
+    ID_HEADER,
+    NO_STORE,
+    PROMPT_TOKENS_HEADER,
+    STATUSES,
+    ApiError,
+    EventReader,
+    EventStream,
+    ResumedChoice,
+    RouterHints,
+    TokenNote,
+    data_event,
+    failure,
+    read_error,
+)
 from baton.serving.routable import CHAT_PATH, RoutableRequest
 from baton.serving.router_config import RouterConfig, RouterLimits
 from baton.serving.router_metrics import RouterMetrics
 from baton.serving.routing import Route, RouteChooser, RouteConstraints, RouteQueue
 from baton.serving.upstream import UpstreamClient, UpstreamError, UpstreamRequest
-from baton.serving.wire import (
-    DONE,
-    PROMPT_TOKENS_HEADER,
-    EventReader,
-    ResumedChoice,
-    RouterHints,
-    TokenNote,
-    data_event,
-)
 
 WRITE_S_MAX = 25.0
 """Below the limit that an instance has for the router: a client that does not read is dropped first."""

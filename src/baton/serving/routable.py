@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from baton.serving.errors import ApiError
+from baton.serving.http import ApiError
 
 CHAT_PATH = "/v1/chat/completions"
 NUM_CHOICES_MAX = 4096

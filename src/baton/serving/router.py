@@ -15,9 +15,17 @@ from aiohttp import web
 
 from baton.errors import BatonError
 from baton.observe import Interval, Timeline, Track, trace
-from baton.serving.errors import ApiError, failure
 from baton.serving.fleet import Fleet, FleetInstance, FleetWatcher
-from baton.serving.http import CALLER, Credentials, HttpLimits, HttpServer, json_response, router_key
+from baton.serving.http import (
+    CALLER,
+    ApiError,
+    Credentials,
+    HttpLimits,
+    HttpServer,
+    failure,
+    json_response,
+    router_key,
+)
 from baton.serving.proxy import AttemptRecord, ProxiedRequest, RouterContext
 from baton.serving.routable import CHAT_PATH, read_routable
 from baton.serving.router_config import RouterConfig

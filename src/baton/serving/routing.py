@@ -22,8 +22,8 @@ from time import monotonic
 import msgspec
 import xxhash
 
-from baton.serving.errors import ApiError, failure
 from baton.serving.fleet import Fleet, FleetInstance
+from baton.serving.http import ApiError, failure
 from baton.serving.policies import Candidate, Policy
 from baton.serving.routable import RawPrompt, RoutableRequest
 from baton.serving.router_config import LocalMode, RouterConfig, RouterLimits

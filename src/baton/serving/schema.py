@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from baton.engine.sampling_params import BIAS_MAX, NUM_ANSWERS_MAX, NUM_LOGPROBS_MAX, PENALTY_MAX
-from baton.serving.errors import ApiError, bad_field
+from baton.serving.http import ApiError, bad_field
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class RoutedFields(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_port: Port | list[Port | None] | None = None
     bootstrap_room: RoomId | list[RoomId] | None = None
     baton: msgspec.Raw = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
-    """A baton.serving.wire.RouterHints from trusted callers; ignored from others."""
+    """A baton.serving.http.RouterHints from trusted callers; ignored from others."""
     cache_salt: str | None = None
     """Requests with different salts never share a cached prefix."""
 

@@ -19,17 +19,20 @@ from baton.engine.config import EngineConfig
 from baton.engine.instance import Instance
 from baton.engine.load import EngineLoad
 from baton.errors import ConfigError
-from baton.serving.errors import NO_STORE, ApiError, bad_field, failure
 from baton.serving.generation import EventBridge, Generation
 from baton.serving.http import (
     CALLER,
     DRAIN_S,
     HOST,
+    NO_STORE,
+    ApiError,
     Credentials,
     Handler,
     HttpLimits,
     HttpServer,
+    bad_field,
     check_binding,
+    failure,
     json_response,
 )
 from baton.serving.observing import RequestObserver

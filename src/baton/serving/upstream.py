@@ -22,7 +22,7 @@ _HEADERS = {"Content-Type": "application/json"}
 
 
 class UpstreamError(Exception):
-    """No response came, or not all of it; `code` is a key of baton.serving.errors.STATUSES, or REFUSED."""
+    """No response came, or not all of it; `code` is a key of baton.serving.http.STATUSES, or REFUSED."""
 
     def __init__(self, text: str, code: str = "PEER_LOST") -> None:
         super().__init__(text)
