@@ -11,10 +11,10 @@ from tests.serving.parsed import asked
 from baton.engine.commands import CopyRecord, LayerGroupTiming
 from baton.engine.requests import EngineRequest, InboundHandoff, OutboundHandoff, OutputChunk, RequestFinished
 from baton.engine.trace import RequestTrace
-from baton.serving.generation import EventBridge
 from baton.serving.metrics import ServerMetrics
 from baton.serving.observing import NUM_TIMELINES_MAX, Side, Timelines
 from baton.serving.openapi import description
+from baton.serving.server import EventBridge
 
 
 def story() -> RequestTrace:

@@ -15,8 +15,7 @@ from baton.engine.requests import EngineRequest, InboundHandoff, OutboundHandoff
 from baton.engine.trace import RequestTrace, last_byte_s, rank_intervals, serial_s
 from baton.observe import Interval, Timeline, Track, trace
 from baton.serving.metrics import ServerMetrics
-from baton.serving.parsing import ParsedRequest
-from baton.serving.schema import Usage
+from baton.serving.openai import ParsedRequest, Usage
 
 NUM_TIMELINES_MAX = 256
 NUM_JOBS_MAX = 16
