@@ -55,8 +55,7 @@ class Answers:
                     await stream.write(b"x" * 65_536)
             case b"stream":
                 await stream.write(b"one")
-                await stream.write(b"two")
-                return await stream.end()
+                return await stream.end(b"two")
         return web.Response(body=body)
 
 

@@ -570,26 +570,30 @@ class EventStream:
 
     async def write(self, data: bytes) -> None:
         """Sends whole events; drops a client that does not read for `write_s_max`."""
+        await self._send(data, is_last=False)
+
+    async def end(self, data: bytes) -> web.StreamResponse:
+        """Sends the last events together with the end of the response."""
+        return await self._send(data, is_last=True)
+
+    async def _send(self, data: bytes, *, is_last: bool) -> web.StreamResponse:
         transport, response = self._request.transport, self.response
         if response is None:
             headers = {"Content-Type": EVENT_STREAM, ID_HEADER: self._identity, **NO_STORE}
             response = self.response = web.StreamResponse(headers=headers)
             await response.prepare(self._request)
+        send = response.write_eof if is_last else response.write
         if transport is not None and transport.get_write_buffer_size() + len(data) < _FREE_BYTES:
-            await response.write(data)
-            return
+            await send(data)
+            return response
         try:
             async with asyncio.timeout(self._write_s_max):
-                await response.write(data)
+                await send(data)
         except TimeoutError:
             if transport is not None:
                 transport.abort()
             raise ConnectionResetError(f"a client did not read for {self._write_s_max:g} s") from None
-
-    async def end(self) -> web.StreamResponse:
-        assert self.response is not None, "nothing was written"
-        await self.response.write_eof()
-        return self.response
+        return response
 
 
 class ResumedChoice(msgspec.Struct, frozen=True):

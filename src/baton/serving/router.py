@@ -509,8 +509,7 @@ class ProxiedRequest:
             self._count_failure(error)
             if not self._has_begun:
                 raise
-            await self._stream.write(data_event(error.body()))
-            return await self._stream.end()
+            return await self._stream.end(data_event(error.body()))
         except (ConnectionError, asyncio.CancelledError):
             self._router.metrics.disconnects.inc()
             raise
@@ -541,8 +540,7 @@ class ProxiedRequest:
                 is_resume = self._has_begun
                 self._note_failure(failed)
                 if is_resume and self._progress.is_finished:
-                    await self._stream.write(self._missing_end(failed))
-                    return await self._stream.end()
+                    return await self._stream.end(self._missing_end(failed))
                 if not self._can_retry(failed):
                     return self._give_up(failed)
                 wait_s = self._retry_wait_s(failed.error, is_resume=is_resume)
@@ -610,17 +608,19 @@ class ProxiedRequest:
             text = f"instance {name} answered {content_type!a}, not a stream"
             raise AttemptFailed(ApiError(502, text), name)
         while data := await server.read():
-            if events := stream_filter.feed(data):
-                is_first = not self._has_begun
+            events, is_first, response = stream_filter.feed(data), not self._has_begun, None
+            if stream_filter.is_done:
+                response = await stream.end(events)
+            elif events:
                 await stream.write(events)
+            if events:
                 if is_first:
                     self._router.metrics.added.observe(monotonic() - added_from_s)
                 # Tokens have come: earlier failures do not count any more.
                 self._num_in_row, self._avoid, self._token_s = 0, frozenset(), monotonic()
             if stream_filter.error is not None:
                 raise _failed_stream(attempt.route, stream_filter.error)
-            if stream_filter.is_done:
-                response = await stream.end()
+            if response is not None:
                 with suppress(TimeoutError, UpstreamError, AttemptFailed):  # the client has everything
                     async with asyncio.timeout(STREAM_END_S):
                         while await server.read():

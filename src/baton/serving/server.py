@@ -427,15 +427,14 @@ class Generation:
             return await self._respond_whole(form)
         stream = EventStream(request, self.parsed.id, WRITE_S_MAX)
         try:
-            await self._stream(stream, form)
+            return await self._stream(stream, form)
         except ApiError as error:
             if stream.response is None:
                 raise
             # The status is out: report the error in the stream, which then ends without [DONE].
-            await stream.write(data_event(error.body()))
-        return await stream.end()
+            return await stream.end(data_event(error.body()))
 
-    async def _stream(self, stream: EventStream, form: ResponseFormat) -> None:
+    async def _stream(self, stream: EventStream, form: ResponseFormat) -> web.StreamResponse:
         held: dict[int, ChoiceDelta] = {}
         async for deltas in self._all_deltas():
             blocks = []
@@ -454,8 +453,9 @@ class Generation:
         if self.parsed.has_usage:
             event = form.usage_event(await self._usage())
             end = (data_event(_encoder.encode(event)) if event is not None else b"") + DONE
-        await stream.write(end)
+        response = await stream.end(end)
         self._finish()
+        return response
 
     async def _respond_whole(self, form: ResponseFormat) -> web.Response:
         parsed = self.parsed
