@@ -65,21 +65,14 @@ _log = logging.getLogger("baton.serving.http")
 
 # ---- errors, in the form that OpenAI clients read
 
+_PEER_CODES = (
+    "PEER_LOST", "COPY_FAILED", "CORRUPTED", "ABORTED", "ENDED", "REFUSED_LAYOUT", "REFUSED_VERSION",
+    "REFUSED_AUTHENTICATION", "REFUSED_PROMPT", "REFUSED_LIVE_ID",
+)  # fmt: skip
+_UNREADY_CODES = ("OUT_OF_PAGES", "DRAINING", "LOADING", "NO_INSTANCE")
 STATUSES = {
-    "PEER_LOST": 502,
-    "COPY_FAILED": 502,
-    "CORRUPTED": 502,
-    "ABORTED": 502,
-    "REFUSED_LAYOUT": 502,
-    "REFUSED_VERSION": 502,
-    "REFUSED_AUTHENTICATION": 502,
-    "REFUSED_PROMPT": 502,
-    "REFUSED_LIVE_ID": 502,
-    "OUT_OF_PAGES": 503,
-    "DRAINING": 503,
-    "LOADING": 503,
-    "NO_INSTANCE": 503,
-    "ENDED": 502,
+    **dict.fromkeys(_PEER_CODES, 502),
+    **dict.fromkeys(_UNREADY_CODES, 503),
     "DEADLINE": 504,
     "QUEUE_FULL": 429,
 }

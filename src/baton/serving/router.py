@@ -834,7 +834,7 @@ class RouteChooser:
         self._mode = config.local
         self._prefill_policy = Policy(config.prefill_policy)
         self._decode_policy = Policy(config.decode_policy)
-        self._num_in_flight_max = config.limits.num_in_flight_max
+        self.num_in_flight_max = config.limits.num_in_flight_max
 
     def choose(self, request: RoutableRequest, constraints: RouteConstraints) -> Route:
         """Raises NoInstance or AllFull where there is no route now, an ApiError where there cannot be one."""
@@ -860,12 +860,6 @@ class RouteChooser:
         if constraints.is_strict and able:
             raise AllFull
         raise NoInstance(self._fleet.missing() or "every able instance has just failed")
-
-    def with_room(self, instances: Sequence[FleetInstance]) -> list[FleetInstance]:
-        """Those that may get one more request; silent ones only where there are no others."""
-        now_s, num_max = monotonic(), self._num_in_flight_max
-        fresh = [instance for instance in instances if instance.is_fresh(now_s)] or instances
-        return [instance for instance in fresh if instance.has_room(num_max, now_s)]
 
     def _of_model(self, wanted: str | None) -> list[FleetInstance]:
         """The able instances of a model; there may be none at the moment."""
@@ -932,9 +926,11 @@ class _Choice:
         return [instance for instance in instances if instance.name not in avoid] if avoid else instances
 
     def choose(self, instances: Sequence[FleetInstance], policy: Policy) -> FleetInstance:
-        """The policy's choice among the preferred instances that have room."""
+        """The policy's choice among the preferred instances that have room; silent ones come last."""
         candidates = self.preferred(instances) or (() if self._constraints.is_strict else instances)
-        roomy = self._chooser.with_room(candidates)
+        now_s, num_max = monotonic(), self._chooser.num_in_flight_max
+        fresh = [instance for instance in candidates if instance.is_fresh(now_s)] or candidates
+        roomy = [instance for instance in fresh if instance.has_room(num_max, now_s)]
         if not roomy:
             raise AllFull
         if len(roomy) == 1:

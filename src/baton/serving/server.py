@@ -346,14 +346,14 @@ class Server:
         return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST, **NO_STORE})
 
     async def _get_timelines(self, request: web.Request) -> web.Response:
-        return json_response(self._observer.timelines.all())
+        return json_response(self._observer.timelines())
 
     async def _get_timeline(self, request: web.Request) -> web.Response:
         name, form = request.match_info["id"], request.query.get("format", "json")
         if form not in TIMELINE_FORMATS:
             raise bad_field("format", form, f"use {' or '.join(TIMELINE_FORMATS)}")
-        timelines = self._observer.timelines
-        timeline = timelines.trace(name) if form == "perfetto" else timelines.find(name)
+        observer = self._observer
+        timeline = observer.trace(name) if form == "perfetto" else observer.timeline(name)
         if timeline is None:
             text = f"no request {name[:80]!a} is remembered; /v1/timelines lists the latest"
             raise ApiError(404, text, param="id", code="unknown_request")
