@@ -383,15 +383,14 @@ class Fleet:
             self.on_end(instance)
             self.on_change()
 
-    def able(self, *roles: Role) -> list[FleetInstance]:
-        """The instances of these roles that can be given new requests."""
-        return [
-            instance for instance in self.instances.values() if instance.role in roles and instance.is_able
-        ]
+    def able(self, role: Role | None = None) -> list[FleetInstance]:
+        """The instances, of this role or of any, that can be given new requests."""
+        instances = self.instances.values()
+        return [known for known in instances if known.is_able and (role is None or known.role is role)]
 
     def missing(self) -> str:
         """Why nothing can be served now; empty where there is a working pair or an instance for both."""
-        able = self.able(*Role)
+        able = self.able()
         if any(instance.role is Role.BOTH for instance in able):
             return ""
         fingerprints = {

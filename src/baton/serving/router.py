@@ -274,7 +274,7 @@ class Router:
 
     async def _model_cards(self) -> dict[str, Any]:
         """What one instance of each model says of it."""
-        chosen = {instance.model: instance for instance in self.fleet.able(*Role)}
+        chosen = {instance.model: instance for instance in self.fleet.able()}
         answers = await asyncio.gather(*(self._fetch(instance, "/v1/models") for instance in chosen.values()))
         cards: dict[str, Any] = {}
         for status, body in answers:
@@ -320,7 +320,7 @@ class Router:
         return json_response({"id": identity, "attempts": records, "instances": timelines})
 
     async def _get_openapi(self, request: web.Request) -> web.StreamResponse:
-        for instance in self.fleet.able(*Role):
+        for instance in self.fleet.able():
             status, body = await self._fetch(instance, "/openapi.json")
             if status == 200:
                 return web.Response(body=body, headers={"Content-Type": "application/json"})
@@ -863,7 +863,7 @@ class RouteChooser:
 
     def _of_model(self, wanted: str | None) -> list[FleetInstance]:
         """The able instances of a model; there may be none at the moment."""
-        able = self._fleet.able(*Role)
+        able = self._fleet.able()
         if wanted is not None:
             serving = [instance for instance in able if instance.serves(wanted)]
             if serving:
