@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager
 from aiohttp import ClientSession, web
 
 from baton.errors import EngineError
-from baton.serving.errors import ApiError
-from baton.serving.http import CALLER, Credentials, HttpLimits, HttpServer
+from baton.serving.http import CALLER, ApiError, Credentials, HttpLimits, HttpServer
 
 API_KEY = "sk-a-key-of-a-client"
 SECRET = b"a secret of all the instances"

@@ -9,8 +9,16 @@ import msgspec
 from tests.engine.text.vocabularies import tokenizer
 
 from baton.serving.http import Caller
-from baton.serving.parsing import ParsedRequest, ReceivingInstance, ServedModel, parse_request
-from baton.serving.schema import ChatRequest, CompletionRequest, GenerateRequest, reader_of
+from baton.serving.openai import (
+    ChatRequest,
+    CompletionRequest,
+    GenerateRequest,
+    ParsedRequest,
+    ReceivingInstance,
+    ServedModel,
+    parse_request,
+    reader_of,
+)
 
 CONTEXT = 64
 VOCABULARY = 432

@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from baton.observe import Interval, Timeline, Track, trace
-from baton.serving.wire import DONE, TokenNote, data_event, note_line
+from baton.serving.http import DONE, TokenNote, data_event, note_line
 from baton.session.registry import Member, Role
 
 FINGERPRINT = "f00d"

@@ -16,8 +16,7 @@ from tests.session.registry_world import SECRET, registry
 
 from baton.serving.fleet import FleetInstance
 from baton.serving.http import Credentials
-from baton.serving.router import Router
-from baton.serving.router_config import LocalMode, RouterConfig, RouterLimits
+from baton.serving.router import LocalMode, Router, RouterConfig, RouterLimits
 from baton.session.registry import RegistryClient, RegistryServer, Role
 
 LIMIT_S = 90.0
@@ -116,10 +115,10 @@ class World:
 
     @property
     def instances(self) -> list[FleetInstance]:
-        return list(self.router.context.fleet.instances.values())
+        return list(self.router.fleet.instances.values())
 
     def is_able(self, name: str) -> bool:
-        instance = self.router.context.fleet.instances.get(name)
+        instance = self.router.fleet.instances.get(name)
         return instance is not None and instance.is_able
 
     async def post(self, body: Any, path: str = "/v1/completions", **more: Any) -> tuple[int, bytes, Any]:

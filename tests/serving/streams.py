@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.serving.live import WAIT_S_MAX, Live
 
-from baton.serving.wire import EventReader, SentEvent
+from baton.serving.http import EventReader, SentEvent
 
 
 @dataclass

@@ -13,8 +13,7 @@ import pytest
 from aiohttp import web
 
 from baton.serving import http
-from baton.serving.errors import ApiError
-from baton.serving.http import Credentials, EventStream, HttpLimits, HttpServer
+from baton.serving.http import ApiError, Credentials, EventStream, HttpLimits, HttpServer
 
 LIMIT_S = 90.0
 KEY = "sk-client"
@@ -56,8 +55,7 @@ class Answers:
                     await stream.write(b"x" * 65_536)
             case b"stream":
                 await stream.write(b"one")
-                await stream.write(b"two")
-                return await stream.end()
+                return await stream.end(b"two")
         return web.Response(body=body)
 
 

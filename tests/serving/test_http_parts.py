@@ -9,9 +9,24 @@ import pytest
 
 from baton.errors import ConfigError
 from baton.protocol.outcomes import Why
-from baton.serving.errors import STATUSES, ApiError, bad_field, failure, read_error
-from baton.serving.http import Caller, Credentials, check_binding, is_loopback, router_key
-from baton.serving.wire import DONE, EventReader, RouterHints, TokenNote, data_event, note_line
+from baton.serving.http import (
+    DONE,
+    STATUSES,
+    ApiError,
+    Caller,
+    Credentials,
+    EventReader,
+    RouterHints,
+    TokenNote,
+    bad_field,
+    check_binding,
+    data_event,
+    failure,
+    is_loopback,
+    note_line,
+    read_error,
+    router_key,
+)
 
 SECRET = b"0123456789abcdef"
 

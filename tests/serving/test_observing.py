@@ -11,10 +11,10 @@ from tests.serving.parsed import asked
 from baton.engine.commands import CopyRecord, LayerGroupTiming
 from baton.engine.requests import EngineRequest, InboundHandoff, OutboundHandoff, OutputChunk, RequestFinished
 from baton.engine.trace import RequestTrace
-from baton.serving.generation import EventBridge
 from baton.serving.metrics import ServerMetrics
-from baton.serving.observing import NUM_TIMELINES_MAX, Side, Timelines
+from baton.serving.observing import NUM_TIMELINES_MAX, RequestObserver, Side
 from baton.serving.openapi import description
+from baton.serving.server import EventBridge
 
 
 def story() -> RequestTrace:
@@ -67,21 +67,21 @@ def test_metrics_of_a_hand_over():
 
 
 def test_only_the_latest_timelines_are_kept():
-    timelines = Timelines("here", "both")
+    observer = RequestObserver("here", "both")
     many_parsed = [
         asked({"prompt": "a", "baton": {"id": f"cmpl-{number}"}}) for number in range(NUM_TIMELINES_MAX + 3)
     ]
     for parsed in many_parsed:
-        timelines.add(parsed)
-        timelines.add_trace(parsed, 0, story())
-    assert timelines.find("cmpl-2") is None
-    assert timelines.find("cmpl-3")["jobs"][0]["story"]["arrived_s"] == 10.0
-    assert len(timelines.all()["data"]) == NUM_TIMELINES_MAX
+        observer.started(parsed)
+        observer.traced(parsed, 0, story())
+    assert observer.timeline("cmpl-2") is None
+    assert observer.timeline("cmpl-3")["jobs"][0]["story"]["arrived_s"] == 10.0
+    assert len(observer.timelines()["data"]) == NUM_TIMELINES_MAX
     # The rest of a former attempt under the same id does not spoil the story of the latest.
     again = asked({"prompt": "a", "baton": {"id": "cmpl-9"}})
-    timelines.add(again)
-    timelines.add_failure(many_parsed[9], "PEER_LOST")
-    assert timelines.find("cmpl-9")["failure"] is None
+    observer.started(again)
+    observer.failed(many_parsed[9], "PEER_LOST")
+    assert observer.timeline("cmpl-9")["failure"] is None
 
 
 def test_events_cross_in_order_and_none_is_left_behind():

@@ -9,9 +9,8 @@ from tests.engine.text.vocabularies import tokenizer
 from tests.serving.parsed import CONTEXT, DECODE, FAR, NEAR, PREFILL, asked, model, read
 
 from baton.engine.requests import InboundHandoff, OutboundHandoff
-from baton.serving.errors import ApiError
-from baton.serving.http import Caller
-from baton.serving.parsing import ReceivingInstance, parse_request
+from baton.serving.http import ApiError, Caller
+from baton.serving.openai import ReceivingInstance, parse_request
 
 TEXT = "the fox"
 ROOM = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 8998, "bootstrap_room": 77}

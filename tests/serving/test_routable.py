@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.serving.errors import ApiError
-from baton.serving.routable import read_routable
+from baton.serving.http import ApiError
+from baton.serving.router import read_routable
 
 PATH = "/v1/completions"
 VALUES = st.recursive(

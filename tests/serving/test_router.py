@@ -12,10 +12,9 @@ from tests.serving.peers import Fault, expected
 from tests.serving.router_world import run, until, world
 from tests.session.registry_world import SECRET, registry
 
-from baton.serving import proxy
+from baton.serving import router as routing
 from baton.serving.http import Credentials, router_key
-from baton.serving.router import Router
-from baton.serving.router_config import LocalMode, RouterConfig, RouterLimits
+from baton.serving.router import LocalMode, Router, RouterConfig, RouterLimits
 from baton.session.registry import Role
 
 PROMPT = {"prompt": "the fox"}
@@ -48,7 +47,7 @@ def test_request_waits_for_an_instance_that_is_about_to_come():
     async def body() -> None:
         async with world(1, 0, RouterLimits(recover_s_max=60.0)) as w:
             asking = asyncio.create_task(w.stream(PROMPT))
-            await until(lambda: w.router.context.queue.num_waiting)
+            await until(lambda: w.router.queue.num_waiting)
             await w.join("d0", Role.DECODE)
             assert (await asking).texts == RIGHT
 
@@ -101,7 +100,7 @@ def test_registry_that_is_away_or_has_forgotten_everybody_changes_nothing():
             await w.registry.close()
             assert (await w.stream(PROMPT)).texts == RIGHT
             async with registry(port=port):  # a new one, that nobody has told anything yet
-                fleet = w.router.context.fleet
+                fleet = w.router.fleet
                 await until(lambda: any(each.absent_s for each in fleet.instances.values()) or _seen(fleet))
                 assert (await w.stream(PROMPT)).texts == RIGHT
 
@@ -119,9 +118,9 @@ def test_router_that_starts_before_the_registry_waits_for_it():
             url, port = gone.url, int(gone.url.rpartition(":")[2])
         router = Router(RouterConfig(url), SECRET, Credentials((), SECRET))
         await router.start("127.0.0.1", 0)
-        assert "registry has not answered" in router.context.fleet.missing()
+        assert "registry has not answered" in router.fleet.missing()
         async with registry(port=port):
-            await until(lambda: router.context.fleet.is_registry_known)
+            await until(lambda: router.fleet.is_registry_known)
         await router.close()
 
     run(body)
@@ -191,7 +190,7 @@ def test_slow_client_is_felt_by_the_instance():
 
 
 def test_client_that_does_not_read_at_all_is_dropped(monkeypatch):
-    monkeypatch.setattr(proxy, "WRITE_S_MAX", 0.5)
+    monkeypatch.setattr(routing, "WRITE_S_MAX", 0.5)
 
     async def body() -> None:
         async with world() as w:
@@ -210,14 +209,14 @@ def test_too_many_in_flight_wait_and_too_many_waiting_are_refused():
         async with world(1, 1, RouterLimits(num_in_flight_max=2, num_waiting_max=3)) as w:
             w.d0.gate.clear()
             asking = [asyncio.create_task(w.post(PROMPT)) for _ in range(5)]
-            await until(lambda: w.router.context.queue.num_waiting == 3)
+            await until(lambda: w.router.queue.num_waiting == 3)
             status, raw, headers = await w.post(PROMPT)
             assert (status, headers["Retry-After"]) == (429, "1")
             assert json.loads(raw)["error"]["code"] == "QUEUE_FULL"
             assert len(w.d0.seen) == 2
             w.d0.gate.set()
             assert [status for status, _, _ in await asyncio.gather(*asking)] == [200] * 5
-            assert w.router.context.queue.num_waiting == 0
+            assert w.router.queue.num_waiting == 0
 
     run(body)
 
@@ -230,9 +229,9 @@ def test_who_waited_longest_is_next_and_who_leaves_is_forgotten():
             await until(lambda: len(w.d0.seen) == 1)
             for number in range(1, 4):
                 asking.append(asyncio.create_task(w.post({"prompt": str(number)})))
-                await until(lambda number=number: w.router.context.queue.num_waiting == number)
+                await until(lambda number=number: w.router.queue.num_waiting == number)
             asking[2].cancel()
-            await until(lambda: w.router.context.queue.num_waiting == 2)
+            await until(lambda: w.router.queue.num_waiting == 2)
             w.d0.gate.set()
             await asyncio.gather(*asking, return_exceptions=True)
             assert [seen.body["prompt"] for seen in w.d0.seen] == ["0", "1", "3"]
@@ -258,7 +257,7 @@ def test_short_prompts_are_prefilled_on_decode_by_measured_rates():
         async with world(1, 1, local=LocalMode.AUTO) as w:
             w.p0.told = {"rates": {"prefill_tokens_per_s": 1000.0, "handoff_s": 0.02}}
             w.d0.told = {"rates": {"prefill_tokens_per_s": 500.0}}
-            fleet = w.router.context.fleet
+            fleet = w.router.fleet
             await until(lambda: all(each.health.info.rates.prefill_tokens_per_s for each in w.instances))
             assert len(fleet.instances) == 2
             long = {"prompt": "long " * 200}
@@ -302,7 +301,7 @@ def test_clients_need_a_key_and_it_goes_no_further():
         async with world() as w:
             router = Router(RouterConfig(w.registry.url), SECRET, Credentials(("client key",), SECRET))
             await router.start("127.0.0.1", 0)
-            await until(lambda: not router.context.fleet.missing())
+            await until(lambda: not router.fleet.missing())
             url, data = router.url + "/v1/completions", json.dumps({**PROMPT, "model": "tiny"})
             for key, status in (("", 401), ("wrong", 401), ("client key", 200)):
                 headers = {"Authorization": f"Bearer {key}"} if key else {}

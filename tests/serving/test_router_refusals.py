@@ -8,8 +8,7 @@ import pytest
 from tests.serving.peers import Fault
 from tests.serving.router_world import World, run, until, world
 
-from baton.serving.proxy import ProxiedRequest
-from baton.serving.router_config import RouterLimits
+from baton.serving.router import ProxiedRequest, RouterLimits
 
 PROMPT = {"prompt": "the fox"}
 

@@ -9,9 +9,8 @@ import pytest
 from tests.serving.peers import NUM_TOKENS, Fault, expected, token
 from tests.serving.router_world import Streamed, read_stream, run, until, world
 
-from baton.serving.proxy import StreamFilter, StreamProgress
-from baton.serving.router_config import RouterLimits
-from baton.serving.wire import ResumedChoice, TokenNote
+from baton.serving.http import ResumedChoice, TokenNote
+from baton.serving.router import RouterLimits, StreamFilter, StreamProgress
 
 CHAT = "/v1/chat/completions"
 ENDS = {

@@ -9,7 +9,7 @@ import pytest
 from tests.serving.peers import Fault, expected
 from tests.serving.router_world import run, until, world
 
-from baton.serving.router_config import RouterLimits
+from baton.serving.router import RouterLimits
 
 PROMPT = {"prompt": "the fox"}
 RIGHT = expected("the fox")
@@ -31,8 +31,8 @@ def test_both_legs_get_the_request_and_the_same_room():
             assert prefill.body["bootstrap_host"] == "127.0.0.1"
             assert prefill.body["bootstrap_port"] == 7002
             assert decode.headers["Authorization"].startswith("Bearer ")
-            await until(lambda: not w.router.context.fleet.instances["p0"].num_in_flight)
-            assert w.router.context.fleet.instances["d0"].num_in_flight == 0
+            await until(lambda: not w.router.fleet.instances["p0"].num_in_flight)
+            assert w.router.fleet.instances["d0"].num_in_flight == 0
 
     run(body)
 

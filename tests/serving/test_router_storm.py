@@ -16,7 +16,7 @@ import pytest
 from tests.serving.peers import NUM_TOKENS, Fault, Peer, expected
 from tests.serving.router_world import World, read_stream, run, until, world
 
-from baton.serving.router_config import LocalMode, RouterLimits
+from baton.serving.router import LocalMode, RouterLimits
 from baton.session.registry import Role
 
 CHAT = "/v1/chat/completions"
@@ -139,7 +139,7 @@ def test_storm_leaves_right_answers_and_nothing_else(seed: int):
             fates = Counter(await asyncio.gather(*asks))
             assert fates["streamed"] + fates["answered"] > NUM_REQUESTS / 2, fates
             await until(lambda: is_empty(w))
-            assert w.router.context.queue.num_waiting == 0
+            assert w.router.queue.num_waiting == 0
             assert await w.metric("baton_router_resumes_total") > 0
             assert await w.metric("baton_router_retries_total") > 0
 

@@ -12,22 +12,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
-from baton.serving.errors import ApiError
-from baton.serving.fleet import Fleet, FleetInstance, InstanceLoad, InstanceRates, ServerInfo
-from baton.serving.policies import Candidate, Policy, policy_names
-from baton.serving.routable import RawPrompt, read_routable
-from baton.serving.router_config import LocalMode, RouterConfig, RouterLimits
-from baton.serving.routing import (
-    AllFull,
-    NoInstance,
+from baton.serving.fleet import Fleet, FleetInstance, InstanceLoad, InstanceRates, ServerInfo, UpstreamError
+from baton.serving.http import ApiError
+from baton.serving.policies import (
+    Candidate,
+    Policy,
     PrefixIndex,
-    RouteChooser,
-    RouteConstraints,
+    RawPrompt,
     TokenSize,
     local_reason,
     local_threshold,
+    policy_names,
 )
-from baton.serving.upstream import UpstreamError
+from baton.serving.router import (
+    AllFull,
+    LocalMode,
+    NoInstance,
+    RouteChooser,
+    RouteConstraints,
+    RouterConfig,
+    RouterLimits,
+    read_routable,
+)
 from baton.session.registry import Role, Roster
 
 

@@ -7,8 +7,8 @@ import random
 import pytest
 from tests.serving.parsed import READERS, read
 
-from baton.serving.errors import ApiError
-from baton.serving.schema import UNSUPPORTED
+from baton.serving.http import ApiError
+from baton.serving.openai import UNSUPPORTED
 
 GOOD = {
     "completions": {"prompt": "a"},

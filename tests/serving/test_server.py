@@ -12,7 +12,7 @@ from tests.serve.speaking import oracle_text
 from tests.serving.live import Live, live, until
 from tests.serving.streams import half_read
 
-from baton.serving import generation
+from baton.serving import server as serving
 
 pytestmark = pytest.mark.serve
 
@@ -38,7 +38,7 @@ def test_a_client_that_leaves_frees_everything(served: Live, is_stream: bool):
 
 
 def test_a_client_that_does_not_read_is_dropped(served: Live, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(generation, "WRITE_S_MAX", 0.3)
+    monkeypatch.setattr(serving, "WRITE_S_MAX", 0.3)
     until(served.is_idle, "nothing else runs")
     body = {**LONG, "n": 12, "stream": True, "logprobs": 100}
     with half_read(served, "/v1/completions", body) as connection:

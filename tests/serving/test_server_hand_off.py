@@ -14,7 +14,7 @@ from tests.serve.speaking import oracle_text
 from tests.serving.live import Live, live, until
 from tests.serving.streams import half_read, heard
 
-from baton.serving.wire import EventReader
+from baton.serving.http import EventReader
 
 pytestmark = pytest.mark.serve
 

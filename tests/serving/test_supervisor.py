@@ -16,8 +16,8 @@ from tests.serving.streams import half_read, heard
 from baton.engine.config import EngineConfig
 from baton.errors import ConfigError
 from baton.serving import supervisor as supervising
+from baton.serving.http import EventReader
 from baton.serving.supervisor import InstanceSupervisor
-from baton.serving.wire import EventReader
 
 pytestmark = pytest.mark.serve
 

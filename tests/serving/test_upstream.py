@@ -6,12 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import aiohttp
 import pytest
 from tests.serving.router_world import run, until
 from yarl import URL
 
 from baton.errors import ConfigError
-from baton.serving.upstream import UpstreamClient, UpstreamError, UpstreamRequest, instance_base
+from baton.serving.fleet import UpstreamError, fetch, instance_base, upstream_session
+from baton.serving.router import RouterLimits, UpstreamRequest
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
@@ -58,8 +60,8 @@ class Listener:
 
 
 @asynccontextmanager
-async def client() -> AsyncIterator[UpstreamClient]:
-    found = UpstreamClient("key", 30.0)
+async def client() -> AsyncIterator[aiohttp.ClientSession]:
+    found = upstream_session("key", 30.0)
     try:
         yield found
     finally:
@@ -70,7 +72,7 @@ def test_connections_are_used_again():
     async def body() -> None:
         listener = Listener([OK, CHUNKED, OK])
         async with listener as url, client() as upstream:
-            answers = [await upstream.fetch(url, 60.0) for _ in range(3)]
+            answers = [await fetch(upstream, url, 60.0) for _ in range(3)]
             assert answers == [(200, b"ok"), (200, b"abc"), (200, b"ok")]
             assert listener.num_connections == 1
 
@@ -82,7 +84,7 @@ def test_broken_answers_are_errors(answer: bytes):
     async def body() -> None:
         async with Listener([answer], is_cut=True) as url, client() as upstream:
             with pytest.raises(UpstreamError) as raised:
-                await upstream.fetch(url, 60.0)
+                await fetch(upstream, url, 60.0)
             assert raised.value.code == "PEER_LOST"
 
     run(body)
@@ -94,7 +96,7 @@ def test_a_closed_port_is_told_apart():
             pass
         async with client() as upstream:
             with pytest.raises(UpstreamError) as raised:
-                await upstream.fetch(url, 60.0)
+                await fetch(upstream, url, 60.0)
             assert raised.value.code == "REFUSED"
 
     run(body)
@@ -104,7 +106,7 @@ def test_silence_is_a_deadline():
     async def body() -> None:
         async with Listener([b"HTTP/1.1 200 OK\r\n", b""]) as url, client() as upstream:
             with pytest.raises(UpstreamError) as raised:
-                await upstream.fetch(url, 0.2)
+                await fetch(upstream, url, 0.2)
             assert raised.value.code == "DEADLINE"
 
     run(body)
@@ -115,8 +117,8 @@ def test_a_response_that_is_not_read_is_not_taken_in():
         size = 64 << 20
         listener = Listener([b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + bytes(size)])
         async with listener as url, client() as upstream:
-            request = UpstreamRequest(upstream)
-            await request.send(URL(url), None)
+            request = UpstreamRequest(upstream, "i", RouterLimits())
+            await request.send(URL(url), b"{}")
             num_sent = -1
             while num_sent != listener.num_sent:  # until nothing moves any more
                 num_sent = listener.num_sent
@@ -132,10 +134,10 @@ def test_a_response_that_is_not_read_is_not_taken_in():
 def test_a_request_that_is_ended_wakes_its_reader_with_the_cause(head: bytes):
     async def body() -> None:
         async with Listener([head, b""]) as url, client() as upstream:
-            request = UpstreamRequest(upstream)
+            request = UpstreamRequest(upstream, "i", RouterLimits())
 
             async def read() -> bytes:
-                await request.send(URL(url), None)
+                await request.send(URL(url), b"{}")
                 return await request.read_all()
 
             reading = asyncio.create_task(read())

@@ -16,8 +16,7 @@ from baton import settings
 from baton.cli.options import ApiKeyFile, DrainS, Host, Port, SecretFile, TlsCa, TlsCert, TlsKey
 from baton.serving.http import Credentials, check_binding
 from baton.serving.policies import policy_names
-from baton.serving.router import Router
-from baton.serving.router_config import LocalMode, RouterConfig, RouterLimits
+from baton.serving.router import LocalMode, Router, RouterConfig, RouterLimits
 
 PORT = 8000
 HOST = "127.0.0.1"

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
+from urllib.parse import urlsplit
 
+import aiohttp
 import msgspec
 from yarl import URL
 
 from baton.errors import ConfigError
-from baton.serving.errors import read_error
-from baton.serving.router_config import RouterConfig
-from baton.serving.upstream import UpstreamClient, UpstreamError, UpstreamRequest, instance_base
+from baton.serving.http import read_error
 from baton.session.registry import Change, ChangeKind, RegistryClient, RegistryError, Role, Roster, Topology
 
 FRESH_S = 3.0
@@ -30,8 +31,94 @@ SILENT_S_MAX = 15.0
 """Longer than a member takes to register with a new registry, and than a busy instance takes to answer."""
 POLL_S_LIMIT = 5.0
 REPOLL_S = 0.2
+IDLE_S_MAX = 30.0
+"""Below the time for which servers keep an idle connection, so that none is used while it is closed."""
+RESPONSE_BYTES_MAX = 256 << 20
 
 log = logging.getLogger("baton.serving.fleet")
+
+
+# ---- the HTTP client
+
+
+class UpstreamError(Exception):
+    """No response came, or not all of it; `code` is a key of baton.serving.http.STATUSES, or REFUSED."""
+
+    def __init__(self, text: str, code: str = "PEER_LOST") -> None:
+        super().__init__(text)
+        self.text = text
+        self.code = code
+
+    @staticmethod
+    def of(error: Exception) -> UpstreamError:
+        """The same for what aiohttp or a socket raised."""
+        match error:
+            case aiohttp.ClientSSLError():
+                return UpstreamError(f"TLS failed: {error}", "REFUSED_AUTHENTICATION")
+            case aiohttp.ClientConnectorError():
+                reason = error.os_error.strerror or str(error.os_error)
+                return UpstreamError(f"{error.host}:{error.port} cannot be reached: {reason}", "REFUSED")
+            case TimeoutError():
+                return UpstreamError("it did not accept a connection in time")
+            case _:
+                return UpstreamError(f"the connection was lost: {str(error) or type(error).__name__}")
+
+
+def upstream_session(
+    key: str, connect_s_max: float, ssl_context: ssl.SSLContext | None = None
+) -> aiohttp.ClientSession:
+    """One session for all instances, with as many pooled connections as requests need."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(
+            limit=0, keepalive_timeout=IDLE_S_MAX, ssl=True if ssl_context is None else ssl_context
+        ),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s_max),
+        headers={"Authorization": f"Bearer {key}"},
+        skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+    )
+
+
+async def fetch(
+    session: aiohttp.ClientSession, url: str, timeout_s: float, body: bytes | None = None
+) -> tuple[int, bytes]:
+    """GETs a small response, or POSTs; raises UpstreamError where none comes in time."""
+    request: dict[str, Any] = {"allow_redirects": False}
+    if body is not None:
+        request |= {"data": body, "headers": {"Content-Type": "application/json"}}
+    parts = bytearray()
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            session.request("GET" if body is None else "POST", URL(url, encoded=True), **request) as response,
+        ):
+            async for part in response.content.iter_any():
+                parts += part
+                if len(parts) > RESPONSE_BYTES_MAX:
+                    raise UpstreamError(f"the response is longer than {RESPONSE_BYTES_MAX} bytes")
+            return response.status, bytes(parts)
+    except aiohttp.ClientError as error:
+        raise UpstreamError.of(error) from None
+    except TimeoutError:
+        raise UpstreamError(f"no response to {url} within {timeout_s:g} s", "DEADLINE") from None
+    except OSError as error:
+        raise UpstreamError.of(error) from None
+
+
+def instance_base(url: str) -> str:
+    """An instance's URL without a trailing slash; a ConfigError where it cannot be used."""
+    try:
+        parts = urlsplit(url)
+        is_good = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        is_good = False
+    if not is_good or parts.scheme not in ("http", "https") or parts.path.strip("/"):
+        raise ConfigError(f"instance URL {url!r} cannot be used; it has to be http://host:port or https")
+    return url.rstrip("/")
+
+
+# ---- instances
 
 
 class InstanceLoad(msgspec.Struct, frozen=True):
@@ -78,6 +165,16 @@ class Health:
     """What this router had given it when it last reported its load."""
 
 
+class OpenRequest(Protocol):
+    """A request that an instance is answering."""
+
+    def fail(self, error: UpstreamError) -> None:
+        """The instance is lost."""
+
+    def check(self, now_s: float, unheard_s: float) -> None:
+        """Ends it where it takes too long; the instance last answered a poll so long ago."""
+
+
 class FleetInstance:
     """One instance, through all its epochs."""
 
@@ -87,7 +184,7 @@ class FleetInstance:
         self.name = roster.instance
         self.base = instance_base(roster.url)
         self.health = Health()
-        self.upstreams: set[UpstreamRequest] = set()
+        self.upstreams: set[OpenRequest] = set()
         self.num_in_flight = 0
         self.num_tokens = 0
         """In flight, as far as this router gave them."""
@@ -166,6 +263,11 @@ class FleetInstance:
         beyond = self.health.info.load.num_tokens - self.health.num_tokens_given
         return self.num_tokens + max(0, beyond)
 
+    def charge(self, num_requests: int, num_tokens: int) -> None:
+        """This router gave it so much more, or less."""
+        self.num_in_flight += num_requests
+        self.num_tokens += num_tokens
+
     def has_room(self, num_in_flight_max: int, now_s: float) -> bool:
         return self.num_in_flight < num_in_flight_max and now_s >= self.full_until_s
 
@@ -208,6 +310,23 @@ class FleetInstance:
         self.health.trouble = text
         self.wake()
 
+    def summary(self) -> dict[str, Any]:
+        """For the router's /server_info."""
+        return {
+            "name": self.name,
+            "role": self.role.value,
+            "layout": self.roster.layout,
+            "model": self.model,
+            "fingerprint": self.fingerprint,
+            "epoch": max(self.roster.epoch, self.health.info.epoch),
+            "url": self.roster.url,
+            "coordinator": self.coordinator,
+            "state": self.state,
+            "trouble": self.health.trouble,
+            "num_in_flight": self.num_in_flight,
+            "num_tokens": self.load_tokens,
+        }
+
     def wake(self) -> None:
         """Polls it now."""
         self._woken.set()
@@ -220,10 +339,6 @@ class FleetInstance:
         self._woken.clear()
 
 
-def _ignore(instance: FleetInstance) -> None:
-    pass
-
-
 class Fleet:
     """Instances by name."""
 
@@ -231,10 +346,9 @@ class Fleet:
         self.instances: dict[str, FleetInstance] = {}
         self.is_registry_known = False
         """Whether the registry has ever answered."""
-        self.on_join: Callable[[FleetInstance], None] = _ignore
-        self.on_leave: Callable[[FleetInstance], None] = _ignore
-        self.on_restart: Callable[[FleetInstance], None] = _ignore
-        """Its former epoch has ended, and its prefix cache with it."""
+        self.on_join: Callable[[FleetInstance], None] = lambda instance: None
+        self.on_end: Callable[[FleetInstance], None] = lambda instance: None
+        """An epoch of it has ended, and its prefix cache with it; the instance may have restarted."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when an instance comes, goes or changes its state."""
         self._refused: dict[str, str] = {}
@@ -265,18 +379,18 @@ class Fleet:
         for instance in [known for known in self.instances.values() if _has_gone(known, now_s)]:
             del self.instances[instance.name]
             instance.lose(f"{instance.name} has gone")
-            self.on_leave(instance)
+            instance.wake()  # ends its polls
+            self.on_end(instance)
             self.on_change()
 
-    def able(self, *roles: Role) -> list[FleetInstance]:
-        """The instances of these roles that can be given new requests."""
-        return [
-            instance for instance in self.instances.values() if instance.role in roles and instance.is_able
-        ]
+    def able(self, role: Role | None = None) -> list[FleetInstance]:
+        """The instances, of this role or of any, that can be given new requests."""
+        instances = self.instances.values()
+        return [known for known in instances if known.is_able and (role is None or known.role is role)]
 
     def missing(self) -> str:
         """Why nothing can be served now; empty where there is a working pair or an instance for both."""
-        able = self.able(*Role)
+        able = self.able()
         if any(instance.role is Role.BOTH for instance in able):
             return ""
         fingerprints = {
@@ -300,7 +414,7 @@ class Fleet:
         try:
             if known is not None:
                 if known.update_roster(roster):
-                    self.on_restart(known)
+                    self.on_end(known)
                 return
             instance = FleetInstance(roster)
         except ConfigError as error:
@@ -333,43 +447,37 @@ class FleetWatcher:
     def __init__(
         self,
         fleet: Fleet,
-        client: UpstreamClient,
-        config: RouterConfig,
+        session: aiohttp.ClientSession,
+        poll_s: float,
+        poll_s_max: float,
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self._fleet = fleet
-        self._client = client
-        self._poll_s = config.poll_s
-        self._limits = config.limits
-        self._poll_s_max = min(POLL_S_LIMIT, config.limits.silence_s_max / 2)
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._session = session
+        self._poll_s = poll_s
+        self._poll_s_max = min(POLL_S_LIMIT, poll_s_max)
+        """How long one poll may take."""
+        self._tasks: set[asyncio.Task[None]] = set()
         self._on_failure = on_failure
         """Called where the fleet is no longer watched, which is a bug."""
+        fleet.on_join = lambda instance: self._spawn(self._follow(instance))
 
     def start(self, registry: RegistryClient) -> None:
-        self._spawn("", self._follow_registry(registry))
-
-    def join(self, instance: FleetInstance) -> None:
-        """Polls a new instance from now on."""
-        self._spawn(instance.name, self._follow(instance))
-
-    def leave(self, instance: FleetInstance) -> None:
-        task = self._tasks.pop(instance.name, None)
-        if task is not None:
-            task.cancel()
+        self._spawn(self._follow_registry(registry))
 
     async def close(self) -> None:
-        tasks = list(self._tasks.values())
-        self._tasks.clear()
+        tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _spawn(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        task = self._tasks[name] = asyncio.get_running_loop().create_task(work)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             log.error("instances are no longer watched", exc_info=error)
@@ -396,10 +504,12 @@ class FleetWatcher:
         self._fleet.apply(roster for roster in topology.instances if roster.is_complete and roster.url)
 
     async def _follow(self, instance: FleetInstance) -> None:
-        while True:
+        while self._fleet.instances.get(instance.name) is instance:
             former = instance.state
             await self._poll(instance)
-            self._end_silent(instance)
+            now_s = monotonic()
+            for request in list(instance.upstreams):
+                request.check(now_s, now_s - instance.health.heard_s)
             if instance.state != former:
                 log.info("%s is %s %s", instance.name, instance.state, instance.health.trouble)
                 self._fleet.on_change()
@@ -410,8 +520,8 @@ class FleetWatcher:
         health = instance.health
         try:
             (status, body), info = await asyncio.gather(
-                self._client.fetch(f"{instance.base}/health", self._poll_s_max),
-                self._client.fetch(f"{instance.base}/server_info", self._poll_s_max),
+                fetch(self._session, f"{instance.base}/health", self._poll_s_max),
+                fetch(self._session, f"{instance.base}/server_info", self._poll_s_max),
             )
         except UpstreamError as error:
             health.is_healthy = False
@@ -426,25 +536,7 @@ class FleetWatcher:
             if info[0] != 200:
                 status, health.trouble = 0, f"/server_info: {read_error(*info).message}"
             elif instance.update_info(msgspec.json.decode(info[1], type=ServerInfo)):
-                self._fleet.on_restart(instance)
+                self._fleet.on_end(instance)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             status, health.trouble = 0, f"its /server_info cannot be read: {error}"
         health.is_healthy = status == 200
-
-    def _end_silent(self, instance: FleetInstance) -> None:
-        """Ends upstream requests that expired, or that have made no progress for too long."""
-        limits, now_s = self._limits, monotonic()
-        unheard_s = now_s - instance.health.heard_s
-        for upstream in list(instance.upstreams):
-            silent_s = now_s - upstream.progress_s
-            limit_s = limits.first_s_max if upstream.response is None else limits.stall_s_max
-            if now_s > upstream.expires_s:
-                upstream.close()
-            elif not upstream.is_waiting:
-                continue
-            elif min(silent_s, unheard_s) > limits.silence_s_max:
-                text = f"{instance.name} has not answered anything for {unheard_s:.0f} s"
-                upstream.fail(UpstreamError(text, "DEADLINE"))
-            elif silent_s > limit_s:
-                text = f"{instance.name} has made no progress for {silent_s:.0f} s"
-                upstream.fail(UpstreamError(text, "DEADLINE"))

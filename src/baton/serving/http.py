@@ -1,4 +1,4 @@
-"""The HTTP server that `baton serve` and `baton route` share: aiohttp behind keys, limits and one error form.
+"""HTTP, as `baton serve` and `baton route` share it: aiohttp behind keys, limits and one error form.
 
 A request passes the middleware, which checks the key before it reads anything, then reads the body whole
 within a time and a size limit. Handlers get it from memory by `await request.read()`. Every failure becomes
@@ -19,23 +19,34 @@ import ipaddress
 import logging
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from time import monotonic
-from typing import Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from aiohttp import ClientPayloadError, web
+from msgspec import Meta
 
 from baton.errors import BatonError, ConfigError
-from baton.serving.errors import NO_STORE, ApiError
 
 HOST = "127.0.0.1"
 ID_HEADER = "X-Request-Id"
 EVENT_STREAM = "text/event-stream"
 DRAIN_S = 30.0
 """How long a server or router that drains waits for open requests, where nothing else is set."""
+
+VALUE_CHARACTERS_MAX = 80
+RETRY_S = 1.0
+NO_STORE = {"Cache-Control": "no-store", "Server": "baton"}
+JSON_HEADERS = {"Content-Type": "application/json", **NO_STORE}
+DONE = b"data: [DONE]\n\n"
+PROMPT_TOKENS_HEADER = "X-Prompt-Tokens"
+"""How an instance reports the length of the prompt, whatever the form of its response."""
+EVENT_BYTES_MAX = 16 << 20
+_NOTE = b": baton "
+_DATA = b"data:"
 
 _SHUTDOWN_S = 2.0
 _LINGER_S = 2.0
@@ -50,6 +61,110 @@ _FORWARDED_HEADERS = ("Forwarded", "X-Forwarded-For", "X-Real-IP", "Origin")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _log = logging.getLogger("baton.serving.http")
+
+
+# ---- errors, in the form that OpenAI clients read
+
+_PEER_CODES = (
+    "PEER_LOST", "COPY_FAILED", "CORRUPTED", "ABORTED", "ENDED", "REFUSED_LAYOUT", "REFUSED_VERSION",
+    "REFUSED_AUTHENTICATION", "REFUSED_PROMPT", "REFUSED_LIVE_ID",
+)  # fmt: skip
+_UNREADY_CODES = ("OUT_OF_PAGES", "DRAINING", "LOADING", "NO_INSTANCE")
+STATUSES = {
+    **dict.fromkeys(_PEER_CODES, 502),
+    **dict.fromkeys(_UNREADY_CODES, 503),
+    "DEADLINE": 504,
+    "QUEUE_FULL": 429,
+}
+"""HTTP status by code: the causes of a failed hand-off (baton.protocol.outcomes.Why), and a server's own."""
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    """The error: a text, OpenAI's error type, the field at fault and a code for programs."""
+
+    message: str
+    type: str = "server_error"
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    """The body of every response that is not a success."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """A refused or failed request with its HTTP status; the middleware turns it into the response."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        allow: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+        self.allow = allow
+        """The allowed methods, with status 405."""
+
+    @property
+    def type(self) -> str:
+        """OpenAI's error type."""
+        return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    def body(self) -> bytes:
+        """The JSON of a response, or of the last event of a stream."""
+        return msgspec.json.encode(ErrorBody(ErrorDetail(self.message, self.type, self.param, self.code)))
+
+    def response(self) -> web.Response:
+        headers = dict(JSON_HEADERS)
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(max(1, round(self.retry_after_s)))
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        if self.allow:
+            headers["Allow"] = self.allow
+        return web.Response(body=self.body(), status=self.status, headers=headers)
+
+
+def failure(code: str, message: str) -> ApiError:
+    """The error for a code of STATUSES; 500 for any other code."""
+    status = STATUSES.get(code, 500)
+    return ApiError(status, message, code=code, retry_after_s=RETRY_S if status in (429, 503) else None)
+
+
+def bad_field(param: str, value: object, remedy: str, code: str | None = None) -> ApiError:
+    """Bad input: the field, its value (cut where it is long) and what to do."""
+    text = ascii(value)
+    shown = text if len(text) <= VALUE_CHARACTERS_MAX else f"{text[:VALUE_CHARACTERS_MAX]}..."
+    return ApiError(400, f"{param} is {shown}: {remedy}", param=param, code=code)
+
+
+def read_error(status: int, body: bytes, retry_after: str | None = None) -> ApiError:
+    """The error in another server's response; a body of another form is quoted, cut short."""
+    after_s = float(retry_after) if retry_after and retry_after.isascii() and retry_after.isdigit() else None
+    try:
+        detail = msgspec.json.decode(body, type=ErrorBody).error
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        text = body[:VALUE_CHARACTERS_MAX].decode("ascii", "replace")
+        return ApiError(status, f"a response with status {status}: {text!r}", retry_after_s=after_s)
+    return ApiError(status, detail.message, param=detail.param, code=detail.code, retry_after_s=after_s)
 
 
 # ---- where to listen, and which callers are trusted
@@ -121,11 +236,9 @@ class Credentials:
     def caller(self, headers: Mapping[str, str], address: str | None) -> Caller:
         """The caller; an ApiError with status 401 where a key is needed and missing or wrong."""
         is_near = is_loopback(address) and not any(name in headers for name in _FORWARDED_HEADERS)
-        return Caller(self._is_router(headers.get("Authorization", "")), is_near)
-
-    def _is_router(self, authorization: str) -> bool:
+        authorization = headers.get("Authorization", "")
         if not authorization and not self._keys:
-            return False
+            return Caller(is_loopback=is_near)
         scheme, _, key = authorization.partition(" ")
         digest = _digest(key.strip() if scheme.lower() == "bearer" else "")
         is_router = self._router is not None and hmac.compare_digest(digest, self._router)
@@ -139,7 +252,7 @@ class Credentials:
                 param="Authorization",
                 code="invalid_api_key",
             )
-        return is_router
+        return Caller(is_router, is_near)
 
 
 def _digest(key: str) -> bytes:
@@ -427,12 +540,16 @@ class HeadTimer(asyncio.Protocol):
         self._deadline_s = monotonic() + self._limits.head_s_max
 
 
-# ---- responses
+# ---- responses, and what router and instances exchange in them
+#
+# Beside OpenAI's API there are the request field `baton` and notes in streams. A client of OpenAI's API skips
+# lines that begin with a colon. So the tokens of each event, which a router needs to resume a stream on
+# another instance, are in such a line before the event, in the same block; the router forwards the rest
+# without decoding it.
 
 
 def json_response(value: Any) -> web.Response:
-    headers = {"Content-Type": "application/json", **NO_STORE}
-    return web.Response(body=msgspec.json.encode(value), headers=headers)
+    return web.Response(body=msgspec.json.encode(value), headers=JSON_HEADERS)
 
 
 class EventStream:
@@ -446,23 +563,124 @@ class EventStream:
 
     async def write(self, data: bytes) -> None:
         """Sends whole events; drops a client that does not read for `write_s_max`."""
+        await self._send(data, is_last=False)
+
+    async def end(self, data: bytes) -> web.StreamResponse:
+        """Sends the last events together with the end of the response."""
+        return await self._send(data, is_last=True)
+
+    async def _send(self, data: bytes, *, is_last: bool) -> web.StreamResponse:
         transport, response = self._request.transport, self.response
         if response is None:
             headers = {"Content-Type": EVENT_STREAM, ID_HEADER: self._identity, **NO_STORE}
             response = self.response = web.StreamResponse(headers=headers)
             await response.prepare(self._request)
+        send = response.write_eof if is_last else response.write
         if transport is not None and transport.get_write_buffer_size() + len(data) < _FREE_BYTES:
-            await response.write(data)
-            return
+            await send(data)
+            return response
         try:
             async with asyncio.timeout(self._write_s_max):
-                await response.write(data)
+                await send(data)
         except TimeoutError:
             if transport is not None:
                 transport.abort()
             raise ConnectionResetError(f"a client did not read for {self._write_s_max:g} s") from None
+        return response
 
-    async def end(self) -> web.StreamResponse:
-        assert self.response is not None, "nothing was written"
-        await self.response.write_eof()
-        return self.response
+
+class ResumedChoice(msgspec.Struct, frozen=True):
+    """A choice that is resumed: its index, and the tokens that were streamed already."""
+
+    index: Annotated[int, Meta(ge=0)]
+    tokens: tuple[int, ...]
+
+
+class RouterHints(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The field `baton` of a request body; honoured from trusted callers, ignored from others."""
+
+    id: Annotated[str, Meta(pattern=r"^[\w.:-]{0,128}$")] = ""
+    """Of the response, the same on every attempt."""
+    created: Annotated[int, Meta(ge=0, le=2**53)] = 0
+    tokens: bool = False
+    """Whether a TokenNote goes before each data event."""
+    resume: tuple[ResumedChoice, ...] = ()
+    """One job each; all other choices are finished."""
+    done: dict[Annotated[int, Meta(ge=0, le=2**31)], Annotated[int, Meta(ge=0, le=2**31)]] = {}
+    """By choice that was finished in an earlier attempt: its number of tokens, for the usage."""
+    first_token: Literal["", "prefill", "decode"] = ""
+    """Which side's first token is streamed; empty: the instance's own setting."""
+
+
+class TokenNote(msgspec.Struct, frozen=True):
+    """What an event adds to a choice: tokens, and the finish reason if it ended."""
+
+    index: int
+    tokens: tuple[int, ...] = ()
+    finish: str | None = None
+
+
+class SentEvent(msgspec.Struct, frozen=True):
+    """One block of a stream: its bytes without notes, the content of its data lines, and its note."""
+
+    raw: bytes
+    data: bytes | None
+    note: TokenNote | None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is the proper end of the stream."""
+        return self.data == b"[DONE]"
+
+
+def data_event(payload: bytes) -> bytes:
+    """One event; encoded JSON has no line feeds, so the data is one line."""
+    return b"data: " + payload + b"\n\n"
+
+
+def note_line(note: TokenNote) -> bytes:
+    """The comment line that goes right before the event of the note."""
+    return _NOTE + msgspec.json.encode(note) + b"\n"
+
+
+class EventReader:
+    """Splits a byte stream into events."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[SentEvent]:
+        """The events that these bytes complete; a block of comments alone is an event without data."""
+        *blocks, self._rest = (self._rest + data).split(b"\n\n")
+        if len(self._rest) > EVENT_BYTES_MAX:
+            raise ApiError(502, f"an event is longer than {EVENT_BYTES_MAX} bytes; is this Baton?")
+        for block in blocks:
+            if block.strip():
+                yield _read(block)
+
+
+def _read(block: bytes) -> SentEvent:
+    stop = block.find(b"\n")
+    if block.startswith(_NOTE) and block.startswith(_DATA, stop + 1) and block.find(b"\n", stop + 1) < 0:
+        # The usual block: a note and one line of data.
+        line = block[stop + 1 :]
+        return SentEvent(line + b"\n\n", line[len(_DATA) :].lstrip(b" "), _read_note(block[:stop]))
+    kept, note = [], None
+    for line in block.split(b"\n"):
+        if line.startswith(_NOTE):
+            note = _read_note(line)
+        else:
+            kept.append(line)
+    data = [line[len(_DATA) :].lstrip(b" ") for line in kept if line.startswith(_DATA)]
+    raw = b"\n".join(kept) + b"\n\n" if kept else b""
+    return SentEvent(raw, b"\n".join(data) if data else None, note)
+
+
+def _read_note(line: bytes) -> TokenNote:
+    try:
+        return _notes.decode(line[len(_NOTE) :])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(502, f"a token note cannot be read ({error}); is this Baton?") from None
+
+
+_notes = msgspec.json.Decoder(TokenNote)

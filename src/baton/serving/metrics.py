@@ -1,14 +1,26 @@
-"""Prometheus metrics of a server."""
+"""What servers and routers record: Prometheus metrics, and the attempts of a router's requests."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import time
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from baton.engine.load import EngineLoad
 from baton.engine.trace import RequestTrace
+from baton.observe import Interval, Timeline, Track, trace
+from baton.serving.fleet import Fleet
+from baton.serving.policies import local_threshold
+from baton.session.registry import Role
 
 _LATENCIES_S = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
@@ -16,6 +28,12 @@ _LATENCIES_S = (
 _SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 _PAGE_STATES = ("free", "cached", "used", "leased", "quarantined")
 _NUMBER = re.compile(r"\d+(\.\d+)?")
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_ADDED_S = (0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1)
+_WAIT_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+_STATES = ("able", "draining", "leaving", "loading", "unhealthy")
+NUM_LOGGED_MAX = 4096
+US_PER_S = 1e6
 
 
 class ServerMetrics:
@@ -105,3 +123,184 @@ class ServerMetrics:
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
+
+
+# ---- of a router
+#
+# What every request counts is plain numbers here: the library's own counters take a lock each time.
+
+
+class CheapHistogram:
+    """Numbers in a list, made into a metric when it is read."""
+
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
+        self._name, self._text, self._bounds = name, text, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def family(self) -> HistogramMetricFamily:
+        names = [str(bound) for bound in self._bounds] + ["+Inf"]
+        buckets = list(zip(names, map(float, accumulate(self._counts)), strict=True))
+        return HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+
+
+class RouterMetrics(Collector):
+    """Counters of one router; gauges are read from the fleet on demand."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        registry = self._registry = CollectorRegistry()
+        self._fleet = fleet
+        self._responses: dict[tuple[str, int], int] = {}
+        self.num_hand_offs = 0
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"baton_router_{name}", text, labels, registry=registry)
+
+        self.retries = counter("retries", "attempts again before anything was streamed")
+        self.resumes = counter("resumes", "streams that were resumed elsewhere")
+        self.failures = counter("failures", "failed attempts by cause", "cause")
+        self.given_up = counter("given_up", "requests that failed for good by cause", "cause")
+        self.disconnects = counter("disconnects", "clients that left before the end")
+        self.local_prefills = counter("local_prefills", "prompts not handed off by reason", "reason")
+        self.added = CheapHistogram(
+            "baton_router_added_seconds", "time that the router adds before a response begins", _ADDED_S
+        )
+        self.waits = CheapHistogram("baton_router_wait_seconds", "time until an instance had room", _WAIT_S)
+        registry.register(self)
+
+    def add_response(self, path: str, status: int) -> None:
+        key = (path, status)
+        self._responses[key] = self._responses.get(key, 0) + 1
+
+    def text(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        responses = CounterMetricFamily(
+            "baton_router_requests", "requests by path and status", labels=["path", "status"]
+        )
+        for (path, status), number in self._responses.items():
+            responses.add_metric([path, str(status)], number)
+        yield responses
+        yield CounterMetricFamily(
+            "baton_router_hand_overs", "attempts with prefill and decode", self.num_hand_offs
+        )
+        yield self.added.family()
+        yield self.waits.family()
+        labels = ["instance", "role"]
+        states = GaugeMetricFamily(
+            "baton_router_instance_state", "1 for the current state", labels=[*labels, "state"]
+        )
+        in_flight = GaugeMetricFamily("baton_router_in_flight", "requests given to it", labels=labels)
+        tokens = GaugeMetricFamily("baton_router_load_tokens", "tokens in flight there", labels=labels)
+        for instance in self._fleet.instances.values():
+            key = [instance.name, instance.role.value]
+            for state in _STATES:
+                states.add_metric([*key, state], float(instance.state == state))
+            in_flight.add_metric(key, instance.num_in_flight)
+            tokens.add_metric(key, instance.load_tokens)
+        yield states
+        yield in_flight
+        yield tokens
+        thresholds = GaugeMetricFamily(
+            "baton_router_local_threshold_tokens",
+            "prompts up to this length are prefilled on decode",
+            labels=["instance"],
+        )
+        prefills = self._fleet.able(Role.PREFILL)
+        for decode in self._fleet.able(Role.DECODE):
+            same = [instance for instance in prefills if instance.fingerprint == decode.fingerprint]
+            if same:
+                most = max(local_threshold(prefill, decode) for prefill in same)
+                thresholds.add_metric([decode.name], most)
+        yield thresholds
+
+
+# ---- attempts of a router's requests
+#
+# Instances report times of their own monotonic clock, and what that clock and the calendar said at the time
+# of the answer; so their timelines can be aligned, as well as their calendars agree.
+
+
+@dataclass(slots=True)
+class AttemptRecord:
+    """One attempt as the router saw it, in seconds since 1970; for timelines."""
+
+    names: tuple[str, ...]
+    """The instance that answers, then the one that prefills for it."""
+    local_reason: str
+    began_s: float = field(default_factory=time.time)
+    answered_s: float = 0.0
+    ended_s: float = 0.0
+    failure: str = ""
+
+    def fields(self) -> dict[str, Any]:
+        """For the router's /v1/timelines."""
+        fields = asdict(self)
+        return {"names": fields.pop("names"), "why_local": fields.pop("local_reason"), **fields}
+
+
+class AttemptLog:
+    """The attempts of recent requests, by the id of the response."""
+
+    def __init__(self, num_max: int = NUM_LOGGED_MAX) -> None:
+        self._attempts: OrderedDict[str, list[AttemptRecord]] = OrderedDict()
+        self._num_max = num_max
+
+    def add(self, identity: str, record: AttemptRecord) -> None:
+        self._attempts.setdefault(identity, []).append(record)
+        if len(self._attempts) > self._num_max:
+            self._attempts.popitem(last=False)
+
+    def attempts(self, identity: str) -> list[AttemptRecord]:
+        """In order; none where the request is not remembered."""
+        return self._attempts.get(identity, [])
+
+
+def merged_trace(
+    attempts: Sequence[AttemptRecord], timelines: Sequence[Any], traces: Sequence[Any]
+) -> dict[str, Any]:
+    """All traces as one, from the first attempt on; the router's own comes first."""
+    zero_s = min(attempt.began_s for attempt in attempts)
+    own = trace([Timeline("router", tuple(_attempt_intervals(attempts, zero_s)))])
+    events, num_processes = list(own["traceEvents"]), _last_process(own)
+    for timeline, instance_trace in zip(timelines, traces, strict=True):
+        shift_us = (_arrived_s(timeline, zero_s) - zero_s) * US_PER_S
+        for event in instance_trace.get("traceEvents", ()):
+            moved = {"ts": event["ts"] + shift_us} if event.get("ph") == "X" else {}
+            events.append({**event, "pid": event["pid"] + num_processes, **moved})
+        num_processes += _last_process(instance_trace)
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _attempt_intervals(attempts: Sequence[AttemptRecord], zero_s: float) -> Iterator[Interval]:
+    for number, attempt in enumerate(attempts, 1):
+        details = {
+            "instances": " <- ".join(attempt.names),
+            "failure": attempt.failure,
+            "local": attempt.local_reason,
+        }
+        start_s = attempt.began_s - zero_s
+        stop_s = max(start_s, (attempt.ended_s or time.time()) - zero_s)
+        yield Interval(Track("router", "attempts"), f"attempt {number}", start_s, stop_s, details)
+        if attempt.answered_s:
+            answered_s = min(max(start_s, attempt.answered_s - zero_s), stop_s)
+            yield Interval(Track("router", "until the answer begins"), "first token", start_s, answered_s)
+
+
+def _arrived_s(timeline: Any, fallback_s: float) -> float:
+    """When the request came to an instance, by the calendar."""
+    clock = timeline.get("clock") or {}
+    stories = [job.get("story") or {} for job in timeline.get("jobs", ())]
+    arrivals = [story["arrived_s"] for story in stories if story.get("arrived_s")]
+    if not arrivals or "monotonic_s" not in clock:
+        return fallback_s
+    return float(clock["unix_s"] - (clock["monotonic_s"] - min(arrivals)))
+
+
+def _last_process(instance_trace: Any) -> int:
+    return max((int(event.get("pid", 0)) for event in instance_trace.get("traceEvents", ())), default=0)

@@ -15,8 +15,7 @@ from baton.engine.requests import EngineRequest, InboundHandoff, OutboundHandoff
 from baton.engine.trace import RequestTrace, last_byte_s, rank_intervals, serial_s
 from baton.observe import Interval, Timeline, Track, trace
 from baton.serving.metrics import ServerMetrics
-from baton.serving.parsing import ParsedRequest
-from baton.serving.schema import Usage
+from baton.serving.openai import ParsedRequest, Usage
 
 NUM_TIMELINES_MAX = 256
 NUM_JOBS_MAX = 16
@@ -113,35 +112,67 @@ class RecordedRequest:
     failure: str | None = None
 
 
-class Timelines:
-    """The latest requests, by the id of the response."""
+class RequestObserver:
+    """Records what happens to a server's requests: metrics, and timelines of the latest by response id."""
 
     def __init__(self, instance: str, role: str) -> None:
+        self.metrics = ServerMetrics()
         self._instance = instance
         self._role = role
         self._recorded: OrderedDict[str, RecordedRequest] = OrderedDict()
 
-    def add(self, parsed: ParsedRequest) -> None:
+    def started(self, parsed: ParsedRequest) -> None:
+        """The instance accepted a request."""
         self._recorded[parsed.id] = RecordedRequest(parsed)
         self._recorded.move_to_end(parsed.id)
         while len(self._recorded) > NUM_TIMELINES_MAX:
             self._recorded.popitem(last=False)
 
-    def add_trace(self, parsed: ParsedRequest, job_index: int, story: RequestTrace) -> None:
-        recorded = self._recorded.get(parsed.id)
-        if recorded is not None and recorded.parsed is parsed and len(recorded.traces) < NUM_JOBS_MAX:
+    def sampled(self, num_tokens: int, since_s: float, *, is_first: bool) -> None:
+        """A choice gained tokens, so long after its last ones or after the request arrived."""
+        if is_first:
+            self.metrics.ttft.observe(since_s)
+            return
+        for _ in range(num_tokens):
+            self.metrics.itl.observe(since_s / num_tokens)
+
+    def traced(self, parsed: ParsedRequest, job_index: int, story: RequestTrace) -> None:
+        """A job is over and its pages are free."""
+        recorded = self._record_of(parsed)
+        if recorded is not None and len(recorded.traces) < NUM_JOBS_MAX:
             recorded.traces[job_index] = story
+        side = Side.of(parsed.jobs[job_index].request)
+        figures = side.figures(story)
+        if "queue_s" in figures:
+            self.metrics.queue.observe(figures["queue_s"])
+        if "tth_s" in figures:
+            self.metrics.tth.observe(figures["tth_s"])
+        if side is not Side.ALONE:
+            self.metrics.add_hand_off(story, figures)
 
-    def add_failure(self, parsed: ParsedRequest, code: str) -> None:
-        recorded = self._recorded.get(parsed.id)
-        if recorded is not None and recorded.parsed is parsed:
+    def failed(self, parsed: ParsedRequest, code: str) -> None:
+        recorded = self._record_of(parsed)
+        if recorded is not None:
             recorded.failure = code
+        self.metrics.failures.labels(code).inc()
 
-    def all(self) -> dict[str, Any]:
+    def finished(self, usage: Usage, since_s: float) -> None:
+        """A response was written whole, so long after the request arrived."""
+        self.metrics.e2e.observe(since_s)
+        self.metrics.tokens.labels("prompt").inc(usage.prompt_tokens)
+        self.metrics.tokens.labels("cached").inc(usage.prompt_tokens_details.cached_tokens)
+        self.metrics.tokens.labels("generated").inc(usage.completion_tokens)
+
+    def _record_of(self, parsed: ParsedRequest) -> RecordedRequest | None:
+        """None where it is forgotten, or a later attempt has its id."""
+        recorded = self._recorded.get(parsed.id)
+        return recorded if recorded is not None and recorded.parsed is parsed else None
+
+    def timelines(self) -> dict[str, Any]:
         """All requests, the latest first, without the work of their ranks."""
         return {"data": [self._summary(recorded) for recorded in reversed(self._recorded.values())]}
 
-    def find(self, name: str) -> dict[str, Any] | None:
+    def timeline(self, name: str) -> dict[str, Any] | None:
         """One request, with everything."""
         recorded = self._recorded.get(name)
         if recorded is None:
@@ -196,46 +227,3 @@ class Timelines:
                 }
             )
         return jobs
-
-
-class RequestObserver:
-    """Records what happens to a server's requests."""
-
-    def __init__(self, instance: str, role: str) -> None:
-        self.metrics = ServerMetrics()
-        self.timelines = Timelines(instance, role)
-
-    def started(self, parsed: ParsedRequest) -> None:
-        """The instance accepted a request."""
-        self.timelines.add(parsed)
-
-    def sampled(self, num_tokens: int, since_s: float, *, is_first: bool) -> None:
-        """A choice gained tokens, so long after its last ones or after the request arrived."""
-        if is_first:
-            self.metrics.ttft.observe(since_s)
-            return
-        for _ in range(num_tokens):
-            self.metrics.itl.observe(since_s / num_tokens)
-
-    def traced(self, parsed: ParsedRequest, job_index: int, story: RequestTrace) -> None:
-        """A job is over and its pages are free."""
-        self.timelines.add_trace(parsed, job_index, story)
-        side = Side.of(parsed.jobs[job_index].request)
-        figures = side.figures(story)
-        if "queue_s" in figures:
-            self.metrics.queue.observe(figures["queue_s"])
-        if "tth_s" in figures:
-            self.metrics.tth.observe(figures["tth_s"])
-        if side is not Side.ALONE:
-            self.metrics.add_hand_off(story, figures)
-
-    def failed(self, parsed: ParsedRequest, code: str) -> None:
-        self.timelines.add_failure(parsed, code)
-        self.metrics.failures.labels(code).inc()
-
-    def finished(self, usage: Usage, since_s: float) -> None:
-        """A response was written whole, so long after the request arrived."""
-        self.metrics.e2e.observe(since_s)
-        self.metrics.tokens.labels("prompt").inc(usage.prompt_tokens)
-        self.metrics.tokens.labels("cached").inc(usage.prompt_tokens_details.cached_tokens)
-        self.metrics.tokens.labels("generated").inc(usage.completion_tokens)

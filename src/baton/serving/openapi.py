@@ -1,4 +1,4 @@
-"""The OpenAPI description of the server, generated from the structs of baton.serving.schema."""
+"""The OpenAPI description of the server, generated from the structs of baton.serving.openai."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 import msgspec
 
 from baton import __version__
-from baton.serving import schema
-from baton.serving.errors import ErrorBody
-from baton.serving.wire import RouterHints
+from baton.serving import openai
+from baton.serving.http import ErrorBody, RouterHints
 
 _REF = "#/components/schemas/{name}"
 _ERRORS = {
@@ -29,17 +28,17 @@ _ERRORS = {
 }
 _GENERATING = ("400", "401", "403", "404", "408", "413", "415", "429", "500", "502", "503", "504")
 _STRUCTS = (
-    schema.CompletionRequest,
-    schema.ChatRequest,
-    schema.GenerateRequest,
-    schema.Completion,
-    schema.ChatCompletion,
-    schema.ChatChunk,
-    schema.Generated,
-    schema.ModelList,
-    schema.ModelCard,
-    schema.HealthBody,
-    schema.DrainBody,
+    openai.CompletionRequest,
+    openai.ChatRequest,
+    openai.GenerateRequest,
+    openai.Completion,
+    openai.ChatCompletion,
+    openai.ChatChunk,
+    openai.Generated,
+    openai.ModelList,
+    openai.ModelCard,
+    openai.HealthBody,
+    openai.DrainBody,
     RouterHints,
     ErrorBody,
 )
@@ -52,7 +51,7 @@ def description() -> dict[str, Any]:
     for name in ("CompletionRequest", "ChatRequest", "GenerateRequest"):
         properties = components[name]["properties"]
         properties["baton"] = {"description": "For routers; ignored from other callers."}
-        for field, (neutral, _) in schema.UNSUPPORTED.items():
+        for field, (neutral, _) in openai.UNSUPPORTED.items():
             if not (name == "ChatRequest" and field == "chat_template"):
                 properties.setdefault(field, {"enum": list(neutral), "description": "Only neutral values."})
     return {

@@ -1,15 +1,46 @@
-"""Load-balancing policies, by name: each is a cost, and the candidate with the lowest one is chosen.
+"""How a router chooses among instances, as functions of what it knows of them.
 
-Among equal costs the candidate that was chosen longest ago is next.
+A load-balancing policy is a cost, by name; the candidate with the lowest one is chosen. Among equal costs the
+candidate that was chosen longest ago is next.
+
+Conditional disaggregation: some prompts are answered sooner when the decode instance prefills them itself. A
+hand-off takes the prefill instance's queue, its compute and the transfer; prefilling on decode takes decode's
+compute. Both grow with the tokens to compute, so there is a number of tokens up to which decode is sooner:
+
+    t / rate_decode = (t + queued) / rate_prefill + handoff_s
+
+where t is what an instance does not have cached, which may differ between the two. Running streams wait while
+decode prefills. So it is never more than one of decode's chunks, and beside running streams no more than what
+decode computes in STALL_S, all such prompts on that instance together.
 """
 
 from __future__ import annotations
 
+import secrets
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import msgspec
+import xxhash
 
 from baton.errors import ConfigError
+from baton.serving.fleet import FleetInstance
+
+CHUNK_TOKENS = 256
+"""Where an instance does not report its prefill chunk."""
+STALL_S = 0.1
+"""How long streams may wait for another request's prefill. Not derived from the measured decode step, which
+contains these waits: the bound would grow with them."""
+BYTES_PER_TOKEN = 4.0
+BLOCK_BYTES = 256
+NUM_BLOCKS_MAX = 4096
+"""Of one prompt; the rest is not looked at."""
+NUM_HASHES_MAX = 32_768
+"""Of one instance."""
+_WEIGHT = 0.1
+
+
+# ---- load balancing
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -69,3 +100,136 @@ class Policy:
             names = {candidate.name for candidate in candidates}
             self._chosen_at = {name: at for name, at in self._chosen_at.items() if name in names}
         return chosen
+
+
+# ---- what is known of prompts
+
+
+class RawPrompt(msgspec.Struct, frozen=True):
+    """The text or the ids that are prefilled, as they stand in the body: equal prefixes stay equal."""
+
+    raw: bytes
+    is_ids: bool = False
+    seed: bytes = b""
+    """What the model sees before it."""
+
+    def num_tokens(self, bytes_per_token: float) -> int:
+        """Counted where it is ids, else estimated."""
+        if self.is_ids:
+            return self.raw.count(b",") + 1
+        return max(1, round(len(self.raw) / bytes_per_token))
+
+
+class PrefixIndex:
+    """Which prompt prefixes each instance has seen lately.
+
+    A prompt is cut into blocks of bytes; the hash of a block includes that of the block before it, so two
+    prompts share a hash exactly where they are equal up to there. A collision costs a poor choice and nothing
+    else, and the seed is random, so none can be made on purpose. The least recently used hashes go first.
+    """
+
+    def __init__(self, num_hashes_max: int = NUM_HASHES_MAX, block_bytes: int = BLOCK_BYTES) -> None:
+        self._num_hashes_max = num_hashes_max
+        self._block_bytes = block_bytes
+        self._seed = secrets.randbits(64)
+        self._seen: dict[str, OrderedDict[int, None]] = {}
+
+    def hashes(self, prompt: RawPrompt) -> tuple[int, ...]:
+        """The hashes of a prompt's whole blocks, first to last."""
+        value = xxhash.xxh3_64_intdigest(prompt.seed, self._seed) if prompt.seed else self._seed
+        raw, size = prompt.raw, self._block_bytes
+        num_blocks = min(len(raw) // size, NUM_BLOCKS_MAX)
+        hashes = []
+        for start in range(0, num_blocks * size, size):
+            value = xxhash.xxh3_64_intdigest(raw[start : start + size], value)
+            hashes.append(value)
+        return tuple(hashes)
+
+    def matched_bytes(self, instance: str, hashes: Sequence[int]) -> int:
+        """How much of a prompt's prefix the instance has seen."""
+        seen = self._seen.get(instance)
+        if not seen:
+            return 0
+        for index, value in enumerate(hashes):
+            if value not in seen:
+                return index * self._block_bytes
+        return len(hashes) * self._block_bytes
+
+    def add(self, instance: str, hashes: Sequence[int]) -> None:
+        """The instance is given a prompt; its first block is the last to be forgotten."""
+        seen = self._seen.setdefault(instance, OrderedDict())
+        for value in reversed(hashes[: self._num_hashes_max]):
+            seen[value] = None
+            seen.move_to_end(value)
+        while len(seen) > self._num_hashes_max:
+            seen.popitem(last=False)
+
+    def drop(self, instance: str) -> None:
+        """The instance has gone, or restarted with an empty cache."""
+        self._seen.pop(instance, None)
+
+    def num_hashes(self, instance: str) -> int:
+        return len(self._seen.get(instance, ()))
+
+
+class TokenSize:
+    """How many bytes of a body a token takes, from what instances counted; recent prompts weigh more."""
+
+    def __init__(self) -> None:
+        self.bytes_per_token = BYTES_PER_TOKEN
+
+    def add(self, num_bytes: int, num_tokens: int) -> None:
+        if num_bytes > 0 and num_tokens > 0:
+            measured = min(max(num_bytes / num_tokens, 0.5), 32.0)
+            self.bytes_per_token += _WEIGHT * (measured - self.bytes_per_token)
+
+
+# ---- conditional disaggregation
+
+
+class PairCosts(msgspec.Struct, frozen=True):
+    """The time of a token on either side and of a hand-off between them, as measured."""
+
+    prefill_s: float
+    decode_s: float
+    fixed_s: float
+    """The prefill instance's queue, and the hand-off."""
+    num_local_max: int
+    """The most prompt tokens that decode may be computing at a time."""
+
+
+def pair_costs(prefill: FleetInstance, decode: FleetInstance) -> PairCosts | None:
+    """None where nothing was measured yet."""
+    rates, decode_rates = prefill.health.info.rates, decode.health.info.rates
+    prefill_rate = rates.prefill_tokens_per_s or 0.0
+    handoff_s = rates.handoff_s or decode_rates.handoff_s or 0.0
+    if prefill_rate <= 0 or handoff_s <= 0:
+        return None
+    # A decode instance that never prefilled counts as fast as its peer.
+    decode_s = 1 / (decode_rates.prefill_tokens_per_s or prefill_rate)
+    chunk = decode.health.info.chunk_tokens or CHUNK_TOKENS
+    num_local_max = min(chunk, int(STALL_S / decode_s)) if decode.load_tokens else chunk
+    fixed_s = handoff_s + prefill.load_tokens / prefill_rate
+    return PairCosts(1 / prefill_rate, decode_s, fixed_s, num_local_max)
+
+
+def local_threshold(prefill: FleetInstance, decode: FleetInstance) -> int:
+    """Up to how many tokens, uncached on both sides, decode prefills sooner itself."""
+    costs = pair_costs(prefill, decode)
+    if costs is None:
+        return 0
+    if costs.decode_s <= costs.prefill_s:
+        return costs.num_local_max
+    return min(costs.num_local_max, int(costs.fixed_s / (costs.decode_s - costs.prefill_s)))
+
+
+def local_reason(
+    prefill: FleetInstance, decode: FleetInstance, num_tokens: int, prefill_new: int, decode_new: int
+) -> str:
+    """Why a prompt is not handed off; empty where it is. Each side has `*_new` tokens to compute."""
+    costs = pair_costs(prefill, decode)
+    if costs is None or decode_new + decode.num_local_tokens > costs.num_local_max:
+        return ""
+    if decode_new * costs.decode_s > prefill_new * costs.prefill_s + costs.fixed_s:
+        return ""
+    return "short" if num_tokens <= local_threshold(prefill, decode) else "cached"

@@ -1,80 +1,222 @@
-"""`baton route`: the router's HTTP endpoints."""
+"""`baton route`: a client's request through the router, from its arrival to the last byte of its response.
+
+`Router._proxy` is the handler. It reads what routing needs (`read_routable`) and leaves the rest to a
+`ProxiedRequest`, which makes attempts until one has answered. For each attempt the `RouteQueue` waits for
+room and the `RouteChooser` picks the instances. An `Attempt` is one `UpstreamRequest` to the instance that
+answers and, where the KV cache is handed off, one to the instance that prefills; both are sent at the same
+time. If prefill fails before decode has the cache, the other request is ended with that failure.
+
+Before anything was streamed, a failed attempt is made again from the start, on another pair if there is one,
+in new bootstrap rooms. Once events have gone to the client, each further attempt is given the tokens that the
+client has and streams what comes after them. Events are forwarded whole or not at all, and their tokens are
+recorded before they are written: what a new attempt is given is what the client has, or is about to get.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
+import random
+import re
+import secrets
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import lru_cache
+from time import monotonic
+from typing import Any, Literal
 from urllib.parse import quote
 
+import aiohttp
 import msgspec
 from aiohttp import web
+from multidict import CIMultiDict
+from yarl import URL
 
 from baton.errors import BatonError
-from baton.observe import Interval, Timeline, Track, trace
-from baton.serving.errors import ApiError, failure
-from baton.serving.fleet import Fleet, FleetInstance, FleetWatcher
-from baton.serving.http import CALLER, Credentials, HttpLimits, HttpServer, json_response, router_key
-from baton.serving.proxy import AttemptRecord, ProxiedRequest, RouterContext
-from baton.serving.routable import CHAT_PATH, read_routable
-from baton.serving.router_config import RouterConfig
-from baton.serving.router_metrics import CONTENT_TYPE, RouterMetrics
-from baton.serving.routing import RouteChooser, RouteQueue
-from baton.serving.upstream import UpstreamClient, UpstreamError
+from baton.serving.fleet import Fleet, FleetInstance, FleetWatcher, UpstreamError, fetch, upstream_session
+from baton.serving.http import (
+    CALLER,
+    DONE,
+    EVENT_STREAM,
+    ID_HEADER,
+    JSON_HEADERS,
+    NO_STORE,
+    PROMPT_TOKENS_HEADER,
+    STATUSES,
+    ApiError,
+    Credentials,
+    EventReader,
+    EventStream,
+    HttpLimits,
+    HttpServer,
+    ResumedChoice,
+    RouterHints,
+    TokenNote,
+    data_event,
+    failure,
+    json_response,
+    read_error,
+    router_key,
+)
+from baton.serving.metrics import CONTENT_TYPE, AttemptLog, AttemptRecord, RouterMetrics, merged_trace
+from baton.serving.policies import Candidate, Policy, PrefixIndex, RawPrompt, TokenSize, local_reason
 from baton.session.registry import RegistryClient, Role
+from baton.settings import Tls
 
+CHAT_PATH = "/v1/chat/completions"
 FETCH_S_MAX = 5.0
 BODY_BYTES_MAX = 15 << 20
 """A mebibyte below the limit of instances: the router adds rooms, and the tokens of a resumed stream."""
-US_PER_S = 1e6
+RESPONSE_BYTES_MAX = 256 << 20
+NUM_CHOICES_MAX = 4096
+COMPLETION_TOKENS = 128
+"""The expected length of a completion where the request does not bound it lower."""
+QUEUE_RETRY_S = 0.25
+"""An instance that reported it was full is tried again after this without a wake-up."""
+WRITE_S_MAX = 25.0
+"""Below the limit that an instance has for the router: a client that does not read is dropped first."""
+RETRIED_STATUSES = frozenset({429, 502, 503, 504})
+ENDED_CODES = frozenset({"PEER_LOST", "ENDED", "LOADING", "DRAINING"})
+FULL_CODES = frozenset({"QUEUE_FULL", "OUT_OF_PAGES"})
+FULL_S = 1.0
+RETRY_S_FIRST = 0.005
+RETRY_S_MAX = 0.5
+ROOM_BITS = 63
+KEPT_BYTES_MAX = 64 << 10
+LINGER_S = 10.0
+"""How long the prefill request may still take once decode has answered."""
+STREAM_END_S = 1.0
+"""How long to wait for the end of a stream after its last event, so that its connection can be reused."""
 
+_BOOTSTRAP_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+_SPACE = b" \t\r\n"
+_EMPTY = msgspec.Raw(b"")
+_LARGE_BYTES = 1 << 20
+"""aiohttp warns of larger bodies that are sent from one bytes object."""
+_UPSTREAM_HEADERS = CIMultiDict({"Content-Type": "application/json"})
+_PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d{1,9})')
+_ERROR = b'{"error"'
+_encoder = msgspec.json.Encoder()
 _log = logging.getLogger("baton.serving.router")
+
+
+class LocalMode(Enum):
+    """Which prompts a decode instance prefills itself."""
+
+    AUTO = "auto"
+    """Those that finish sooner that way, by measured rates; and all while there is no prefill instance."""
+    NEVER = "never"
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLimits:
+    """Every wait, retry and queue of the router has one of these bounds."""
+
+    num_in_flight_max: int = 256
+    """Requests that one instance is given at a time."""
+    num_waiting_max: int = 1024
+    """Requests that wait in the router until an instance has room."""
+    wait_s_max: float = 30.0
+    recover_s_max: float = 1.0
+    """How long a request waits for an instance to appear where none is able."""
+    num_attempts_max: int = 4
+    """In a row, without a token in between."""
+    num_resumes_max: int = 16
+    retry_s_max: float = 30.0
+    """A failure later than this after the request came, or after its last token, is not retried."""
+    connect_s_max: float = 1.5
+    silence_s_max: float = 10.0
+    """An upstream request without progress is ended after this, if its instance answers no polls either."""
+    first_s_max: float = 300.0
+    """A response that has not begun after this is given up, whatever its instance says."""
+    stall_s_max: float = 60.0
+    """A response that has begun and not grown for this long is resumed elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """The configuration of `baton route`."""
+
+    registry: str
+    prefill_policy: str = "least_loaded"
+    decode_policy: str = "least_loaded"
+    local: LocalMode = LocalMode.AUTO
+    first_token: Literal["", "prefill", "decode"] = ""
+    poll_s: float = 1.0
+    limits: RouterLimits = field(default_factory=RouterLimits)
+    tls: Tls | None = None
+    """For HTTPS to clients, and towards instances and the registry."""
 
 
 class Router:
     """A router in the running loop: `await start(...)`, `url`, `await close()`."""
 
     def __init__(self, config: RouterConfig, secret: bytes, credentials: Credentials) -> None:
-        fleet = Fleet()
         dialling = None if config.tls is None else config.tls.dialling()
-        client = UpstreamClient(router_key(secret), config.limits.connect_s_max, dialling)
-        chooser = RouteChooser(fleet, config)
-        queue = RouteQueue(chooser, config.limits)
-        self.context = RouterContext(config, client, fleet, chooser, queue, RouterMetrics(fleet))
-        self._watcher = FleetWatcher(fleet, client, config, self._on_watcher_failure)
+        self.config = config
+        self.session = upstream_session(router_key(secret), config.limits.connect_s_max, dialling)
+        self.fleet = Fleet()
+        self.chooser = RouteChooser(self.fleet, config)
+        self.queue = RouteQueue(self.chooser, config.limits)
+        self.metrics = RouterMetrics(self.fleet)
+        self.log = AttemptLog()
+        self.prefill_tasks: set[asyncio.Task[None]] = set()
+        self.fleet.on_end = lambda instance: self.chooser.prefixes.drop(instance.name)
+        self.fleet.on_change = self.queue.wake
+        poll_s_max = config.limits.silence_s_max / 2
+        self._watcher = FleetWatcher(
+            self.fleet, self.session, config.poll_s, poll_s_max, self._on_watcher_failure
+        )
         self._registry = RegistryClient(config.registry, secret, ssl_context=dialling)
         self._http = HttpServer(
             credentials,
             HttpLimits(BODY_BYTES_MAX),
             ssl_context=None if config.tls is None else config.tls.serving(),
-            on_response=self.context.metrics.add_response,
+            on_response=self.metrics.add_response,
         )
-        self._http.app.add_routes(self._routes())
+        self._http.app.add_routes(
+            [
+                web.post("/v1/completions", self._proxy),
+                web.post(CHAT_PATH, self._proxy),
+                web.get("/health", self._get_health),
+                web.get("/v1/models", self._get_models),
+                web.get("/v1/models/{id:.+}", self._get_model),
+                web.get("/metrics", self._get_metrics),
+                web.get("/server_info", self._get_server_info),
+                web.get("/v1/timelines/{id}", self._get_timeline),
+                web.get("/openapi.json", self._get_openapi),
+                web.post("/drain", self._post_drain),
+            ]
+        )
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_draining = False
         self._num_open = 0
         self._emptied = asyncio.Event()
         self._emptied.set()
-        fleet.on_join = self._watcher.join
-        fleet.on_leave = self._on_leave
-        fleet.on_restart = lambda instance: chooser.prefixes.drop(instance.name)
-        fleet.on_change = queue.wake
 
     @property
     def url(self) -> str:
         return self._http.url
 
-    async def wait(self) -> None:
-        """Until the router fails, which raises BatonError."""
-        await asyncio.shield(self._failure)
-
     async def start(self, host: str, port: int) -> None:
         """Listens, and watches the registry from now on."""
         await self._http.start(host, port)
         self._watcher.start(self._registry)
+
+    async def wait(self) -> None:
+        """Until the router fails, which raises BatonError."""
+        await asyncio.shield(self._failure)
+
+    def _on_watcher_failure(self, error: BaseException) -> None:
+        if not self._failure.done():
+            text = f"the router no longer sees its instances: {error!r}; see the log, and start it again"
+            self._failure.set_exception(BatonError(text))
 
     async def drain(self, wait_s: float) -> None:
         """Takes no new requests, and waits for open ones up to this time."""
@@ -90,44 +232,20 @@ class Router:
         await self._http.close()
         await self._watcher.close()
         await self._registry.close()
-        tasks = list(self.context.prefill_tasks)
+        tasks = list(self.prefill_tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.context.client.close()
-
-    def _on_watcher_failure(self, error: BaseException) -> None:
-        if not self._failure.done():
-            text = f"the router no longer sees its instances: {error!r}; see the log, and start it again"
-            self._failure.set_exception(BatonError(text))
-
-    def _on_leave(self, instance: FleetInstance) -> None:
-        self.context.chooser.prefixes.drop(instance.name)
-        self._watcher.leave(instance)
-
-    def _routes(self) -> list[web.RouteDef]:
-        return [
-            web.post("/v1/completions", self._proxy),
-            web.post(CHAT_PATH, self._proxy),
-            web.get("/health", self._get_health),
-            web.get("/v1/models", self._get_models),
-            web.get("/v1/models/{id:.+}", self._get_model),
-            web.get("/metrics", self._get_metrics),
-            web.get("/server_info", self._get_server_info),
-            web.get("/v1/timelines/{id}", self._get_timeline),
-            web.get("/openapi.json", self._get_openapi),
-            web.post("/drain", self._post_drain),
-        ]
+        await self.session.close()
 
     async def _proxy(self, request: web.Request) -> web.StreamResponse:
         if self._is_draining:
             raise failure("DRAINING", "this router is draining; ask another one, or try again")
         routable = read_routable(request.path, await request.read())
-        if not self._num_open:
-            self._emptied.clear()
         self._num_open += 1
+        self._emptied.clear()
         try:
-            return await ProxiedRequest(self.context, request, routable).respond()
+            return await ProxiedRequest(self, request, routable).respond()
         finally:
             self._num_open -= 1
             if not self._num_open:
@@ -136,13 +254,12 @@ class Router:
     async def _get_health(self, request: web.Request) -> web.StreamResponse:
         if self._is_draining:
             raise failure("DRAINING", "this router is draining")
-        missing = self.context.fleet.missing()
-        if missing:
+        if missing := self.fleet.missing():
             raise failure("NO_INSTANCE", missing)
         return json_response({"status": "ok"})
 
     async def _get_metrics(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(body=self.context.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+        return web.Response(body=self.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _get_models(self, request: web.Request) -> web.StreamResponse:
         return json_response({"object": "list", "data": list((await self._model_cards()).values())})
@@ -157,7 +274,7 @@ class Router:
 
     async def _model_cards(self) -> dict[str, Any]:
         """What one instance of each model says of it."""
-        chosen = {instance.model: instance for instance in self.context.fleet.able(*Role)}
+        chosen = {instance.model: instance for instance in self.fleet.able()}
         answers = await asyncio.gather(*(self._fetch(instance, "/v1/models") for instance in chosen.values()))
         cards: dict[str, Any] = {}
         for status, body in answers:
@@ -166,61 +283,57 @@ class Router:
         return cards
 
     async def _get_server_info(self, request: web.Request) -> web.StreamResponse:
-        context, config = self.context, self.context.config
+        config = self.config
         return json_response(
             {
                 "role": "router",
                 "registry": config.registry,
                 "policies": {"prefill": config.prefill_policy, "decode": config.decode_policy},
                 "local": config.local.value,
-                "is_ready": not context.fleet.missing(),
-                "num_waiting": context.queue.num_waiting,
-                "bytes_per_token": round(context.chooser.token_size.bytes_per_token, 2),
-                "instances": [_instance_info(known) for known in context.fleet.instances.values()],
+                "is_ready": not self.fleet.missing(),
+                "num_waiting": self.queue.num_waiting,
+                "bytes_per_token": round(self.chooser.token_size.bytes_per_token, 2),
+                "instances": [instance.summary() for instance in self.fleet.instances.values()],
             }
         )
 
     async def _get_timeline(self, request: web.Request) -> web.StreamResponse:
-        identity = request.match_info["id"]
-        attempts = self.context.log.attempts(identity)
-        form = request.query.get("format", "")
+        identity, form = request.match_info["id"], request.query.get("format", "")
+        attempts = self.log.attempts(identity)
         if form not in ("", "perfetto"):
             raise ApiError(400, f"format is {form!a}; use perfetto, or leave it out", param="format")
         if not attempts:
             text = f"no request {identity!a} is remembered; timelines are kept for recent requests"
             raise ApiError(404, text, param="id", code="unknown_timeline")
         path = f"/v1/timelines/{quote(identity, safe='')}"
+        paths = [path, f"{path}?format={form}"] if form else [path]
         timelines, traces = [], []
         names = dict.fromkeys(name for attempt in attempts for name in reversed(attempt.names))
-        for name in names:
-            instance = self.context.fleet.instances.get(name)
-            if instance is None:
-                continue
-            paths = [path, f"{path}?format={form}"] if form else [path]
+        for instance in [self.fleet.instances[name] for name in names if name in self.fleet.instances]:
             answers = [await self._fetch(instance, wanted) for wanted in paths]
             if all(status == 200 for status, _ in answers):
                 timelines.append(msgspec.json.decode(answers[0][1]))
                 traces += [msgspec.json.decode(body) for _, body in answers[1:]]
         if form:
-            return json_response(_merged_trace(attempts, timelines, traces))
-        records = [_attempt_info(attempt) for attempt in attempts]
+            return json_response(merged_trace(attempts, timelines, traces))
+        records = [attempt.fields() for attempt in attempts]
         return json_response({"id": identity, "attempts": records, "instances": timelines})
 
     async def _get_openapi(self, request: web.Request) -> web.StreamResponse:
-        for instance in self.context.fleet.able(*Role):
+        for instance in self.fleet.able():
             status, body = await self._fetch(instance, "/openapi.json")
             if status == 200:
                 return web.Response(body=body, headers={"Content-Type": "application/json"})
-        raise failure("NO_INSTANCE", self.context.fleet.missing() or "no instance has a description")
+        raise failure("NO_INSTANCE", self.fleet.missing() or "no instance has a description")
 
     async def _post_drain(self, request: web.Request) -> web.StreamResponse:
         if not request[CALLER].is_trusted:
             text = "draining needs the router's key, or a caller on this machine"
             raise ApiError(403, text, code="drain_not_allowed")
         name = request.query.get("instance", "")
-        instance = self.context.fleet.instances.get(name)
+        instance = self.fleet.instances.get(name)
         if instance is None:
-            listed = ", ".join(sorted(self.context.fleet.instances)) or "none"
+            listed = ", ".join(sorted(self.fleet.instances)) or "none"
             raise ApiError(404, f"instance {name!a} is not known; there are: {listed}", param="instance")
         status, body = await self._fetch(instance, "/drain", b"{}")
         instance.wake()
@@ -230,81 +343,977 @@ class Router:
         self, instance: FleetInstance, path: str, body: bytes | None = None
     ) -> tuple[int, bytes]:
         try:
-            return await self.context.client.fetch(instance.base + path, FETCH_S_MAX, body)
+            return await fetch(self.session, instance.base + path, FETCH_S_MAX, body)
         except UpstreamError as error:
             instance.wake()
             return 502, failure("PEER_LOST", f"instance {instance.name}: {error.text}").body()
 
 
-def _instance_info(instance: FleetInstance) -> dict[str, Any]:
-    roster, health = instance.roster, instance.health
-    return {
-        "name": instance.name,
-        "role": instance.role.value,
-        "layout": roster.layout,
-        "model": instance.model,
-        "fingerprint": instance.fingerprint,
-        "epoch": max(roster.epoch, health.info.epoch),
-        "url": roster.url,
-        "coordinator": instance.coordinator,
-        "state": instance.state,
-        "trouble": health.trouble,
-        "num_in_flight": instance.num_in_flight,
-        "num_tokens": instance.load_tokens,
-    }
-
-
-# ---- timelines
+# ---- what routing reads of a body
 #
-# Instances report times of their own monotonic clock, and what that clock and the calendar said at the time
-# of the answer; so their timelines can be aligned, as well as their calendars agree.
+# The rest of the body is passed on as it came. The router adds fields by splicing them in before the last
+# brace. A client may not send those fields itself: with two of one name it would be for the reader to choose.
 
 
-def _attempt_info(attempt: AttemptRecord) -> dict[str, Any]:
-    fields = asdict(attempt)
-    return {"names": fields.pop("names"), "why_local": fields.pop("local_reason"), **fields}
+class _Body(msgspec.Struct):
+    """The instance checks types: a value of a wrong type is passed on and refused there."""
+
+    bootstrap_host: Any = msgspec.UNSET
+    bootstrap_port: Any = msgspec.UNSET
+    bootstrap_room: Any = msgspec.UNSET
+    baton: Any = msgspec.UNSET
+    model: Any = None
+    prompt: msgspec.Raw = _EMPTY
+    messages: msgspec.Raw = _EMPTY
+    tools: msgspec.Raw = _EMPTY
+    stream: Any = False
+    stream_options: Any = None
+    n: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
 
 
-def _merged_trace(
-    attempts: Sequence[AttemptRecord], timelines: Sequence[Any], traces: Sequence[Any]
-) -> dict[str, Any]:
-    """All traces as one, from the first attempt on; the router's own comes first."""
-    zero_s = min(attempt.began_s for attempt in attempts)
-    own = trace([Timeline("router", tuple(_attempt_intervals(attempts, zero_s)))])
-    events, num_processes = list(own["traceEvents"]), _last_process(own)
-    for timeline, instance_trace in zip(timelines, traces, strict=True):
-        shift_us = (_arrived_s(timeline, zero_s) - zero_s) * US_PER_S
-        for event in instance_trace.get("traceEvents", ()):
-            moved = {"ts": event["ts"] + shift_us} if event.get("ph") == "X" else {}
-            events.append({**event, "pid": event["pid"] + num_processes, **moved})
-        num_processes += _last_process(instance_trace)
-    return {"displayTimeUnit": "ms", "traceEvents": events}
+_body_decoder = msgspec.json.Decoder(_Body)
 
 
-def _attempt_intervals(attempts: Sequence[AttemptRecord], zero_s: float) -> Iterator[Interval]:
-    for number, attempt in enumerate(attempts, 1):
-        details = {
-            "instances": " <- ".join(attempt.names),
-            "failure": attempt.failure,
-            "local": attempt.local_reason,
+class RoutableRequest(msgspec.Struct, frozen=True):
+    """One request of a client, as far as routing needs it."""
+
+    path: str
+    body: bytes
+    """Without its last brace."""
+    model: str | None
+    prompt: RawPrompt
+    num_prompts: int
+    is_list: bool
+    """Whether rooms are lists too."""
+    n: int
+    num_tokens_max: int | None
+    is_stream: bool
+    wants_usage: bool
+
+    @property
+    def num_choices(self) -> int:
+        return self.num_prompts * self.n
+
+    def body_with(self, fields: bytes) -> bytes:
+        """The body with these fields added: members of a JSON object, without braces."""
+        comma = b"" if self.body.strip(_SPACE) == b"{" else b","
+        return b"%s%s%s}" % (self.body, comma, fields)
+
+
+def read_routable(path: str, raw: bytes) -> RoutableRequest:
+    """Reads a body; an ApiError where it is not a JSON object or has fields that only a router may add."""
+    try:
+        body = _body_decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        text = f"the body cannot be read ({error}); send a JSON object"
+        raise ApiError(400, text, code="bad_json") from None
+    for name in _BOOTSTRAP_FIELDS:
+        if getattr(body, name) is not msgspec.UNSET:
+            text = f"{name} is chosen by the router; leave it out"
+            raise ApiError(403, text, param=name, code="room_not_allowed")
+    if body.baton is not msgspec.UNSET:
+        fields = msgspec.json.decode(raw)
+        fields.pop("baton", None)
+        raw = msgspec.json.encode(fields)
+    num_prompts, is_list, prompt = _read_prompt(body)
+    n, options = _count(body.n) or 1, body.stream_options
+    return RoutableRequest(
+        path=path,
+        body=raw.rstrip(_SPACE)[:-1],
+        model=body.model if isinstance(body.model, str) else None,
+        prompt=prompt,
+        num_prompts=num_prompts,
+        is_list=is_list,
+        n=n if n <= NUM_CHOICES_MAX else 1,  # which an instance refuses
+        num_tokens_max=_count(body.max_completion_tokens) or _count(body.max_tokens),
+        is_stream=body.stream is True,
+        wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
+    )
+
+
+def _count(value: Any) -> int | None:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return value if is_count else None
+
+
+def _read_prompt(body: _Body) -> tuple[int, bool, RawPrompt]:
+    messages = bytes(body.messages)
+    if messages:
+        # Without the closing bracket, the next turn of a chat begins with all of this one.
+        return 1, False, RawPrompt(messages.rstrip(_SPACE)[:-1], seed=bytes(body.tools))
+    raw = bytes(body.prompt).strip(_SPACE)
+    if not raw.startswith(b"["):
+        return 1, False, RawPrompt(raw[:-1])
+    inside = raw[1:-1].strip(_SPACE)
+    if inside[:1] not in (b'"', b"["):
+        return 1, False, RawPrompt(inside, is_ids=True)
+    num_prompts = len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
+    if num_prompts > NUM_CHOICES_MAX:
+        text = f"{num_prompts} prompts; send at most {NUM_CHOICES_MAX} in a request"
+        raise ApiError(400, text, param="prompt")
+    return max(1, num_prompts), True, RawPrompt(inside, is_ids=inside[:1] == b"[")
+
+
+# ---- one request
+
+
+class AttemptFailed(Exception):  # noqa: N818  (an outcome of an attempt)
+    """What a client would be told, and which instances to avoid next."""
+
+    def __init__(self, error: ApiError, *blamed: str, raw: bytes | None = None) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.blamed = frozenset(blamed)
+        self.raw = raw
+        """The response's body where an instance sent one; a client gets it as it is."""
+
+
+def _cause(error: ApiError) -> str:
+    """A metric label from a bounded set."""
+    return error.code if error.code in STATUSES else f"HTTP_{error.status}"
+
+
+class ProxiedRequest:
+    """Attempts one after the other, until one has answered or another makes no sense."""
+
+    def __init__(self, router: Router, http_request: web.Request, request: RoutableRequest) -> None:
+        self._router = router
+        self._request = request
+        self._id = ("chatcmpl-" if request.path == CHAT_PATH else "cmpl-") + secrets.token_hex(16)
+        self._created = int(time.time())
+        self._stream = EventStream(http_request, self._id, WRITE_S_MAX)
+        self._progress = StreamProgress(request.num_choices)
+        self._prompt_tokens = 0
+        self._began_s = monotonic()
+        """Later by the time that the request waited for room."""
+        self._avoid: frozenset[str] = frozenset()
+        """Instances that failed it since its last token."""
+        self._last_failure: AttemptFailed | None = None
+        self._num_in_row = 0
+        self._num_failures = 0
+        self._token_s = self._began_s
+        """When it came, or its last token."""
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether anything was streamed to the client."""
+        return self._stream.response is not None
+
+    async def respond(self) -> web.StreamResponse:
+        """The response; raises an ApiError where nothing has gone to the client."""
+        try:
+            return await self._respond()
+        except ApiError as error:
+            self._count_failure(error)
+            if not self._has_begun:
+                raise
+            return await self._stream.end(data_event(error.body()))
+        except (ConnectionError, asyncio.CancelledError):
+            self._router.metrics.disconnects.inc()
+            raise
+
+    def _count_failure(self, error: ApiError) -> None:
+        if self._is_failure(error):
+            self._router.metrics.given_up.labels(_cause(error)).inc()
+
+    def _is_failure(self, error: ApiError) -> bool:
+        """Whether the request failed; one that was refused, as wrong or for lack of room, did not."""
+        return error.status >= 500 or self._has_begun
+
+    async def _respond(self) -> web.StreamResponse:
+        router, metrics = self._router, self._router.metrics
+        while True:
+            last = self._last_failure
+            # A request with a stream under way waits rather than lose it.
+            is_strict = last is not None and last.error.status == 429 and not self._has_begun
+            asked_s = monotonic()
+            constraints = RouteConstraints(self._avoid, is_strict, self._progress.num_tokens)
+            route = await router.queue.route(self._request, constraints)
+            waited_s = monotonic() - asked_s
+            metrics.waits.observe(waited_s)
+            self._began_s += waited_s
+            try:
+                return await self._attempt(route)
+            except AttemptFailed as failed:
+                is_resume = self._has_begun
+                self._note_failure(failed)
+                if is_resume and self._progress.is_finished:
+                    return await self._stream.end(self._missing_end(failed))
+                if not self._can_retry(failed):
+                    return self._give_up(failed)
+                wait_s = self._retry_wait_s(failed.error, is_resume=is_resume)
+            (metrics.resumes if is_resume else metrics.retries).inc()
+            await asyncio.sleep(wait_s)
+
+    async def _attempt(self, route: Route) -> web.StreamResponse:
+        router, request, progress, is_resume = self._router, self._request, self._progress, self._has_begun
+        hints = RouterHints(
+            id=self._id,
+            created=self._created,
+            tokens=request.is_stream,
+            resume=progress.resume if is_resume else (),
+            done=progress.done if is_resume else {},
+            first_token=router.config.first_token,
+        )
+        stream_filter = StreamFilter(progress, 1 if hints.resume else request.n)
+        num_rooms = len(hints.resume) if is_resume else request.num_prompts
+        attempt = Attempt(router, route, stream_filter if request.is_stream else None, num_rooms)
+        record = AttemptRecord(route.names, route.local_reason)
+        router.log.add(self._id, record)
+        if route.prefill is not None:
+            router.metrics.num_hand_offs += 1
+        elif route.local_reason:
+            router.metrics.local_prefills.labels(route.local_reason).inc()
+        is_answered = False
+        try:
+            body = _attempt_body(request, hints, route, num_rooms)
+            added_s = monotonic() - self._began_s
+            upstream = await attempt.send(request.path, body)
+            record.answered_s, answered_s = time.time(), monotonic()
+            if request.is_stream:
+                response = await self._respond_stream(attempt, stream_filter, upstream, answered_s - added_s)
+            else:
+                whole = await attempt.server.read_all()
+                attempt.prompt_tokens = attempt.prompt_tokens or _usage(whole[-1024:])
+                router.metrics.added.observe(added_s + monotonic() - answered_s)
+                content_type = upstream.headers.get("Content-Type", "application/octet-stream")
+                headers = {"Content-Type": content_type, ID_HEADER: self._id, **NO_STORE}
+                response = web.Response(body=whole, headers=headers)
+            is_answered = True
+            if not request.prompt.is_ids:
+                router.chooser.token_size.add(len(request.prompt.raw), attempt.prompt_tokens)
+            return response
+        except (AttemptFailed, UpstreamError) as error:
+            failed = error if isinstance(error, AttemptFailed) else _lost(route.server, error)
+            record.failure = f"{_cause(failed.error)}: {failed.error.message}"
+            raise failed from None
+        finally:
+            self._prompt_tokens = self._prompt_tokens or attempt.prompt_tokens
+            record.ended_s = time.time()
+            attempt.end(is_answered=is_answered)
+            router.queue.wake()
+
+    async def _respond_stream(
+        self,
+        attempt: Attempt,
+        stream_filter: StreamFilter,
+        upstream: aiohttp.ClientResponse,
+        added_from_s: float,
+    ) -> web.StreamResponse:
+        stream, server, name = self._stream, attempt.server, attempt.route.server.name
+        content_type = upstream.headers.get("Content-Type", "")
+        if not content_type.startswith(EVENT_STREAM):
+            text = f"instance {name} answered {content_type!a}, not a stream"
+            raise AttemptFailed(ApiError(502, text), name)
+        while data := await server.read():
+            events, is_first, response = stream_filter.feed(data), not self._has_begun, None
+            if stream_filter.is_done:
+                response = await stream.end(events)
+            elif events:
+                await stream.write(events)
+            if events:
+                if is_first:
+                    self._router.metrics.added.observe(monotonic() - added_from_s)
+                # Tokens have come: earlier failures do not count any more.
+                self._num_in_row, self._avoid, self._token_s = 0, frozenset(), monotonic()
+            if stream_filter.error is not None:
+                raise _failed_stream(attempt.route, stream_filter.error)
+            if response is not None:
+                with suppress(TimeoutError, UpstreamError, AttemptFailed):  # the client has everything
+                    async with asyncio.timeout(STREAM_END_S):
+                        while await server.read():
+                            pass
+                return response
+        raise AttemptFailed(ApiError(502, f"instance {name} ended its stream too early", code="ENDED"), name)
+
+    def _note_failure(self, failed: AttemptFailed) -> None:
+        self._router.metrics.failures.labels(_cause(failed.error)).inc()
+        instances = self._router.fleet.instances
+        for instance in [instances[name] for name in failed.blamed if name in instances]:
+            if failed.error.code in ENDED_CODES:
+                instance.doubt(failed.error.message)
+            else:
+                instance.wake()
+        self._last_failure = failed
+        self._num_in_row += 1
+        self._num_failures += 1
+        self._avoid |= failed.blamed
+
+    def _can_retry(self, failed: AttemptFailed) -> bool:
+        """A request that is itself wrong stays wrong and is not retried."""
+        limits = self._router.config.limits
+        return (
+            failed.error.status in RETRIED_STATUSES
+            and self._num_in_row < limits.num_attempts_max
+            and self._num_failures <= limits.num_resumes_max
+            and monotonic() - self._token_s < limits.retry_s_max
+        )
+
+    def _retry_wait_s(self, error: ApiError, *, is_resume: bool) -> float:
+        """The pause before the next attempt: exponential, with jitter."""
+        most_s = min(RETRY_S_MAX, RETRY_S_FIRST * float(4**self._num_in_row))
+        if is_resume and error.code in FULL_CODES:
+            most_s = FULL_S
+        return most_s * (1 + random.random()) / 2
+
+    def _give_up(self, failed: AttemptFailed) -> web.Response:
+        """The instance's own error response, or an ApiError in its place."""
+        error = failed.error
+        if failed.raw is None or self._has_begun or error.retry_after_s is not None:
+            raise error
+        self._count_failure(error)
+        return web.Response(body=failed.raw, status=error.status, headers=JSON_HEADERS)
+
+    def _missing_end(self, failed: AttemptFailed) -> bytes:
+        """What is missing of a stream whose choices are all finished."""
+        if not self._request.wants_usage or self._progress.has_usage:
+            return DONE
+        if not self._prompt_tokens:
+            raise failed.error
+        num_completion = sum(self._progress.done.values())
+        usage = {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": num_completion,
+            "total_tokens": self._prompt_tokens + num_completion,
         }
-        start_s = attempt.began_s - zero_s
-        stop_s = max(start_s, (attempt.ended_s or time.time()) - zero_s)
-        yield Interval(Track("router", "attempts"), f"attempt {number}", start_s, stop_s, details)
-        if attempt.answered_s:
-            answered_s = min(max(start_s, attempt.answered_s - zero_s), stop_s)
-            yield Interval(Track("router", "until the answer begins"), "first token", start_s, answered_s)
+        kind = "chat.completion.chunk" if self._request.path == CHAT_PATH else "text_completion"
+        event = {"id": self._id, "object": kind, "created": self._created, "model": self._request.model}
+        return data_event(msgspec.json.encode({**event, "choices": [], "usage": usage})) + DONE
 
 
-def _arrived_s(timeline: Any, fallback_s: float) -> float:
-    """When the request came to an instance, by the calendar."""
-    clock = timeline.get("clock") or {}
-    stories = [job.get("story") or {} for job in timeline.get("jobs", ())]
-    arrivals = [story["arrived_s"] for story in stories if story.get("arrived_s")]
-    if not arrivals or "monotonic_s" not in clock:
-        return fallback_s
-    return float(clock["unix_s"] - (clock["monotonic_s"] - min(arrivals)))
+# ---- waiting for room
 
 
-def _last_process(instance_trace: Any) -> int:
-    return max((int(event.get("pid", 0)) for event in instance_trace.get("traceEvents", ())), default=0)
+class NoInstance(Exception):  # noqa: N818  (a state of the fleet, not an error)
+    """No instance is able to answer; the text says what is missing."""
+
+
+class AllFull(Exception):  # noqa: N818  (a state of the fleet, not an error)
+    """The instances that could answer have as much as they may be given."""
+
+
+class RouteConstraints(msgspec.Struct, frozen=True):
+    """What an attempt needs beyond the request itself."""
+
+    avoid: frozenset[str] = frozenset()
+    """Instances that failed this request; used again only where there is no other."""
+    is_strict: bool = False
+    """Not even then."""
+    num_streamed: int = 0
+    """Tokens that are prefilled besides the prompt."""
+
+
+class RouteQueue:
+    """Requests that wait for an instance with room: one queue per model, served first come, first served."""
+
+    def __init__(self, chooser: RouteChooser, limits: RouterLimits) -> None:
+        self.num_waiting = 0
+        self._chooser = chooser
+        self._limits = limits
+        self._queues: dict[str | None, deque[asyncio.Event]] = {}
+
+    async def route(self, request: RoutableRequest, constraints: RouteConstraints) -> Route:
+        """A route, taken; an ApiError with status 429 or 503 where there is none in time."""
+        if not self._queues.get(request.model):
+            with suppress(NoInstance, AllFull):
+                return self._take(request, constraints)
+        if self.num_waiting >= self._limits.num_waiting_max:
+            raise _queue_full(f"{self.num_waiting} requests wait already")
+        queue = self._queues.setdefault(request.model, deque())
+        turn = asyncio.Event()
+        queue.append(turn)
+        self.num_waiting += 1
+        try:
+            return await self._wait_turn(queue, turn, request, constraints)
+        finally:
+            self.num_waiting -= 1
+            queue.remove(turn)
+            if queue:
+                queue[0].set()
+            else:
+                self._queues.pop(request.model, None)
+
+    def wake(self) -> None:
+        """An instance has room, or has changed."""
+        for queue in self._queues.values():
+            if queue:
+                queue[0].set()
+
+    def _take(self, request: RoutableRequest, constraints: RouteConstraints) -> Route:
+        try:
+            route = self._chooser.choose(request, constraints)
+        except AllFull:
+            if constraints.is_strict:
+                raise _queue_full("every instance has as many requests as it takes") from None
+            raise
+        route.take()
+        return route
+
+    async def _wait_turn(
+        self,
+        queue: deque[asyncio.Event],
+        turn: asyncio.Event,
+        request: RoutableRequest,
+        constraints: RouteConstraints,
+    ) -> Route:
+        began_s = monotonic()
+        reason: NoInstance | AllFull = AllFull()
+        while True:
+            is_first = queue[0] is turn
+            try:
+                if is_first:
+                    return self._take(request, constraints)
+            except (NoInstance, AllFull) as cause:
+                reason = cause
+            is_absent = isinstance(reason, NoInstance)
+            wait_s = self._limits.recover_s_max if is_absent else self._limits.wait_s_max
+            left_s = began_s + wait_s - monotonic()
+            if left_s <= 0:
+                if is_absent:
+                    raise failure("NO_INSTANCE", f"{reason}; try again")
+                raise _queue_full(f"no instance had room for {wait_s:g} s")
+            turn.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, QUEUE_RETRY_S if is_first else left_s)):
+                    await turn.wait()
+
+
+def _queue_full(text: str) -> ApiError:
+    return failure("QUEUE_FULL", f"{text}; try again later")
+
+
+# ---- choosing the instances
+
+
+class Route(msgspec.Struct, frozen=True):
+    """The instance that answers, the one that prefills for it if any, and what they are charged meanwhile."""
+
+    server: FleetInstance
+    prefill: FleetInstance | None
+    local_reason: str
+    """Why it is not handed off; empty where it is."""
+    server_tokens: int
+    prefill_tokens: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.server.name,) if self.prefill is None else (self.server.name, self.prefill.name)
+
+    def take(self) -> None:
+        """The attempt begins."""
+        self.server.charge(1, self.server_tokens)
+        self.server.num_local_tokens += self._local_tokens
+        if self.prefill is not None:
+            self.prefill.charge(1, self.prefill_tokens)
+
+    def release_server(self) -> None:
+        self.server.charge(-1, -self.server_tokens)
+
+    def release_prefill(self) -> None:
+        if self.prefill is not None:
+            self.prefill.charge(-1, -self.prefill_tokens)
+
+    def release_local(self) -> None:
+        """The first token is there, or will not come: a local prefill delays no stream any more."""
+        self.server.num_local_tokens -= self._local_tokens
+
+    @property
+    def _local_tokens(self) -> int:
+        return self.prefill_tokens if self.local_reason in ("short", "cached") else 0
+
+
+class RouteChooser:
+    """Applies policies to the able instances of a fleet."""
+
+    def __init__(self, fleet: Fleet, config: RouterConfig) -> None:
+        self.prefixes = PrefixIndex()
+        self.token_size = TokenSize()
+        self._fleet = fleet
+        self._mode = config.local
+        self._prefill_policy = Policy(config.prefill_policy)
+        self._decode_policy = Policy(config.decode_policy)
+        self.num_in_flight_max = config.limits.num_in_flight_max
+
+    def choose(self, request: RoutableRequest, constraints: RouteConstraints) -> Route:
+        """Raises NoInstance or AllFull where there is no route now, an ApiError where there cannot be one."""
+        able = self._of_model(request.model)
+        choice = _Choice(self, request, constraints)
+        prefills: list[FleetInstance] = []
+        servers: list[FleetInstance] = []
+        for instance in able:
+            (prefills if instance.role is Role.PREFILL else servers).append(instance)
+        if request.num_tokens_max == 1 and prefills and self._mode is not LocalMode.ALWAYS:
+            return choice.route(choice.choose(prefills, self._prefill_policy), None, "one_token")
+        paired = self._with_prefill(servers, choice.preferred(prefills))
+        can_fall_back = self._mode is not LocalMode.NEVER
+        if paired and (choice.preferred(paired) or not can_fall_back):
+            return self._pair(choice, paired, prefills)
+        if can_fall_back and choice.preferred(servers):
+            return choice.route(choice.choose(servers, self._decode_policy), None, "no_prefill")
+        if can_fall_back and choice.preferred(prefills):
+            return choice.route(choice.choose(prefills, self._prefill_policy), None, "no_decode")
+        paired = [] if constraints.is_strict else self._with_prefill(servers, prefills)
+        if paired:
+            return self._pair(choice, paired, prefills)
+        if constraints.is_strict and able:
+            raise AllFull
+        raise NoInstance(self._fleet.missing() or "every able instance has just failed")
+
+    def _of_model(self, wanted: str | None) -> list[FleetInstance]:
+        """The able instances of a model; there may be none at the moment."""
+        able = self._fleet.able()
+        if wanted is not None:
+            serving = [instance for instance in able if instance.serves(wanted)]
+            if serving:
+                return serving
+        known = [instance for instance in self._fleet.instances.values() if instance.model]
+        names = {instance.model for instance in known}
+        if wanted is not None and any(instance.serves(wanted) for instance in known):
+            return []
+        if wanted is None and len(names) < 2:
+            return able
+        if not names:
+            raise NoInstance(self._fleet.missing())
+        listed = ", ".join(sorted(names))
+        if wanted is None:
+            raise ApiError(400, f"model is missing; name one of {listed}", param="model")
+        text = f"model {wanted!a} is not served here; use one of {listed}"
+        raise ApiError(404, text, param="model", code="model_not_found")
+
+    def _with_prefill(
+        self, servers: Sequence[FleetInstance], prefills: Sequence[FleetInstance]
+    ) -> list[FleetInstance]:
+        """The servers that answer alone by their role, or have a prefill instance of their model."""
+        if self._mode is LocalMode.ALWAYS:
+            return list(servers)
+        fingerprints = {instance.fingerprint for instance in prefills}
+        return [
+            server for server in servers if server.role is Role.BOTH or server.fingerprint in fingerprints
+        ]
+
+    def _pair(
+        self, choice: _Choice, servers: Sequence[FleetInstance], prefills: Sequence[FleetInstance]
+    ) -> Route:
+        server = choice.choose(servers, self._decode_policy)
+        if server.role is Role.BOTH or self._mode is LocalMode.ALWAYS:
+            return choice.route(server, None, "" if server.role is Role.BOTH else "always")
+        same = [instance for instance in prefills if instance.fingerprint == server.fingerprint]
+        prefill = choice.choose(same, self._prefill_policy)
+        reason = choice.local_reason(prefill, server) if self._mode is LocalMode.AUTO else ""
+        return choice.route(server, None if reason else prefill, reason)
+
+
+class _Choice:
+    """One choice: the request's estimates, and which instances are preferred for it."""
+
+    def __init__(
+        self, chooser: RouteChooser, request: RoutableRequest, constraints: RouteConstraints
+    ) -> None:
+        self._chooser = chooser
+        self._constraints = constraints
+        prompt = request.prompt
+        self._num_bytes = max(1, len(prompt.raw))
+        self._num_tokens = prompt.num_tokens(chooser.token_size.bytes_per_token) + constraints.num_streamed
+        completion = min(request.num_tokens_max or COMPLETION_TOKENS, COMPLETION_TOKENS)
+        self._num_completion_tokens = completion * request.num_choices
+        self._hashes = chooser.prefixes.hashes(prompt) if request.num_prompts == 1 else ()
+
+    def preferred(self, instances: Sequence[FleetInstance]) -> Sequence[FleetInstance]:
+        """Those that have not failed this request."""
+        avoid = self._constraints.avoid
+        return [instance for instance in instances if instance.name not in avoid] if avoid else instances
+
+    def choose(self, instances: Sequence[FleetInstance], policy: Policy) -> FleetInstance:
+        """The policy's choice among the preferred instances that have room; silent ones come last."""
+        candidates = self.preferred(instances) or (() if self._constraints.is_strict else instances)
+        now_s, num_max = monotonic(), self._chooser.num_in_flight_max
+        fresh = [instance for instance in candidates if instance.is_fresh(now_s)] or candidates
+        roomy = [instance for instance in fresh if instance.has_room(num_max, now_s)]
+        if not roomy:
+            raise AllFull
+        if len(roomy) == 1:
+            return roomy[0]
+        by_name = {instance.name: instance for instance in roomy}
+        chosen = policy.choose(
+            [
+                Candidate(name, instance.load_tokens, instance.num_in_flight, self._new_tokens(instance))
+                for name, instance in by_name.items()
+            ]
+        )
+        return by_name[chosen.name]
+
+    def local_reason(self, prefill: FleetInstance, server: FleetInstance) -> str:
+        new = self._new_tokens
+        return local_reason(prefill, server, self._num_tokens, new(prefill), new(server))
+
+    def route(self, server: FleetInstance, prefill: FleetInstance | None, reason: str) -> Route:
+        """The route; its instances will have this prompt's prefix."""
+        prefill_tokens = self._new_tokens(prefill or server)
+        for instance in (server, prefill):
+            if instance is not None and self._hashes:
+                self._chooser.prefixes.add(instance.name, self._hashes)
+        server_tokens = self._num_tokens + self._num_completion_tokens
+        return Route(server, prefill, reason, server_tokens, prefill_tokens)
+
+    def _new_tokens(self, instance: FleetInstance) -> int:
+        """Of the prompt, what this instance would have to compute."""
+        if not self._hashes:
+            return self._num_tokens
+        matched = self._chooser.prefixes.matched_bytes(instance.name, self._hashes)
+        return max(1, round(self._num_tokens * (1 - min(matched, self._num_bytes) / self._num_bytes)))
+
+
+# ---- one attempt
+
+
+class _RoomFields(msgspec.Struct, frozen=True):
+    bootstrap_host: str | list[str]
+    bootstrap_port: int | list[int]
+    bootstrap_room: int | list[int]
+
+
+@lru_cache(maxsize=1024)
+def _split_coordinator(coordinator: str) -> tuple[str, int]:
+    host, _, port = coordinator.rpartition(":")
+    if not (port.isascii() and port.isdigit()):
+        raise BatonError(f"an instance has coordinator {coordinator!a}; it has to be host:port")
+    return host.strip("[]"), int(port)
+
+
+def _attempt_body(request: RoutableRequest, hints: RouterHints, route: Route, num_rooms: int) -> bytes:
+    """The client's body with the router's hints and, for a hand-off, rooms that were never used before."""
+    private = b'"baton":' + _encoder.encode(hints)
+    if route.prefill is None or not num_rooms:
+        return request.body_with(private)
+    host, port = _split_coordinator(route.prefill.coordinator)
+    rooms = [secrets.randbits(ROOM_BITS) for _ in range(num_rooms)]
+    if request.is_list or num_rooms > 1:
+        fields = _RoomFields([host] * num_rooms, [port] * num_rooms, rooms)
+    else:
+        fields = _RoomFields(host, port, rooms[0])
+    return request.body_with(_encoder.encode(fields)[1:-1] + b"," + private)
+
+
+class Attempt:
+    """The requests of one attempt; each instance is charged until its own is over."""
+
+    def __init__(
+        self, router: Router, route: Route, stream_filter: StreamFilter | None, num_rooms: int
+    ) -> None:
+        self.route = route
+        self.server = UpstreamRequest(router.session, route.server.name, router.config.limits)
+        """To the instance that answers."""
+        self.prompt_tokens = 0
+        """As the prefill instance counted them; 0 while it has not reported."""
+        self._router = router
+        self._filter = stream_filter
+        self._num_rooms = num_rooms
+        self._prefill: UpstreamRequest | None = None
+        self._is_over = False
+        self._is_local_released = False
+
+    async def send(self, path: str, body: bytes) -> aiohttp.ClientResponse:
+        """Sends both requests; returns the response's headers, or raises AttemptFailed or UpstreamError."""
+        router, instance, prefill = self._router, self.route.server, self.route.prefill
+        if prefill is not None and self._num_rooms:
+            self._prefill = UpstreamRequest(router.session, prefill.name, router.config.limits)
+            prefill.upstreams.add(self._prefill)
+            task = asyncio.create_task(self._run_prefill(prefill, self._prefill, path, body))
+            router.prefill_tasks.add(task)
+            task.add_done_callback(router.prefill_tasks.discard)
+        instance.upstreams.add(self.server)
+        response = await self.server.send(instance.url(path), body)
+        if response.status != 200:
+            raise _refused(self.route, instance, response, await self.server.read_all(KEPT_BYTES_MAX))
+        self._release_local()
+        return response
+
+    async def _run_prefill(
+        self, instance: FleetInstance, upstream: UpstreamRequest, path: str, body: bytes
+    ) -> None:
+        failed = None
+        try:
+            response = await upstream.send(instance.url(path), body)
+            kept = await upstream.read_all(KEPT_BYTES_MAX, drops_rest=True)
+            if response.status == 200:
+                self.prompt_tokens = _prompt_tokens(response, kept)
+            else:
+                failed = _refused(self.route, instance, response, kept)
+        except UpstreamError as error:
+            failed = _lost(instance, error)
+        finally:
+            upstream.close()
+            instance.upstreams.discard(upstream)
+            self.route.release_prefill()
+            self._router.queue.wake()
+        # Once decode has all that it needs, a failure of prefill changes nothing.
+        if failed is not None and not self._is_over and not self._is_admitted():
+            self.server.fail(failed)
+
+    def _is_admitted(self) -> bool:
+        if self._filter is not None:
+            return self._filter.are_admitted(self._num_rooms)
+        return self.server.response is not None
+
+    def end(self, *, is_answered: bool) -> None:
+        """Ends what is left; a prefill request whose cache has arrived may finish by itself."""
+        self._is_over = True
+        self._release_local()
+        self.server.close()
+        self.route.server.upstreams.discard(self.server)
+        self.route.release_server()
+        if self._prefill is None:
+            self.route.release_prefill()
+        elif is_answered:
+            self._prefill.expires_s = monotonic() + LINGER_S
+        else:
+            self._prefill.close()
+
+    def _release_local(self) -> None:
+        if not self._is_local_released:
+            self._is_local_released = True
+            self.route.release_local()
+
+
+def _prompt_tokens(response: aiohttp.ClientResponse, body: bytes) -> int:
+    header = response.headers.get(PROMPT_TOKENS_HEADER, "")
+    return int(header) if header.isascii() and header.isdigit() and len(header) < 10 else _usage(body)
+
+
+def _usage(body: bytes) -> int:
+    """The prompt tokens in a response's usage; in text quotes are escaped, so no text looks like it."""
+    matches = _PROMPT_TOKENS.findall(body)
+    return int(matches[-1]) if matches else 0
+
+
+def _lost(instance: FleetInstance, error: UpstreamError) -> AttemptFailed:
+    """The request to this instance ended without a response."""
+    code = error.code if error.code in STATUSES else "PEER_LOST"
+    text = f"instance {instance.name}: {error.text}"
+    return AttemptFailed(ApiError(STATUSES[code], text, code=code), instance.name)
+
+
+def _refused(
+    route: Route, instance: FleetInstance, response: aiohttp.ClientResponse, body: bytes
+) -> AttemptFailed:
+    """The instance answered with a status that is not a success."""
+    error = read_error(response.status, body, response.headers.get("Retry-After"))
+    if error.status in (401, 403):
+        # The client's key was good: the instance does not accept the router's.
+        text = f"instance {instance.name} refuses the router: {error.message}; give both the same secret"
+        return AttemptFailed(failure("REFUSED_AUTHENTICATION", text), instance.name)
+    if error.status == 429:
+        instance.full_until_s = monotonic() + min(error.retry_after_s or FULL_S, FULL_S)
+    return AttemptFailed(error, *_blamed(route, instance, error), raw=body)
+
+
+def _failed_stream(route: Route, event: bytes) -> AttemptFailed:
+    """The stream ended with an error event."""
+    sent = read_error(502, event)
+    status = STATUSES.get(sent.code or "", 500 if sent.code else 502)
+    error = ApiError(status, sent.message, param=sent.param, code=sent.code)
+    return AttemptFailed(error, *_blamed(route, route.server, error), raw=event)
+
+
+def _blamed(route: Route, instance: FleetInstance, error: ApiError) -> tuple[str, ...]:
+    """A hand-off has two ends: the one that lost its peer is not the one to avoid."""
+    if error.status != 502 or error.code == "ENDED":
+        return (instance.name,)
+    if error.code == "PEER_LOST":
+        return tuple(name for name in route.names if name != instance.name) or (instance.name,)
+    return route.names
+
+
+class UpstreamRequest:
+    """One request to one instance, read by one task; `fail` wakes that task with a cause."""
+
+    def __init__(self, session: aiohttp.ClientSession, name: str, limits: RouterLimits) -> None:
+        self.response: aiohttp.ClientResponse | None = None
+        """Once its headers are there."""
+        self.is_waiting = False
+        """Whether the instance is to blame for silence: more is wanted, and nothing has come."""
+        self.expires_s = float("inf")
+        """When it is ended, whatever its progress."""
+        self._progress_s = monotonic()
+        """Since when the current wait lasts."""
+        self._session = session
+        self._name = name
+        self._limits = limits
+        self._error: UpstreamError | AttemptFailed | None = None
+        self._scope: asyncio.Timeout | None = None
+
+    async def send(self, url: URL, body: bytes) -> aiohttp.ClientResponse:
+        """Returns when the response's headers are there; raises UpstreamError, or what `fail` was given."""
+        if self._error is not None:
+            raise self._error
+        data = body if len(body) <= _LARGE_BYTES else io.BytesIO(body)
+        self.is_waiting, self._progress_s = True, monotonic()
+        try:
+            async with asyncio.timeout(None) as self._scope:
+                self.response = await self._session.post(
+                    url, data=data, headers=_UPSTREAM_HEADERS, allow_redirects=False
+                )
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise self._error or UpstreamError.of(error) from None
+        finally:
+            self.is_waiting, self._scope = False, None
+        return self.response
+
+    async def read(self) -> bytes:
+        """The next part of the body; empty at its end."""
+        if self._error is not None:
+            raise self._error
+        assert self.response is not None, "it was not sent"
+        content = self.response.content
+        if content.at_eof():
+            return b""
+        self.is_waiting, self._progress_s = True, monotonic()
+        try:
+            return await content.readany()
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._error or UpstreamError.of(error) from None
+        finally:
+            self.is_waiting = False
+
+    async def read_all(self, bytes_max: int = RESPONSE_BYTES_MAX, *, drops_rest: bool = False) -> bytes:
+        """The whole body; one that is longer is an error, or is cut off."""
+        parts, num_bytes = [], 0
+        while part := await self.read():
+            if num_bytes < bytes_max or not drops_rest:
+                parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > bytes_max and not drops_rest:
+                raise UpstreamError(f"the response is longer than {bytes_max} bytes")
+        return b"".join(parts)
+
+    def fail(self, error: UpstreamError | AttemptFailed) -> None:
+        """Ends it at once; the task that reads it gets this error."""
+        if self._error is None:
+            self._error = error
+        if self.response is not None:
+            self.response.close()  # wakes a reader; does nothing where the body was read to its end
+        elif self._scope is not None:
+            self._scope.reschedule(asyncio.get_running_loop().time())
+
+    def close(self) -> None:
+        """Ends it if it is not over; the instance notices and aborts the request."""
+        self.fail(UpstreamError("the router ended the request", "ABORTED"))
+
+    def check(self, now_s: float, unheard_s: float) -> None:
+        """Ends it if it has expired or made no progress for too long; called after each poll."""
+        limits, silent_s = self._limits, now_s - self._progress_s
+        silent_s_max = limits.first_s_max if self.response is None else limits.stall_s_max
+        if now_s > self.expires_s:
+            self.close()
+        elif not self.is_waiting:
+            return
+        elif min(silent_s, unheard_s) > limits.silence_s_max:
+            text = f"{self._name} has not answered anything for {unheard_s:.0f} s"
+            self.fail(UpstreamError(text, "DEADLINE"))
+        elif silent_s > silent_s_max:
+            text = f"{self._name} has made no progress for {silent_s:.0f} s"
+            self.fail(UpstreamError(text, "DEADLINE"))
+
+
+# ---- streams
+
+
+class StreamProgress:
+    """The tokens of every choice that the client has been streamed, over all attempts."""
+
+    def __init__(self, num_choices: int) -> None:
+        self.done: dict[int, int] = {}
+        """By finished choice: its number of tokens."""
+        self.has_usage = False
+        """Whether the client has the event after the last choice."""
+        self._tokens: dict[int, list[int]] = {index: [] for index in range(num_choices)}
+
+    def add(self, note: TokenNote) -> None:
+        """An event was read, whose tokens the client is about to get."""
+        tokens = self._tokens.get(note.index)
+        if tokens is None:
+            return
+        tokens.extend(note.tokens)
+        if note.finish is not None:
+            self.done[note.index] = len(tokens)
+
+    def has_begun(self, index: int) -> bool:
+        """Whether the client has a token of this choice."""
+        return bool(self._tokens.get(index))
+
+    @property
+    def resume(self) -> tuple[ResumedChoice, ...]:
+        """The choices that are not finished, with their tokens."""
+        return tuple(
+            ResumedChoice(index, tuple(tokens))
+            for index, tokens in self._tokens.items()
+            if index not in self.done
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self.done) == len(self._tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all unfinished choices: what has to be computed again to resume."""
+        return sum(len(tokens) for index, tokens in self._tokens.items() if index not in self.done)
+
+
+class StreamFilter:
+    """Takes the token notes out of one attempt's stream; only whole events go on to the client.
+
+    Events before a choice's first token (its role) are held until that token: an attempt that resumes a
+    choice without tokens begins it again, and a client has to see one beginning.
+    """
+
+    def __init__(self, progress: StreamProgress, n: int) -> None:
+        self.error: bytes | None = None
+        """The error event that ended the stream."""
+        self.is_done = False
+        """Whether the stream has come to its proper end."""
+        self._progress = progress
+        self._n = n
+        self._reader = EventReader()
+        self._num_tokens: dict[int, int] = {}
+        self._admitted: set[int] = set()
+        self._held: dict[int, bytes] = {}
+
+    def feed(self, data: bytes) -> bytes:
+        """What the client gets of these bytes."""
+        out: list[bytes] = []
+        for event in self._reader.feed(data):
+            if event.note is not None:
+                out.append(self._forward(event.note, event.raw))
+            elif event.data is not None and event.data.startswith(_ERROR):
+                self.error = event.data
+                break
+            else:
+                out.append(event.raw)
+                self._progress.has_usage |= event.data is not None and self._progress.is_finished
+            if event.is_done:
+                self.is_done = True
+                break
+        return b"".join(out)
+
+    def are_admitted(self, num_jobs: int) -> bool:
+        """Whether decode has the cache of every job: it is past the first token, which may come before."""
+        return len(self._admitted) >= num_jobs
+
+    def _forward(self, note: TokenNote, raw: bytes) -> bytes:
+        """What the client gets now of this event and of those held before it."""
+        held = self._held.pop(note.index, b"")
+        if not note.tokens and note.finish is None and not self._progress.has_begun(note.index):
+            self._held[note.index] = held + raw
+            return b""
+        self._record(note)
+        return held + raw
+
+    def _record(self, note: TokenNote) -> None:
+        self._progress.add(note)
+        num_tokens = self._num_tokens.get(note.index, 0) + len(note.tokens)
+        self._num_tokens[note.index] = num_tokens
+        if num_tokens > 1 or note.finish is not None:
+            self._admitted.add(note.index // self._n)

@@ -1,4 +1,10 @@
-"""`baton serve`: one instance behind HTTP. It listens at once, loads, serves, and drains before it ends."""
+"""`baton serve`: one instance behind HTTP. It listens at once, loads, serves, and drains before it ends.
+
+`Server._generate` is the handler. It reads and parses the body (`baton.serving.openai`) into jobs. A
+`Generation` submits them to the instance, whose events come back through the `EventBridge`, and writes the
+response. The response headers go out with the first token, so that a failure before it has a status of its
+own. After that each wake-up is one write, whatever has come by then.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +12,12 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
+from time import monotonic
 
 import msgspec
 from aiohttp import web
@@ -18,35 +27,56 @@ from baton import __version__
 from baton.engine.config import EngineConfig
 from baton.engine.instance import Instance
 from baton.engine.load import EngineLoad
-from baton.errors import ConfigError
-from baton.serving.errors import NO_STORE, ApiError, bad_field, failure
-from baton.serving.generation import EventBridge, Generation
+from baton.engine.requests import OutputChunk, RequestError, RequestEvent, RequestFinished
+from baton.engine.trace import RequestTrace
+from baton.errors import ConfigError, EngineError, FullError
+from baton.protocol.outcomes import Cause, Stage, Why
 from baton.serving.http import (
     CALLER,
+    DONE,
     DRAIN_S,
+    EVENT_STREAM,
     HOST,
+    ID_HEADER,
+    NO_STORE,
+    PROMPT_TOKENS_HEADER,
+    ApiError,
     Credentials,
-    Handler,
+    EventStream,
     HttpLimits,
     HttpServer,
+    TokenNote,
+    bad_field,
     check_binding,
+    data_event,
+    failure,
     json_response,
+    note_line,
 )
 from baton.serving.observing import RequestObserver
-from baton.serving.openapi import description
-from baton.serving.parsing import ReceivingInstance, ServedModel, parse_request
-from baton.serving.rendering import TokenNames, response_format
-from baton.serving.schema import (
+from baton.serving.openai import (
+    TOO_LONG,
+    CachedTokens,
     ChatRequest,
+    ChoiceDelta,
     CompletionRequest,
     DrainBody,
     GenerateRequest,
     HealthBody,
     ModelCard,
     ModelList,
+    ParsedRequest,
+    ReceivingInstance,
     RequestBody,
+    ResponseFormat,
+    ServedModel,
+    TokenNames,
+    Usage,
+    parse_request,
     reader_of,
+    response_format,
 )
+from baton.serving.openapi import description
 from baton.serving.supervisor import InstanceSupervisor
 from baton.settings import Tls
 
@@ -55,7 +85,13 @@ TIMELINE_FORMATS = ("json", "perfetto")
 CLOSE_S = 10.0
 LOST_S = 1.0
 """How long an instance that ended is given to report it to its requests itself."""
+USAGE_S_MAX = 0.2
+"""How long a response waits for the number of cached tokens, which is known when its pages are freed."""
+WRITE_S_MAX = 30.0
 
+OnEvent = Callable[[RequestEvent], None]
+
+_encoder = msgspec.json.Encoder()
 _log = logging.getLogger("baton.serving.server")
 
 
@@ -98,7 +134,7 @@ class Server:
         self._observer = RequestObserver(instance.name, instance.role)
         self._model_name = instance.model
         self._created = int(time.time())
-        self._model: tuple[Instance, ServedModel, TokenNames] | None = None
+        self._model: tuple[Instance, ServedModel, ReceivingInstance, TokenNames] | None = None
         self._open: dict[Generation, Instance] = {}
         """Requests that hold something of an instance."""
         self._emptied = asyncio.Event()
@@ -109,7 +145,27 @@ class Server:
             ssl_context=None if config.tls is None else config.tls.serving(),
             on_response=self._observer.metrics.add_response,
         )
-        self._http.app.add_routes(self._routes())
+        generate = self._generate
+        self._http.app.add_routes(
+            [
+                web.post("/v1/completions", partial(generate, reader_of(CompletionRequest))),
+                web.post("/v1/chat/completions", partial(generate, reader_of(ChatRequest))),
+                web.post("/generate", partial(generate, reader_of(GenerateRequest))),
+                web.get("/health", self._get_health),
+                web.get("/health_generate", self._get_health),
+                web.get("/v1/models", self._get_models),
+                web.get("/v1/models/{id:.+}", self._get_model),
+                web.get("/server_info", self._get_server_info),
+                web.get("/get_server_info", self._get_server_info),
+                web.get("/model_info", self._get_model_info),
+                web.get("/get_model_info", self._get_model_info),
+                web.get("/metrics", self._get_metrics),
+                web.get("/v1/timelines", self._get_timelines),
+                web.get("/v1/timelines/{id}", self._get_timeline),
+                web.get("/openapi.json", self._get_openapi),
+                web.post("/drain", self._post_drain),
+            ]
+        )
 
     @property
     def url(self) -> str:
@@ -155,44 +211,15 @@ class Server:
             if not instance.is_running:
                 generation.lost(f"{instance.config.name} has ended: {instance.failure}")
 
-    def _routes(self) -> list[web.RouteDef]:
-        return [
-            web.post("/v1/completions", self._generate_with(reader_of(CompletionRequest))),
-            web.post("/v1/chat/completions", self._generate_with(reader_of(ChatRequest))),
-            web.post("/generate", self._generate_with(reader_of(GenerateRequest))),
-            web.get("/health", self._get_health),
-            web.get("/health_generate", self._get_health),
-            web.get("/v1/models", self._get_models),
-            web.get("/v1/models/{id:.+}", self._get_model),
-            web.get("/server_info", self._get_server_info),
-            web.get("/get_server_info", self._get_server_info),
-            web.get("/model_info", self._get_model_info),
-            web.get("/get_model_info", self._get_model_info),
-            web.get("/metrics", self._get_metrics),
-            web.get("/v1/timelines", self._get_timelines),
-            web.get("/v1/timelines/{id}", self._get_timeline),
-            web.get("/openapi.json", self._get_openapi),
-            web.post("/drain", self._post_drain),
-        ]
-
-    def _generate_with(self, read: Callable[[bytes], RequestBody]) -> Handler:
-        async def handle(request: web.Request) -> web.StreamResponse:
-            return await self._generate(request, read)
-
-        return handle
-
     async def _generate(
-        self, request: web.Request, read: Callable[[bytes], RequestBody]
+        self, read: Callable[[bytes], RequestBody], request: web.Request
     ) -> web.StreamResponse:
         if self.is_draining:
             raise self._draining()
         instance = self.supervisor.running()
         if self._model is None or self._model[0] is not instance:
-            self._model = (instance, ServedModel.of(instance), TokenNames(instance.tokenizer))
-        _, model, names = self._model
-        receiver = ReceivingInstance(
-            instance.config.role, instance.address, self.config.first_token, self._model_name
-        )
+            self._model = (instance, *self._describe(instance))
+        _, model, receiver, names = self._model
         body = read(await request.read())
         parsed = await parse_request(body, request[CALLER], model, receiver)
         generation = Generation(parsed, self._observer, self._on_generation_closed)
@@ -203,6 +230,18 @@ class Server:
             return await generation.respond(request, response_format(parsed, self._model_name, names))
         finally:
             generation.close(instance)
+
+    def _describe(self, instance: Instance) -> tuple[ServedModel, ReceivingInstance, TokenNames]:
+        """What parsing and rendering need of a running instance."""
+        sizes, tokenizer = instance.sizes, instance.tokenizer
+        vocab_size, num_tokens_max = sizes.architecture.vocab_size, instance.core.num_tokens_max
+        return (
+            ServedModel(tokenizer, sizes.context_max, vocab_size, num_tokens_max),
+            ReceivingInstance(
+                instance.config.role, instance.address, self.config.first_token, self._model_name
+            ),
+            TokenNames(tokenizer),
+        )
 
     def _on_generation_closed(self, generation: Generation) -> None:
         self._open.pop(generation, None)
@@ -307,14 +346,14 @@ class Server:
         return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST, **NO_STORE})
 
     async def _get_timelines(self, request: web.Request) -> web.Response:
-        return json_response(self._observer.timelines.all())
+        return json_response(self._observer.timelines())
 
     async def _get_timeline(self, request: web.Request) -> web.Response:
         name, form = request.match_info["id"], request.query.get("format", "json")
         if form not in TIMELINE_FORMATS:
             raise bad_field("format", form, f"use {' or '.join(TIMELINE_FORMATS)}")
-        timelines = self._observer.timelines
-        timeline = timelines.trace(name) if form == "perfetto" else timelines.find(name)
+        observer = self._observer
+        timeline = observer.trace(name) if form == "perfetto" else observer.timeline(name)
         if timeline is None:
             text = f"no request {name[:80]!a} is remembered; /v1/timelines lists the latest"
             raise ApiError(404, text, param="id", code="unknown_request")
@@ -329,6 +368,235 @@ class Server:
             raise ApiError(403, text, code="not_allowed")
         self.is_draining = True
         return json_response(DrainBody(True, self.num_open))
+
+
+# ---- one request
+
+
+class Generation:
+    """One parsed request at an instance; everything here runs on the event loop."""
+
+    def __init__(
+        self, parsed: ParsedRequest, observer: RequestObserver, on_close: Callable[[Generation], None]
+    ) -> None:
+        self.parsed = parsed
+        self._observer = observer
+        self._on_close = on_close
+        """Called when the instance holds nothing of the request any more."""
+        self._arrived_s = monotonic()
+        self._woken = asyncio.Event()
+        self._deltas: dict[int, ChoiceDelta] = {}
+        self._open_choices = set(parsed.choices())
+        self._last_token_s: dict[int, float] = {}
+        self._traces: dict[int, RequestTrace] = {}
+        self._numbers: dict[int, int] = {}
+        """By job that is not finished: its number at the instance."""
+        self._error: ApiError | None = None
+        self._num_tokens: dict[int, int] = {**parsed.hints.done}
+        """By choice: its number of tokens, including those of earlier attempts."""
+
+    def start(self, instance: Instance, bridge: EventBridge) -> None:
+        """Submits every job to the instance; all of them, or none and an ApiError."""
+        self._num_tokens |= {index: len(tokens) for index, tokens in self.parsed.resumed.items()}
+        try:
+            for job_index, job in enumerate(self.parsed.jobs):
+                sink = bridge.sink(partial(self._on_event, job_index))
+                self._numbers[job_index] = instance.submit(job.request, sink)
+        except (ConfigError, EngineError) as error:
+            self._error = _refusal(error)
+            self.close(instance)
+            if not self._numbers:
+                self._on_close(self)
+            raise self._error from None
+        self._observer.started(self.parsed)
+
+    def close(self, instance: Instance) -> None:
+        """Aborts what is still running."""
+        if self._open_choices or self._error or self.parsed.is_prefill:
+            for number in self._numbers.values():
+                instance.abort(number)
+
+    def lost(self, text: str) -> None:
+        """The instance has ended; fails the jobs that it did not inform."""
+        for job_index in list(self._numbers):
+            cause = Cause(Why.PEER_LOST, Stage.COPY, text=text)
+            self._on_event(job_index, RequestError(cause, text))
+
+    async def respond(self, request: web.Request, form: ResponseFormat) -> web.StreamResponse:
+        if self.parsed.is_prefill or not self.parsed.is_stream:
+            return await self._respond_whole(form)
+        stream = EventStream(request, self.parsed.id, WRITE_S_MAX)
+        try:
+            return await self._stream(stream, form)
+        except ApiError as error:
+            if stream.response is None:
+                raise
+            # The status is out: report the error in the stream, which then ends without [DONE].
+            return await stream.end(data_event(error.body()))
+
+    async def _stream(self, stream: EventStream, form: ResponseFormat) -> web.StreamResponse:
+        held: dict[int, ChoiceDelta] = {}
+        async for deltas in self._all_deltas():
+            blocks = []
+            for delta in deltas:
+                earlier = held.pop(delta.index, None)
+                if earlier is not None:
+                    delta.tokens[:0] = earlier.tokens
+                # Tokens without text, as parts of a character, wait for the next ones.
+                if form.is_silent(delta):
+                    held[delta.index] = delta
+                else:
+                    blocks.append(self._event_block(delta, form))
+            if blocks:
+                await stream.write(b"".join(blocks))
+        end = DONE
+        if self.parsed.has_usage:
+            event = form.usage_event(await self._usage())
+            end = (data_event(_encoder.encode(event)) if event is not None else b"") + DONE
+        response = await stream.end(end)
+        self._finish()
+        return response
+
+    async def _respond_whole(self, form: ResponseFormat) -> web.Response:
+        parsed = self.parsed
+        choices: dict[int, ChoiceDelta] = {}
+        async for deltas in self._all_deltas():
+            for delta in deltas:
+                known = choices.setdefault(delta.index, delta)
+                if known is not delta:
+                    known.text += delta.text
+                    known.tokens += delta.tokens
+                    known.finish = delta.finish
+        if parsed.is_prefill:
+            await self._settled()
+        usage = await self._usage()
+        self._finish()
+        ordered = [choices[index] for index in sorted(choices)]
+        headers = {ID_HEADER: parsed.id, PROMPT_TOKENS_HEADER: str(usage.prompt_tokens), **NO_STORE}
+        if not parsed.is_stream:
+            headers["Content-Type"] = "application/json"
+            return web.Response(body=_encoder.encode(form.whole(ordered, usage)), headers=headers)
+        headers["Content-Type"] = EVENT_STREAM
+        blocks = [self._event_block(delta, form) for delta in ordered]
+        return web.Response(body=b"".join(blocks) + DONE, headers=headers)
+
+    def _event_block(self, delta: ChoiceDelta, form: ResponseFormat) -> bytes:
+        event = data_event(_encoder.encode(form.event(delta)))
+        if not self.parsed.hints.tokens:
+            return event
+        return note_line(TokenNote(delta.index, tuple(delta.ids), delta.finish)) + event
+
+    async def _all_deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
+        """The deltas at each wake-up, until every choice has ended; raises the ApiError of a failure."""
+        while True:
+            await self._woken.wait()
+            self._woken.clear()
+            if self._error is not None:
+                raise self._error
+            deltas, self._deltas = list(self._deltas.values()), {}
+            if deltas:
+                yield deltas
+            if not self._open_choices and not self._deltas:
+                return
+
+    async def _settled(self) -> None:
+        """Until the instance has freed everything and each hand-off has its verdict."""
+        while self._numbers and self._error is None:
+            self._woken.clear()
+            await self._woken.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def _usage(self) -> Usage:
+        with suppress(TimeoutError, ApiError):  # the response is complete, whatever becomes of its pages
+            async with asyncio.timeout(USAGE_S_MAX):
+                await self._settled()
+        return self._counted()
+
+    def _counted(self) -> Usage:
+        num_prompt = sum(len(prompt) for prompt in self.parsed.prompts)
+        num_completion = sum(self._num_tokens.values())
+        num_cached = min(num_prompt, sum(trace.num_cached for trace in self._traces.values()))
+        return Usage(num_prompt, num_completion, num_prompt + num_completion, CachedTokens(num_cached))
+
+    def _finish(self) -> None:
+        self._observer.finished(self._counted(), monotonic() - self._arrived_s)
+
+    def _on_event(self, job_index: int, event: RequestEvent) -> None:
+        match event:
+            case OutputChunk():
+                prompt_index = self.parsed.jobs[job_index].prompt_index
+                self._add(prompt_index * self.parsed.n + event.index, event)
+            case RequestError(cause, text):
+                code = cause.why.name if cause is not None else "ENGINE"
+                self._error = self._error or failure(code, text)
+                self._observer.failed(self.parsed, code)
+                self._job_over(job_index)
+            case RequestFinished(story):
+                self._traces[job_index] = story
+                self._observer.traced(self.parsed, job_index, story)
+                self._job_over(job_index)
+        self._woken.set()
+
+    def _job_over(self, job_index: int) -> None:
+        if self._numbers.pop(job_index, None) is not None and not self._numbers:
+            self._on_close(self)
+
+    def _add(self, index: int, chunk: OutputChunk) -> None:
+        delta, now_s = self._deltas.get(index), monotonic()
+        if delta is None:
+            has_begun = index in self._last_token_s or bool(self.parsed.resumed.get(index))
+            delta = self._deltas[index] = ChoiceDelta(index, not has_begun)
+        delta.text += chunk.text
+        delta.tokens.extend(chunk.tokens)
+        delta.finish = chunk.finish
+        if chunk.tokens:
+            self._num_tokens[index] = self._num_tokens.get(index, 0) + len(chunk.tokens)
+            since_s = now_s - self._last_token_s.get(index, self._arrived_s)
+            self._observer.sampled(len(chunk.tokens), since_s, is_first=index not in self._last_token_s)
+            self._last_token_s[index] = now_s
+        if chunk.finish is not None:
+            self._open_choices.discard(index)
+
+
+def _refusal(error: ConfigError | EngineError) -> ApiError:
+    match error:
+        case FullError(retry_after_s=wait_s):
+            return ApiError(429, str(error), code="QUEUE_FULL", retry_after_s=wait_s)
+        case ConfigError():
+            return ApiError(400, str(error), code=TOO_LONG)
+        case _:
+            return failure("LOADING", str(error))
+
+
+class EventBridge:
+    """Takes engine events from the instance's thread to the event loop, one call per wake-up."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: deque[tuple[OnEvent, RequestEvent]] = deque()
+        self._is_woken = False
+
+    def sink(self, on_event: OnEvent) -> OnEvent:
+        """A callback for the instance; `on_event` gets its events on the loop, in order."""
+        return lambda event: self._put(on_event, event)
+
+    def _put(self, on_event: OnEvent, event: RequestEvent) -> None:
+        # Append before the check: a delivery that has begun clears the flag before it takes anything.
+        self._waiting.append((on_event, event))
+        if not self._is_woken:
+            self._is_woken = True
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_woken = False
+        while self._waiting:
+            on_event, event = self._waiting.popleft()
+            on_event(event)
+
+
+# ---- until a signal
 
 
 async def serve(config: ServerConfig, say: Callable[[str], None]) -> None:

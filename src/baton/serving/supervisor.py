@@ -17,7 +17,7 @@ from time import monotonic
 from baton.engine.config import EngineConfig, EngineSizes
 from baton.engine.instance import Instance
 from baton.errors import BatonError, ConfigError, EngineError, LayoutError
-from baton.serving.errors import failure
+from baton.serving.http import failure
 
 FAILURES_MAX = 5
 FAILURES_S = 60.0

@@ -21,7 +21,7 @@ from rich.console import Console
 from baton.bench.serve.client import RequestTiming
 from baton.bench.serve.load import ClientOverhead, make_requests
 from baton.errors import EngineError
-from baton.serving.wire import EventReader
+from baton.serving.http import EventReader
 from baton.session.registry.messages import check_member
 
 CALM = ClientOverhead(1.0, 0.1, None)

@@ -1,0 +1,1208 @@
+"""OpenAI's API, and SGLang's /generate, as functions: from bodies to jobs, and from choices to responses.
+
+A request field that is not named here is accepted and has no effect. UNSUPPORTED lists the fields that would
+change the response and that this server cannot honour: they may only have a neutral value.
+
+The n choices of a prompt are one job: one prefill, one hand-off, and the decode forks. The index of a choice
+is the index of its prompt times n, plus which of the n it is. A request that resumes an earlier attempt has
+one job for each choice that was not finished, in the order in which they are listed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from baton.engine.commands import SampledToken
+from baton.engine.requests import EngineRequest, InboundHandoff, OutboundHandoff
+from baton.engine.sampling_params import (
+    BIAS_MAX,
+    NUM_ANSWERS_MAX,
+    NUM_LOGPROBS_MAX,
+    PENALTY_MAX,
+    SamplingParams,
+    check_params,
+)
+from baton.engine.tokenizer import Tokenizer
+from baton.errors import ConfigError
+from baton.serving.http import ApiError, Caller, RouterHints, bad_field
+
+T = TypeVar("T")
+TokenSequence = tuple[int, ...]
+
+TOO_LONG = "context_length_exceeded"
+NUM_CHOICES_MAX = 256
+LOGPROB_MIN = -9999.0
+"""In place of minus infinity, which JSON does not have."""
+_BROKEN = "\ufffd"
+
+
+# ---- bodies of requests
+
+TOP_LOGPROBS_MAX = 20
+"""For chats, as in OpenAI's API."""
+NUM_PROMPTS_MAX = 256
+
+COUNT_MAX = 2**31 - 1
+"""Larger values do not fit into the commands to ranks."""
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
+PositiveInt: TypeAlias = Annotated[int, Meta(ge=1, le=COUNT_MAX)]
+TopK: TypeAlias = Annotated[int, Meta(ge=-1, le=COUNT_MAX)]
+"""0 or -1: all tokens."""
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
+Seed: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Penalty: TypeAlias = Annotated[float, Meta(ge=-PENALTY_MAX, le=PENALTY_MAX)]
+Bias: TypeAlias = Annotated[float, Meta(ge=-BIAS_MAX, le=BIAS_MAX)]
+RoomId: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Port: TypeAlias = Annotated[int, Meta(ge=1, le=65_535)]
+TokenIds: TypeAlias = Annotated[list[TokenId], Meta(min_length=1)]
+Texts: TypeAlias = Annotated[list[str], Meta(min_length=1, max_length=NUM_PROMPTS_MAX)]
+
+
+def _some_of(*forms: dict[str, Any]) -> Meta:
+    """A list of one of these forms; the decoder takes a mixture, which the parser refuses later."""
+    return Meta(
+        extra_json_schema={"anyOf": [{"type": "array", "minItems": 1, "items": form} for form in forms]}
+    )
+
+
+_ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
+_IDS = {"type": "array", "minItems": 1, "items": _ID}
+Prompts: TypeAlias = Annotated[list[str | TokenId | TokenIds], _some_of({"type": "string"}, _ID, _IDS)]
+"""Several texts, the token ids of one prompt, or those of several."""
+IdLists: TypeAlias = Annotated[list[TokenId | TokenIds], _some_of(_ID, _IDS)]
+
+
+# Fields that a router adds: where the KV cache comes from or goes to, in lists for several jobs, and `baton`,
+# a RouterHints from trusted callers that is ignored from others.
+Hosts: TypeAlias = str | list[str]
+Ports: TypeAlias = Port | list[Port | None]
+Rooms: TypeAlias = RoomId | list[RoomId]
+_NULL: Any = msgspec.field(default_factory=lambda: msgspec.Raw(b"null"))
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """Options of a stream."""
+
+    include_usage: bool | None = None
+
+
+class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling parameters that have one name in OpenAI's and SGLang's API."""
+
+    n: Annotated[int, Meta(ge=1, le=NUM_ANSWERS_MAX)] | None = None
+    temperature: Annotated[float, Meta(ge=0)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: TopK | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    logit_bias: dict[str, Bias] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+
+
+class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
+    """What the requests of OpenAI's API share, with fields that other servers of this API accept too."""
+
+    model: str | None = None
+    seed: Seed | None = None
+    min_tokens: Count | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    bootstrap_host: Hosts | None = None
+    bootstrap_port: Ports | None = None
+    bootstrap_room: Rooms | None = None
+    baton: msgspec.Raw = _NULL
+    cache_salt: str | None = None
+    """Requests with different salts never share a cached prefix."""
+
+
+class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
+    """The body of POST /v1/completions."""
+
+    prompt: str | Prompts
+    max_tokens: PositiveInt | None = None
+    echo: bool | None = None
+    best_of: Count | None = None
+    """Only as equal to n: all completions are returned."""
+    logprobs: Annotated[int, Meta(ge=0, le=NUM_LOGPROBS_MAX)] | None = None
+
+
+class TextPart(msgspec.Struct, frozen=True):
+    """A part of a message; only type text is accepted."""
+
+    type: str
+    text: str = ""
+
+
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One message of a chat, as the template gets it."""
+
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatRequest(OpenAIFields, frozen=True, kw_only=True):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+
+
+class GenerateParams(SamplingFields, frozen=True, kw_only=True):
+    """`sampling_params` of POST /generate: the same parameters under SGLang's names."""
+
+    max_new_tokens: PositiveInt | None = None
+    min_new_tokens: Count | None = None
+    sampling_seed: Seed | None = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /generate; either `text` or `input_ids`."""
+
+    text: str | Texts | None = None
+    input_ids: IdLists | None = None
+    sampling_params: GenerateParams | None = None
+    stream: bool | None = None
+    rid: str | list[str] | None = None
+    return_logprob: bool | None = None
+    top_logprobs_num: Annotated[int, Meta(ge=0, le=NUM_LOGPROBS_MAX)] | None = None
+    bootstrap_host: Hosts | None = None
+    bootstrap_port: Ports | None = None
+    bootstrap_room: Rooms | None = None
+    baton: msgspec.Raw = _NULL
+    cache_salt: str | None = None
+
+
+RequestBody: TypeAlias = CompletionRequest | ChatRequest | GenerateRequest
+
+
+# ---- unsupported fields
+
+_LEAVE = "leave it out"
+_FORMATS = """
+    guided_json guided_regex guided_choice guided_grammar structured_outputs structural_tag json_schema regex
+    ebnf grammar
+"""
+_FREE = f"output cannot be constrained to a format here; {_LEAVE}"
+_ADAPTER = f"adapters are not served; {_LEAVE}"
+_MEDIA = "audio image_data audio_data video_data input_embeds prompt_embeds input_audio"
+_TEXT = f"prompts and answers are text or token ids; {_LEAVE}"
+_OFF: tuple[Any, ...] = (None, False)
+_ABSENT: tuple[Any, ...] = (None, [], {}, "")
+
+UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "response_format": (
+        (None, {"type": "text"}),
+        f"output cannot be constrained to a format here; use text or {_LEAVE}",
+    ),
+    **dict.fromkeys(_FORMATS.split(), (_ABSENT, _FREE)),
+    "tool_choice": ((None, "none", "auto"), "no call can be forced here; use auto or none"),
+    "functions": (_ABSENT, "use tools"),
+    "function_call": ((None, "none", "auto"), "no call can be forced here; use auto or none"),
+    **dict.fromkeys(("lora_path", "lora_request", "lora_id", "adapter"), (_ABSENT, _ADAPTER)),
+    **dict.fromkeys(
+        ("logits_processors", "custom_logit_processor"), (_ABSENT, f"logits cannot be changed; {_LEAVE}")
+    ),
+    **dict.fromkeys(_MEDIA.split(), (_ABSENT, _TEXT)),
+    "modalities": ((None, [], ["text"]), f"only text is generated; use text or {_LEAVE}"),
+    "web_search_options": (_ABSENT, f"there is no web search; {_LEAVE}"),
+    "verbosity": ((None, "medium"), f"use medium or {_LEAVE}"),
+    "suffix": ((None, ""), f"prompts are only continued; {_LEAVE}"),
+    "use_beam_search": (_OFF, f"there is no beam search; {_LEAVE}"),
+    "prompt_logprobs": (_OFF, f"prompts have no log-probabilities here; {_LEAVE}"),
+    "return_hidden_states": (_OFF, f"hidden states are not returned; {_LEAVE}"),
+    "truncate_prompt_tokens": ((None,), f"cut the prompt yourself, or {_LEAVE}"),
+    "chat_template": ((None, ""), f"the model's own template is used; {_LEAVE}"),
+    "no_stop_trim": (_OFF, f"stop strings are not part of the output; {_LEAVE}"),
+    "include_stop_str_in_output": (_OFF, f"stop strings are not part of the output; {_LEAVE}"),
+    "skip_special_tokens": ((None, True), f"special tokens have no text here; use true or {_LEAVE}"),
+    "logprob_start_len": ((None, -1), f"prompts have no log-probabilities here; {_LEAVE}"),
+}
+"""By field: the neutral values, and what to do about any other."""
+
+_Unsupported = msgspec.defstruct("_Unsupported", [(name, Any, None) for name in UNSUPPORTED], frozen=True)
+_unsupported_decoder = msgspec.json.Decoder(_Unsupported)
+
+
+def check_values(fields: Mapping[str, Any], prefix: str = "") -> None:
+    """Refuses unsupported fields; `prefix` is the path of the object that holds them."""
+    for name, (neutral, remedy) in UNSUPPORTED.items():
+        value = fields.get(name)
+        # Equal values of different types (0 and false) do not mean the same.
+        if not any(value == allowed and type(value) is type(allowed) for allowed in neutral):
+            raise bad_field(f"{prefix}{name}", value, remedy, code="unsupported")
+
+
+# ---- decoding
+
+_AT = re.compile(r"^(?P<text>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+
+
+def reader_of(kind: type[T]) -> Callable[[bytes], T]:
+    """A decoder for bodies of one kind; reuse it."""
+    decoder = msgspec.json.Decoder(kind)
+
+    def read(body: bytes) -> T:
+        try:
+            request = decoder.decode(body)
+        except msgspec.ValidationError as error:
+            raise _wrong_field(str(error), body) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ApiError(
+                400, f"the body is not JSON ({error}); send a JSON object", code="no_json"
+            ) from None
+        check_values(msgspec.structs.asdict(_unsupported_decoder.decode(body)))
+        if getattr(request, "sampling_params", None) is not None:
+            check_values(msgspec.json.decode(body)["sampling_params"], "sampling_params.")
+        return request
+
+    return read
+
+
+def _wrong_field(message: str, body: bytes) -> ApiError:
+    """The decoder's message, with the field and the value that it refused."""
+    match = _AT.match(message)
+    assert match is not None
+    text, path = match["text"], match["path"] or ""
+    param = path.removeprefix(".")
+    if missing := _MISSING.match(text):
+        param = f"{param}.{missing[1]}".lstrip(".")
+        return ApiError(400, f"{param} is missing; give it", param=param, code="missing_field")
+    remedy = text.replace("`", "").replace("Expected", "expected").replace("null", "nothing")
+    if not param:
+        return ApiError(400, f"the body: {remedy}; send a JSON object", code="wrong_type")
+    try:
+        value = _value_at(msgspec.json.decode(body), path)
+    except (LookupError, TypeError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ApiError(400, f"{param}: {remedy}", param=param, code="wrong_type")
+    return bad_field(param, value, remedy, code="wrong_type")
+
+
+def _value_at(value: Any, path: str) -> Any:
+    for name, index in _STEP.findall(path):
+        value = value[int(index)] if index else value[name]
+    return value
+
+
+# ---- from a body to jobs
+
+MAX_TOKENS_DEFAULT = {CompletionRequest: 16, GenerateRequest: 128}
+"""Where the request does not set max_tokens; a chat has as many as fit."""
+
+_INLINE_CHARACTERS_MAX = 2000
+"""Longer texts are tokenized on a thread, so that the event loop goes on serving streams."""
+_TOKEN_CHARACTERS_MAX = 256
+"""No token is longer: a text of more than so many times the context need not be tokenized to be refused."""
+_TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+"""What a chat template raises when messages are not as it expects."""
+_RESERVED_TEMPLATE_ARGUMENTS = {
+    "conversation",
+    "messages",
+    "tokenize",
+    "chat_template",
+    "return_tensors",
+    "return_dict",
+}
+_ID_PREFIXES = {CompletionRequest: "cmpl-", ChatRequest: "chatcmpl-", GenerateRequest: "gen-"}
+_PROMPT_FIELDS = {CompletionRequest: "prompt", ChatRequest: "messages", GenerateRequest: "text"}
+_FIELD = re.compile(r"(\w+) is ")
+_FIELD_NAMES = {"stop_ids": "stop_token_ids"}
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model of a running instance, as far as requests need it."""
+
+    tokenizer: Tokenizer | None
+    context_max: int
+    vocab_size: int
+    num_tokens_max: Callable[[int], int]
+    """The most tokens of prompt and completion together, for a prompt of so many tokens."""
+
+    async def encode(self, text: str, param: str) -> TokenSequence:
+        tokenizer = self._tokenizer(param)
+        self._check_characters(len(text), param)
+        return tuple(await _off_loop(lambda: tokenizer.encode(text), len(text)))
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> TokenSequence:
+        """Applies the chat template; `options` are its other arguments."""
+        tokenizer = self._tokenizer("messages")
+        if not tokenizer.has_chat_template:
+            text = "the model has no chat template; send the prompt to /v1/completions"
+            raise ApiError(400, text, param="messages", code="unsupported")
+        if options.get("tools") and not tokenizer.has_template_word("tools"):
+            raise bad_field("tools", options["tools"], "the model's chat template takes none; leave them out")
+        num_characters = sum(len(str(message.get("content", ""))) for message in messages)
+        self._check_characters(num_characters, "messages")
+        arguments = dict(options)
+        is_open = bool(arguments.pop("add_generation_prompt", True))
+        try:
+            return tuple(
+                await _off_loop(lambda: tokenizer.chat(messages, is_open, arguments), num_characters)
+            )
+        except ConfigError as error:
+            raise ApiError(400, str(error), param="messages") from None
+        except _TEMPLATE_ERRORS as error:
+            text = f"the chat template cannot use the messages ({type(error).__name__}: {error}); mend them"
+            raise ApiError(400, text, param="messages") from None
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens; empty without a tokenizer."""
+        return "" if self.tokenizer is None else self.tokenizer.decode(tokens)
+
+    def check_ids(self, tokens: Sequence[int], param: str) -> TokenSequence:
+        """Token ids as a client sent them."""
+        wrong = next((token for token in tokens if not 0 <= token < self.vocab_size), None)
+        if wrong is not None:
+            raise bad_field(param, wrong, f"give token ids from 0 to {self.vocab_size - 1}")
+        return tuple(tokens)
+
+    def _tokenizer(self, param: str) -> Tokenizer:
+        if self.tokenizer is None:
+            text = f"{param}: the model has no tokenizer; send token ids to /v1/completions"
+            raise ApiError(400, text, param=param, code="unsupported")
+        return self.tokenizer
+
+    def _check_characters(self, num_characters: int, param: str) -> None:
+        if num_characters > _TOKEN_CHARACTERS_MAX * self.context_max:
+            text = f"{param} has {num_characters} characters, far more than the {self.context_max} tokens "
+            raise ApiError(400, f"{text}of the context; send less", param=param, code=TOO_LONG)
+
+
+async def _off_loop(work: Callable[[], T], num_characters: int) -> T:
+    return work() if num_characters <= _INLINE_CHARACTERS_MAX else await asyncio.to_thread(work)
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivingInstance:
+    """The instance that a request came to."""
+
+    role: str
+    address: str
+    """Of its coordinator, as host:port."""
+    first_token: str
+    """prefill or decode: which side's first token is streamed."""
+    model: str
+    """The served model's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt with its n choices, or the rest of one choice."""
+
+    request: EngineRequest
+    prompt_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """One request of a client."""
+
+    id: str
+    created: int
+    body: RequestBody
+    jobs: tuple[Job, ...]
+    n: int
+    prompts: tuple[TokenSequence, ...]
+    echoes: tuple[str, ...]
+    """By prompt: the text that precedes its choices."""
+    hints: RouterHints
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether its KV cache is handed off: it is answered when the hand-offs are settled."""
+        return any(isinstance(job.request.handoff, OutboundHandoff) for job in self.jobs)
+
+    @property
+    def is_stream(self) -> bool:
+        return bool(self.body.stream)
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether its stream ends with the usage."""
+        options = self.body.stream_options if isinstance(self.body, OpenAIFields) else None
+        return bool(options and options.include_usage)
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether token ids are returned with the text."""
+        return isinstance(self.body, OpenAIFields) and bool(self.body.return_token_ids)
+
+    @property
+    def resumed(self) -> dict[int, TokenSequence]:
+        """By resumed choice: the tokens that the client already has."""
+        return {choice.index: choice.tokens for choice in self.hints.resume}
+
+    def choices(self) -> list[int]:
+        """The choices that are generated here."""
+        if self.hints.resume:
+            return [choice.index for choice in self.hints.resume]
+        return [job.prompt_index * self.n + index for job in self.jobs for index in range(self.n)]
+
+
+async def parse_request(
+    body: RequestBody, caller: Caller, model: ServedModel, instance: ReceivingInstance
+) -> ParsedRequest:
+    """Checks a body and turns it into jobs; an ApiError where it cannot be served."""
+    hints = RouterHints()
+    if caller.is_trusted and bytes(body.baton) != b"null":
+        try:
+            hints = msgspec.json.decode(body.baton, type=RouterHints)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ApiError(400, f"baton: {error}; see docs/http.md", param="baton") from None
+    for name in ("bootstrap_room", "bootstrap_host", "bootstrap_port"):
+        if getattr(body, name) is not None and not caller.is_trusted:
+            text = f"{name} is accepted only from this machine or with the router's key; leave it out"
+            raise ApiError(403, text, param=name, code="room_not_allowed")
+    _check_model(body, instance.model)
+    room = body.bootstrap_room
+    if isinstance(room, list):
+        room = room[0] if room else 0
+    # The room seeds both sides of a hand-off, so that they sample alike.
+    params = sampling_params(body, room or secrets.randbits(63))
+    if params.stop and model.tokenizer is None:
+        raise bad_field("stop", params.stop, "the model has no tokenizer; use stop_token_ids")
+    prompts = await _read_prompts(body, model)
+    if len(prompts) * params.n > NUM_CHOICES_MAX:
+        text = f"{len(prompts)} prompts with n {params.n}: at most {NUM_CHOICES_MAX} choices in a request"
+        raise ApiError(400, text, param="n")
+    try:
+        counted = msgspec.structs.replace(params, max_tokens=params.max_tokens or 2**31)
+        check_params(counted, model.vocab_size)
+    except ConfigError as error:
+        match = _FIELD.match(str(error))
+        param = _FIELD_NAMES.get(match[1], match[1]) if match else None
+        raise ApiError(400, str(error), param=param) from None
+    first_token = hints.first_token or instance.first_token
+    num_jobs = len(hints.resume) or len(prompts)
+    hands = _hand_offs(body, replace(instance, first_token=first_token), num_jobs, params.n)
+    return ParsedRequest(
+        id=hints.id or f"{_ID_PREFIXES[type(body)]}{secrets.token_hex(16)}",
+        created=hints.created or int(time.time()),
+        body=body,
+        jobs=_make_jobs(body, params, prompts, hints=hints, hands=hands, model=model),
+        n=params.n,
+        prompts=tuple(prompts),
+        echoes=tuple(_echoes(body, prompts, model)),
+        hints=hints,
+    )
+
+
+def _check_model(body: RequestBody, served: str) -> None:
+    wanted = body.model if isinstance(body, OpenAIFields) else None
+    if wanted is None or wanted in (served, served.rstrip("/").rpartition("/")[2]):
+        return
+    if wanted.startswith(f"{served}:"):
+        raise bad_field("model", wanted, f"adapters are not served; use {served!a}", code="unsupported")
+    text = f"the model {wanted[:80]!a} is not served here; use {served!a}"
+    raise ApiError(404, text, param="model", code="model_not_found")
+
+
+# ---- sampling parameters
+
+
+def sampling_params(body: RequestBody, seed: int) -> SamplingParams:
+    """The parameters of every choice; `seed` where the body has none, max_tokens 0 where it sets none."""
+    match body:
+        case CompletionRequest():
+            if body.best_of not in (None, body.n or 1):
+                remedy = f"choices are not ranked; use n, which is {body.n or 1}"
+                raise bad_field("best_of", body.best_of, remedy)
+            seeds, logprobs = (body.seed, seed), body.logprobs
+            return _params(body, "", seeds, body.min_tokens, body.max_tokens, logprobs)
+        case ChatRequest():
+            if body.top_logprobs is not None and not body.logprobs:
+                raise bad_field("top_logprobs", body.top_logprobs, "set logprobs to true too")
+            seeds, logprobs = (body.seed, seed), (body.top_logprobs or 0) if body.logprobs else None
+            max_tokens = body.max_completion_tokens or body.max_tokens
+            return _params(body, "", seeds, body.min_tokens, max_tokens, logprobs)
+        case GenerateRequest():
+            given = body.sampling_params or GenerateParams()
+            logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
+            seeds, lengths = (given.sampling_seed, seed), (given.min_new_tokens, given.max_new_tokens)
+            return _params(given, "sampling_params.", seeds, *lengths, logprobs)
+
+
+def _params(
+    given: SamplingFields,
+    prefix: str,
+    seeds: tuple[int | None, int],
+    min_tokens: int | None,
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> SamplingParams:
+    return SamplingParams(
+        temperature=_or(given.temperature, 1.0),
+        top_k=max(0, given.top_k or 0),
+        top_p=_or(given.top_p, 1.0),
+        min_p=given.min_p or 0.0,
+        repetition_penalty=_or(given.repetition_penalty, 1.0),
+        presence_penalty=given.presence_penalty or 0.0,
+        frequency_penalty=given.frequency_penalty or 0.0,
+        logit_bias=_bias(given.logit_bias, f"{prefix}logit_bias"),
+        seed=seeds[1] if seeds[0] is None else seeds[0],
+        stop=(given.stop,) if isinstance(given.stop, str) else tuple(given.stop or ()),
+        stop_ids=tuple(given.stop_token_ids or ()),
+        min_tokens=min_tokens or 0,
+        max_tokens=max_tokens or 0,
+        ignore_eos=bool(given.ignore_eos),
+        n=given.n or 1,
+        logprobs=logprobs,
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _bias(bias: Mapping[str, float] | None, param: str) -> dict[int, float]:
+    wrong = next((key for key in bias or () if not (key.isascii() and key.isdigit() and len(key) < 10)), None)
+    if wrong is not None:
+        raise ApiError(400, f"{param} has the key {wrong[:20]!a}: give token ids", param=param)
+    return {int(key): value for key, value in (bias or {}).items()}
+
+
+# ---- prompts
+
+
+async def _read_prompts(body: RequestBody, model: ServedModel) -> list[TokenSequence]:
+    match body:
+        case ChatRequest():
+            options = _template_options(body)
+            messages = [_template_message(message, index) for index, message in enumerate(body.messages)]
+            return [await model.encode_chat(messages, options)]
+        case CompletionRequest():
+            return await _texts_or_ids(body.prompt, "prompt", model)
+        case GenerateRequest():
+            if (body.text is None) == (body.input_ids is None):
+                raise ApiError(400, "give either text or input_ids", param="text")
+            if body.text is not None:
+                return await _texts_or_ids(body.text, "text", model)
+            return await _texts_or_ids(body.input_ids, "input_ids", model)
+
+
+async def _texts_or_ids(value: Any, param: str, model: ServedModel) -> list[TokenSequence]:
+    if isinstance(value, str):
+        return [await model.encode(value, param)]
+    if not value:
+        raise bad_field(param, value, "give at least one prompt")
+    kinds = {type(item) for item in value}
+    if len(kinds) > 1:
+        raise bad_field(param, value, "give texts, or token ids, or lists of token ids, not a mixture")
+    if kinds == {int}:
+        return [model.check_ids(value, param)]
+    if len(value) > NUM_PROMPTS_MAX:
+        raise ApiError(400, f"{param} has {len(value)} prompts; send at most {NUM_PROMPTS_MAX}", param=param)
+    if kinds == {list}:
+        return [model.check_ids(ids, param) for ids in value]
+    return [await model.encode(text, param) for text in value]
+
+
+def _template_message(message: Message, index: int) -> dict[str, Any]:
+    """A message as templates expect it: content is one text, arguments of tool calls are objects."""
+    where = f"messages[{index}]"
+    fields = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not None}
+    if isinstance(message.content, list):
+        for part_index, part in enumerate(message.content):
+            if part.type != "text":
+                remedy = "only parts of type text are taken"
+                raise bad_field(f"{where}.content[{part_index}].type", part.type, remedy, code="unsupported")
+        fields["content"] = "\n".join(part.text for part in message.content)
+    elif message.content is None:
+        if message.role != "assistant":
+            raise bad_field(f"{where}.content", None, "give a text")
+        fields["content"] = ""
+    if message.tool_calls is not None:
+        fields["tool_calls"] = [_template_tool_call(call) for call in message.tool_calls]
+    return fields
+
+
+def _template_tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"] or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _template_options(body: ChatRequest) -> dict[str, Any]:
+    options = dict(body.chat_template_kwargs or {})
+    if reserved := _RESERVED_TEMPLATE_ARGUMENTS.intersection(options):
+        raise bad_field("chat_template_kwargs", sorted(reserved), "these cannot be set; leave them out")
+    if body.tools:
+        options["tools"] = body.tools
+    if body.reasoning_effort is not None:
+        options["reasoning_effort"] = body.reasoning_effort
+    if body.add_generation_prompt is not None:
+        options["add_generation_prompt"] = body.add_generation_prompt
+    if body.continue_final_message:
+        options["continue_final_message"] = True
+        options.setdefault("add_generation_prompt", False)
+        if options["add_generation_prompt"]:
+            remedy = "leave it out where the last message is continued"
+            raise bad_field("add_generation_prompt", True, remedy)
+    return options
+
+
+def _echoes(body: RequestBody, prompts: Sequence[TokenSequence], model: ServedModel) -> list[str]:
+    if not isinstance(body, CompletionRequest) or not body.echo:
+        return [""] * len(prompts)
+    if body.logprobs is not None:
+        raise bad_field("echo", True, "prompts have no log-probabilities here; leave out one of the two")
+    given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    return [
+        str(text) if isinstance(text, str) else model.decode(ids)
+        for text, ids in zip(given if len(given) == len(prompts) else prompts, prompts, strict=True)
+    ]
+
+
+# ---- jobs
+
+
+def _make_jobs(
+    body: RequestBody,
+    params: SamplingParams,
+    prompts: Sequence[TokenSequence],
+    *,
+    hints: RouterHints,
+    hands: Sequence[InboundHandoff | OutboundHandoff | None],
+    model: ServedModel,
+) -> tuple[Job, ...]:
+    salt, jobs = body.cache_salt or "", []
+    if hints.resume:
+        alone = msgspec.structs.replace(params, n=1)
+        for choice, hand in zip(hints.resume, hands, strict=True):
+            prompt_index, index = divmod(choice.index, params.n)
+            if not 0 <= prompt_index < len(prompts):
+                raise bad_field("baton.resume", choice.index, "there is no such choice")
+            generated = model.check_ids(choice.tokens, "baton.resume")
+            prompt = prompts[prompt_index]
+            request = EngineRequest(prompt, alone, hand, salt, generated=generated, index=index)
+            jobs.append(Job(_fit_to_context(request, body, model), prompt_index))
+    else:
+        for prompt_index, (prompt, hand) in enumerate(zip(prompts, hands, strict=True)):
+            request = EngineRequest(prompt, params, hand, salt)
+            jobs.append(Job(_fit_to_context(request, body, model), prompt_index))
+    return tuple(jobs)
+
+
+def _fit_to_context(request: EngineRequest, body: RequestBody, model: ServedModel) -> EngineRequest:
+    """Sets max_tokens where the body does not; refuses what cannot fit into the context."""
+    num_prompt, num_known, params = len(request.tokens), len(request.known), request.params
+    param, limit = _PROMPT_FIELDS[type(body)], model.context_max
+    if num_prompt < 1 or num_known >= limit:
+        text = f"{param} has {num_prompt} tokens; the context has {limit}, one of them for the answer: "
+        raise ApiError(400, f"{text}send 1 to {limit - 1}", param=param, code=TOO_LONG)
+    is_prefill = isinstance(request.handoff, OutboundHandoff)
+    most = limit if is_prefill else model.num_tokens_max(num_known)
+    num_left = max(0, most - num_prompt)
+    if params.max_tokens > num_left and not is_prefill:
+        text = f"{param} has {num_prompt} tokens and max_tokens is {params.max_tokens}; together at most "
+        raise ApiError(400, f"{text}{most} fit: set at most {num_left}", param="max_tokens", code=TOO_LONG)
+    if params.max_tokens:
+        return request
+    max_tokens = max(1, min(num_left, MAX_TOKENS_DEFAULT.get(type(body), num_left)))
+    if params.min_tokens > max_tokens:
+        remedy = f"completions end after {max_tokens}; set max_tokens too"
+        raise bad_field("min_tokens", params.min_tokens, remedy)
+    return replace(request, params=msgspec.structs.replace(params, max_tokens=max_tokens))
+
+
+def _hand_offs(
+    body: RequestBody, instance: ReceivingInstance, num_jobs: int, n: int
+) -> list[InboundHandoff | OutboundHandoff | None]:
+    """By job: where its KV cache comes from or goes to; None: it is prefilled and decoded here."""
+    if body.bootstrap_room is None:
+        return [None] * num_jobs
+    rooms = _by_job(body.bootstrap_room, "bootstrap_room", num_jobs, n)
+    if instance.role == "prefill":
+        return [OutboundHandoff(str(room)) for room in rooms]
+    hosts = _by_job(body.bootstrap_host, "bootstrap_host", num_jobs, n)
+    ports = _by_job(body.bootstrap_port, "bootstrap_port", num_jobs, n)
+    hands: list[InboundHandoff | OutboundHandoff | None] = []
+    for room, host, port in zip(rooms, hosts, ports, strict=True):
+        if host is None or port is None or not host or len(host) > 255:
+            absent = "bootstrap_port" if port is None else "bootstrap_host"
+            raise bad_field(absent, port if port is None else host, "name the prefill coordinator's address")
+        source = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+        if instance.role == "both" and source == instance.address:
+            hands.append(OutboundHandoff(str(room)))
+        else:
+            hands.append(InboundHandoff(str(room), source, is_early=instance.first_token == "prefill"))
+    return hands
+
+
+def _by_job(value: Any, param: str, num_jobs: int, n: int) -> list[Any]:
+    values = value if isinstance(value, list) else [value] * (1 if param == "bootstrap_room" else num_jobs)
+    # Some routers count choices, not prompts: take one of each n, the same one on both sides.
+    if len(values) == num_jobs * n:
+        values = values[::n]
+    if len(values) != num_jobs:
+        raise bad_field(param, value, f"give a list of {num_jobs}, one per prompt")
+    return values
+
+
+# ---- bodies of responses
+
+
+class CachedTokens(msgspec.Struct, frozen=True):
+    """Prompt tokens that came from the prefix cache."""
+
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Token counts of a request; a prompt counts once, whatever n is."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens = CachedTokens()
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of a completion, by token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    """One choice, or its delta in a stream."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """The response of /v1/completions, or an event of its stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    object: str = "text_completion"
+    usage: Usage | UnsetType | None = UNSET
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """An alternative to a sampled token."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(TokenLogprob, frozen=True):
+    """A sampled token with its most likely alternatives."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of a chat choice, by token."""
+
+    content: list[ChatLogprob]
+
+
+class AssistantMessage(msgspec.Struct, frozen=True):
+    """The generated message."""
+
+    content: str
+    role: str = "assistant"
+    refusal: str | None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    """One choice of a chat."""
+
+    index: int
+    message: AssistantMessage
+    finish_reason: str | None
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, frozen=True):
+    """The response of /v1/chat/completions."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+
+
+class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """New content of a choice."""
+
+    content: str | UnsetType = UNSET
+    role: str | UnsetType = UNSET
+
+
+class DeltaChoice(msgspec.Struct, frozen=True):
+    """One choice in a stream event."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, frozen=True):
+    """An event of a chat's stream."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[DeltaChoice]
+    object: str = "chat.completion.chunk"
+    usage: Usage | UnsetType | None = UNSET
+
+
+class GenerateMeta(msgspec.Struct, frozen=True):
+    """`meta_info` of /generate."""
+
+    id: str
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    output_token_logprobs: list[tuple[float, int, str]] | UnsetType = UNSET
+    output_top_logprobs: list[list[tuple[float, int, str]]] | UnsetType = UNSET
+
+
+class Generated(msgspec.Struct, frozen=True):
+    """One result of /generate; stream events hold the whole text so far."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: GenerateMeta
+    index: int | UnsetType = UNSET
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """One served model."""
+
+    id: str
+    created: int
+    object: str = "model"
+    owned_by: str = "baton"
+    root: str = ""
+    max_model_len: int | None = None
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    """All served models."""
+
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class HealthBody(msgspec.Struct, frozen=True):
+    """The response of /health."""
+
+    status: str
+    stage: str
+
+
+class DrainBody(msgspec.Struct, frozen=True):
+    """The response of /drain."""
+
+    is_draining: bool
+    num_open: int
+
+
+# ---- from choices to responses
+
+
+@dataclass(slots=True)
+class ChoiceDelta:
+    """What a choice gained since the last look at it."""
+
+    index: int
+    is_first: bool
+    """Whether nothing of the choice was sent before, here or by an earlier attempt."""
+    text: str = ""
+    tokens: list[SampledToken] = field(default_factory=list)
+    finish: str | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        return [sampled.token for sampled in self.tokens]
+
+
+def _byte_letters() -> dict[str, int]:
+    """How byte-level vocabularies spell each byte as a printable letter."""
+    printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = {chr(byte): byte for byte in printed}
+    others = [byte for byte in range(256) if byte not in printed]
+    return letters | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+_LETTERS = _byte_letters()
+
+
+class TokenNames:
+    """The text and the bytes of single tokens, for log-probabilities."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, list[int] | None]] = {}
+
+    def name(self, token: int) -> tuple[str, list[int] | None]:
+        """A token's text, or its spelling where it has none, and its bytes where they are known."""
+        known = self._known.get(token)
+        if known is None:
+            known = self._known[token] = self._look_up(token)
+        return known
+
+    def _look_up(self, token: int) -> tuple[str, list[int] | None]:
+        if self._tokenizer is None:
+            return f"token_id:{token}", None
+        text = self._tokenizer.decode([token])
+        if text and _BROKEN not in text:
+            return text, list(text.encode())
+        spelling = self._tokenizer.spelling(token)
+        byte = self._tokenizer.byte_of(token)
+        if byte is not None:
+            raw = bytes([byte])
+        elif text and all(letter in _LETTERS for letter in spelling):
+            raw = bytes(_LETTERS[letter] for letter in spelling)
+        else:
+            return spelling or f"token_id:{token}", list(spelling.encode()) or None
+        # A part of a character has no text of its own.
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), list(raw)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOGPROB_MIN)
+
+
+def _top_tokens(sampled: SampledToken, num_top: int) -> list[tuple[int, float]]:
+    """The most likely tokens at a position, best first."""
+    ranked = sorted(sampled.top.items(), key=lambda item: (-item[1], item[0]))
+    return [(token, _finite(logprob)) for token, logprob in ranked[:num_top]]
+
+
+class ResponseFormat(ABC):
+    """Renders one request's choices in the form of its API."""
+
+    def __init__(self, parsed: ParsedRequest, model: str, names: TokenNames) -> None:
+        self.parsed = parsed
+        self.model = model
+        self.names = names
+
+    @property
+    def num_top(self) -> int | None:
+        """How many alternatives each token gets; None: no log-probabilities at all."""
+        return self.parsed.jobs[0].request.params.logprobs
+
+    def is_silent(self, delta: ChoiceDelta) -> bool:
+        """Whether a client would see nothing of this delta, so that it can wait for the next one."""
+        has_more = delta.finish or delta.is_first or self.num_top is not None or self.parsed.has_ids
+        return not delta.text and not has_more
+
+    @abstractmethod
+    def event(self, delta: ChoiceDelta) -> msgspec.Struct:
+        """A stream event."""
+
+    @abstractmethod
+    def usage_event(self, usage: Usage) -> msgspec.Struct | None:
+        """The event with the usage, where the API has one."""
+
+    @abstractmethod
+    def whole(self, choices: Iterable[ChoiceDelta], usage: Usage) -> object:
+        """The response without a stream; each choice is one delta."""
+
+
+def response_format(parsed: ParsedRequest, model: str, names: TokenNames) -> ResponseFormat:
+    match parsed.body:
+        case ChatRequest():
+            return ChatFormat(parsed, model, names)
+        case CompletionRequest():
+            return CompletionFormat(parsed, model, names)
+        case _:
+            return GenerateFormat(parsed, model, names)
+
+
+class CompletionFormat(ResponseFormat):
+    """/v1/completions."""
+
+    def __init__(self, parsed: ParsedRequest, model: str, names: TokenNames) -> None:
+        super().__init__(parsed, model, names)
+        self._offsets: dict[int, int] = {}
+        """By choice: where its next token's text begins."""
+
+    def event(self, delta: ChoiceDelta) -> Completion:
+        usage = None if self.parsed.has_usage else UNSET
+        return self._completion([self._choice(delta)], usage)
+
+    def usage_event(self, usage: Usage) -> Completion:
+        return self._completion([], usage)
+
+    def whole(self, choices: Iterable[ChoiceDelta], usage: Usage) -> Completion:
+        return self._completion([self._choice(delta) for delta in choices], usage)
+
+    def _completion(self, choices: list[CompletionChoice], usage: Any) -> Completion:
+        return Completion(self.parsed.id, self.parsed.created, self.model, choices, usage=usage)
+
+    def _choice(self, delta: ChoiceDelta) -> CompletionChoice:
+        echo = self.parsed.echoes[delta.index // self.parsed.n] if delta.is_first else ""
+        ids = delta.ids if self.parsed.has_ids else UNSET
+        return CompletionChoice(delta.index, echo + delta.text, self._logprobs(delta), delta.finish, ids)
+
+    def _logprobs(self, delta: ChoiceDelta) -> CompletionLogprobs | None:
+        num_top = self.num_top
+        if num_top is None:
+            return None
+        names = [self.names.name(sampled.token)[0] for sampled in delta.tokens]
+        tops = [
+            {self.names.name(token)[0]: logprob for token, logprob in _top_tokens(sampled, num_top + 1)}
+            for sampled in delta.tokens
+        ]
+        offset = self._offsets.get(delta.index)
+        if offset is None:
+            earlier = self.parsed.resumed.get(delta.index, ())
+            offset = sum(len(self.names.name(token)[0]) for token in earlier)
+        offsets = []
+        for name in names:
+            offsets.append(offset)
+            offset += len(name)
+        self._offsets[delta.index] = offset
+        values = [_finite(sampled.logprob) for sampled in delta.tokens]
+        return CompletionLogprobs(names, values, tops, offsets)
+
+
+class ChatFormat(ResponseFormat):
+    """/v1/chat/completions; the role comes with the first delta of each choice."""
+
+    def event(self, delta: ChoiceDelta) -> ChatChunk:
+        content = Delta(delta.text, "assistant" if delta.is_first else UNSET)
+        ids = delta.ids if self.parsed.has_ids else UNSET
+        choice = DeltaChoice(delta.index, content, self._logprobs(delta), delta.finish, ids)
+        usage = None if self.parsed.has_usage else UNSET
+        return ChatChunk(self.parsed.id, self.parsed.created, self.model, [choice], usage=usage)
+
+    def usage_event(self, usage: Usage) -> ChatChunk:
+        return ChatChunk(self.parsed.id, self.parsed.created, self.model, [], usage=usage)
+
+    def whole(self, choices: Iterable[ChoiceDelta], usage: Usage) -> ChatCompletion:
+        rendered = [
+            ChatChoice(
+                delta.index,
+                AssistantMessage(delta.text),
+                delta.finish,
+                self._logprobs(delta),
+                delta.ids if self.parsed.has_ids else UNSET,
+            )
+            for delta in choices
+        ]
+        return ChatCompletion(self.parsed.id, self.parsed.created, self.model, rendered, usage)
+
+    def _logprobs(self, delta: ChoiceDelta) -> ChatLogprobs | None:
+        num_top = self.num_top
+        if num_top is None:
+            return None
+        content = []
+        for sampled in delta.tokens:
+            name, raw = self.names.name(sampled.token)
+            tops = [
+                TokenLogprob(self.names.name(token)[0], logprob, self.names.name(token)[1])
+                for token, logprob in _top_tokens(sampled, num_top)
+            ]
+            content.append(ChatLogprob(name, _finite(sampled.logprob), raw, tops))
+        return ChatLogprobs(content)
+
+
+class GenerateFormat(ResponseFormat):
+    """/generate: each stream event holds the whole text so far; several choices are a list."""
+
+    def __init__(self, parsed: ParsedRequest, model: str, names: TokenNames) -> None:
+        super().__init__(parsed, model, names)
+        self._so_far: dict[int, ChoiceDelta] = {}
+        self._is_single = len(parsed.prompts) * parsed.n == 1
+
+    def event(self, delta: ChoiceDelta) -> Generated:
+        known = self._so_far.get(delta.index)
+        if known is not None:
+            delta = replace(delta, text=known.text + delta.text, tokens=[*known.tokens, *delta.tokens])
+        self._so_far[delta.index] = delta
+        return self._generated(delta, 0)
+
+    def usage_event(self, usage: Usage) -> None:
+        """Each event has the counts itself."""
+
+    def whole(self, choices: Iterable[ChoiceDelta], usage: Usage) -> object:
+        num_cached = usage.prompt_tokens_details.cached_tokens
+        results = [self._generated(delta, num_cached) for delta in choices]
+        return results[0] if self._is_single else results
+
+    def _generated(self, delta: ChoiceDelta, num_cached: int) -> Generated:
+        parsed, num_top = self.parsed, self.num_top
+        ids = [*parsed.resumed.get(delta.index, ()), *delta.ids]
+        finish: dict[str, Any] | None = {"type": delta.finish} if delta.finish else None
+        if delta.finish == "length" and finish is not None:
+            finish["length"] = len(ids)
+        rid = getattr(parsed.body, "rid", None)
+        meta = GenerateMeta(
+            rid if isinstance(rid, str) and rid else parsed.id,
+            finish,
+            len(parsed.prompts[delta.index // parsed.n]),
+            len(ids),
+            num_cached,
+        )
+        if num_top is not None:
+            logprobs = [self._logprob(sampled.logprob, sampled.token) for sampled in delta.tokens]
+            meta = msgspec.structs.replace(meta, output_token_logprobs=logprobs)
+        if num_top:
+            tops = [
+                [self._logprob(logprob, token) for token, logprob in _top_tokens(sampled, num_top)]
+                for sampled in delta.tokens
+            ]
+            meta = msgspec.structs.replace(meta, output_top_logprobs=tops)
+        return Generated(delta.text, ids, meta, UNSET if self._is_single else delta.index)
+
+    def _logprob(self, logprob: float, token: int) -> tuple[float, int, str]:
+        return _finite(logprob), token, self.names.name(token)[0]
