@@ -60,7 +60,7 @@ from baton.protocol.target_coordinator import (
     UnpackAt,
 )
 from baton.protocol.timings import Deadlines
-from baton.session.config import InstanceConfig
+from baton.session.config import DriverConfig
 from baton.session.dispatcher import Dispatcher
 from baton.session.ports import Ports
 from baton.session.sessions import Session, Sessions
@@ -119,7 +119,7 @@ class InboundTransfers:
 
     def __init__(
         self,
-        config: InstanceConfig,
+        config: DriverConfig,
         ports: Ports,
         sessions: Sessions,
         to_rank: Callable[[int, AnyMessage], None],
