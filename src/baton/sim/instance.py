@@ -13,13 +13,11 @@ from baton.protocol.handshake import SESSION, Party
 from baton.protocol.source_rank import SourceRankState
 from baton.session.config import DriverConfig
 from baton.session.coordinator import CoordinatorDriver
-from baton.session.handles import Digest, Sending
 from baton.session.memory import Pools
 from baton.session.rank import RankDriver
 from baton.sim.core import Clock, Context, SimProcess
 from baton.sim.network import Host, Network, address_of, join_member
 from baton.sim.pool import PagePool
-from baton.sim.router import SimPrompt
 from baton.sim.transport import NAME, Fabric, SimTransport
 
 SECRET = b"a secret of the simulated kind"
@@ -135,10 +133,6 @@ class Incarnation:
             self.hosts[rank].enter(self.drivers[rank].on_completions, events)
 
     # What an engine calls on its ranks.
-
-    def send(self, rank: int, transfer: str, prompt: SimPrompt) -> Sending:
-        """Begins the source's end on a rank."""
-        return self.drivers[rank].send(transfer, Digest(prompt.num_tokens, prompt.digest))
 
     def is_granted(self, rank: int, transfer: str) -> bool:
         """Whether a source rank has got the grant of a transfer; the handle does not say."""
