@@ -38,6 +38,7 @@ from baton.protocol.messages import (
     OutcomeQuery,
     Quiet,
     QuietQuery,
+    Receive,
     Unpacked,
     Unquiet,
 )
@@ -92,6 +93,17 @@ def opened(rank: int, lanes: tuple[Lane, ...] = (), cause: Cause | None = None) 
     return Opened(grant=GRANT_ID, rank=rank, lanes=lanes, cause=cause)
 
 
+def asked(*ranks: int, **fields: object) -> Receive:
+    values: dict[str, object] = {
+        "source": "prefill",
+        "num_tokens": NUM_TOKENS,
+        "digest": DIGEST,
+        "held": {},
+        "tables": {rank: {"kv": bytes(4)} for rank in ranks},
+    }
+    return Receive(transfer=TRANSFER, **{**values, **fields})  # type: ignore[arg-type]
+
+
 def offered(num_tokens: int, digest: bytes) -> Offer:
     return Offer(transfer=TRANSFER, num_tokens=num_tokens, digest=digest, source_dp=0)
 
@@ -126,8 +138,13 @@ def commit(source: int, num_chunks: int, num_bytes: dict[int, dict[str, int]]) -
     )
 
 
-def cause(why: Why, stage: Stage, text: str) -> Cause:
-    return Cause(why, stage, TARGET, -1, text)
+def cause(why: Why, stage: Stage, text: str, rank: int = -1) -> Cause:
+    return Cause(why, stage, TARGET, rank, text)
+
+
+def differs(text: str) -> Cause:
+    advice = "give every rank of the group the same request"
+    return cause(Why.REFUSED_PROMPT, Stage.GRANT, f"rank 1 asks for {text}; {advice}", 1)
 
 
 def corrupted(text: str) -> Cause:
@@ -151,7 +168,7 @@ FULL = WITH_TAIL.entered((0, 1), TAIL)
 ALMOST = Account(FULL, {(0, 0): HEAD, (0, 1): TAIL}, frozenset(), COMMITS)
 UNPACKING = Account(WITH_TAIL, {(0, 0): HEAD, (0, 1): TAIL}, frozenset({(0, 1, 1)}), COMMITS, AUX)
 
-PREPARING = TargetCoordinator(TRANSFER, TARGET, RANKS, NUM_TOKENS, DIGEST, WAITS)
+PREPARING = TargetCoordinator(asked(0), TARGET, RANKS, WAITS)
 OPENING = replace(PREPARING, state=S.OPENING, grant=GRANT, terms=TERMS, account=Account(LEDGER))
 GRANTED = replace(OPENING, state=S.GRANTED, opened=RANKS, deadlines=deadlines())
 DONE = replace(GRANTED, state=S.READY, account=replace(ALMOST, aux=AUX), outcome=READY)
@@ -169,6 +186,12 @@ WRONG_PROMPT = cause(
     Stage.OFFER,
     f"granted for 8 tokens (digest {DIGEST.hex()}), offered 8 ({OTHER_DIGEST.hex()})",
 )
+STRANGER = cause(
+    Why.REFUSED_LAYOUT,
+    Stage.GRANT,
+    "pages of ranks [2], but ranks [0, 1] receive this transfer; ask on the ranks of one dp group",
+    1,
+)
 UNGRANTED = cause(Why.DEADLINE, Stage.GRANT, f"no progress for {TIMINGS.offer_s:g} s")
 STUCK = cause(Why.DEADLINE, Stage.COPY, f"no progress for {TIMINGS.progress_s:g} s")
 REFUSED = Cause(Why.OUT_OF_PAGES, Stage.GRANT, TARGET, 1, "no room in staging")
@@ -177,6 +200,7 @@ RECORDS = {one.state: one for one in (PREPARING, OPENING, GRANTED, DONE, QUARANT
 EVENTS = {
     type(event): event
     for event in (
+        asked(1),
         Prepared(GRANT, TERMS, LEDGER),
         opened(0, ()),
         opened(1, cause=REFUSED),
@@ -220,7 +244,37 @@ def unopened(
     return changes, (*told, Conclude(outcome), CloseRanks((0, 1), must_prove_quiet=False))
 
 
+def drops(about: str, event: Receive, found: Cause) -> Case:
+    """A rank that disagrees with its group: the source gets the reason at once."""
+    return Case(about, PREPARING, event, *dropped(found, abort(found, b"")))
+
+
+JOINING_CASES = (
+    Case("another rank asks for the same", PREPARING, asked(1)),
+    drops(
+        "another rank asks for another prompt",
+        asked(1, digest=OTHER_DIGEST),
+        differs(f"digest {OTHER_DIGEST.hex()} (others: {DIGEST.hex()})"),
+    ),
+    drops(
+        "another rank asks for a longer prompt",
+        asked(1, num_tokens=9, digest=OTHER_DIGEST),
+        differs(f"tokens 9 (others: 8), digest {OTHER_DIGEST.hex()} (others: {DIGEST.hex()})"),
+    ),
+    drops(
+        "another rank asks another source",
+        asked(1, source="prefill-2"),
+        differs("source prefill-2 (others: prefill)"),
+    ),
+    drops(
+        "another rank holds another prefix",
+        asked(1, held={"kv": 4}),
+        differs("held {'kv': 4} (others: {})"),
+    ),
+    drops("another rank asks for ranks of another group", asked(1, 2), STRANGER),
+)
 PREPARING_CASES = (
+    *JOINING_CASES,
     Case(
         "ranks are to open",
         PREPARING,

@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.session.link_ends import PREFILL
 
+from baton.errors import BatonError
 from baton.protocol.handshake import Party
 from baton.protocol.messages import AnyMessage, Introduction
 from baton.protocol.outcomes import Cause
@@ -74,6 +75,19 @@ class Recorder:
         return [message for _, message in self.wait("received", count)]
 
 
+class NoDirectory:
+    """A directory that finds nobody."""
+
+    async def look_up(self, instance: str) -> str:
+        raise BatonError(f"nobody knows {instance}")
+
+    async def serve(self, address: str) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
 class Ended:
     """An `on_end` that remembers."""
 
@@ -103,7 +117,8 @@ class Loops:
     def make(self, *parties: Party, config: SocketConfig | None = None, **options: Any) -> tuple[Any, ...]:
         """A started loop and a recorder per party."""
         ended = Ended()
-        loop = DriverLoop(config or SocketConfig(), on_end=options.pop("on_end", ended), **options)
+        options = {"on_end": ended, "directory": NoDirectory(), **options}
+        loop = DriverLoop(config or SocketConfig(), **options)
         self.made.append(loop)
         self.ended[loop] = ended
         drivers = []

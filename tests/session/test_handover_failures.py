@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -223,6 +224,33 @@ def test_ranks_of_a_source_have_to_agree_on_the_prompt() -> None:
         cause = found.cause()
         assert cause.why is Why.REFUSED_PROMPT, cause
         assert cause.stage in (Stage.OFFER, Stage.GRANT), "found when the second rank came, or with the grant"
+
+
+@pytest.mark.parametrize("changes", [{"digest": prompt_digest(range(1, 22))}, {"held": {"tokens": 4}}])
+def test_ranks_of_a_target_have_to_agree_on_the_request(changes: dict[str, Any]) -> None:
+    with worlds(Side("tp2"), Side("tp2")) as world:
+        found = world.transfer()
+        offered(found)
+        for rank, own in ((0, {}), (1, changes)):
+            request = found.request([rank], **own)
+            found.receivings[rank] = world.target.endpoints[rank].receive(request)
+        cause = found.cause()
+        assert (cause.why, cause.stage, cause.instance) == (Why.REFUSED_PROMPT, Stage.GRANT, "d0")
+        assert "give every rank of the group the same request" in cause.text
+        world.hand_over()
+
+
+def test_ranks_of_a_target_have_to_agree_on_the_source() -> None:
+    with worlds(Side(), Side("tp2")) as world, closing(Instance("p1", CACHE, Side(), "memory")) as other:
+        found = world.transfer()
+        found.send()
+        found.receivings[0] = world.target.first.receive(found.request([0]))
+        request = found.request([1], source=other.first.address)
+        found.receivings[1] = world.target.endpoints[1].receive(request)
+        found.sendings[1] = other.first.send(found.id, found.digest)
+        cause = found.cause()
+        assert cause.why is Why.REFUSED_PROMPT
+        assert other.first.address in cause.text
 
 
 def test_a_live_id_is_refused_at_the_source() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from tests.session.link_ends import DECODE, OFFERS, PREFILL, SECRET, dialled, introduction
-from tests.session.loop_world import Loops, converse, hear, opened
+from tests.session.loop_world import Loops, NoDirectory, converse, hear, opened
 
 from baton.errors import BatonError, ConfigError, LocalProtocolError, RemoteProtocolError
 from baton.plan.steps import Spans
@@ -237,10 +237,10 @@ def test_owner_may_close_from_its_end_callback(loops: Loops):
 
 LOUD = """
 from tests.session.link_ends import DECODE
-from tests.session.loop_world import Recorder
+from tests.session.loop_world import NoDirectory, Recorder
 from baton.session.links import SocketConfig
 from baton.session.loop import DriverLoop
-loop = DriverLoop(SocketConfig())
+loop = DriverLoop(SocketConfig(), directory=NoDirectory())
 ports = loop.ports(DECODE)
 loop.add(ports, Recorder(ports))
 loop.start()
@@ -417,14 +417,6 @@ def test_directory_is_asked_told_and_closed(loops: Loops):
     assert book.is_closed
 
 
-def test_without_a_directory_nobody_is_found(loops: Loops):
-    loop, driver = loops.make(DECODE)
-    loop.post(lambda: driver.ports.look_up("prefill", lambda *found: driver.note("found", *found)))
-    ((address, reason),) = driver.wait("found")
-    assert address is None
-    assert "no registry to find prefill in" in reason
-
-
 def test_posts_of_many_threads_all_arrive_in_their_order(loops: Loops):
     loop, driver = loops.make(DECODE)
 
@@ -444,7 +436,7 @@ def test_posts_of_many_threads_all_arrive_in_their_order(loops: Loops):
 
 
 def test_posts_before_the_start_are_done_and_after_the_end_not():
-    loop = DriverLoop(SocketConfig())
+    loop = DriverLoop(SocketConfig(), directory=NoDirectory())
     done: list[str] = []
     loop.post(lambda: done.append("early"))
     loop.start()
@@ -459,7 +451,7 @@ def test_completions_of_a_transport_reach_the_driver(loops: Loops):
     regions = [source.register(buffers[0]), target.register(buffers[1])]
     invitation = target.invite()
     target.grant(invitation.peer, regions[1], Ranges.whole(regions[1]))
-    loop = DriverLoop(SocketConfig())
+    loop = DriverLoop(SocketConfig(), directory=NoDirectory())
     loops.made.append(loop)
     ports = loop.ports(DECODE)
     driver = type(loops.make(DECODE)[1])(ports)
@@ -526,7 +518,7 @@ def test_drivers_are_added_before_the_start_and_one_accepts(loops: Loops):
     loop, _ = loops.make(DECODE)
     with pytest.raises(LocalProtocolError, match="started already"):
         loop.add(loop.ports(RANK), None)
-    other = DriverLoop(SocketConfig())
+    other = DriverLoop(SocketConfig(), directory=NoDirectory())
     other.add(other.ports(PREFILL), None)  # type: ignore[arg-type]
     with pytest.raises(LocalProtocolError, match="one driver that accepts"):
         other.add(other.ports(PREFILL), None)  # type: ignore[arg-type]

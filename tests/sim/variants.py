@@ -32,6 +32,7 @@ from baton.protocol.messages import (
     Offer,
     Opened,
     Quiet,
+    Receive,
     Settled,
     Unquiet,
 )
@@ -326,6 +327,36 @@ def ignore_odd_rank() -> Iterator[None]:
 
     states = (SourceCoordinatorState.OPEN, SourceCoordinatorState.RUNNING)
     with around(SOURCE_COORDINATOR, wrong, *((state, Offer) for state in states)):
+        yield
+
+
+@variant(
+    "a target does not compare what its ranks ask for",
+    "same_prompt",
+    "bytes_right",
+    scenario="rank-mismatch-target",
+)
+def ignore_odd_target_rank() -> Iterator[None]:
+    with around(TARGET_COORDINATOR, None, (TargetCoordinatorState.PREPARING, Receive)):
+        yield
+
+
+@variant(
+    "a target refuses a rank that asks for another prompt, and its group waits for the deadline",
+    "prompt_failure",
+    scenario="rank-mismatch-target",
+)
+def refuse_only_the_odd_rank() -> Iterator[None]:
+    asked = InboundTransfers._asked
+
+    def refuse(self: InboundTransfers, rank: int, message: Any) -> None:
+        transfer = self.transfers.get(message.transfer)
+        if transfer is not None and transfer.record.request.digest != message.digest:
+            self._refuse(rank, message, self.config.cause(Why.REFUSED_LIVE_ID, Stage.GRANT, ""))
+        else:
+            asked(self, rank, message)
+
+    with patched(InboundTransfers, _asked=refuse):
         yield
 
 

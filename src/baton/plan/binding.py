@@ -274,11 +274,10 @@ def bind(
 def writable(terms: TransferTerms, source_rank: int, target_rank: int) -> dict[str, tuple[Ints, Ints]]:
     """Starts and lengths, by buffer of the target rank, of what a pair's copies write outside of staging."""
     pair = (source_rank, target_rank)
-    bound, mode = bound_plan(terms.plan, terms.prompt), terms.mode(pair)
-    check_mode([route.placed for route in bound.routes(pair)], mode)
-    if mode == PACK:
+    moved, mode = bound_plan(terms.plan, terms.prompt).whole(pair), terms.mode(pair)
+    if len(moved.staged(mode)) == len(moved.parts):
         return {}
-    ranges = bound.whole(pair).unstaged_spans(Tables({}, terms.tables), "target", "target")
+    ranges = moved.unstaged_spans(Tables({}, terms.tables), "target", "target")
     return {buffers[1]: (spans.source, spans.length) for buffers, spans in ranges}
 
 

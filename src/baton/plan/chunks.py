@@ -33,6 +33,7 @@ from baton.plan.lowering import (
     make_template,
     merge,
     over_layers,
+    stack,
 )
 from baton.plan.ownership import END, Spec, box, placements
 from baton.plan.ranges import to_ids
@@ -118,6 +119,11 @@ class RouteEnd:
         # The side says which of the strides the slots are counted by.
         token_stride = at.strides.get("token", 0)
         return (self.side, at.item_bytes, token_stride, at.page_entries, at.stride("page"), self.axes)
+
+    @property
+    def paging(self) -> Hashable:
+        """Equal where the same entries of the same table give pages at the same places."""
+        return (self.group, self.at.item_bytes, self.at.page_entries, self.at.stride("page"))
 
     def layer(self, owned: Stride, token_runs: Runs) -> LayerEnd:
         """One layer that begins at byte 0."""
@@ -464,42 +470,25 @@ class RouteChunk:
             for side in ("source", "target")
         }
 
-    def lower(self, tables: Tables, from_side: str, to_side: str, base: int = 0) -> Lowered:
-        """The spans from one of `source`, `target` and `staging` to another; in staging from `base` on."""
-        page_tables = (self._table(tables, from_side), self._table(tables, to_side))
-        if self._is_small and STAGING not in (from_side, to_side):
-            # One pass over the spans of all layers is cheaper than several over those of one.
-            every = self.memo.template(
-                (self, from_side, to_side),
-                lambda: self._template(from_side, to_side).over(self._offsets(from_side, to_side)),
-            )
-            return Lowered(every.fill(*page_tables))
-        template = self._template(from_side, to_side)
-        layer = self.memo.layer_spans(template, *page_tables)
-        return over_layers(layer, self._offsets(from_side, to_side, base), template.item_bytes)
-
-    @cached_property
-    def _is_small(self) -> bool:
-        return self.num_spans <= SMALL_SPANS_MAX
-
-    def spans(self, tables: Tables, from_side: str, to_side: str, base: int = 0) -> Spans:
-        """The spans of `lower`, ascending and with neighbours joined."""
-        return merge(
-            [self.lower(tables, from_side, to_side, base)],
-            self._item_bytes(from_side),
-            self._item_bytes(to_side),
-        )
+    def staged_spans(self, tables: Tables, from_side: str, to_side: str, base: int = 0) -> Spans:
+        """The spans between `source` or `target` and `staging`, there from `base` on; neighbours joined."""
+        template = self.template(from_side, to_side)
+        layer = self.memo.layer_spans(template, self.table(tables, from_side), self.table(tables, to_side))
+        lowered = over_layers(layer, self.offsets(from_side, to_side, base), template.item_bytes)
+        return merge([lowered], self._item_bytes(from_side), self._item_bytes(to_side))
 
     def _item_bytes(self, side: str) -> int:
         return self.placed.target.at.item_bytes if side == "target" else self.placed.wire_item_bytes
 
-    def _table(self, tables: Tables, side: str) -> Ints | None:
+    def table(self, tables: Tables, side: str) -> Ints | None:
+        """The page table of one side; staging has none."""
         if side == STAGING:
             return None
         by_rank = tables.source if side == "source" else tables.target
         return self.end(side).table(by_rank, self.num_pages[side])
 
-    def _offsets(self, from_side: str, to_side: str, base: int = 0) -> LayerOffsets:
+    def offsets(self, from_side: str, to_side: str, base: int = 0) -> LayerOffsets:
+        """Where the layers begin, from one of `source`, `target` and `staging` to another."""
         if (from_side, to_side) == ("source", "target"):
             return self.layers
         ends = {"source": self.layers.source, "target": self.layers.target}
@@ -508,7 +497,8 @@ class RouteChunk:
             ends[STAGING] = np.arange(base, base + self.num_bytes, layer_bytes, dtype=np.int64)
         return LayerOffsets.of(ends[from_side], ends[to_side])
 
-    def _template(self, from_side: str, to_side: str) -> SpanTemplate:
+    def template(self, from_side: str, to_side: str) -> SpanTemplate:
+        """The spans of one layer, page ids left open."""
         key = (self.entries, self.placed.extents, self._geometry(from_side), self._geometry(to_side))
         return self.memo.template(key, lambda: self._make_template(from_side, to_side))
 
@@ -538,12 +528,81 @@ class RouteChunk:
 
     def alike(self, from_side: str, to_side: str) -> Hashable:
         """Equal for routes of one pair of ranks that lower to the same spans."""
-        offsets = self._offsets(from_side, to_side)
+        offsets = self.offsets(from_side, to_side)
         ends = tuple(
             (self.end(side).group, self.end(side).geometry, at.tobytes())
             for side, at in ((from_side, offsets.source), (to_side, offsets.target))
         )
         return (self.entries, self.placed.extents, ends)
+
+
+@dataclass(frozen=True, eq=False)
+class RouteStack:
+    """Routes at fixed distances from each other in the same pages, lowered as one: fused K and V."""
+
+    parts: tuple[RouteChunk, ...]
+    from_side: str
+    to_side: str
+
+    @staticmethod
+    def of(parts: Sequence[RouteChunk], from_side: str, to_side: str) -> list[RouteStack]:
+        """Routes between one pair of buffers, as few stacks as possible."""
+        stacks: list[list[RouteChunk]] = []
+        for part in parts:
+            for stacked in stacks:
+                if _can_stack(stacked[0], part):
+                    stacked.append(part)
+                    break
+            else:
+                stacks.append([part])
+        return [RouteStack(tuple(stacked), from_side, to_side) for stacked in stacks]
+
+    @cached_property
+    def _layers(self) -> LayerOffsets:
+        return self.parts[0].offsets(self.from_side, self.to_side)
+
+    @cached_property
+    def _is_small(self) -> bool:
+        return sum(part.num_spans for part in self.parts) <= SMALL_SPANS_MAX
+
+    def lower(self, tables: Tables) -> Lowered:
+        """The spans under page tables."""
+        first = self.parts[0]
+        page_tables = (first.table(tables, self.from_side), first.table(tables, self.to_side))
+        if self._is_small:
+            # One pass over the spans of all layers is cheaper than several over those of one.
+            every = first.memo.template((self, "layers"), lambda: self._template().over(self._layers))
+            return Lowered(every.fill(*page_tables))
+        template = self._template()
+        return over_layers(first.memo.layer_spans(template, *page_tables), self._layers, template.item_bytes)
+
+    def _template(self) -> SpanTemplate:
+        if len(self.parts) == 1:
+            return self.parts[0].template(self.from_side, self.to_side)
+        return self.parts[0].memo.template((self, "layer"), self._stack)
+
+    def _stack(self) -> SpanTemplate:
+        templates = [part.template(self.from_side, self.to_side) for part in self.parts]
+        offsets = [part.offsets(self.from_side, self.to_side) for part in self.parts]
+        first = offsets[0]
+        gaps = [(at.source[0] - first.source[0], at.target[0] - first.target[0]) for at in offsets]
+        return stack(templates, gaps)
+
+
+def _can_stack(first: RouteChunk, part: RouteChunk) -> bool:
+    """Whether one page table serves both, and their layers are equally far apart."""
+    if part.entries is not first.entries or len(part.layers.source) != len(first.layers.source):
+        return False
+    ends = zip(
+        (first.placed.source, first.placed.target), (part.placed.source, part.placed.target), strict=True
+    )
+    return all(one.paging == other.paging for one, other in ends) and all(
+        np.ptp(other - one) == 0
+        for one, other in (
+            (first.layers.source, part.layers.source),
+            (first.layers.target, part.layers.target),
+        )
+    )
 
 
 def check_mode(routes: Iterable[PlacedRoute], mode: str) -> None:
@@ -562,7 +621,7 @@ def check_mode(routes: Iterable[PlacedRoute], mode: str) -> None:
             raise ConfigError(f"granules of {granule} tokens are never taken apart; use {DIRECT}")
 
 
-_BufferGroup: TypeAlias = tuple[tuple[str, str], tuple[RouteChunk, ...], int]
+_BufferGroup: TypeAlias = tuple[tuple[str, str], list[RouteStack], int]
 
 
 class PairChunk:
@@ -604,7 +663,10 @@ class PairChunk:
         """From the source's buffers into its own staging."""
         return [
             Pack(
-                *self.pair, part.component, part.buffer("source"), part.spans(tables, "source", STAGING, base)
+                *self.pair,
+                part.component,
+                part.buffer("source"),
+                part.staged_spans(tables, "source", STAGING, base),
             )
             for part, base in self.staged(PACK)
         ]
@@ -619,7 +681,9 @@ class PairChunk:
             for buffers, spans in self.unstaged_spans(tables, "source", "target")
         ]
         copies += [
-            Copy(*self.pair, part.buffer("source"), STAGING, part.spans(tables, "source", STAGING, base))
+            Copy(
+                *self.pair, part.buffer("source"), STAGING, part.staged_spans(tables, "source", STAGING, base)
+            )
             for part, base in staged
         ]
         return copies
@@ -631,7 +695,7 @@ class PairChunk:
                 *self.pair,
                 part.component,
                 part.buffer("target"),
-                part.spans(tables, STAGING, "target", base),
+                part.staged_spans(tables, STAGING, "target", base),
                 part.placed.dtypes,
             )
             for part, base in self.staged(mode)
@@ -646,7 +710,7 @@ class PairChunk:
         return {
             part.component: (STAGING, _one_span(staged[part.component], 0, part.num_bytes))
             if part.component in staged
-            else (part.buffer(side), part.spans(tables, side, STAGING))
+            else (part.buffer(side), part.staged_spans(tables, side, STAGING))
             for part in self.parts
         }
 
@@ -655,11 +719,11 @@ class PairChunk:
     ) -> list[tuple[tuple[str, str], Spans]]:
         """What keeps its element type from one of `source` and `target` to another, by pair of buffers."""
         filled: list[tuple[tuple[str, str], Spans]] = []
-        for buffers, parts, first in self._by_buffers(from_side, to_side):
+        for buffers, stacks, first in self._by_buffers(from_side, to_side):
             if first < len(filled):
                 spans = filled[first][1]
             else:
-                spans = merge([part.lower(tables, from_side, to_side) for part in parts])
+                spans = merge([stacked.lower(tables) for stacked in stacks])
             filled.append((buffers, spans))
         return filled
 
@@ -673,7 +737,7 @@ class PairChunk:
                     together.setdefault((part.buffer(from_side), part.buffer(to_side)), []).append(part)
             keys = [tuple(part.alike(from_side, to_side) for part in parts) for parts in together.values()]
             known = tuple(
-                (buffers, tuple(parts), keys.index(key))
+                (buffers, RouteStack.of(parts, from_side, to_side), keys.index(key))
                 for (buffers, parts), key in zip(together.items(), keys, strict=True)
             )
             self._groups[from_side, to_side] = known
@@ -691,6 +755,7 @@ class BoundPlan:
         check_held(plan.target, prompt)
         self.plan = plan
         self.prompt = prompt
+        self._whole = Chunk((0, END), (0, prompt.num_tokens))
         self._index = _pair_index(PlanKey(plan))
         self._routes: dict[Pair, tuple[PromptRoute, ...]] = {}
         self._memo = _Memo()
@@ -736,7 +801,7 @@ class BoundPlan:
 
     def whole(self, pair: Pair) -> PairChunk:
         """What a pair moves of the whole prompt."""
-        return self.chunk(pair, Chunk((0, END), (0, self.prompt.num_tokens)))
+        return self.chunk(pair, self._whole)
 
     def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What `key` stands for, made if it is not there; it must not depend on page tables."""

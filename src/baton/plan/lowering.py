@@ -252,6 +252,22 @@ def _template_end(
     return TemplateEnd(np.concatenate(pages) if has_pages else None, np.concatenate(offsets), end.page_stride)
 
 
+def stack(templates: Sequence[SpanTemplate], gaps: Sequence[tuple[int, int]]) -> SpanTemplate:
+    """Templates of one layer as one; each lies these many bytes after the first at either end."""
+    source = _stack_ends([template.source for template in templates], [gap for gap, _ in gaps])
+    target = source
+    if templates[0].target is not templates[0].source:
+        target = _stack_ends([template.target for template in templates], [gap for _, gap in gaps])
+    length = np.concatenate([template.length for template in templates])
+    return SpanTemplate(source, target, length, templates[0].item_bytes)
+
+
+def _stack_ends(ends: Sequence[TemplateEnd], gaps: Sequence[int]) -> TemplateEnd:
+    pages = np.concatenate([end.pages for end in ends if end.pages is not None])
+    offsets = np.concatenate([end.offsets + gap for end, gap in zip(ends, gaps, strict=True)])
+    return TemplateEnd(pages, offsets, ends[0].page_stride)
+
+
 @dataclass(frozen=True, slots=True)
 class Lowered:
     """Spans; joined: known to be ascending and to have no neighbours."""
@@ -262,13 +278,12 @@ class Lowered:
 
 def over_layers(layer: Spans, offsets: LayerOffsets, item_bytes: tuple[int, int]) -> Lowered:
     """The joined spans of one layer, repeated for every layer."""
-    if len(offsets.source) == 1:
-        return Lowered(
-            Spans(layer.source + offsets.source, layer.target + offsets.target, layer.length), True
-        )
-    source = (offsets.source[:, None] + layer.source).ravel()
-    target = (offsets.target[:, None] + layer.target).ravel()
-    spans = Spans(source, target, np.concatenate([layer.length] * len(offsets.source)))
+    num_layers, is_one_end = len(offsets.source), layer.target is layer.source
+    source = _over(layer.source, offsets.source)
+    target = source if is_one_end else _over(layer.target, offsets.target)
+    if num_layers == 1:
+        return Lowered(Spans(source, target, layer.length), True)
+    spans = Spans(source, target, np.concatenate([layer.length] * num_layers))
     # Layers that do not reach into each other are ascending as they are, and can meet at their borders alone.
     reach = int(layer.source[-1] + layer.length[-1] - layer.source[0])
     if reach != offsets.source_step_min:
@@ -276,6 +291,10 @@ def over_layers(layer: Spans, offsets: LayerOffsets, item_bytes: tuple[int, int]
     target_reach = layer.target[-1] + layer.length[-1] // item_bytes[0] * item_bytes[1] - layer.target[0]
     meets = (np.diff(offsets.source) == reach) & (np.diff(offsets.target) == target_reach)
     return Lowered(spans, not meets.any())
+
+
+def _over(starts: Ints, layer_offsets: Ints) -> Ints:
+    return starts + layer_offsets if len(layer_offsets) == 1 else (layer_offsets[:, None] + starts).ravel()
 
 
 def merge(parts: Sequence[Lowered], source_item: int = 1, target_item: int = 1) -> Spans:
@@ -292,21 +311,31 @@ def merge(parts: Sequence[Lowered], source_item: int = 1, target_item: int = 1) 
 
 
 def join(spans: Spans, source_item: int = 1, target_item: int = 1) -> Spans:
-    """Neighbours at both ends joined; the spans come back ascending by source offset."""
+    """Neighbours at both ends joined; the spans come back ascending by source offset.
+
+    Spans from one end to itself, with one array for both, come back with one array.
+    """
     if len(spans) < 2:
         return spans
     if len(spans) <= FEW:
         return _join_few(spans, source_item, target_item)
     source, target, length = spans.source, spans.target, spans.length
-    if np.any(source[1:] < source[:-1]):
-        order = np.argsort(source, kind="stable")
-        source, target, length = source[order], target[order], length[order]
-    reached = length if source_item == target_item else length // source_item * target_item
-    is_new = (source[:-1] + length[:-1] != source[1:]) | (target[:-1] + reached[:-1] != target[1:])
+    is_one_end = target is source
+    # Methods: the functions of numpy cost as much again on a small chunk.
+    if (source[1:] < source[:-1]).any():
+        order = source.argsort(kind="stable")
+        source, length = source[order], length[order]
+        target = source if is_one_end else target[order]
+    is_new = source[:-1] + length[:-1] != source[1:]
+    if not is_one_end:
+        reached = length if source_item == target_item else length // source_item * target_item
+        is_new |= target[:-1] + reached[:-1] != target[1:]
     if is_new.all():
         return Spans(source, target, length)
-    starts = np.concatenate([[0], np.flatnonzero(is_new) + 1])
-    return Spans(source[starts], target[starts], np.add.reduceat(length, starts))
+    starts = np.concatenate([[0], is_new.nonzero()[0] + 1])
+    source = source[starts]
+    target = source if is_one_end else target[starts]
+    return Spans(source, target, np.add.reduceat(length, starts))
 
 
 def _join_few(spans: Spans, source_item: int, target_item: int) -> Spans:
@@ -320,4 +349,7 @@ def _join_few(spans: Spans, source_item: int, target_item: int) -> Spans:
         else:
             joined.append([source, target, length])
         source_end, target_end = source + length, target + length // source_item * target_item
-    return Spans(*(np.array(column, dtype=np.int64) for column in zip(*joined, strict=True)))
+    columns = [np.array(column, dtype=np.int64) for column in zip(*joined, strict=True)]
+    if spans.target is spans.source:
+        columns[1] = columns[0]
+    return Spans(*columns)

@@ -50,6 +50,7 @@ from baton.protocol.messages import (
     OutcomeQuery,
     Quiet,
     QuietQuery,
+    Receive,
     Settled,
     Unpacked,
     Unquiet,
@@ -109,11 +110,10 @@ class Closing(msgspec.Struct, frozen=True):
 class TargetCoordinator(msgspec.Struct, frozen=True):
     """The record of one transfer at its target's coordinator."""
 
-    transfer: str
+    request: Receive
+    """What the first rank asked for; the others have to ask for the same."""
     instance: str
     ranks: frozenset[int]
-    num_tokens: int
-    digest: bytes
     deadlines: Deadlines
     state: TargetCoordinatorState = TargetCoordinatorState.PREPARING
     grant: Grant | None = None
@@ -125,14 +125,19 @@ class TargetCoordinator(msgspec.Struct, frozen=True):
     outcome: Outcome | None = None
     closing: Closing = Closing()
 
+    @property
+    def transfer(self) -> str:
+        """Its id."""
+        return self.request.transfer
+
     def settled(self, outcome: Outcome) -> Settled:
         """The message that tells the source how it ended."""
         assert self.grant is not None
         return Settled(transfer=self.transfer, grant=self.grant.grant, outcome=outcome)
 
 
-# Events beside messages. `Opened`, `Unpacked` and `Closed` are those of this instance's ranks; `Offer`,
-# `Landed`, `Commit`, `AuxRecord`, `Quiet`, `Unquiet` and `OutcomeQuery` are the source's.
+# Events beside messages. `Receive`, `Opened`, `Unpacked` and `Closed` are those of this instance's ranks;
+# `Offer`, `Landed`, `Commit`, `AuxRecord`, `Quiet`, `Unquiet` and `OutcomeQuery` are the source's.
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,6 +312,33 @@ def _nonzero(num_bytes: Mapping[int, Mapping[str, int]]) -> dict[int, dict[str, 
 Step: TypeAlias = tuple[TargetCoordinator, Effects]
 
 
+def _join(record: TargetCoordinator, receive: Receive, now: float) -> Step:
+    rank = min(receive.tables)
+    if strangers := receive.tables.keys() - record.ranks:
+        text = (
+            f"pages of ranks {sorted(strangers)}, but ranks {sorted(record.ranks)} receive this transfer; "
+            "ask on the ranks of one dp group"
+        )
+        return _fail(record, _cause(record, Why.REFUSED_LAYOUT, Stage.GRANT, text, rank), now)
+    if asked := _differences(receive, record.request):
+        text = f"rank {rank} asks for {asked}; give every rank of the group the same request"
+        return _fail(record, _cause(record, Why.REFUSED_PROMPT, Stage.GRANT, text, rank), now)
+    return record, ()
+
+
+def _differences(receive: Receive, first: Receive) -> str:
+    """How a rank's request differs from the first one's; empty if it does not."""
+    pairs = {
+        "source": (receive.source, first.source),
+        "tokens": (receive.num_tokens, first.num_tokens),
+        "digest": (receive.digest.hex(), first.digest.hex()),
+        "held": (receive.held, first.held),
+    }
+    return ", ".join(
+        f"{name} {mine} (others: {other})" for name, (mine, other) in pairs.items() if mine != other
+    )
+
+
 def _prepare(record: TargetCoordinator, event: Prepared, now: float) -> Step:
     after = replace(
         record,
@@ -350,10 +382,11 @@ def _with_lanes(grant: Grant, leased: tuple[Lane, ...]) -> Grant:
 
 
 def _offered(record: TargetCoordinator, offer: Offer, now: float) -> Step:
-    if (offer.num_tokens, offer.digest) == (record.num_tokens, record.digest):
+    request = record.request
+    if (offer.num_tokens, offer.digest) == (request.num_tokens, request.digest):
         return replace(record, deadlines=replace(record.deadlines, moved=now, has_begun=True)), ()
     text = (
-        f"granted for {record.num_tokens} tokens (digest {record.digest.hex()}), "
+        f"granted for {request.num_tokens} tokens (digest {request.digest.hex()}), "
         f"offered {offer.num_tokens} ({offer.digest.hex()})"
     )
     return _fail(record, _cause(record, Why.REFUSED_PROMPT, Stage.OFFER, text), now)
@@ -551,13 +584,14 @@ def _ask_again(record: TargetCoordinator, event: Ticked, now: float) -> Step:
     return after, tuple(effects)
 
 
-def _cause(record: TargetCoordinator, why: Why, stage: Stage, text: str) -> Cause:
-    return Cause(why=why, stage=stage, instance=record.instance, text=text)
+def _cause(record: TargetCoordinator, why: Why, stage: Stage, text: str, rank: int = -1) -> Cause:
+    return Cause(why=why, stage=stage, instance=record.instance, rank=rank, text=text)
 
 
 S = TargetCoordinatorState
 _JUDGED = (S.GRANTED, S.READY, S.QUARANTINED)
 _CELLS: dict[tuple[Enum, type], Entry] = {
+    (S.PREPARING, Receive): cell(_join, S.PREPARING, S.RELEASED),
     (S.PREPARING, Prepared): cell(_prepare, S.OPENING, S.GRANTED),
     (S.PREPARING, Offer): cell(_offered, S.PREPARING, S.RELEASED),
     (S.PREPARING, SourceAborted): cell(_drop, S.RELEASED),
@@ -603,6 +637,7 @@ TARGET_COORDINATOR: Table[TargetCoordinator] = Table(
     name="target coordinator",
     states=TargetCoordinatorState,
     events=(
+        Receive,
         Prepared,
         Opened,
         Offer,

@@ -1,4 +1,4 @@
-"""Who a driver is: the identity that it introduces itself with, and its timings."""
+"""The identity that a driver introduces itself with, and its timings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from baton.protocol.timings import Timings
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceConfig:
-    """An instance, as its coordinator knows it."""
+class DriverConfig:
+    """An instance, as its coordinator knows it; with `rank` set, one of its ranks."""
 
     instance: str
     epoch: int
@@ -23,44 +23,19 @@ class InstanceConfig:
     timings: Timings = field(default_factory=Timings)
     cost: PackCost = field(default_factory=PackCost)
     """When its transfers are packed; a target without staging never packs."""
+    rank: int = -1
 
     def introduction(self) -> Introduction:
-        """The first message to peers and ranks."""
+        """The first message to peers, and between a coordinator and its ranks."""
         return Introduction(
             instance=self.instance,
             epoch=self.epoch,
             fingerprint=self.fingerprint,
             spec=spec_to_bytes(self.spec),
             transport=self.transport,
-        )
-
-    def cause(self, why: Why, stage: Stage, text: str) -> Cause:
-        """A cause at this coordinator."""
-        return Cause(why=why, stage=stage, instance=self.instance, text=text)
-
-
-@dataclass(frozen=True, slots=True)
-class RankConfig:
-    """One rank of an instance."""
-
-    instance: str
-    epoch: int
-    rank: int
-    spec: Spec
-    fingerprint: str = ""
-    timings: Timings = field(default_factory=Timings)
-
-    def introduction(self, transport: str) -> Introduction:
-        """The first message to its coordinator."""
-        return Introduction(
-            instance=self.instance,
-            epoch=self.epoch,
-            fingerprint=self.fingerprint,
-            spec=spec_to_bytes(self.spec),
-            transport=transport,
             rank=self.rank,
         )
 
     def cause(self, why: Why, stage: Stage, text: str) -> Cause:
-        """A cause on this rank."""
+        """A cause at this coordinator or on this rank."""
         return Cause(why=why, stage=stage, instance=self.instance, rank=self.rank, text=text)

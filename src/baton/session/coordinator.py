@@ -43,7 +43,7 @@ from baton.protocol.messages import (
     Unquiet,
 )
 from baton.protocol.outcomes import Cause, Stage, Why
-from baton.session.config import InstanceConfig
+from baton.session.config import DriverConfig
 from baton.session.inbound import InboundTransfers
 from baton.session.outbound import OutboundTransfers
 from baton.session.ports import Ports
@@ -57,7 +57,7 @@ FROM_SOURCE_RANKS = (Offer, Landed, Commit, AuxRecord, Quiet, Unquiet)
 class CoordinatorDriver:
     """Drives an instance; `baton.session.ports` has the calls in both directions."""
 
-    def __init__(self, config: InstanceConfig, ports: Ports) -> None:
+    def __init__(self, config: DriverConfig, ports: Ports) -> None:
         self.config = config
         self.ports = ports
         self.record = Instance(config.instance, config.epoch, config.spec.layout.num_ranks)

@@ -35,7 +35,7 @@ from baton.protocol.source_rank import (
     SourceRankState,
     StartCopies,
 )
-from baton.session.config import RankConfig
+from baton.session.config import DriverConfig
 from baton.session.dispatcher import Dispatcher
 from baton.session.handles import CopyTiming, Digest, OfferedChunk, Pages, Sending, read_pages
 from baton.session.memory import Pools, StagingLease, tensors
@@ -127,7 +127,7 @@ class SourceCopies:
 
     def __init__(
         self,
-        config: RankConfig,
+        config: DriverConfig,
         ports: Ports,
         transport: Transport,
         pools: Pools,

@@ -21,7 +21,7 @@ from baton.plan.steps import NEVER_PACK
 from baton.protocol.handshake import MEMBER, SESSION, Party
 from baton.protocol.outcomes import Stage, Why
 from baton.protocol.timings import Timings
-from baton.session.config import InstanceConfig, RankConfig
+from baton.session.config import DriverConfig
 from baton.session.coordinator import CoordinatorDriver
 from baton.session.handles import Digest, Handle, Receiving, Request, Sending
 from baton.session.links import SocketConfig
@@ -158,22 +158,23 @@ class Endpoint:
         self._membership = Membership(self.config, transport.name, self._end)
         self._loop = DriverLoop(config.sockets, directory=self._membership, on_end=self._end)
         self._serving = threading.Event()
+        own = self.config
+        self._driver = DriverConfig(
+            instance=own.instance,
+            epoch=own.epoch,
+            spec=own.spec,
+            transport=transport.name,
+            fingerprint=own.fingerprint,
+            timings=own.timings,
+            cost=PackCost() if own.staging_bytes and own.packing == "cost" else NEVER_PACK,
+        )
         self.coordinator = self._host() if config.coordinator is None else None
         self._rank = self._join(pools)
         self._loop.start()
         self._loop.post(self._attach)
 
     def _host(self) -> CoordinatorDriver:
-        own = self.config
-        config = InstanceConfig(
-            instance=own.instance,
-            epoch=own.epoch,
-            spec=own.spec,
-            transport=self.transport.name,
-            fingerprint=own.fingerprint,
-            timings=own.timings,
-            cost=PackCost() if own.staging_bytes and own.packing == "cost" else NEVER_PACK,
-        )
+        own, config = self.config, self._driver
         party = Party(config.introduction(), own.secret, SESSION, frozenset({SESSION, MEMBER}))
         ports = self._loop.ports(party)
         driver = CoordinatorDriver(config, ports)
@@ -183,8 +184,8 @@ class Endpoint:
 
     def _join(self, pools: Mapping[str, Bytes]) -> RankDriver:
         own = self.config
-        config = RankConfig(own.instance, own.epoch, own.rank, own.spec, own.fingerprint, own.timings)
-        party = Party(config.introduction(self.transport.name), own.secret, MEMBER)
+        config = replace(self._driver, rank=own.rank)
+        party = Party(config.introduction(), own.secret, MEMBER)
         ports = self._loop.ports(party)
         if own.staging_bytes:
             # torch takes seconds to import: now, instead of with the first chunk that is packed.

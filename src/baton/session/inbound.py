@@ -60,9 +60,8 @@ from baton.protocol.target_coordinator import (
     UnpackAt,
 )
 from baton.protocol.timings import Deadlines
-from baton.session.config import InstanceConfig
+from baton.session.config import DriverConfig
 from baton.session.dispatcher import Dispatcher
-from baton.session.page_tables import check_ranks
 from baton.session.ports import Ports
 from baton.session.sessions import Session, Sessions
 
@@ -78,7 +77,6 @@ class InboundTransfer:
     """One transfer: its machine's record and what the driver keeps beside it."""
 
     record: TargetCoordinator
-    request: Receive
     target_dp: int
     is_forgotten: bool = False
     tables: dict[int, PageTable] = field(default_factory=dict)
@@ -115,23 +113,13 @@ class InboundTransfer:
         is_ready = self.record.state is TargetCoordinatorState.READY
         return sorted(self.callers if is_ready else self.record.ranks | self.callers)
 
-    def asks_the_same(self, message: Receive) -> bool:
-        """Whether another rank asks for the same."""
-        mine = self.request
-        return (mine.source, mine.digest, mine.num_tokens, mine.held) == (
-            message.source,
-            message.digest,
-            message.num_tokens,
-            message.held,
-        )
-
 
 class InboundTransfers:
     """Transfers by id and by grant."""
 
     def __init__(
         self,
-        config: InstanceConfig,
+        config: DriverConfig,
         ports: Ports,
         sessions: Sessions,
         to_rank: Callable[[int, AnyMessage], None],
@@ -204,7 +192,6 @@ class InboundTransfers:
             and not transfer.is_live
             and isinstance(transfer.record.outcome, Failed)
             and rank not in transfer.callers
-            and transfer.asks_the_same(message)
         ):
             # It failed before this rank asked.
             transfer.callers.add(rank)
@@ -214,10 +201,9 @@ class InboundTransfers:
             if self.refusal:
                 self._refuse(rank, message, cause(Why.OUT_OF_PAGES, Stage.GRANT, self.refusal))
                 return
-            transfer = self._begin(rank, message)
+            transfer = self._begin(message)
         elif (
             transfer.tables.keys() & message.tables.keys()
-            or not transfer.asks_the_same(message)
             or transfer.record.state is not TargetCoordinatorState.PREPARING
         ):
             text = f"transfer {message.transfer} is live here; take a new id for each attempt"
@@ -225,20 +211,23 @@ class InboundTransfers:
             return
         transfer.tables |= message.tables
         transfer.callers.add(rank)
+        self._dispatcher.feed(transfer, message)
+        outcome = transfer.record.outcome
+        if isinstance(outcome, Failed) and message.source != transfer.record.request.source:
+            # The source that the other ranks named is told by the machine.
+            self._decline(Decline(transfer=message.transfer, source=message.source, cause=outcome.cause))
         self._advance(transfer)
 
-    def _begin(self, rank: int, message: Receive) -> InboundTransfer:
+    def _begin(self, message: Receive) -> InboundTransfer:
         layout, now = self.config.spec.layout, self.ports.now()
-        dp = layout.coordinates(min(message.tables, default=rank))["dp"]
+        dp = layout.coordinates(min(message.tables))["dp"]
         record = TargetCoordinator(
-            transfer=message.transfer,
+            request=message,
             instance=self.config.instance,
             ranks=frozenset(layout.group(dp)),
-            num_tokens=message.num_tokens,
-            digest=message.digest,
             deadlines=Deadlines(self.config.timings, began=now, moved=now),
         )
-        transfer = InboundTransfer(record, message, dp, source_dp=message.source_dp)
+        transfer = InboundTransfer(record, dp, source_dp=message.source_dp)
         self.transfers[message.transfer] = transfer
         return transfer
 
@@ -277,7 +266,7 @@ class InboundTransfers:
             for declined in self.declined.pop(name, []):
                 self._decline(declined)
             for transfer in list(self.transfers.values()):
-                if transfer.request.source == name:
+                if transfer.record.request.source == name:
                     self._advance(transfer)
 
     def _advance(self, transfer: InboundTransfer) -> None:
@@ -292,7 +281,7 @@ class InboundTransfers:
             self._dispatcher.feed(transfer, CallerAborted(cause))
 
     def _prepare(self, transfer: InboundTransfer) -> Prepared | None:
-        record, request = transfer.record, transfer.request
+        record, request = transfer.record, transfer.record.request
         if record.state is not TargetCoordinatorState.PREPARING or not record.ranks <= transfer.tables.keys():
             return None
         session = self.sessions.to(request.source)
@@ -309,11 +298,10 @@ class InboundTransfers:
         bound = plan(session.spec, self.config.spec, transfer.source_dp, transfer.target_dp)
         if transfer.offset is None:
             transfer.offset = self.ports.token(1)[0] % NUM_OFFSETS if is_dealt(bound) else 0
-        prompt = Prompt(record.num_tokens, dict(request.held), transfer.offset)
+        prompt = Prompt(request.num_tokens, dict(request.held), transfer.offset)
         expected = expect(bound, prompt, self.cost)
         if not self._has_paths(session, expected.modes):
             return None
-        check_ranks(transfer.tables, bound.target, transfer.target_dp)
         grant = Grant(
             transfer=request.transfer,
             grant=self.ports.token(GRANT_BYTES),
@@ -422,7 +410,7 @@ class InboundTransfers:
         self.declined.pop(name, None)
         for transfer in list(self.transfers.values()):
             is_waiting = transfer.record.state is TargetCoordinatorState.PREPARING
-            if is_waiting and transfer.request.source == name:
+            if is_waiting and transfer.record.request.source == name:
                 self._dispatcher.feed(transfer, SessionLost(cause))
 
     def tick(self) -> None:
@@ -489,12 +477,12 @@ class InboundTransfers:
         if transfer.session in self.sessions.standing:
             self.sessions.send(transfer.session, message)
         elif transfer.epoch >= 0:
-            session = self.sessions.to(transfer.request.source)
+            session = self.sessions.to(transfer.record.request.source)
             if session is not None and session.epoch == transfer.epoch:
                 self.sessions.send(session.number, message)
         elif isinstance(message, Abort):
             # There was no session yet: the message is sent when there is one.
-            request = transfer.request
+            request = transfer.record.request
             self._decline(Decline(transfer=request.transfer, source=request.source, cause=message.cause))
 
     # Figures; from any thread.

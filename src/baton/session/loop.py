@@ -57,20 +57,6 @@ class Directory(Protocol):
         """The loop is about to end."""
 
 
-class NoDirectory:
-    """Without a registry every address is given by hand."""
-
-    async def look_up(self, instance: str) -> str:
-        """Always fails."""
-        raise ConfigError(f"no registry to find {instance} in; give its address, host:port, or a registry")
-
-    async def serve(self, address: str) -> None:
-        """Does nothing."""
-
-    async def close(self) -> None:
-        """Does nothing."""
-
-
 class Channel(Protocol):
     """A link as its driver's ports see it."""
 
@@ -288,14 +274,14 @@ class DriverLoop:
         self,
         config: SocketConfig,
         *,
-        directory: Directory | None = None,
+        directory: Directory,
         on_end: Callable[[str], None] = exit_loudly,
         num_workers: int = 1,
     ) -> None:
         self._events = EventLoop(on_end)
         self._workers = ThreadPoolExecutor(num_workers, thread_name_prefix="baton-worker")
         self._sockets = Sockets(config, self._events)
-        self._directory = directory or NoDirectory()
+        self._directory = directory
         self._ports: list[DriverPorts] = []
         self._watched: list[tuple[Transport, Callable[[list[Event]], None]]] = []
         self._thread = threading.Thread(target=self._run, name="baton-loop", daemon=True)

@@ -41,7 +41,7 @@ from baton.protocol.source_coordinator import (
     refusals,
 )
 from baton.protocol.timings import Deadlines
-from baton.session.config import InstanceConfig
+from baton.session.config import DriverConfig
 from baton.session.dispatcher import Dispatcher
 from baton.session.ports import Ports
 from baton.session.sessions import Session, Sessions
@@ -87,7 +87,7 @@ class OutboundTransfers:
 
     def __init__(
         self,
-        config: InstanceConfig,
+        config: DriverConfig,
         ports: Ports,
         sessions: Sessions,
         to_rank: Callable[[int, AnyMessage], None],

@@ -80,13 +80,8 @@ def decode_pages(table: PageTable, spec: Spec) -> dict[str, Ints]:
 
 def decode_tables(tables: Mapping[int, PageTable], spec: Spec, dp: int) -> dict[int, dict[str, Ints]]:
     """The page tables of ranks of one dp group; raises RemoteProtocolError on a rank of another."""
-    check_ranks(tables, spec, dp)
-    return {rank: decode_pages(table, spec) for rank, table in tables.items()}
-
-
-def check_ranks(tables: Mapping[int, PageTable], spec: Spec, dp: int) -> None:
-    """Raises RemoteProtocolError unless all these ranks are of one dp group."""
     ranks = set(spec.layout.group(dp)) if 0 <= dp < spec.layout.size("dp") else set()
     for rank in tables:
         if rank not in ranks:
             raise RemoteProtocolError(f"page tables for rank {rank}, which is not in dp group {dp}")
+    return {rank: decode_pages(table, spec) for rank, table in tables.items()}

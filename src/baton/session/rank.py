@@ -32,7 +32,7 @@ from baton.protocol.messages import (
     Unpack,
 )
 from baton.protocol.outcomes import Cause, Failed, Stage, Why
-from baton.session.config import RankConfig
+from baton.session.config import DriverConfig
 from baton.session.copies import SourceCopies
 from baton.session.handles import Digest, Handle, Receiving, Request, Sending, check_transfer
 from baton.session.memory import Pools
@@ -44,7 +44,7 @@ from baton.transport import Event, Transport
 class RankDriver:
     """Drives one rank; `baton.session.ports` has the calls in both directions."""
 
-    def __init__(self, config: RankConfig, ports: Ports, transport: Transport, pools: Pools) -> None:
+    def __init__(self, config: DriverConfig, ports: Ports, transport: Transport, pools: Pools) -> None:
         self.config = config
         self.ports = ports
         self.pools = pools

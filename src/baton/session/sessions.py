@@ -15,7 +15,7 @@ from msgspec import structs
 from baton.plan import Spec
 from baton.protocol.messages import AnyMessage, Heartbeat, Introduction, Path
 from baton.protocol.outcomes import Cause, Stage, Why
-from baton.session.config import InstanceConfig
+from baton.session.config import DriverConfig
 from baton.session.ports import Ports
 
 
@@ -60,7 +60,7 @@ class Sessions:
     """Every session of a coordinator, and every source it tries to reach."""
 
     def __init__(
-        self, config: InstanceConfig, ports: Ports, on_unreachable: Callable[[str, Cause], None]
+        self, config: DriverConfig, ports: Ports, on_unreachable: Callable[[str, Cause], None]
     ) -> None:
         self.config = config
         self.ports = ports

@@ -38,7 +38,7 @@ from baton.protocol.messages import (
 )
 from baton.protocol.outcomes import Stage, Waiting, Why
 from baton.protocol.target_rank import TARGET_RANK, RevokePermissions, StartUnpack, TargetRank
-from baton.session.config import RankConfig
+from baton.session.config import DriverConfig
 from baton.session.handles import Receiving, Request
 from baton.session.memory import PageClaims, Pools, StagingLease, tensors
 from baton.session.page_tables import decode_tables, encode_pages
@@ -99,7 +99,7 @@ class TargetWriters:
 
     def __init__(
         self,
-        config: RankConfig,
+        config: DriverConfig,
         ports: Ports,
         transport: Transport,
         pools: Pools,

@@ -481,10 +481,7 @@ class PromptFailure(Checker):
             self._first.setdefault(copy.mark, self.now)
 
     def on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
-        odd_side = job.attempt.odd_rank[0] if job.attempt.odd_rank else ""
-        # A target takes a rank that asks for another prompt for a second attempt under a live id: it refuses
-        # that rank, and the others wait for it until the deadline.
-        if not isinstance(outcome, Failed) or odd_side == "target":
+        if not isinstance(outcome, Failed):
             return
         first = self._first.setdefault(job.attempt.tag, self.now)
         since = max(first, job.begun_s.get(rank, 0.0))

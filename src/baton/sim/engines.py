@@ -235,7 +235,8 @@ class SourceEngine(SimEngine):
             self.call_after(rank, CALL_S * self.rng.random(), self._send, job, rank, script)
 
     def _send(self, job: Job, rank: int, script: PrefillScript) -> None:
-        job.handles[rank] = self.incarnation.send(rank, job.transfer, job.prompt_at(rank))
+        prompt, driver = job.prompt_at(rank), self.incarnation.drivers[rank]
+        job.handles[rank] = driver.send(job.transfer, Digest(prompt.num_tokens, prompt.digest))
         job.begun_s[rank] = self.context.schedule.now
         due_s = ready_s = 0.0
         for index in range(len(script.chunks)):

@@ -497,7 +497,8 @@ class Pressure(Fault):
         return cls(rng.choice((0.0, 0.5, 0.8)), rng.choice((0.0, 0.5, 0.8)))
 
     def install(self, world: World) -> None:
-        world.taken_shares = (self.source_share, self.target_share)
+        for instance in world.instances.values():
+            instance.taken_share = self.source_share if instance.is_source else self.target_share
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from baton.plan.ownership import Spec
 from baton.plan.steps import ALWAYS_PACK, NEVER_PACK
 from baton.protocol.handshake import SESSION, Party
 from baton.protocol.source_rank import SourceRankState
-from baton.session.config import InstanceConfig, RankConfig
+from baton.session.config import DriverConfig
 from baton.session.coordinator import CoordinatorDriver
-from baton.session.handles import Digest, Sending
 from baton.session.memory import Pools
 from baton.session.rank import RankDriver
 from baton.sim.core import Clock, Context, SimProcess
 from baton.sim.network import Host, Network, address_of, join_member
 from baton.sim.pool import PagePool
-from baton.sim.router import SimPrompt
 from baton.sim.transport import NAME, Fabric, SimTransport
 
 SECRET = b"a secret of the simulated kind"
@@ -40,6 +39,9 @@ class Incarnation:
         self.name = name
         self.epoch = epoch
         self.spec = spec
+        options = context.options
+        cost = ALWAYS_PACK if options.is_packing else NEVER_PACK
+        self.config = DriverConfig(name, epoch, spec, NAME, FINGERPRINT, options.timings, cost)
         self.processes: list[SimProcess] = []
         self.coordinator: Host | None = None
         self.hosts: dict[int, Host] = {}
@@ -75,7 +77,7 @@ class Incarnation:
             self._start_rank(process, rank, taken_share, lingers)
             self.hosts[rank].after_call = partial(after_call, rank)
             introductions = (
-                self._rank_config(rank).introduction(NAME),
+                self.drivers[rank].config.introduction(),
                 self.network.parties[coordinator.name].introduction,
             )
             join_member(self.hosts[rank], coordinator, introductions, MEMBER_S)
@@ -92,13 +94,9 @@ class Incarnation:
 
     def _start_coordinator(self, process: SimProcess, versions: tuple[int, int]) -> Host:
         host = self._host(process, f"{self.name}/c")
-        options = self.context.options
-        config = InstanceConfig(self.name, self.epoch, self.spec, NAME, FINGERPRINT, options.timings)
-        driver = CoordinatorDriver(config, host)
-        driver.inbound.cost = ALWAYS_PACK if options.is_packing else NEVER_PACK
-        host.driver = driver
+        host.driver = CoordinatorDriver(self.config, host)
         party = Party(
-            introduction=config.introduction(),
+            introduction=self.config.introduction(),
             secret=SECRET,
             accepts=frozenset({SESSION}),
             versions=versions,
@@ -108,10 +106,6 @@ class Incarnation:
         process.at_death.append(partial(self.network.on_death, host))
         host.enter(host.driver.tick)
         return host
-
-    def _rank_config(self, rank: int) -> RankConfig:
-        timings = self.context.options.timings
-        return RankConfig(self.name, self.epoch, rank, self.spec, FINGERPRINT, timings)
 
     def _start_rank(
         self, process: SimProcess, rank: int, taken_share: float, lingers: Callable[[], bool]
@@ -128,8 +122,8 @@ class Incarnation:
             wake=lambda: process.call_after(POLL_S, self._poll, rank),
             is_running=process.is_running,
         )
-        pools = Pools(pool.memory, transport, STAGING_BYTES)
-        host.driver = self.drivers[rank] = RankDriver(self._rank_config(rank), host, transport, pools)
+        pools, config = Pools(pool.memory, transport, STAGING_BYTES), replace(self.config, rank=rank)
+        host.driver = self.drivers[rank] = RankDriver(config, host, transport, pools)
         self.hosts[rank], self.pools[rank], self.transports[rank] = host, pool, transport
         process.at_death.append(lambda: transport.die(lingers()))
 
@@ -139,10 +133,6 @@ class Incarnation:
             self.hosts[rank].enter(self.drivers[rank].on_completions, events)
 
     # What an engine calls on its ranks.
-
-    def send(self, rank: int, transfer: str, prompt: SimPrompt) -> Sending:
-        """Begins the source's end on a rank."""
-        return self.drivers[rank].send(transfer, Digest(prompt.num_tokens, prompt.digest))
 
     def is_granted(self, rank: int, transfer: str) -> bool:
         """Whether a source rank has got the grant of a transfer; the handle does not say."""

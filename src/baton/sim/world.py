@@ -39,6 +39,8 @@ class SimInstance:
         self.is_source = is_source
         self.versions = VERSIONS
         self.restart_s = 0.02
+        self.taken_share = 0.0
+        """The share of new page pools that other work takes."""
         self.lingers = False
         """Whether copies outlive the process that began them."""
         self.incarnation: Incarnation | None = None
@@ -63,7 +65,7 @@ class SimInstance:
         self.incarnation, self.engine = incarnation, engine
         incarnation.start(
             self.versions,
-            world.taken_shares[0 if self.is_source else 1],
+            self.taken_share,
             lingers=lambda: self.lingers,
             on_death=self._on_death,
             after_call=engine.look,
@@ -113,8 +115,8 @@ class CopyWrite:
 class PageObserver:
     """Finds the pages of copied bytes, and notifies the hooks."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, context: Context) -> None:
+        self.context = context
         self._pools: dict[str, PagePool] = {}
         self._names: dict[int, str] = {}
         """Names of pool buffers by address."""
@@ -129,7 +131,7 @@ class PageObserver:
         name = self._names.get(_address(copy.memory), "")
         if name and len(copy.read):
             copy.mark = int(pool.owners_of(name, copy.read[:1])[0])
-        self.world.notify("on_submit", copy, pool, name)
+        self.context.notify("on_submit", copy, pool, name)
 
     def on_write(self, copy: SimCopy, inbox: Inbox, index: Ints, read: Ints) -> None:
         write = CopyWrite(
@@ -141,14 +143,14 @@ class PageObserver:
             source_buffer=self._names.get(_address(copy.memory), ""),
             read=read,
         )
-        self.world.note(inbox.node, "write", detail=f"{len(index)} bytes of {write.buffer or 'staging'}")
-        self.world.notify("on_write", write)
+        self.context.note(inbox.node, "write", detail=f"{len(index)} bytes of {write.buffer or 'staging'}")
+        self.context.notify("on_write", write)
         if write.buffer:
             np.add.at(write.pool.num_writes[write.buffer], index, 1)
 
     def on_end(self, copy: SimCopy, how: str) -> None:
-        self.world.note(copy.outbox.node, "copied", detail=f"{copy.ticket.number} {how}")
-        self.world.notify("on_copy_end", copy, how)
+        self.context.note(copy.outbox.node, "copied", detail=f"{copy.ticket.number} {how}")
+        self.context.notify("on_copy_end", copy, how)
 
 
 def _address(raw: Bytes) -> int:
@@ -198,8 +200,6 @@ class World(Context):
         super().__init__(seed, options, is_traced=is_traced)
         self.is_scripted = is_scripted
         """Whether a scenario makes things go wrong, without faults."""
-        self.taken_shares = (0.0, 0.0)
-        """The share of new page pools that other work takes, at sources and at targets."""
         self.network = Network(self)
         self.observer = PageObserver(self)
         self.fabric = Fabric(self.schedule, self.rng("copies"), self.observer, self._is_cut)

@@ -344,15 +344,22 @@ def rank_mismatch_finished(run: ScenarioRun) -> Iterator[None]:
         run.expect_both_failed(number, Why.REFUSED_PROMPT)
 
 
-@scenario("rank-mismatch-target", "one target rank asks for another prompt than the others")
+@scenario(
+    "rank-mismatch-target",
+    "one target rank asks for another prompt than the others",
+    target=Side("tp4"),
+    options=replace(PLAIN, faults_s=0.6),
+)
 def rank_mismatch_target(run: ScenarioRun) -> Iterator[None]:
-    run.world.router.draw_odd_rank = lambda ends: ("target", 1) if not run.world.router.attempts else None
-    run.request_at(0.01)
-    run.request_at(0.1)
+    """The odd rank asks first, in between and last."""
+    router = run.world.router
+    router.draw_odd_rank = lambda ends: ("target", len(router.attempts)) if len(router.attempts) < 4 else None
+    for number in range(5):
+        run.request_at(0.01 + 0.1 * number)
     yield
-    run.expect_failed(1, "target", Why.REFUSED_LIVE_ID, Why.DEADLINE)
-    run.expect_failed(1, "source", Why.DEADLINE)
-    run.expect_ready(2)
+    for number in range(1, 5):
+        run.expect_both_failed(number, Why.REFUSED_PROMPT)
+    run.expect_ready(5)
 
 
 @scenario("finished", "the answer ends at the source", options=replace(PLAIN, finish_share=1.0))
