@@ -80,7 +80,7 @@ def test_a_killed_decode_rank(pool: InstancePool, folder: Path, layout: str, ran
     assert f"rank {victim} of" in trouble.text
     assert not pair.decode.is_running
     with pytest.raises(EngineError, match=r"not running.*rank"):
-        pair.decode.submit(greedy(prompt(4), 1), print)
+        pair.decode.core.submit(greedy(prompt(4), 1), print)
     pair.decode.close()
     assert all(is_gone(pid) for pid in pids.values())
     check_other_lives(pair.prefill, folder)
@@ -219,5 +219,5 @@ def test_a_request_that_cannot_be(
 ) -> None:
     instance = pool.instance(Side(str(folder), name="first"))
     with pytest.raises(ConfigError, match=words):
-        instance.submit(greedy(tokens, 8, **params), print)
+        instance.core.submit(greedy(tokens, 8, **params), print)
     check_idle(instance)
