@@ -13,13 +13,13 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import wait
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
 from baton.engine.checkpoint.tokenizer import eos_ids, load_tokenizer
-from baton.engine.commands import WorkerConfig
 from baton.engine.config import EngineConfig, EngineSizes, derive_sizes
 from baton.engine.core import EngineCore
 from baton.engine.executor import Executor
@@ -134,8 +134,11 @@ class Instance:
         """Starts the workers and waits until all are up; call it from a thread that lives as long as they."""
         is_up = False
         try:
-            configs = [self._rank_config(rank) for rank in range(self.sizes.layout.num_ranks)]
-            self._executor.start(configs, progress)
+            engine = replace(
+                self.config, model=self.sizes.model, secret=self.secret, num_threads=self.sizes.num_threads
+            )
+            eos_ids = tuple(sorted(self.eos_ids))
+            self._executor.start(engine, self.sizes.layout.num_ranks, eos_ids, progress)
             self._thread = threading.Thread(target=self._run, name=f"baton {self.config.name}", daemon=True)
             self.core.set_running()
             self._thread.start()
@@ -247,38 +250,3 @@ class Instance:
                 )
         if errors:
             raise EngineError(f"{self.config.name}: {errors[0]}")
-
-    def _rank_config(self, rank: int) -> WorkerConfig:
-        config, sizes = self.config, self.sizes
-        return WorkerConfig(
-            instance=config.name,
-            model=sizes.model,
-            layout=config.layout,
-            rank=rank,
-            role=config.role,
-            secret=self.secret,
-            rendezvous=self._executor.rendezvous,
-            num_pages=dict(sizes.num_pages),
-            page_tokens=config.page_tokens,
-            dtype=config.dtype,
-            kv_cache_dtype=config.cache_dtype,
-            kv_layout=config.kv_layout,
-            device=config.device,
-            num_threads=sizes.num_threads,
-            transport=config.transport,
-            link_bytes_per_s=config.link_bytes_per_s,
-            policy=config.policy,
-            host=config.host,
-            port=config.port,
-            tls=config.tls,
-            url=config.url,
-            registry=config.registry,
-            embed_registry=config.embed_registry,
-            staging_bytes=sizes.staging_bytes,
-            packing=config.packing,
-            is_verified=config.is_verified,
-            silence_s=config.silence_s,
-            has_draft=config.has_draft,
-            eos_ids=tuple(sorted(self.eos_ids)),
-            context_max=sizes.context_max,
-        )
