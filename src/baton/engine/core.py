@@ -74,19 +74,8 @@ class InFlightStep:
     """A step that the workers compute."""
 
     step: Step
-    batches: list[Batch | None]
     replies: dict[int, StepDone] = field(default_factory=dict)
     """By rank."""
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """What a step produced in one dp group, by sequence."""
-
-    samples: dict[int, list[SampledToken]] = field(default_factory=dict)
-    draft_tokens: dict[int, int] = field(default_factory=dict)
-    hidden: dict[int, bytes] = field(default_factory=dict)
-    """Rows that forks start from."""
 
 
 @dataclass(slots=True)
@@ -365,6 +354,7 @@ class EngineCore:
     def _schedule(self, now_s: float) -> InFlightStep | None:
         batches = [
             scheduler.schedule(scheduler.decodes_max(self._num_stages) if self._num_stages > 1 else None)
+            or Batch()
             for scheduler in self.schedulers
         ]
         for scheduler in self.schedulers:
@@ -378,33 +368,29 @@ class EngineCore:
                 self._send_begin(sequence)
                 if state.is_source:
                     self._send_handoff(state, sequence.num_cached, sequence.pages)
-        if not any(batches):
+        if not any(batch.sequences for batch in batches):
             return None
-        step = Step(next(self._step_numbers), [batch or Batch() for batch in batches])
-        return InFlightStep(step, batches)
+        return InFlightStep(Step(next(self._step_numbers), batches))
 
     def _postprocess(self, computed: InFlightStep, now_s: float) -> None:
         """Appends what a step sampled and outputs it."""
-        for dp, batch in enumerate(computed.batches):
-            if batch is None:
+        for dp, batch in enumerate(computed.step.batches):
+            if not batch.sequences:
                 continue
             replies = [computed.replies[rank] for rank in self._layout.group(dp)]
-            output = StepOutput()
-            for reply in replies:  # one rank of the group samples
-                output.samples |= reply.samples
-                output.draft_tokens |= reply.proposals
-                output.hidden |= reply.hidden
+            # One rank of the group samples.
+            sampled = next((reply for reply in replies if reply.samples), replies[0])
             self._trace_prompts(batch, replies)
             num_prompt_rows = sum(
                 len(work.tokens) for work in batch.sequences if work.start < work.prompt_tokens
             )
             start_s, stop_s = min(r.start_s for r in replies), max(r.stop_s for r in replies)
             self.monitor.record_step(num_prompt_rows, start_s, stop_s)
-            tokens = {number: [s.token for s in samples] for number, samples in output.samples.items()}
-            self.schedulers[dp].complete(batch, tokens, output.draft_tokens)
+            tokens = {number: [s.token for s in samples] for number, samples in sampled.samples.items()}
+            self.schedulers[dp].complete(batch, tokens, sampled.proposals)
             for work in batch.sequences:
                 if work.num_samples and work.sequence in self.requests:
-                    self._output_tokens(self.requests[work.sequence], work, output, now_s)
+                    self._output_tokens(self.requests[work.sequence], work, sampled, now_s)
 
     def _trace_prompts(self, batch: Batch, replies: list[StepDone]) -> None:
         """Adds a step to the traces of the prompts in it."""
@@ -424,10 +410,10 @@ class EngineCore:
                 self.counters["unpipelined" if is_whole else "pipelined"] += 1
 
     def _output_tokens(
-        self, state: RequestState, work: ScheduledSequence, output: StepOutput, now_s: float
+        self, state: RequestState, work: ScheduledSequence, step: StepDone, now_s: float
     ) -> None:
         """Outputs the new tokens of one answer, or the first tokens of all answers."""
-        number, samples = work.sequence, output.samples[work.sequence]
+        number, samples = work.sequence, step.samples[work.sequence]
         if work.num_drafted:
             self.counters["drafted"] += work.num_drafted
             self.counters["accepted"] += len(samples) - 1
@@ -447,7 +433,7 @@ class EngineCore:
         # Tokens behind accepted guesses follow each other; otherwise the others are first tokens of forks.
         numbers = [number] * len(samples)
         if not work.num_drafted:
-            numbers = self._fork(state, number, samples, output.hidden.get(number))
+            numbers = self._fork(state, number, samples, step.hidden.get(number))
         for answer, sampled in zip(numbers, samples, strict=True):
             is_finished = state.answers[answer].finish is not None
             if not is_finished and state.append(answer, sampled, now_s):
@@ -504,14 +490,12 @@ class EngineCore:
         """Whether a request need not wait any longer."""
         try:
             reservation = self.schedulers[state.dp].reserve(self._make_sequence(state))
-        except ConfigError as error:
-            self._decline(state, str(error))
-            self._refuse(state, str(error))
-            return True
-        if reservation is None:
-            if now_s - state.trace.arrived_s < RESERVE_S_MAX:
+            if reservation is None and now_s - state.trace.arrived_s < RESERVE_S_MAX:
                 return False
             text = f"no room for {state.request.num_known} tokens in {RESERVE_S_MAX:.0f} s"
+        except ConfigError as error:
+            reservation, text = None, str(error)
+        if reservation is None:
             self._decline(state, text)
             self._refuse(state, text)
             return True

@@ -73,10 +73,6 @@ class SchedulerPipe:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Command)
 
-    def receive_config(self) -> WorkerConfig:
-        """The first message."""
-        return msgspec.msgpack.decode(self._connection.recv_bytes(), type=WorkerConfig)
-
     def receive(self) -> Command | None:
         """The next command, or None when the pipe is closed."""
         try:
@@ -320,8 +316,8 @@ def _allocate_pools(spec: Spec, rank: int, transport: Transport, device: torch.d
 
 def main(connection: Connection) -> None:
     """Runs a worker over the pipe that its process was started with."""
+    config = msgspec.msgpack.decode(connection.recv_bytes(), type=WorkerConfig)
     pipe = SchedulerPipe(connection)
-    config = pipe.receive_config()
     torch.set_num_threads(config.engine.num_threads)
     torch.set_num_interop_threads(1)
     try:
