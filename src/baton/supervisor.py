@@ -60,8 +60,10 @@ def baton_command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "baton", *arguments]
 
 
-def describe_exit(code: int) -> str:
-    """How a process ended."""
+def describe_exit(code: int | None) -> str:
+    """How a process ended; None: it has not ended, but its pipe was closed."""
+    if code is None:
+        return "closed its output"
     return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
@@ -100,13 +102,17 @@ def serve_calls(target: object, lines: Iterable[str]) -> None:
             reply({"error": str(error)})
 
 
-def _follow_parent(parent: int, number: signal.Signals) -> None:
-    """In a child between fork and exec: the parent's end sends this signal."""
-    # A parent in the background may ignore SIGINT, and so would the child.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """In a child right after its fork: the parent's end sends this signal."""
     _libc.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def _follow_parent(parent: int, number: signal.Signals) -> None:
+    # A parent in the background may ignore SIGINT, and so would the child.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    die_with(parent, number)
 
 
 class ChildProcess:
@@ -199,9 +205,7 @@ class ChildProcess:
         with suppress(subprocess.TimeoutExpired):
             self.popen.wait(END_S_MAX)
         self._join_readers()
-        code = self.popen.returncode
-        how = "closed its output" if code is None else describe_exit(code)
-        return ProcessError(f"{self.name} {how}: {self.last_line}")
+        return ProcessError(f"{self.name} {describe_exit(self.popen.returncode)}: {self.last_line}")
 
     def _join_readers(self) -> None:
         # A grandchild that inherited the pipe may keep it open, hence the limit.

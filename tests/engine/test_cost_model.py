@@ -16,13 +16,13 @@ from baton.engine.cost_model import (
     LayerBytes,
     StepPrediction,
     StepTiming,
-    soonest_groups,
 )
 from baton.plan import Spec, Storage, parse_layout
 from baton.plan.cache import Cache, Units
 from baton.plan.kinds import Conv, Paged, Recurrent
 from baton.plan.models.parts import ModelPart, stack
-from baton.plan.overlap import Groups, bound, choose, completion_s
+from baton.plan.overlap import Groups, bound, choose
+from baton.plan.overlap import completion_s as times_completion_s
 
 NUM_LAYERS = 32
 WHOLE = ((0, NUM_LAYERS),)
@@ -38,6 +38,10 @@ def prediction(
     group_s: float = 0.0,
 ) -> StepPrediction:
     return StepPrediction(layer_s, rest_s, (transfer_s,) * NUM_LAYERS, overhead_s, group_s)
+
+
+def completion_s(step: StepPrediction, groups: Groups, compute: float = 1.0, transfer: float = 1.0) -> float:
+    return times_completion_s(step.layer_times(compute, transfer), groups)
 
 
 def plan(step: StepPrediction, policy: str = "cost", avg_tokens: int = 4096) -> Groups:
@@ -219,15 +223,15 @@ def test_a_layer_can_leave_before_its_rest_is_computed() -> None:
 
 def test_completion_is_compute_slowed_by_groups_and_exposed_transfer() -> None:
     step = StepPrediction(2.0, 0.5, (1.0, 1.0, 1.0, 1.0), overhead_s=0.25, group_s=0.125)
-    assert step.completion_s(((0, 4),)) == 7.5 + 0.25 + 4.0
+    assert completion_s(step, ((0, 4),)) == 7.5 + 0.25 + 4.0
     # Ready at 3.5; the second group after the first one's cost.
-    assert step.completion_s(((0, 2), (2, 4))) == 7.5 + 0.125 + 0.25 + 2.0
+    assert completion_s(step, ((0, 2), (2, 4))) == 7.5 + 0.125 + 0.25 + 2.0
     # Nothing is exposed: the forward ends last.
     quick = replace(step, transfer_s=(0.0,) * 4)
-    assert quick.completion_s(((0, 3), (3, 4))) == 8.0 + 0.125
+    assert completion_s(quick, ((0, 3), (3, 4))) == 8.0 + 0.125
     # A link that is slower than compute, after a lead.
     slow = replace(step, transfer_s=(5.0,) * 4, lead_s=6.0)
-    assert slow.completion_s(((0, 2), (2, 4))) == 6.0 + 2 * (0.25 + 10.0)
+    assert completion_s(slow, ((0, 2), (2, 4))) == 6.0 + 2 * (0.25 + 10.0)
 
 
 # Groups
@@ -250,13 +254,13 @@ def test_the_soonest_groups_are_found(seed: int) -> None:
         for size in range(num_layers)
         for bounds in combinations(range(1, num_layers), size)
     ]
-    least_s = min(step.completion_s(groups, compute, transfer) for groups in every_grouping)
-    groups = soonest_groups(step, compute, transfer)
-    assert step.completion_s(groups, compute, transfer) == pytest.approx(least_s)
+    least_s = min(completion_s(step, groups, compute, transfer) for groups in every_grouping)
+    groups = choose("cost", step.layer_times(compute, transfer), 0)
+    assert completion_s(step, groups, compute, transfer) == pytest.approx(least_s)
     fewest = min(
         len(other)
         for other in every_grouping
-        if step.completion_s(other, compute, transfer) <= least_s * (1 + 1e-12)
+        if completion_s(step, other, compute, transfer) <= least_s * (1 + 1e-12)
     )
     assert len(groups) == fewest
 
@@ -268,7 +272,7 @@ def test_no_grouping_is_chosen_that_is_predicted_to_lose_to_off(seed: int) -> No
     # Steps nearly alike share a plan, and each is checked by its own times.
     for _ in range(4):
         groups = planner.plan("cost", step, 1024)
-        assert groups == WHOLE or step.completion_s(groups) < step.completion_s(WHOLE)
+        assert groups == WHOLE or completion_s(step, groups) < completion_s(step, WHOLE)
         step = replace(step, group_s=step.group_s * 1.2, overhead_s=step.overhead_s * 1.1)
 
 
@@ -276,7 +280,7 @@ def test_a_long_transfer_is_split_even_where_groups_cost_something() -> None:
     step = prediction(0.17 * MS, 0.1 * MS, layer_s=0.6 * MS, group_s=0.3 * MS)
     groups = plan(step)
     assert len(groups) > 1
-    assert step.completion_s(groups) < step.completion_s(WHOLE)
+    assert completion_s(step, groups) < completion_s(step, WHOLE)
 
 
 def test_nothing_is_split_that_could_not_leave_sooner() -> None:
@@ -297,7 +301,7 @@ def test_cost_comes_close_to_the_best_groups_after_a_few_hand_overs(ratio: float
     for sizes in ([16, 8, 4, 2, 1, 1], [20, 10, 2]):
         hand_over(truth, sizes, overhead_s=overhead_s, byte_s=byte_s, layer_s=layer_s)
     real = truth.predict(NUM_LAYERS, 4096, {1: 10**6}).layer_times()
-    best_s = completion_s(real, choose("cost", real, 4096))
+    best_s = times_completion_s(real, choose("cost", real, 4096))
     costs = CostModel()
     for _ in range(4):
         groups = plan(costs.predict(NUM_LAYERS, 4096, {1: 10**6}))
@@ -305,7 +309,7 @@ def test_cost_comes_close_to_the_best_groups_after_a_few_hand_overs(ratio: float
         noise = 1 + 0.1 * rng.random()
         hand_over(costs, sizes, overhead_s=overhead_s * noise, byte_s=byte_s * noise, layer_s=layer_s / noise)
     chosen = plan(costs.predict(NUM_LAYERS, 4096, {1: 10**6}))
-    assert completion_s(real, chosen) <= best_s * 1.06
+    assert times_completion_s(real, chosen) <= best_s * 1.06
     assert all(before[1] == after[0] for before, after in pairwise(chosen))
 
 
@@ -316,7 +320,7 @@ def test_cost_comes_close_to_the_best_groups_after_a_few_hand_overs(ratio: float
 def test_groups_hold_where_compute_is_not_as_predicted(ratio: float, speed: float, spread: float) -> None:
     chosen = plan(replace(prediction(ratio, 0.02), spread=spread))
     real = prediction(ratio, 0.02, layer_s=speed).layer_times()
-    exposed = completion_s(real, chosen) - speed * NUM_LAYERS
+    exposed = times_completion_s(real, chosen) - speed * NUM_LAYERS
     assert 1 - exposed / (ratio * NUM_LAYERS) >= (0.95 if spread < 0.1 else 0.85) * bound(real)
 
 
@@ -329,7 +333,7 @@ def test_steps_nearly_alike_share_their_groups_and_others_do_not() -> None:
         assert planner.plan("cost", near, 0) is first
         # Good enough for them too: within a few percent of the best there is.
         times = near.layer_times()
-        assert completion_s(times, first) <= 1.03 * completion_s(times, choose("cost", times, 0))
+        assert times_completion_s(times, first) <= 1.03 * times_completion_s(times, choose("cost", times, 0))
     for ratio in (0.25, 0.5, 2.0, 4.0):
         far = prediction(ratio, rest_s=0.5)
         assert planner.plan("cost", far, 0) == plan(far) != first
@@ -344,8 +348,8 @@ def test_groups_that_slow_the_forward_down_are_few(ratio: float) -> None:
     expensive = replace(free, group_s=1.0)
     assert len(plan(expensive)) < len(plan(free))
     # Each is the better one where its price holds.
-    assert expensive.completion_s(plan(expensive)) < expensive.completion_s(plan(free))
-    assert free.completion_s(plan(free)) <= free.completion_s(plan(expensive))
+    assert completion_s(expensive, plan(expensive)) < completion_s(expensive, plan(free))
+    assert completion_s(free, plan(free)) <= completion_s(free, plan(expensive))
 
 
 def test_other_policies_group_as_they_say() -> None:

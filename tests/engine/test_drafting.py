@@ -9,6 +9,7 @@ import pytest
 import torch
 from tests.engine.drafts import NUM_LAYERS, drafted, guesses
 from tests.engine.e2e.prompts import prompt
+from tests.engine.hooks import NoHooks
 from tests.engine.tiny import tiny
 
 from baton.engine.attention.pools import CachePools
@@ -24,7 +25,7 @@ from baton.engine.drafting import (
     proposal_of,
     with_forks,
 )
-from baton.engine.model_runner import ModelRunner, NoHooks, sample_tokens
+from baton.engine.model_runner import ModelRunner, sample_tokens
 from baton.engine.models.build import build, missing
 from baton.engine.parallel import Mesh
 from baton.engine.sampler import Sampler

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.engine.hooks import NoHooks
 from tests.engine.tiny import tiny
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from baton.engine.attention.pools import CachePools
 from baton.engine.checkpoint import open_checkpoint
 from baton.engine.commands import Batch, PageCopy, ScheduledSequence
 from baton.engine.config import engine_storage
-from baton.engine.model_runner import ModelRunner, NoHooks
+from baton.engine.model_runner import ModelRunner
 from baton.engine.models.base import Stage
 from baton.engine.models.build import build
 from baton.engine.parallel import Mesh

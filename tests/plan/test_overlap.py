@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from baton.plan.overlap import (
-    AdaptiveConfig,
     Groups,
     LayerTimes,
     bound,
@@ -20,12 +19,10 @@ from baton.plan.overlap import (
     completion_s,
     efficiency,
     exposed_s,
-    group_size,
     measure,
     policy_names,
 )
 
-DEFAULTS = AdaptiveConfig()
 Seconds = tuple[float, ...]
 
 
@@ -276,20 +273,19 @@ def test_rounding_does_not_buy_groups() -> None:
     assert cost(equal_layers(100, 0.0, 0.1, 0.0)) == ((0, 100),)
 
 
-def test_cost_leaves_out_beginnings_that_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search takes a few milliseconds because it does not look at every beginning for every count."""
-    num_starts: list[int] = []
-    flatnonzero = np.flatnonzero
+def test_cost_stops_where_more_groups_cannot_be_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search takes about a millisecond because it does not try every number of groups."""
+    num_tried = 0
+    maximum = np.maximum
 
-    def counted(values: np.ndarray) -> np.ndarray:
-        starts = flatnonzero(values)
-        num_starts.append(len(starts))
-        return starts
+    def counted(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        nonlocal num_tried
+        num_tried += 1
+        return maximum(left, right)
 
-    monkeypatch.setattr(np, "flatnonzero", counted)
-    # Equal times without overhead need a group per layer, so every number of groups is tried.
-    assert len(cost(equal_layers(128, 1.0, 1.0, 0.0))) == 128
-    assert num_starts == [1] * 128
+    monkeypatch.setattr(np, "maximum", counted)
+    assert len(cost(equal_layers(128, 1.0, 0.5, 8.0))) == 8
+    assert num_tried == 9
 
 
 @pytest.mark.parametrize(
@@ -310,7 +306,8 @@ def test_cost_leaves_out_beginnings_that_are_late(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_adaptive_golden_rows(num_layers: int, avg_tokens: int, size: int) -> None:
-    assert group_size(num_layers, avg_tokens, DEFAULTS) == size
+    groups = choose("adaptive", equal_layers(num_layers, 1.0, 1.0, 0.0), avg_tokens)
+    assert groups[0] == (0, size)
 
 
 def test_adaptive_makes_more_groups_than_n_where_it_does_not_divide() -> None:
@@ -325,43 +322,9 @@ def test_adaptive_below_its_threshold_is_off() -> None:
     assert choose("adaptive", times, 3071) == choose("off", times, 3071) == ((0, 80),)
 
 
-@pytest.mark.parametrize(("num_layers", "avg_tokens"), [(80, 9216), (80, 1), (80, 0), (4, 9216), (3, 1)])
-def test_explicit_size_wins_over_all(num_layers: int, avg_tokens: int) -> None:
-    assert group_size(num_layers, avg_tokens, AdaptiveConfig(explicit_group_size=2)) == 2
-
-
-@pytest.mark.parametrize("multiplier", [1.01, 1.0, 0.0, -5.0])
-def test_saturation_multiplier_is_clamped(multiplier: float) -> None:
-    config = AdaptiveConfig(tokens_min=1000, saturation_multiplier=multiplier)
-    assert [group_size(80, tokens, config) for tokens in (1000, 1005, 1010)] == [8, 11, 20]
-
-
-@pytest.mark.parametrize("tokens_min", [1, 0, -100])
-def test_tokens_min_is_clamped(tokens_min: int) -> None:
-    config = AdaptiveConfig(tokens_min=tokens_min)
-    assert [group_size(80, tokens, config) for tokens in (0, 1, 2, 3)] == [80, 8, 11, 20]
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"iterations_min": 0},
-        {"iterations_min": 11},
-        {"iterations_max": 3},
-        {"saturation_multiplier": math.nan},
-        {"saturation_multiplier": math.inf},
-        {"explicit_group_size": -1},
-    ],
-)
-def test_bad_adaptive_config_raises(fields: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=f"{next(iter(fields))}.*; give"):
-        AdaptiveConfig(**fields)
-
-
-@pytest.mark.parametrize(("num_layers", "avg_tokens"), [(0, 4096), (80, -1)])
-def test_bad_adaptive_input_raises(num_layers: int, avg_tokens: int) -> None:
-    with pytest.raises(ConfigError, match="give at least one layer"):
-        group_size(num_layers, avg_tokens, DEFAULTS)
+def test_adaptive_refuses_a_negative_length() -> None:
+    with pytest.raises(ConfigError, match="give no negative token count"):
+        choose("adaptive", equal_layers(80, 1.0, 1.0, 0.0), -1)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from tests.serve.parts import ANSWER_S_MAX, Answer, Part
 
-from baton.engine.fork_server import die_with
+from baton.supervisor import die_with
 
 NETWORK = "10.77.0"
 TOOL_S_MAX = 60.0

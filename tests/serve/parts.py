@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 
 from tests.faults.stages import is_alive
 
-from baton.engine.fork_server import die_with
 from baton.settings import Tls
+from baton.supervisor import die_with
 
 START_S_MAX = 180.0
 """For a process that loads torch and a model while seven others do the same on two cores."""

@@ -226,7 +226,7 @@ def _answers(instance: Instance, prompts: list[list[int]], num_tokens: int) -> l
     salt, answers = secrets.token_hex(8), [list[int]() for _ in prompts]
     for index, prompt in enumerate(prompts):
         request = EngineRequest(tuple(prompt), params, salt=f"{salt} {index}")
-        instance.submit(request, partial(_put, events, index))
+        instance.core.submit(request, partial(_put, events, index))
     num_open = len(prompts)
     while num_open:
         index, event = events.get(timeout=ANSWER_S_MAX)

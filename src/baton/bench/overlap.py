@@ -185,7 +185,7 @@ class OverlapClient:
         request = self._request(num_tokens, NUM_COMPARED)
         (handed_over,) = self.pair.tokens(PairRequest(request, policy="fixed:1"))
         events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
-        self.pair.prefill.submit(replace(request, salt=secrets.token_hex(8)), events.put)
+        self.pair.prefill.core.submit(replace(request, salt=secrets.token_hex(8)), events.put)
         alone: list[int] = []
         while not isinstance(event := events.get(timeout=ANSWER_S_MAX), Ended):
             if isinstance(event, RequestError):

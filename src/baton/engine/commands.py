@@ -12,51 +12,9 @@ import msgspec
 
 from baton.engine.sampling_params import SamplingParams
 from baton.protocol.outcomes import Aux, Outcome
-from baton.settings import Tls
 
 PageTables: TypeAlias = dict[str, list[int]]
 """Page ids by page-table group, from slot 0 on; the same ids on every rank of a dp group."""
-
-
-class WorkerConfig(msgspec.Struct, frozen=True):
-    """The first message to a worker; the same for all workers of an instance but for `rank`."""
-
-    instance: str
-    model: str
-    layout: str
-    rank: int
-    role: str
-    secret: bytes
-    rendezvous: str
-    """A path at which torch.distributed connects the ranks of the instance."""
-    num_pages: dict[str, int]
-    silence_s: float
-    """How long a peer may be silent before it counts as lost."""
-    page_tokens: int = 16
-    dtype: str = "fp32"
-    kv_cache_dtype: str = "fp32"
-    kv_layout: str = ""
-    device: str = "cpu"
-    num_threads: int = 1
-    transport: str = "shm"
-    link_bytes_per_s: float = 0.0
-    """The speed of a simulated link to each rank; 0: as fast as the transport is."""
-    policy: str = "cost"
-    host: str = "127.0.0.1"
-    port: int = 0
-    """Of the coordinator, which rank 0 hosts."""
-    tls: Tls | None = None
-    url: str = ""
-    registry: str | None = None
-    embed_registry: int | None = None
-    staging_bytes: int = 0
-    packing: str = "convert"
-    is_verified: bool = False
-    """Whether the KV cache that this instance receives is checked by checksums."""
-    has_draft: bool = False
-    """Whether the model's draft layer runs and is handed over."""
-    eos_ids: tuple[int, ...] = ()
-    context_max: int = 0
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):

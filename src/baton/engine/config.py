@@ -97,6 +97,18 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """The first message to a worker; the same for all workers of an instance but for `rank`."""
+
+    engine: EngineConfig
+    """With a secret, and with the model under the path or name that it was found by."""
+    rank: int
+    rendezvous: str
+    """A path at which torch.distributed connects the ranks of the instance."""
+    eos_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineSizes:
     """What an instance will use, derived before anything is started."""
 
@@ -126,12 +138,17 @@ class EngineSizes:
         return [*lines, f"prefixes are not kept: {reason}"] if reason else lines
 
 
-def derive_sizes(config: EngineConfig) -> EngineSizes:
-    """Derives, and refuses, everything that can be known before a process is started."""
+def derive_sizes(config: EngineConfig, *, is_checked: bool = False) -> EngineSizes:
+    """Derives, and refuses, everything that can be known before a process is started.
+
+    `is_checked`: these settings and the checkpoint's tensors were checked before, for the whole instance.
+    """
     layout = parse_layout(config.layout)
-    check_config(config)
+    if not is_checked:
+        check_config(config)
     checkpoint = open_checkpoint(config.model)
-    missing(checkpoint, has_draft=config.has_draft)
+    if not is_checked:
+        missing(checkpoint, has_draft=config.has_draft)
     cache = read_cache(checkpoint.config, f"model {config.model}", has_draft=config.has_draft)
     layout.stages(cache.num_layers, "this")
     storage = engine_storage(cache, config.page_tokens, config.cache_dtype, config.kv_layout)

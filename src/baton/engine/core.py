@@ -10,9 +10,12 @@ request."""
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from time import monotonic
 
 import msgspec
 
@@ -38,15 +41,27 @@ from baton.engine.config import EngineConfig, EngineSizes
 from baton.engine.drafting import hidden_of, problem_of, proposal_of
 from baton.engine.load import LoadMonitor, QueueSnapshot
 from baton.engine.pages import PageGeometry
-from baton.engine.request_state import ModelContext, RequestState
-from baton.engine.requests import EngineRequest, EventSink, InboundHandoff, OutboundHandoff
-from baton.engine.sampling_params import Progress, check_params, ending
+from baton.engine.requests import (
+    EngineRequest,
+    EventSink,
+    InboundHandoff,
+    ModelContext,
+    OutboundHandoff,
+    OutputChunk,
+    RequestError,
+    RequestFinished,
+    check_request,
+)
+from baton.engine.sampling_params import Progress, ending
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequence import Sequence, SequenceRole
+from baton.engine.tokenizer import AnswerText
 from baton.engine.trace import RequestTrace
-from baton.errors import ConfigError
+from baton.errors import ConfigError, EngineError
 from baton.protocol.outcomes import Aux, Cause, Failed, Finished, Outcome, Ready, Stage, Why
+from baton.session import prompt_digest
 
+HANDED, ABORTED = "handed", "abort"
 COUNTERS = ("preempted", "unpipelined", "pipelined", "drafted", "accepted")
 CHECKED_PAGES_MAX = 10_000
 """Larger pools are not checked when idle: that takes a good part of a second, and a request would wait."""
@@ -59,34 +74,168 @@ class InFlightStep:
     """A step that the workers compute."""
 
     step: Step
-    batches: list[Batch | None]
     replies: dict[int, StepDone] = field(default_factory=dict)
     """By rank."""
 
 
 @dataclass(slots=True)
-class StepOutput:
-    """What a step produced in one dp group, by sequence."""
+class AnswerState:
+    """One of a request's answers."""
 
-    samples: dict[int, list[SampledToken]] = field(default_factory=dict)
-    draft_tokens: dict[int, int] = field(default_factory=dict)
-    hidden: dict[int, bytes] = field(default_factory=dict)
-    """Rows that forks start from."""
+    index: int
+    text: AnswerText | None
+    num_generated: int = 0
+    """Including those that another instance generated."""
+    finish: str | None = None
+    last_token_s: float = 0.0
+    """When its latest token was output; 0: none was output here."""
+
+
+@dataclass(eq=False, slots=True)
+class RequestState:
+    """One request; only the instance's thread uses it."""
+
+    number: int
+    request: EngineRequest
+    sink: EventSink
+    trace: RequestTrace
+    model: ModelContext
+    dp: int = 0
+    answers: dict[int, AnswerState] = field(default_factory=dict)
+    """By the number of the sequence; the first answer has the request's own number. Answers that have no
+    sequence (yet) are under their negated index."""
+    is_handing_over: bool = False
+    """The ranks know of its hand-over, and some have not released it."""
+    num_releases: int = 0
+    is_closed: bool = False
+    """The caller gets no more chunks: the request failed or was aborted."""
+    early_s: float = 0.0
+    """When a source's first tokens arrived ahead of the cache; 0 before that."""
+
+    @property
+    def is_source(self) -> bool:
+        return isinstance(self.request.handoff, OutboundHandoff)
+
+    @property
+    def is_target(self) -> bool:
+        return isinstance(self.request.handoff, InboundHandoff)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an answer continues."""
+        return not self.is_closed and any(answer.finish is None for answer in self.answers.values())
+
+    @property
+    def handoff_s(self) -> float | None:
+        """What its hand-over took beyond compute, as this side sees it; None: it had none, or it failed."""
+        begun_s = self.trace.prompt_s if self.is_source else self.early_s
+        is_handed = self.request.handoff is not None and self.trace.settled_s and begun_s
+        return self.trace.settled_s - begun_s if is_handed and not self.is_closed else None
+
+    @property
+    def digest(self) -> bytes:
+        """Both sides of a hand-over have to agree on it."""
+        request = self.request
+        return prompt_digest(request.known, salt=request.salt, embeddings=request.embeddings or b"").value
+
+    def open_answer(self, number: int, index: int) -> None:
+        """Makes a sequence's answer; one that was opened without a sequence continues."""
+        if index and (answer := self.answers.pop(-index, None)) is not None:
+            self.answers[number] = answer
+            return
+        request, model, text = self.request, self.model, None
+        if model.tokenizer is not None:
+            text = AnswerText(model.tokenizer, request.params, model.eos_ids, request.tokens)
+            for token in request.generated:
+                text.push(token)  # its text was output by the instance that generated it
+        self.answers[number] = AnswerState(request.index + index, text, len(request.generated))
+
+    def open_answers(self, num_answers: int) -> list[int]:
+        """Makes all answers, with or without a sequence; returns their keys."""
+        numbers = [self.number, *(-index for index in range(1, num_answers))]
+        for index, number in enumerate(numbers):
+            if number not in self.answers:
+                self.open_answer(number, index)
+        return numbers
+
+    def append(self, number: int, sampled: SampledToken, now_s: float, *, is_last: bool = False) -> bool:
+        """Outputs a token of an answer; True: the answer is complete."""
+        answer = self.answers[number]
+        if self.is_closed or answer.finish is not None:
+            return True
+        answer.num_generated += 1
+        answer.last_token_s = now_s
+        text = answer.text.push(sampled.token) if answer.text else ""
+        progress = Progress(
+            last_token=sampled.token,
+            num_generated=answer.num_generated,
+            num_tokens=len(self.request.tokens) + answer.num_generated,
+            context_max=self.model.context_max,
+            has_stop_string=bool(answer.text and answer.text.has_stop_string),
+        )
+        answer.finish = ending(progress, self.request.params, self.model.eos_ids)
+        if answer.finish is None and is_last:
+            answer.finish = HANDED
+        elif answer.finish is not None and answer.text:
+            text += answer.text.finish()
+        self.trace.token_s = self.trace.token_s or now_s
+        self.sink(OutputChunk(answer.index, (sampled,), text, answer.finish))
+        return answer.finish is not None
+
+    def finish_at_source(self) -> None:
+        """Ends the open answers with "length": the source ended them, having less room than this instance."""
+        for answer in self.answers.values():
+            if answer.finish is None and not self.is_closed:
+                answer.finish = "length"
+                text = answer.text.finish() if answer.text else ""
+                self.sink(OutputChunk(answer.index, (), text, answer.finish))
+
+    def abort(self) -> None:
+        """Ends the open answers for the caller."""
+        if self.is_closed:
+            return
+        for answer in self.answers.values():
+            if answer.finish is None:
+                answer.finish = ABORTED
+                self.sink(OutputChunk(answer.index, (), "", ABORTED))
+        self.is_closed = True
+
+    def fail(self, text: str, cause: Cause) -> None:
+        """Reports the failure to the caller, once."""
+        if not self.is_closed:
+            self.is_closed = True
+            self.sink(RequestError(cause, text))
+
+    def finish(self, now_s: float) -> None:
+        """Reports the trace: nothing of the request is left here."""
+        self.trace.ended_s = now_s
+        self.sink(RequestFinished(self.trace))
 
 
 class EngineCore:
     """Requests, steps and hand-overs of one instance.
 
-    Only the instance's thread calls it, except for `check` and `num_tokens_max`.
+    Any thread may call the methods up to `num_tokens_max`, the instance's thread the others. `send` sends a
+    command to the workers; `post` has the instance's thread make a call.
     """
 
     def __init__(
-        self, config: EngineConfig, sizes: EngineSizes, model: ModelContext, send: Callable[[Command], None]
+        self,
+        config: EngineConfig,
+        sizes: EngineSizes,
+        model: ModelContext,
+        send: Callable[[Command], None],
+        post: Callable[[Callable[[], None]], None],
     ) -> None:
         self._config = config
         self._layout = sizes.layout
         self._model = model
         self._send = send
+        self._post = post
+        self._submit_lock = threading.Lock()
+        """Guards the two below."""
+        self._num_submitted = 0
+        self._why_not_running = "it was not started"
         self._num_stages = sizes.layout.size("pp")
         limits = SchedulerConfig(
             chunk_tokens=config.chunk_tokens,
@@ -99,7 +248,7 @@ class EngineCore:
         self.schedulers = [
             Scheduler(limits, geometry, sizes.num_pages) for _ in range(sizes.layout.size("dp"))
         ]
-        self.numbers = itertools.count(1)
+        self._numbers = itertools.count(1)
         """Of requests and sequences."""
         self._step_numbers = itertools.count(1)
         self.requests: dict[int, RequestState] = {}
@@ -112,6 +261,26 @@ class EngineCore:
         self.monitor = LoadMonitor(self.schedulers)
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
 
+    def submit(self, request: EngineRequest, sink: EventSink) -> int:
+        """Queues a request and returns its number.
+
+        Raises ConfigError on a request that could never be served, and FullError if too many wait already.
+        """
+        self.check(request)
+        number = next(self._numbers)
+        add = partial(self._add_request, number, request, sink, monotonic())
+        with self._submit_lock:
+            if self._why_not_running:
+                raise EngineError(f"{self._config.name} is not running: {self._why_not_running}")
+            self.monitor.check_admission(self._config.name, self._num_submitted, self._config.queue_max)
+            self._num_submitted += 1
+            self._post(add)
+        return number
+
+    def abort(self, number: int, text: str = "aborted by the caller") -> None:
+        """Gives a request up, on both sides of its hand-over; its pages return when they can."""
+        self._post(lambda: self._abort(number, text, monotonic()))
+
     def check(self, request: EngineRequest) -> None:
         """Raises ConfigError on a request that could never be served."""
         check_request(request, self._model, self.schedulers[0])
@@ -120,7 +289,12 @@ class EngineCore:
         """The longest prompt and answer together for a prompt of this length."""
         return self.schedulers[0].num_tokens_max(num_prompt)
 
-    def add_request(self, number: int, request: EngineRequest, sink: EventSink, arrived_s: float) -> None:
+    def set_running(self, why_not: str = "") -> None:
+        """Accepts requests from now on, or refuses them for this reason."""
+        with self._submit_lock:
+            self._why_not_running = why_not
+
+    def _add_request(self, number: int, request: EngineRequest, sink: EventSink, arrived_s: float) -> None:
         self._num_taken += 1
         state = RequestState(number, request, sink, RequestTrace(arrived_s), self._model)
         state.dp = min(range(len(self.schedulers)), key=self._num_known_tokens)
@@ -134,8 +308,7 @@ class EngineCore:
         except ConfigError as error:
             self._refuse(state, str(error))
 
-    def abort(self, number: int, text: str, now_s: float) -> None:
-        """Gives a request up for its caller."""
+    def _abort(self, number: int, text: str, now_s: float) -> None:
         state = self.requests.get(number)
         if state is not None:
             state.abort()
@@ -181,6 +354,7 @@ class EngineCore:
     def _schedule(self, now_s: float) -> InFlightStep | None:
         batches = [
             scheduler.schedule(scheduler.decodes_max(self._num_stages) if self._num_stages > 1 else None)
+            or Batch()
             for scheduler in self.schedulers
         ]
         for scheduler in self.schedulers:
@@ -194,33 +368,29 @@ class EngineCore:
                 self._send_begin(sequence)
                 if state.is_source:
                     self._send_handoff(state, sequence.num_cached, sequence.pages)
-        if not any(batches):
+        if not any(batch.sequences for batch in batches):
             return None
-        step = Step(next(self._step_numbers), [batch or Batch() for batch in batches])
-        return InFlightStep(step, batches)
+        return InFlightStep(Step(next(self._step_numbers), batches))
 
     def _postprocess(self, computed: InFlightStep, now_s: float) -> None:
         """Appends what a step sampled and outputs it."""
-        for dp, batch in enumerate(computed.batches):
-            if batch is None:
+        for dp, batch in enumerate(computed.step.batches):
+            if not batch.sequences:
                 continue
             replies = [computed.replies[rank] for rank in self._layout.group(dp)]
-            output = StepOutput()
-            for reply in replies:  # one rank of the group samples
-                output.samples |= reply.samples
-                output.draft_tokens |= reply.proposals
-                output.hidden |= reply.hidden
+            # One rank of the group samples.
+            sampled = next((reply for reply in replies if reply.samples), replies[0])
             self._trace_prompts(batch, replies)
             num_prompt_rows = sum(
                 len(work.tokens) for work in batch.sequences if work.start < work.prompt_tokens
             )
             start_s, stop_s = min(r.start_s for r in replies), max(r.stop_s for r in replies)
             self.monitor.record_step(num_prompt_rows, start_s, stop_s)
-            tokens = {number: [s.token for s in samples] for number, samples in output.samples.items()}
-            self.schedulers[dp].complete(batch, tokens, output.draft_tokens)
+            tokens = {number: [s.token for s in samples] for number, samples in sampled.samples.items()}
+            self.schedulers[dp].complete(batch, tokens, sampled.proposals)
             for work in batch.sequences:
                 if work.num_samples and work.sequence in self.requests:
-                    self._output_tokens(self.requests[work.sequence], work, output, now_s)
+                    self._output_tokens(self.requests[work.sequence], work, sampled, now_s)
 
     def _trace_prompts(self, batch: Batch, replies: list[StepDone]) -> None:
         """Adds a step to the traces of the prompts in it."""
@@ -240,10 +410,10 @@ class EngineCore:
                 self.counters["unpipelined" if is_whole else "pipelined"] += 1
 
     def _output_tokens(
-        self, state: RequestState, work: ScheduledSequence, output: StepOutput, now_s: float
+        self, state: RequestState, work: ScheduledSequence, step: StepDone, now_s: float
     ) -> None:
         """Outputs the new tokens of one answer, or the first tokens of all answers."""
-        number, samples = work.sequence, output.samples[work.sequence]
+        number, samples = work.sequence, step.samples[work.sequence]
         if work.num_drafted:
             self.counters["drafted"] += work.num_drafted
             self.counters["accepted"] += len(samples) - 1
@@ -263,7 +433,7 @@ class EngineCore:
         # Tokens behind accepted guesses follow each other; otherwise the others are first tokens of forks.
         numbers = [number] * len(samples)
         if not work.num_drafted:
-            numbers = self._fork(state, number, samples, output.hidden.get(number))
+            numbers = self._fork(state, number, samples, step.hidden.get(number))
         for answer, sampled in zip(numbers, samples, strict=True):
             is_finished = state.answers[answer].finish is not None
             if not is_finished and state.append(answer, sampled, now_s):
@@ -273,7 +443,7 @@ class EngineCore:
         self, state: RequestState, number: int, samples: list[SampledToken], hidden: bytes | None
     ) -> list[int]:
         """Makes a sequence for each further first token; returns the numbers of all."""
-        numbers = [next(self.numbers) for _ in samples[1:]]
+        numbers = [next(self._numbers) for _ in samples[1:]]
         if numbers:
             tokens = [sampled.token for sampled in samples[1:]]
             for child in self.schedulers[state.dp].fork(number, tokens, numbers, hidden):
@@ -320,14 +490,12 @@ class EngineCore:
         """Whether a request need not wait any longer."""
         try:
             reservation = self.schedulers[state.dp].reserve(self._make_sequence(state))
-        except ConfigError as error:
-            self._decline(state, str(error))
-            self._refuse(state, str(error))
-            return True
-        if reservation is None:
-            if now_s - state.trace.arrived_s < RESERVE_S_MAX:
+            if reservation is None and now_s - state.trace.arrived_s < RESERVE_S_MAX:
                 return False
             text = f"no room for {state.request.num_known} tokens in {RESERVE_S_MAX:.0f} s"
+        except ConfigError as error:
+            reservation, text = None, str(error)
+        if reservation is None:
             self._decline(state, text)
             self._refuse(state, text)
             return True
@@ -520,52 +688,3 @@ class EngineCore:
             self.monitor.queue = QueueSnapshot(self._num_taken, num_waiting, num_slots)
         num_requests = sum(1 for number, state in self.requests.items() if state.number == number)
         self.monitor.update(self.schedulers, waiting_for_kv, num_requests, now_s)
-
-
-def check_request(request: EngineRequest, model: ModelContext, scheduler: Scheduler) -> None:
-    """Raises ConfigError, with the value and the remedy, on a request that could never be served."""
-    check_params(request.params, model.vocab_size, model.eos_ids)
-    if request.index < 0:
-        raise ConfigError(f"index {request.index}: answers are counted from 0")
-    if (request.generated or request.index) and request.params.n != 1:
-        raise ConfigError(
-            f"n is {request.params.n}: the rest of an answer, or one by its index, is asked for alone"
-        )
-    if request.generated:
-        _check_continuation(request, model)
-    limit, num_known = model.context_max, request.num_known
-    if not request.tokens or num_known >= limit:
-        raise ConfigError(
-            f"a prompt of {num_known} tokens; give 1 to {limit - 1}: the context has {limit}, "
-            "one of them for the answer"
-        )
-    num_wanted = request.params.max_tokens - len(request.generated)
-    num_fit = scheduler.num_tokens_max(num_known)
-    if not isinstance(request.handoff, OutboundHandoff) and num_known + num_wanted > num_fit:
-        raise ConfigError(
-            f"a prompt of {num_known} tokens and max_tokens {num_wanted}: together at most {num_fit}; "
-            "ask for fewer, or give the pool more tokens"
-        )
-    if request.embeddings is not None and scheduler.geometry.num_lookahead:
-        raise ConfigError("input embeddings where drafts run; give token ids, or start without drafts")
-    prompt = request.tokens if request.embeddings is None else ()
-    for name, tokens in (("prompt", prompt), ("answer", request.generated)):
-        for token in tokens:
-            if not 0 <= token < model.vocab_size:
-                raise ConfigError(
-                    f"token {token} of the {name} is not one of the {model.vocab_size} in the vocabulary"
-                )
-
-
-def _check_continuation(request: EngineRequest, model: ModelContext) -> None:
-    generated, params = request.generated, request.params
-    if request.embeddings is not None:
-        raise ConfigError("generated tokens behind input embeddings; give the prompt as token ids")
-    if len(generated) >= params.max_tokens:
-        raise ConfigError(
-            f"{len(generated)} generated tokens and max_tokens {params.max_tokens}: the answer is complete"
-        )
-    # The context length is checked for all requests.
-    progress = Progress(generated[-1], len(generated), 0, 1)
-    if ending(progress, params, model.eos_ids) is not None:
-        raise ConfigError(f"the last generated token, {generated[-1]}, ends the answer: it is complete")

@@ -6,13 +6,9 @@ crossed it. A group's time begins when the group is computed and the link is fre
 that a group costs besides its bytes. A group that finds the link idle may take a latency longer, to be bound
 and submitted; other groups hide that behind the copy before them, so it is fitted apart.
 
-**GroupPlanner** chooses by the predicted time from the begin of the forward to the last byte at the target:
-
-    completion(groups) = max(compute + (k - 1) x group_s, finish of the last group on the link)
-
-A group takes `group_s` from the forward itself, because the threads that bind and submit it share the
-interpreter with the one that launches layers. The last group is offered after the last layer, so a single
-group takes nothing: `off` is compute plus the whole transfer. A grouping is chosen only if it beats that.
+**GroupPlanner** chooses the groups of least predicted completion, from the begin of the forward to the last
+byte at the target; `baton.plan.overlap` defines and finds it. A single group takes nothing from the forward,
+so `off` is compute plus the whole transfer. A grouping is chosen only if it beats that.
 
 Predictions miss. The grouping that is best for the predicted times leaves no slack, so the best ones for
 several speeds of compute and of transfer are compared over all of these speeds.
@@ -24,18 +20,17 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate, combinations, pairwise
+from itertools import accumulate, combinations
 from math import isclose, log2
+from operator import sub
 
 import numpy as np
-import numpy.typing as npt
 
 from baton.engine.commands import CopyRecord
 from baton.plan import Spec
 from baton.plan.cache import Extent
 from baton.plan.dtypes import item_bytes
-from baton.plan.overlap import Groups, LayerTimes, choose
+from baton.plan.overlap import Groups, LayerTimes, choose, completion_s
 from baton.plan.ownership import box
 from baton.plan.ranges import Range, overlap, to_ids
 from baton.plan.tokens import Ints
@@ -79,11 +74,9 @@ SPREAD_MIN, SPREAD_MAX = 0.07, 0.5
 SLOWER_COPIES = (1.3, 2.0)
 """A copy beside compute may take this many times as long as one alone. Without these, 32K tokens at 25 GB/s
 on an H200 were cut into 24, 7 and 1 layers and exposed 45 ms."""
-EQUAL_SIZES = (1, 2, 4, 8)
+EQUAL_POLICIES = ("fixed:1", "fixed:2", "fixed:4", "fixed:8")
 """Equal groups are never the best for one speed, and never far off at any."""
 NUM_PLANS_KEPT = 64
-TIE_RELATIVE = 1e-12
-"""A smaller difference is rounding, not a better grouping."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +95,7 @@ class StepTiming:
     """Of a layer in recent steps that nothing slowed down."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepPrediction:
     """The predicted times of a step whose layers are to be grouped."""
 
@@ -118,33 +111,18 @@ class StepPrediction:
     lead_s: float = 0.0
     """Nothing leaves before this time, since the host launches layers first."""
 
-    @cached_property
-    def _sent_s(self) -> tuple[float, ...]:
-        return (0.0, *accumulate(self.transfer_s))
-
-    @property
-    def whole(self) -> Groups:
-        """All layers in one group: no pipelining."""
-        return ((0, len(self.transfer_s)),)
-
-    def ready_s(self, num_layers: int, compute: float = 1.0) -> float:
-        """When the first layers can leave, with compute at so many times its prediction."""
-        return max(self.lead_s, compute * (num_layers * self.layer_s - self.rest_s))
-
-    def completion_s(self, groups: Groups, compute: float = 1.0, transfer: float = 1.0) -> float:
-        """From the begin of the forward to the last byte: compute slowed by groups, and exposed transfer."""
-        finish_s = 0.0
-        for index, (start, stop) in enumerate(groups):
-            link_s = self.overhead_s + transfer * (self._sent_s[stop] - self._sent_s[start])
-            finish_s = max(finish_s, self.ready_s(stop, compute) + index * self.group_s) + link_s
-        compute_s = compute * len(self.transfer_s) * self.layer_s + (len(groups) - 1) * self.group_s
-        return max(finish_s, compute_s)
-
-    def layer_times(self) -> LayerTimes:
-        """The same for the policies of the plan, which know no `group_s`."""
-        ready_s = (0.0, *(self.ready_s(stop) for stop in range(1, len(self.transfer_s) + 1)))
-        compute_s = tuple(after_s - before_s for before_s, after_s in pairwise(ready_s))
-        return LayerTimes(compute_s, self.transfer_s, self.overhead_s)
+    def layer_times(self, compute: float = 1.0, transfer: float = 1.0) -> LayerTimes:
+        """By layer, at so many times the predicted compute and transfer."""
+        layer_s, rest_s, num_layers = compute * self.layer_s, compute * self.rest_s, len(self.transfer_s)
+        compute_s = (layer_s - rest_s, *(layer_s,) * (num_layers - 1))
+        if self.lead_s > 0.0:
+            ready_s = [max(self.lead_s, seconds) for seconds in accumulate(compute_s)]
+            compute_s = tuple(map(sub, ready_s, (0.0, *ready_s)))
+            rest_s = max(0.0, num_layers * layer_s - ready_s[-1])
+        transfer_s = self.transfer_s
+        if transfer != 1.0:
+            transfer_s = tuple(transfer * seconds for seconds in transfer_s)
+        return LayerTimes(compute_s, transfer_s, self.overhead_s, self.group_s, rest_s)
 
     def is_near(self, other: StepPrediction) -> bool:
         """Whether the groups of one serve the other: only the proportions to a layer's compute matter."""
@@ -171,67 +149,26 @@ class GroupPlanner:
 
     def plan(self, policy: str, prediction: StepPrediction, avg_tokens: int) -> Groups:
         """The groups of a policy; those of `cost` only if they are predicted to beat a single group."""
-        if policy != COST or len(prediction.transfer_s) == 1 or prediction.layer_s <= 0.0:
-            return choose(policy, prediction.layer_times(), avg_tokens)
+        times = prediction.layer_times()
+        if policy != COST or times.num_layers == 1 or prediction.layer_s <= 0.0:
+            return choose(policy, times, avg_tokens)
         groups = next((groups for known, groups in self._plans if known.is_near(prediction)), None)
         if groups is None:
             groups = _most_robust(prediction)
             self._plans.appendleft((prediction, groups))
-        whole = prediction.whole
-        return groups if prediction.completion_s(groups) < prediction.completion_s(whole) else whole
+        whole = ((0, times.num_layers),)
+        return groups if completion_s(times, groups) < completion_s(times, whole) else whole
 
 
 def _most_robust(prediction: StepPrediction) -> Groups:
     """Of the groupings that are best at some speed, the one that is complete soonest over all speeds."""
     spread = min(max(prediction.spread, SPREAD_MIN), SPREAD_MAX)
     speeds = [(1.0, 1.0), (1 - spread, 1.0), (1 + spread, 1.0), *((1.0, slower) for slower in SLOWER_COPIES)]
-    best = (soonest_groups(prediction, *speed) for speed in speeds)
-    equal = (choose(f"fixed:{size}", prediction.layer_times(), 0) for size in EQUAL_SIZES)
-    candidates = dict.fromkeys((prediction.whole, *best, *equal))
-    return min(
-        candidates, key=lambda groups: sum(prediction.completion_s(groups, *speed) for speed in speeds)
-    )
-
-
-def soonest_groups(step: StepPrediction, compute: float = 1.0, transfer: float = 1.0) -> Groups:
-    """The grouping of least predicted completion, at so many times the predicted compute and transfer.
-
-    Let finish[k][e] be the earliest time at which layers [0, e) can all have left in k groups. The last of
-    them is some [b, e), and it is ready after the k - 1 groups before it have taken their time from the
-    forward:
-
-        finish[k][e] = min over b < e of  max(finish[k-1][b], ready[e] + (k-1) group_s) + overhead + T[b:e]
-
-    The time of the groups before b enters through a maximum and a sum, so the best whole is made of best
-    parts."""
-    num_layers = len(step.transfer_s)
-    ready_s = np.array([0.0, *(step.ready_s(stop, compute) for stop in range(1, num_layers + 1))])
-    sent_s = transfer * np.array([0.0, *accumulate(step.transfer_s)])
-    link_s = step.overhead_s + sent_s[None, :] - sent_s[:, None]
-    link_s[np.tri(num_layers + 1, dtype=np.bool_)] = np.inf
-    finish_s = np.full(num_layers + 1, np.inf)
-    finish_s[0] = 0.0
-    starts: list[npt.NDArray[np.intp]] = []
-    best_s, num_best = np.inf, 0
-    for num_before in range(num_layers):
-        slowed_s = num_before * step.group_s
-        compute_s = compute * num_layers * step.layer_s + slowed_s
-        tail_s = ready_s[-1] + slowed_s + link_s[-2, -1]
-        busy_s = ready_s[1] + sent_s[-1] + (num_before + 1) * step.overhead_s
-        if max(compute_s, tail_s, busy_s) >= best_s * (1 - TIE_RELATIVE):
-            break  # so many groups, or more, cannot be sooner
-        finishes_s = np.maximum(finish_s[:, None], ready_s + slowed_s) + link_s
-        starts.append(finishes_s.argmin(axis=0))
-        finish_s = finishes_s.min(axis=0)
-        completion_s = max(compute_s, float(finish_s[-1]))
-        if completion_s < best_s * (1 - TIE_RELATIVE):
-            best_s, num_best = completion_s, num_before + 1
-    groups: list[tuple[int, int]] = []
-    stop = num_layers
-    for group_starts in reversed(starts[:num_best]):
-        groups.append((int(group_starts[stop]), stop))
-        stop = groups[-1][0]
-    return tuple(reversed(groups))
+    times = [prediction.layer_times(*speed) for speed in speeds]
+    best = (choose(COST, at_speed, 0) for at_speed in times)
+    equal = (choose(policy, times[0], 0) for policy in EQUAL_POLICIES)
+    candidates = dict.fromkeys((choose("off", times[0], 0), *best, *equal))
+    return min(candidates, key=lambda groups: sum(completion_s(at_speed, groups) for at_speed in times))
 
 
 class LinkModel:

@@ -116,7 +116,7 @@ class Pair:
         submitted: list[tuple[Instance, int]] = []
         try:
             for role, instance, part in parts:
-                submitted.append((instance, instance.submit(part, partial(response.put, role))))
+                submitted.append((instance, instance.core.submit(part, partial(response.put, role))))
         except BatonError:
             _abort(submitted)
             raise
@@ -164,7 +164,7 @@ class Pair:
 
 def _abort(submitted: list[tuple[Instance, int]]) -> None:
     for instance, number in submitted:
-        instance.abort(number)
+        instance.core.abort(number)
 
 
 class Deployment(Pair):

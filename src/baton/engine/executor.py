@@ -7,7 +7,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,10 +21,10 @@ from baton.engine.commands import (
     Command,
     Reply,
     Stop,
-    WorkerConfig,
     WorkerFailed,
     WorkerReady,
 )
+from baton.engine.config import EngineConfig, WorkerConfig
 from baton.engine.fork_server import ForkServerPool, SpawnRequest, ended_error
 from baton.errors import EngineError
 
@@ -48,8 +48,8 @@ class WorkerProcess:
 
     def __init__(self, config: WorkerConfig) -> None:
         self.rank = config.rank
-        self.name = f"rank {config.rank} of {config.instance}"
-        environment = settings.rank_environment(config.num_threads)
+        self.name = f"rank {config.rank} of {config.engine.name}"
+        environment = settings.rank_environment(config.engine.num_threads)
         ours, theirs = socket.socketpair()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
         with theirs:
@@ -120,10 +120,12 @@ class Executor:
         self.workers: list[WorkerProcess] = []
         self.is_closed = False
 
-    def start(self, configs: Sequence[WorkerConfig], progress: Callable[[str], None]) -> None:
+    def start(
+        self, engine: EngineConfig, num_ranks: int, eos_ids: tuple[int, ...], progress: Callable[[str], None]
+    ) -> None:
         """Starts the workers and waits until all are up."""
-        for config in configs:
-            self.workers.append(WorkerProcess(config))
+        for rank in range(num_ranks):
+            self.workers.append(WorkerProcess(WorkerConfig(engine, rank, self.rendezvous, eos_ids)))
         first, *others = self.workers
         self.up = self._wait_up(first)
         for worker in others:

@@ -31,6 +31,7 @@ import msgspec
 
 from baton import settings
 from baton.errors import EngineError
+from baton.supervisor import describe_exit, die_with
 
 _STATUS = struct.Struct("<i")
 """On the status pipe: first the pid, then the exit code, negative for a signal."""
@@ -40,7 +41,6 @@ _IMPORT_VARIABLES = ("LD_", "PYTHON", *_LIBRARIES)
 """Variables with these prefixes are read while libraries are imported: other values need another server."""
 _SERVERS_MAX = 2
 _END_S_MAX = 1.0
-_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _SET_NAME = 15  # PR_SET_NAME
 _libc = ctypes.CDLL(None)
 
@@ -55,30 +55,12 @@ class SpawnRequest(msgspec.Struct, frozen=True):
     environment: dict[str, str]
 
 
-def die_with(parent: int) -> None:
-    """Kills the calling process when its parent ends; call it right after the fork."""
-    _signal_at_parent_end(parent, signal.SIGKILL)
-
-
-def interrupt_with(parent: int) -> None:
-    """Interrupts the calling process when its parent ends; call it right after the fork."""
-    # A parent started in the background ignores interrupts, and its children inherit that.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    _signal_at_parent_end(parent, signal.SIGINT)
-
-
-def _signal_at_parent_end(parent: int, number: signal.Signals) -> None:
-    _libc.prctl(_SET_PARENT_DEATH_SIGNAL, number)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def ended_error(name: str, code: int | None, output: IO[bytes]) -> EngineError:
     """Says that a process ended, with the last line of its output."""
     output.seek(0)
     lines = output.read().decode(errors="replace").strip().splitlines()
     words = f"its last words: {lines[-1]}" if lines else "it left no message"
-    return EngineError(f"{name} ended (exit code {code}); {words}")
+    return EngineError(f"{name} {describe_exit(code)}; {words}")
 
 
 class ForkedProcess:

@@ -13,20 +13,18 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from dataclasses import replace
 from multiprocessing.connection import wait
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
 from baton.engine.checkpoint.tokenizer import eos_ids, load_tokenizer
-from baton.engine.commands import WorkerConfig
 from baton.engine.config import EngineConfig, EngineSizes, derive_sizes
 from baton.engine.core import EngineCore
 from baton.engine.executor import Executor
 from baton.engine.load import SNAPSHOT_S, EngineLoad
-from baton.engine.request_state import ModelContext
-from baton.engine.requests import EngineRequest, EventSink, RequestError, RequestEvent, RequestFinished
+from baton.engine.requests import EngineRequest, ModelContext, RequestError, RequestEvent, RequestFinished
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.tokenizer import Tokenizer
 from baton.errors import EngineError
@@ -95,9 +93,7 @@ class Instance:
         self._calls = CallQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        """Guards the four below."""
-        self._num_submitted = 0
-        self._why_closed = ""
+        """Guards the two below."""
         self._end_callbacks: list[Callable[[], None]] = []
         self._has_ended = False
         architecture = self.sizes.architecture
@@ -108,7 +104,7 @@ class Instance:
             hidden_size=architecture.hidden_size,
             context_max=self.sizes.context_max,
         )
-        self.core = EngineCore(config, self.sizes, model, self._executor.send)
+        self.core = EngineCore(config, self.sizes, model, self._executor.send, self._calls.post)
 
     @property
     def address(self) -> str:
@@ -138,9 +134,13 @@ class Instance:
         """Starts the workers and waits until all are up; call it from a thread that lives as long as they."""
         is_up = False
         try:
-            configs = [self._rank_config(rank) for rank in range(self.sizes.layout.num_ranks)]
-            self._executor.start(configs, progress)
+            engine = replace(
+                self.config, model=self.sizes.model, secret=self.secret, num_threads=self.sizes.num_threads
+            )
+            eos_ids = tuple(sorted(self.eos_ids))
+            self._executor.start(engine, self.sizes.layout.num_ranks, eos_ids, progress)
             self._thread = threading.Thread(target=self._run, name=f"baton {self.config.name}", daemon=True)
+            self.core.set_running()
             self._thread.start()
             if self.config.is_warmed:
                 self._warm_up()
@@ -149,28 +149,6 @@ class Instance:
             if not is_up:
                 self.close()
         return self
-
-    def submit(self, request: EngineRequest, sink: EventSink) -> int:
-        """Queues a request and returns its number.
-
-        Raises ConfigError on a request that could never be served, and FullError if too many wait already.
-        """
-        self.core.check(request)
-        if not self.is_running:
-            raise EngineError(f"{self.config.name} is not running: {self.failure or 'it was not started'}")
-        number = next(self.core.numbers)
-        add = partial(self.core.add_request, number, request, sink, monotonic())
-        with self._lock:
-            if self._why_closed:
-                raise EngineError(f"{self.config.name} is not running: {self._why_closed}")
-            self.core.monitor.check_admission(self.config.name, self._num_submitted, self.config.queue_max)
-            self._num_submitted += 1
-            self._calls.post(add)
-        return number
-
-    def abort(self, number: int, text: str = "aborted by the caller") -> None:
-        """Gives a request up, on both sides of its hand-over; its pages return when they can."""
-        self._calls.post(lambda: self.core.abort(number, text, monotonic()))
 
     def load(self) -> EngineLoad:
         """How busy it is, as of a few milliseconds ago; any thread may ask, and none waits."""
@@ -238,8 +216,7 @@ class Instance:
     def _end(self, reason: str) -> None:
         """Refuses new requests, fails those that are here, and makes the callbacks, in this order."""
         self.failure = reason
-        with self._lock:
-            self._why_closed = reason
+        self.core.set_running(why_not=reason)
         self.core.fail_all(reason)
         self._calls.run()  # requests that were posted before the refusal
         self.core.fail_all(reason)
@@ -265,7 +242,7 @@ class Instance:
         num_groups = self.sizes.layout.size("dp")
         for _ in range(num_groups):
             # With a random salt these tokens are no prefix of a caller's prompt.
-            self.submit(EngineRequest(tokens, params, salt=secrets.token_hex(8)), sink)
+            self.core.submit(EngineRequest(tokens, params, salt=secrets.token_hex(8)), sink)
         for _ in range(num_groups):
             if not ended.acquire(timeout=WARM_UP_S_MAX):
                 raise EngineError(
@@ -273,38 +250,3 @@ class Instance:
                 )
         if errors:
             raise EngineError(f"{self.config.name}: {errors[0]}")
-
-    def _rank_config(self, rank: int) -> WorkerConfig:
-        config, sizes = self.config, self.sizes
-        return WorkerConfig(
-            instance=config.name,
-            model=sizes.model,
-            layout=config.layout,
-            rank=rank,
-            role=config.role,
-            secret=self.secret,
-            rendezvous=self._executor.rendezvous,
-            num_pages=dict(sizes.num_pages),
-            page_tokens=config.page_tokens,
-            dtype=config.dtype,
-            kv_cache_dtype=config.cache_dtype,
-            kv_layout=config.kv_layout,
-            device=config.device,
-            num_threads=sizes.num_threads,
-            transport=config.transport,
-            link_bytes_per_s=config.link_bytes_per_s,
-            policy=config.policy,
-            host=config.host,
-            port=config.port,
-            tls=config.tls,
-            url=config.url,
-            registry=config.registry,
-            embed_registry=config.embed_registry,
-            staging_bytes=sizes.staging_bytes,
-            packing=config.packing,
-            is_verified=config.is_verified,
-            silence_s=config.silence_s,
-            has_draft=config.has_draft,
-            eos_ids=tuple(sorted(self.eos_ids)),
-            context_max=sizes.context_max,
-        )

@@ -42,14 +42,6 @@ class ForwardHooks(Protocol):
         """The last layer of this rank is computed, or queued."""
 
 
-class NoHooks:
-    """Hooks that do nothing."""
-
-    def before_forward(self, batch: Batch) -> None: ...
-    def layer_done(self, layer: int) -> None: ...
-    def after_forward(self) -> None: ...
-
-
 class ModelRunner:
     """Runs the stage of one rank."""
 

@@ -1,4 +1,4 @@
-"""What a caller submits to an instance, and the events it gets back."""
+"""What a caller submits to an instance, what is refused, and the events it gets back."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from baton.engine.commands import SampledToken
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling_params import Progress, SamplingParams, check_params, ending
+from baton.engine.scheduler import Scheduler
+from baton.engine.tokenizer import Tokenizer
 from baton.engine.trace import RequestTrace
+from baton.errors import ConfigError
 from baton.plan.overlap import LayerTimes, choose
 from baton.protocol.outcomes import Cause
 
@@ -95,3 +98,63 @@ class RequestFinished:
 RequestEvent: TypeAlias = OutputChunk | RequestError | RequestFinished
 EventSink: TypeAlias = Callable[[RequestEvent], None]
 """Called on the instance's thread; it must neither block nor raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelContext:
+    """What the answers of a model depend on."""
+
+    tokenizer: Tokenizer | None
+    eos_ids: frozenset[int]
+    vocab_size: int
+    hidden_size: int
+    context_max: int
+
+
+def check_request(request: EngineRequest, model: ModelContext, scheduler: Scheduler) -> None:
+    """Raises ConfigError, with the value and the remedy, on a request that could never be served."""
+    check_params(request.params, model.vocab_size, model.eos_ids)
+    if request.index < 0:
+        raise ConfigError(f"index {request.index}: answers are counted from 0")
+    if (request.generated or request.index) and request.params.n != 1:
+        raise ConfigError(
+            f"n is {request.params.n}: the rest of an answer, or one by its index, is asked for alone"
+        )
+    if request.generated:
+        _check_continuation(request, model)
+    limit, num_known = model.context_max, request.num_known
+    if not request.tokens or num_known >= limit:
+        raise ConfigError(
+            f"a prompt of {num_known} tokens; give 1 to {limit - 1}: the context has {limit}, "
+            "one of them for the answer"
+        )
+    num_wanted = request.params.max_tokens - len(request.generated)
+    num_fit = scheduler.num_tokens_max(num_known)
+    if not isinstance(request.handoff, OutboundHandoff) and num_known + num_wanted > num_fit:
+        raise ConfigError(
+            f"a prompt of {num_known} tokens and max_tokens {num_wanted}: together at most {num_fit}; "
+            "ask for fewer, or give the pool more tokens"
+        )
+    if request.embeddings is not None and scheduler.geometry.num_lookahead:
+        raise ConfigError("input embeddings where drafts run; give token ids, or start without drafts")
+    prompt = request.tokens if request.embeddings is None else ()
+    for name, tokens in (("prompt", prompt), ("answer", request.generated)):
+        for token in tokens:
+            if not 0 <= token < model.vocab_size:
+                raise ConfigError(
+                    f"token {token} of the {name} is not one of the {model.vocab_size} in the vocabulary"
+                )
+
+
+def _check_continuation(request: EngineRequest, model: ModelContext) -> None:
+    generated, params = request.generated, request.params
+    if request.embeddings is not None:
+        raise ConfigError("generated tokens behind input embeddings; give the prompt as token ids")
+    if len(generated) >= params.max_tokens:
+        raise ConfigError(
+            f"{len(generated)} generated tokens and max_tokens {params.max_tokens}: the answer is complete"
+        )
+    # The context length is checked for all requests.
+    progress = Progress(generated[-1], len(generated), 0, 1)
+    if ending(progress, params, model.eos_ids) is not None:
+        raise ConfigError(f"the last generated token, {generated[-1]}, ends the answer: it is complete")

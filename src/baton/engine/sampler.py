@@ -1,6 +1,6 @@
 """Turns logits into tokens.
 
-Order: bias, min_tokens, penalties (shaping.py); temperature, top-k, top-p, min-p, draw (choosing.py).
+Order: bias, min_tokens, penalties (`shape`); temperature, top-k, top-p, min-p (`weigh`); `draw`.
 Temperature 0 takes the largest logit after shaping, the lowest id among equals. Randomness is a function of
 seed, answer and position, and every row is computed by itself: neither the batch a row is in nor the instance
 it is on can change its token.
@@ -81,13 +81,14 @@ class Sampler:
             [token] * want.num_samples for token, want in zip(best.indices.tolist(), wants, strict=True)
         ]
         is_drawn = [
-            one.params.temperature > 0 and bool(had) for one, had in zip(histories, tokens, strict=True)
+            history.params.temperature > 0 and bool(row_tokens)
+            for history, row_tokens in zip(histories, tokens, strict=True)
         ]
         for rows in _batches(is_drawn):
             drawn = _draw_rows(shaped[rows], [histories[row] for row in rows], [wants[row] for row in rows])
-            for row, new in zip(rows, drawn, strict=True):
-                tokens[row] = new
-        return _told(logits, tokens, histories)
+            for row, row_tokens in zip(rows, drawn, strict=True):
+                tokens[row] = row_tokens
+        return _with_logprobs(logits, tokens, histories)
 
     def _history(self, sequence: int) -> History:
         history = self._histories.get(sequence)
@@ -109,21 +110,21 @@ class Sampler:
 def _draw_rows(shaped: Tensor, histories: Sequence[History], wants: Sequence[Want]) -> list[list[int]]:
     num_draws = max(want.num_samples for want in wants)
     uniforms = torch.zeros(len(wants), num_draws, dtype=torch.float64)
-    for row, (one, want) in enumerate(zip(histories, wants, strict=True)):
+    for row, (history, want) in enumerate(zip(histories, wants, strict=True)):
         for answer in range(want.num_samples):
-            uniforms[row, answer] = uniform(one.params.seed, one.index + answer, want.position)
-    weights = weigh(shaped, [one.params for one in histories])
+            uniforms[row, answer] = uniform(history.params.seed, history.index + answer, want.position)
+    weights = weigh(shaped, [history.params for history in histories])
     drawn: list[list[int]] = draw(weights, uniforms.to(shaped.device)).tolist()
-    return [some[: want.num_samples] for some, want in zip(drawn, wants, strict=True)]
+    return [row_tokens[: want.num_samples] for row_tokens, want in zip(drawn, wants, strict=True)]
 
 
-def _told(
+def _with_logprobs(
     logits: Tensor, tokens: Sequence[Sequence[int]], histories: Sequence[History]
 ) -> list[list[SampledToken]]:
     """The tokens with the log-probabilities that were asked for."""
-    told = [[SampledToken(token) for token in some] for some in tokens]
-    counts = [-1 if one.params.logprobs is None else one.params.logprobs for one in histories]
-    is_asked = [count >= 0 and bool(some) for count, some in zip(counts, tokens, strict=True)]
+    samples = [[SampledToken(token) for token in row_tokens] for row_tokens in tokens]
+    counts = [-1 if history.params.logprobs is None else history.params.logprobs for history in histories]
+    is_asked = [count >= 0 and bool(row_tokens) for count, row_tokens in zip(counts, tokens, strict=True)]
     for rows in _batches(is_asked):
         logprobs = torch.log_softmax(logits[rows], dim=-1)
         values, ids = likeliest(logprobs, min(max(1, *(counts[row] for row in rows)), logprobs.shape[-1]))
@@ -132,11 +133,11 @@ def _told(
         own = logprobs.gather(-1, torch.tensor(padded, device=logits.device)).tolist()
         for row, its_ids, its_values, its_own in zip(rows, ids.tolist(), values.tolist(), own, strict=True):
             top = dict(zip(its_ids[: counts[row]], its_values[: counts[row]], strict=True))
-            told[row] = [
+            samples[row] = [
                 SampledToken(token, value, {**top, token: value})
                 for token, value in zip(tokens[row], its_own[: len(tokens[row])], strict=True)
             ]
-    return told
+    return samples
 
 
 def _check_finite(best: Tensor, wants: Sequence[Want]) -> None:
@@ -150,7 +151,7 @@ def _check_finite(best: Tensor, wants: Sequence[Want]) -> None:
 
 
 def _batches(is_chosen: Sequence[bool]) -> Iterator[list[int]]:
-    rows = [row for row, is_one in enumerate(is_chosen) if is_one]
+    rows = [row for row, is_row_chosen in enumerate(is_chosen) if is_row_chosen]
     for first in range(0, len(rows), ROWS_AT_ONCE):
         yield rows[first : first + ROWS_AT_ONCE]
 
@@ -269,20 +270,24 @@ class History:
 
 def shape(logits: Tensor, histories: Sequence[History]) -> Tensor:
     """The logits as each row's request wants them; the same tensor where none wants anything."""
-    biased = [(row, one) for row, one in enumerate(histories) if len(one.bias_ids)]
+    biased = [(row, history) for row, history in enumerate(histories) if len(history.bias_ids)]
     barred = [
-        (row, one) for row, one in enumerate(histories) if one.is_too_short_to_end and len(one.ending_ids)
+        (row, history)
+        for row, history in enumerate(histories)
+        if history.is_too_short_to_end and len(history.ending_ids)
     ]
-    counted = [(row, one, one.counts) for row, one in enumerate(histories) if one.counts is not None]
+    counted = [
+        (row, history, history.counts) for row, history in enumerate(histories) if history.counts is not None
+    ]
     if not (biased or barred or counted):
         return logits
     shaped = logits.clone()
     if biased:
-        at = _places(shaped, [(row, one.bias_ids) for row, one in biased])
-        values = np.concatenate([one.bias_values for _, one in biased])
+        at = _places(shaped, [(row, history.bias_ids) for row, history in biased])
+        values = np.concatenate([history.bias_values for _, history in biased])
         shaped[at] = shaped[at] + _tensor(values, shaped)
     if barred:
-        shaped[_places(shaped, [(row, one.ending_ids) for row, one in barred])] = -math.inf
+        shaped[_places(shaped, [(row, history.ending_ids) for row, history in barred])] = -math.inf
     if counted:
         _penalise(shaped, counted)
     return shaped
@@ -292,7 +297,7 @@ def _penalise(shaped: Tensor, counted: list[tuple[int, History, TokenCounts]]) -
     sizes = [len(counts.ids) for _, _, counts in counted]
 
     def spread(field: str) -> Tensor:
-        values = np.array([getattr(one.params, field) for _, one, _ in counted], dtype=np.float32)
+        values = np.array([getattr(history.params, field) for _, history, _ in counted], dtype=np.float32)
         return _tensor(np.repeat(values, sizes), shaped)
 
     at = _places(shaped, [(row, counts.ids) for row, _, counts in counted])
@@ -336,15 +341,15 @@ def weigh(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     weights = logits.to(torch.float64, copy=True)
     # The maximum goes first: a tiny temperature then gives 0 and -inf, never inf - inf.
     weights -= weights.amax(dim=-1, keepdim=True)
-    weights /= _column([one.temperature for one in params], weights)
+    weights /= _column([own.temperature for own in params], weights)
     weights.exp_()
     vocab_size = weights.shape[-1]
-    ranked = [row for row, one in enumerate(params) if 0 < one.top_k < vocab_size or one.top_p < 1]
+    ranked = [row for row, own in enumerate(params) if 0 < own.top_k < vocab_size or own.top_p < 1]
     if ranked:
         at = torch.tensor(ranked, device=weights.device)
         weights[at] = _keep_ranked(weights[at], [params[row] for row in ranked])
-    if any(one.min_p > 0 for one in params):
-        weights.masked_fill_(weights < _column([one.min_p for one in params], weights), 0)
+    if any(own.min_p > 0 for own in params):
+        weights.masked_fill_(weights < _column([own.min_p for own in params], weights), 0)
     return weights
 
 
@@ -375,9 +380,9 @@ def likeliest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _keep_ranked(weights: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     vocab_size = weights.shape[-1]
     top_k = torch.tensor(
-        [[min(one.top_k or vocab_size, vocab_size)] for one in params], device=weights.device
+        [[min(own.top_k or vocab_size, vocab_size)] for own in params], device=weights.device
     )
-    top_p = _column([one.top_p for one in params], weights)
+    top_p = _column([own.top_p for own in params], weights)
     kept, is_settled = _keep_first(weights, top_k, top_p, min(HEAD, vocab_size))
     if not is_settled.all():
         is_open = ~is_settled

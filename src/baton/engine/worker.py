@@ -22,7 +22,6 @@ import torch
 
 from baton.engine.attention import prefill
 from baton.engine.attention.pools import DTYPES, CachePools
-from baton.engine.checkpoint import open_checkpoint
 from baton.engine.commands import (
     AbortTransfer,
     AttachCoordinator,
@@ -38,23 +37,21 @@ from baton.engine.commands import (
     Step,
     StepDone,
     Stop,
-    WorkerConfig,
     WorkerFailed,
     WorkerReady,
 )
+from baton.engine.config import EngineConfig, WorkerConfig, derive_sizes
 from baton.engine.connector import KVConnector, PromptSlice
 from baton.engine.cost_model import CostModel, LayerBytes
 from baton.engine.drafting import HIDDEN, PROPOSAL, DraftToken
 from baton.engine.layer_pipeline import LayerPipeline, clock_of
 from baton.engine.model_runner import ModelRunner, sample_tokens
-from baton.engine.models.build import build, describe
-from baton.engine.pages import engine_storage
+from baton.engine.models.build import build
 from baton.engine.parallel import connect
 from baton.engine.sampler import Sampler
 from baton.engine.sampling_params import Progress, SamplingParams, ending
 from baton.errors import BatonError, EngineError
-from baton.plan import Spec, parse_layout
-from baton.plan.models.config import read_cache
+from baton.plan import Spec
 from baton.plan.ownership import buffers
 from baton.protocol.outcomes import Aux
 from baton.session import Endpoint, EndpointConfig, SocketConfig, Timings
@@ -75,10 +72,6 @@ class SchedulerPipe:
         self._lock = threading.Lock()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Command)
-
-    def receive_config(self) -> WorkerConfig:
-        """The first message."""
-        return msgspec.msgpack.decode(self._connection.recv_bytes(), type=WorkerConfig)
 
     def receive(self) -> Command | None:
         """The next command, or None when the pipe is closed."""
@@ -102,17 +95,21 @@ class Worker:
     """One rank: loads its part of the model, attaches to the instance, then runs steps."""
 
     def __init__(self, config: WorkerConfig, pipe: SchedulerPipe) -> None:
-        self.config = config
+        self.config = config.engine
+        self.rank = config.rank
+        self.rendezvous = Path(config.rendezvous)
+        self.eos_ids = config.eos_ids
         self.pipe = pipe
+        self.sizes = derive_sizes(config.engine, is_checked=True)
         self._load()
-        if config.rank == 0:
+        if self.rank == 0:
             self._attach(None)
             endpoint = self.connector.endpoint
             ready = WorkerReady(0, endpoint.address, endpoint.config.epoch, endpoint.registry or "")
             pipe.send(ready)
             if not endpoint.wait_ready(ATTACH_S_MAX):
                 raise EngineError(
-                    f"not all ranks of {config.instance} have attached after {ATTACH_S_MAX:.0f} s"
+                    f"not all ranks of {self.config.name} have attached after {ATTACH_S_MAX:.0f} s"
                 )
             # A registry that is hosted here has its address by now.
             pipe.send(msgspec.structs.replace(ready, registry=endpoint.registry or ""))
@@ -125,41 +122,34 @@ class Worker:
 
     def _load(self) -> None:
         """Loads the weights of this rank, and connects to the other ranks."""
-        config = self.config
-        checkpoint = open_checkpoint(config.model)
-        cache = read_cache(checkpoint.config, f"model {config.model}", has_draft=config.has_draft)
-        layout = parse_layout(config.layout)
+        config, rank, sizes = self.config, self.rank, self.sizes
         self.device = torch.device(config.device)
         if config.device == "cuda":
-            self.device = torch.device("cuda", config.rank % torch.cuda.device_count())
+            self.device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         prefill.preload(self.device)
-        self.mesh = connect(layout, config.rank, Path(config.rendezvous), self.device)
-        share = self.mesh.cut(cache.num_layers, DTYPES[config.dtype], self.device)
-        self.stage = build(checkpoint, share, max_context=config.context_max, has_draft=config.has_draft)
-        storage = engine_storage(cache, config.page_tokens, config.kv_cache_dtype, config.kv_layout)
-        self.spec = Spec(layout, cache, storage.with_pages(config.num_pages))
-        self.fingerprint = checkpoint.fingerprint()
-        self.vocab_size = describe(checkpoint.config, config.context_max).vocab_size
+        self.mesh = connect(sizes.layout, rank, self.rendezvous, self.device)
+        share = self.mesh.cut(sizes.cache.num_layers, DTYPES[config.dtype], self.device)
+        self.stage = build(sizes.checkpoint, share, max_context=sizes.context_max, has_draft=config.has_draft)
 
     def _attach(self, coordinator: AttachCoordinator | None) -> None:
         """Makes the pools, the endpoint over them, and what runs steps."""
-        config, spec, mesh = self.config, self.spec, self.mesh
+        config, rank, spec, mesh = self.config, self.rank, self.sizes.spec, self.mesh
         transport = _open_transport(config)
-        pools = _allocate_pools(spec, config.rank, transport, self.device)
+        pools = _allocate_pools(spec, rank, transport, self.device)
         endpoint = Endpoint(
             EndpointConfig(
-                instance=config.instance,
+                instance=config.name,
                 spec=spec,
-                rank=config.rank,
+                rank=rank,
                 secret=config.secret,
                 role=config.role,
                 epoch=coordinator.epoch if coordinator else 0,
                 coordinator=coordinator.coordinator if coordinator else None,
                 registry=config.registry,
                 embed_registry=config.embed_registry if coordinator is None else None,
-                fingerprint=self.fingerprint,
-                staging_bytes=config.staging_bytes,
+                fingerprint=self.sizes.checkpoint.fingerprint(),
+                staging_bytes=self.sizes.staging_bytes,
                 packing=config.packing,
                 timings=Timings(silence_s=config.silence_s),
                 url=config.url,
@@ -182,11 +172,12 @@ class Worker:
             # A later stage has nothing to launch before the first one is through its layers.
             begins_with_step=clock.is_async and mesh.is_first,
         )
-        layer_bytes = LayerBytes.of_rank(spec, config.rank, layers)
+        layer_bytes = LayerBytes.of_rank(spec, rank, layers)
         self.pipeline = LayerPipeline(self.connector, costs, clock, layers, layer_bytes, policy=config.policy)
-        self.runner = ModelRunner(self.stage, mesh, CachePools(spec, config.rank, pools, self.device))
+        self.runner = ModelRunner(self.stage, mesh, CachePools(spec, rank, pools, self.device))
         is_sampler = mesh.is_last and mesh.at["cp"] == 0 and mesh.at["tp"] == 0
-        self.sampler = Sampler(self.vocab_size, config.eos_ids) if is_sampler else None
+        vocab_size = self.sizes.architecture.vocab_size
+        self.sampler = Sampler(vocab_size, self.eos_ids) if is_sampler else None
         self._prompts: dict[int, tuple[int, SamplingParams]] = {}
         """By sequence: the length of its prompt, without tokens answered already, and its parameters."""
         self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -248,7 +239,7 @@ class Worker:
             self.connector.commit(part, aux, is_ended=is_ended)
         return StepDone(
             number=step.number,
-            rank=self.config.rank,
+            rank=self.rank,
             groups=groups,
             samples=samples,
             proposals={sequence: draft.token for sequence, draft in drafts.items()},
@@ -301,11 +292,11 @@ class Worker:
         """Whether an answer ends with the first token, as far as tokens decide that."""
         num_prompt, params = self._prompts[scheduled.sequence]
         num_tokens = scheduled.start + len(scheduled.tokens) + 1
-        progress = Progress(token, num_tokens - num_prompt, num_tokens, self.config.context_max)
-        return ending(progress, params, self.config.eos_ids) is not None
+        progress = Progress(token, num_tokens - num_prompt, num_tokens, self.sizes.context_max)
+        return ending(progress, params, self.eos_ids) is not None
 
 
-def _open_transport(config: WorkerConfig) -> Transport:
+def _open_transport(config: EngineConfig) -> Transport:
     name, options = parse_transport(config.transport)
     if "host" in option_names(name):
         # Peers reach this memory by the coordinator's address, unless the options name another.
@@ -325,9 +316,9 @@ def _allocate_pools(spec: Spec, rank: int, transport: Transport, device: torch.d
 
 def main(connection: Connection) -> None:
     """Runs a worker over the pipe that its process was started with."""
+    config = msgspec.msgpack.decode(connection.recv_bytes(), type=WorkerConfig)
     pipe = SchedulerPipe(connection)
-    config = pipe.receive_config()
-    torch.set_num_threads(config.num_threads)
+    torch.set_num_threads(config.engine.num_threads)
     torch.set_num_interop_threads(1)
     try:
         worker = Worker(config, pipe)

@@ -401,7 +401,7 @@ class Generation:
         try:
             for job_index, job in enumerate(self.parsed.jobs):
                 sink = bridge.sink(partial(self._on_event, job_index))
-                self._numbers[job_index] = instance.submit(job.request, sink)
+                self._numbers[job_index] = instance.core.submit(job.request, sink)
         except (ConfigError, EngineError) as error:
             self._error = _refusal(error)
             self.close(instance)
@@ -414,7 +414,7 @@ class Generation:
         """Aborts what is still running."""
         if self._open_choices or self._error or self.parsed.is_prefill:
             for number in self._numbers.values():
-                instance.abort(number)
+                instance.core.abort(number)
 
     def lost(self, text: str) -> None:
         """The instance has ended; fails the jobs that it did not inform."""

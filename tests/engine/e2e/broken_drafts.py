@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 
 import torch
+from tests.engine.hooks import NoHooks
 
 from baton.engine import model_runner, worker
 from baton.engine.commands import Batch, SampledToken, ScheduledSequence
 from baton.engine.drafting import NextTokens
-from baton.engine.model_runner import ForwardHooks, ModelRunner, NoHooks, sample_tokens
+from baton.engine.model_runner import ForwardHooks, ModelRunner, sample_tokens
 from baton.engine.sampler import Sampler
 
 

@@ -97,7 +97,7 @@ def first_token() -> None:
         aux, is_ended = make_aux(self, part, samples, draft)
         if aux is None:
             return aux, is_ended
-        tokens = tuple((token + 1) % self.vocab_size for token in aux.tokens)
+        tokens = tuple((token + 1) % self.sizes.architecture.vocab_size for token in aux.tokens)
         return msgspec.structs.replace(aux, tokens=tokens, logprobs=()), is_ended
 
     Worker._aux = wrong_aux

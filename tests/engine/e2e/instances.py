@@ -177,7 +177,7 @@ class Listener:
     def __init__(self, instance: Instance, request: EngineRequest) -> None:
         self.instance = instance
         self.events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
-        self.number = instance.submit(request, self.events.put)
+        self.number = instance.core.submit(request, self.events.put)
 
     def next(self, timeout_s: float = WAIT_S_MAX) -> RequestEvent:
         """What it hears next."""

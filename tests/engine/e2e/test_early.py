@@ -115,7 +115,7 @@ def test_not_early_where_that_is_not_wanted(slow: Pair, folder: Path) -> None:
 def test_a_hand_over_that_fails_after_its_first_token(stuck: Pair) -> None:
     handed = BothSides(stuck, greedy(prompt(LENGTH), 8))
     firsts(handed.decode, 1)
-    stuck.prefill.abort(handed.prefill.number, "the source had enough")
+    stuck.prefill.core.abort(handed.prefill.number, "the source had enough")
     trouble = handed.decode.until(RequestError)
     assert isinstance(trouble, RequestError)
     assert trouble.cause is not None
@@ -129,7 +129,7 @@ def test_an_abort_between_the_first_token_and_the_cache(stuck: Pair) -> None:
     handed = BothSides(stuck, EngineRequest(tuple(prompt(LENGTH)), SAMPLED))
     firsts(handed.decode, SAMPLED.n)
     until(lambda: stuck.decode.load().pages.leased > 0, "the target's pages are leased")
-    stuck.decode.abort(handed.decode.number)
+    stuck.decode.core.abort(handed.decode.number)
     heard = handed.decode.heard()
     assert heard.finishes == dict.fromkeys(range(SAMPLED.n), "abort")
     assert not any(heard.answers.values())

@@ -72,7 +72,7 @@ def test_abort_of_hand_overs_at_random_moments(pair: Pair, folder: Path, seed: i
         time.sleep(chance.random() * 0.05)  # a moment that nobody chose
         both = handed[index].sides
         for listener in chance.choice([both, both[:1], both[1:]]):
-            listener.instance.abort(listener.number)
+            listener.instance.core.abort(listener.number)
     wanted = oracle(folder, asked, NUM_TOKENS)
     for index, (each, answer) in enumerate(zip(handed, wanted, strict=True)):
         ends = [end_of(listener) for listener in each.sides]
@@ -94,7 +94,7 @@ def test_abort_on_one_instance(pair: Pair, folder: Path, seed: int) -> None:
     listeners = [Listener(where, each) for each in requests]
     for listener in chance.sample(listeners, NUM_ASKED // 2):
         time.sleep(chance.random() * 0.05)  # a moment that nobody chose
-        where.abort(listener.number)
+        where.core.abort(listener.number)
     for listener in listeners:
         assert isinstance(end_of(listener)[1], RequestFinished)
     check_idle(where)
@@ -103,7 +103,7 @@ def test_abort_on_one_instance(pair: Pair, folder: Path, seed: int) -> None:
 def test_an_aborted_request_says_so(pair: Pair) -> None:
     listener = Listener(pair.decode, greedy(prompt(40), 2000))
     assert isinstance(listener.until(OutputChunk), OutputChunk)
-    pair.decode.abort(listener.number)
+    pair.decode.core.abort(listener.number)
     finish = None
     while not isinstance(event := listener.next(), RequestFinished):
         assert isinstance(event, OutputChunk)
@@ -164,7 +164,7 @@ def test_all_at_once_both_ways(tight: Pair, folder: Path, seed: int) -> None:
         if is_doomed:
             time.sleep(chance.random() * 0.02)  # a moment that nobody chose
             doomed = chance.choice(listeners)
-            doomed.instance.abort(doomed.number)
+            doomed.instance.core.abort(doomed.number)
         running += [(asked, listener, is_doomed) for listener in listeners]
     wanted = oracle(folder, [asked for asked, _, _ in running], NUM_TOKENS)
     for (_, listener, is_doomed), answer in zip(running, wanted, strict=True):

@@ -95,7 +95,7 @@ def test_ends() -> None:
         for side in (0, 1):
             handed = BothSides(pair, greedy(prompt(LONG), 2000))
             listener = handed.sides[side]
-            listener.instance.abort(listener.number)
+            listener.instance.core.abort(listener.number)
             for each in handed.sides:
                 end_of(each)
             check_idle(pair.prefill, pair.decode)

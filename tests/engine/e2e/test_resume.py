@@ -205,11 +205,11 @@ def test_the_last_token_waits_for_no_copy(pool: InstancePool, pair: Pair) -> Non
 def test_the_context_counts_what_was_generated(pair: Pair) -> None:
     request = asked(seed=7, max_tokens=4000)
     with pytest.raises(ConfigError, match="together at most"):
-        pair.decode.submit(replace(request, params=SamplingParams(max_tokens=4095)), print)
+        pair.decode.core.submit(replace(request, params=SamplingParams(max_tokens=4095)), print)
     generated = (5,) * (pair.decode.sizes.context_max - len(request.tokens))
     params = SamplingParams(max_tokens=5000)
     with pytest.raises(ConfigError, match="one of them for the answer"):
-        pair.decode.submit(replace(request, params=params, generated=generated), print)
+        pair.decode.core.submit(replace(request, params=params, generated=generated), print)
 
 
 @pytest.mark.parametrize(
@@ -229,4 +229,4 @@ def test_a_rest_that_cannot_be(
     pair: Pair, changes: dict[str, Any], params: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        pair.decode.submit(replace(asked(**params), **changes), print)
+        pair.decode.core.submit(replace(asked(**params), **changes), print)

@@ -114,7 +114,7 @@ def test_more_than_may_wait(pool: InstancePool, folder: Path) -> None:
     assert 1.0 <= found.value.retry_after_s <= 60.0
     until(lambda: instance.load().num_waiting == 2, "two wait")
     assert instance.load().num_running == 3
-    instance.abort(running[0].number)
+    instance.core.abort(running[0].number)
     assert isinstance(waiting[0].until(OutputChunk), OutputChunk)
     more = Listener(instance, request)
     for each in (*running, *waiting, more):
@@ -145,7 +145,7 @@ def test_the_end_is_told_once(pool: InstancePool, folder: Path, way: str) -> Non
     instance.on_end(lambda: told.append("late"))
     assert told[1:] == ["late"]
     with pytest.raises(EngineError, match="not running"):
-        instance.submit(greedy(prompt(4), 1), print)
+        instance.core.submit(greedy(prompt(4), 1), print)
 
 
 def free_port() -> int:
@@ -241,7 +241,7 @@ def test_an_abort_stops_a_long_prompt_after_its_chunk(
     prefill = handed.prefill if handed else Listener(pair.prefill, request)
     until(lambda: len(steps.of(prefill.number)) > 3, "some chunks were begun")
     doomed = handed.decode if handed and who == "target" else prefill
-    doomed.instance.abort(doomed.number)
+    doomed.instance.core.abort(doomed.number)
     assert isinstance(doomed.until(RequestFinished), RequestFinished)
     if handed:
         other = handed.prefill if who == "target" else handed.decode

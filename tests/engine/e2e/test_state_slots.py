@@ -123,7 +123,7 @@ def test_aborts_at_random_moments(pool: InstancePool, folder: Path) -> None:
         time.sleep(chance.random() * 0.05)  # a moment that nobody chose
         both = handed[index].sides
         for listener in chance.choice([both, both[:1], both[1:]]):
-            listener.instance.abort(listener.number)
+            listener.instance.core.abort(listener.number)
     for index, (each, answer) in enumerate(zip(handed, oracle(folder, asked, NUM_TOKENS), strict=True)):
         ends = [end_of(listener) for listener in each.sides]
         tokens = ends[1][0]

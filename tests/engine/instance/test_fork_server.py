@@ -134,7 +134,7 @@ def test_variables_read_at_import_need_another_server_and_a_dead_one_is_replaced
     first._process.wait()
     assert forked.process.wait(LIMIT_S) == -signal.SIGKILL
     until(lambda: is_gone(pid))
-    with pytest.raises(EngineError, match="ranks fork from ended"):
+    with pytest.raises(EngineError, match="ranks fork from was ended by signal 9"):
         Forked(first, "linger")
     again = pool.get(ENVIRONMENT)
     assert again is not first

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 from tests.engine.tiny import tiny
 
@@ -15,18 +13,17 @@ from baton.errors import EngineError
 
 def test_requests_fail_before_the_callbacks_and_no_more_come_in() -> None:
     instance = Instance(EngineConfig(str(tiny("llama"))))
-    instance._thread = threading.current_thread()  # as if it ran
+    instance.core.set_running()
     events: list[RequestEvent | str] = []
     instance.on_end(lambda: events.append("first"))
-    instance.submit(EngineRequest((1, 2, 3)), events.append)
+    instance.core.submit(EngineRequest((1, 2, 3)), events.append)
     instance._calls.run()
-    instance.submit(EngineRequest((1, 2, 3)), events.append)
+    instance.core.submit(EngineRequest((1, 2, 3)), events.append)
     instance._end("rank 0 ended")
     assert [event.text for event in events[:2] if isinstance(event, RequestError)] == ["rank 0 ended"] * 2
     assert events[2:] == ["first"]
     with pytest.raises(EngineError, match="is not running: rank 0 ended"):
-        instance.submit(EngineRequest((1, 2, 3)), events.append)
+        instance.core.submit(EngineRequest((1, 2, 3)), events.append)
     instance.on_end(lambda: events.append("late"))
     assert events[2:] == ["first", "late"]
-    instance._thread = None
     instance.close()

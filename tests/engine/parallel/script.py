@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.engine.hooks import NoHooks
 
 from baton.engine.attention.pools import CachePools
 from baton.engine.checkpoint import open_checkpoint
 from baton.engine.commands import Batch, ScheduledSequence
-from baton.engine.model_runner import ModelRunner, NoHooks
+from baton.engine.model_runner import ModelRunner
 from baton.engine.models.build import build
 from baton.engine.parallel import Mesh
 from baton.plan import Spec, Storage

@@ -5,7 +5,6 @@ import pkgutil
 from functools import cache
 
 from baton.errors import ConfigError
-from baton.plan.overlap.adaptive import AdaptiveConfig, group_size
 from baton.plan.overlap.base import (
     Groups,
     LayerTimes,
@@ -20,7 +19,6 @@ from baton.plan.overlap.base import (
 )
 
 __all__ = [
-    "AdaptiveConfig",
     "Groups",
     "LayerTimes",
     "Outcome",
@@ -31,7 +29,6 @@ __all__ = [
     "completion_s",
     "efficiency",
     "exposed_s",
-    "group_size",
     "measure",
     "policy_names",
 ]

@@ -4,16 +4,23 @@ Two resources work one behind the other: the engine computes layers in order, th
 order. A group starts on the link when its last layer is computed (at R) and the group before it is done
 (at F), and then holds the link for the overhead plus the transfer times of its layers:
 
-    F_g = max(F_{g-1}, R_stop(g)) + overhead + sum of t over g,    with F = 0 before the first group
+    F_g = max(F_{g-1}, R_stop(g) + (g - 1) group_s) + overhead + sum of t over g,    with F = 0 before g = 1
 
-Completion is F of the last group. Exposed is the part of it that lies after the end of compute; efficiency is
-the share of the serial transfer time T that compute hid. Overhead adds to exposed and not to T, so a grouping
-that pays much of it has an efficiency below 0. Where T is 0 there was nothing to hide: efficiency is 1.
+A group takes `group_s` from the forward itself, where the threads that send it compete with the one that
+computes; the last group is offered after the last layer and takes nothing. Compute ends `rest_s` after the
+last layer can leave. Completion is F of the last group, or the end of compute if that is later:
+
+    completion(g groups) = max(compute + rest + (g - 1) group_s, F_g)
+
+Exposed is the part of it after the end of compute without groups; efficiency is the share of the serial
+transfer time T that compute hid. Overhead adds to exposed and not to T, so a grouping that pays much of it
+has an efficiency below 0. Where T is 0 there was nothing to hide: efficiency is 1.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from baton.errors import ConfigError
@@ -21,13 +28,19 @@ from baton.errors import ConfigError
 Groups = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayerTimes:
-    """Compute and link time of every layer, and what the link pays once per group."""
+    """Compute and link time of every layer, and what each group costs."""
 
     compute_s: tuple[float, ...]
+    """From one layer that can leave to the next."""
     transfer_s: tuple[float, ...]
     overhead_s: float
+    """On the link, for each group."""
+    group_s: float = 0.0
+    """Taken from the forward by each group but the last."""
+    rest_s: float = 0.0
+    """Compute after the last layer can leave."""
 
     def __post_init__(self) -> None:
         """Refuse times that no schedule can be computed from."""
@@ -38,14 +51,24 @@ class LayerTimes:
             )
         if not self.compute_s:
             raise ConfigError("layer times: no layers; give the times of at least one layer")
-        for name, values in (
-            ("compute_s", self.compute_s),
-            ("transfer_s", self.transfer_s),
-            ("overhead_s", (self.overhead_s,)),
-        ):
-            _check_seconds(name, values)
+        named = {
+            "compute_s": self.compute_s,
+            "transfer_s": self.transfer_s,
+            "overhead_s": (self.overhead_s,),
+            "group_s": (self.group_s,),
+            "rest_s": (self.rest_s,),
+        }
+        for name, values in named.items():
+            # Not a number makes the sum one too.
+            if not (math.isfinite(sum(values)) and min(values) >= 0.0):
+                for value in values:
+                    if not (math.isfinite(value) and value >= 0.0):
+                        raise ConfigError(
+                            f"layer times: {name} holds {value}; give finite seconds, 0 or more"
+                        )
         # Each number may be finite while their sum is not, and then every grouping would look alike.
-        total_s = sum(self.compute_s) + sum(self.transfer_s) + self.overhead_s * self.num_layers
+        per_group_s = (self.overhead_s + self.group_s) * self.num_layers
+        total_s = self.compute_end_s + self.sent_s[-1] + per_group_s
         if not math.isfinite(total_s):
             raise ConfigError(f"layer times: they add up to {total_s}; give times in seconds")
 
@@ -53,6 +76,21 @@ class LayerTimes:
     def num_layers(self) -> int:
         """How many layers there are to group."""
         return len(self.compute_s)
+
+    @cached_property
+    def ready_s(self) -> tuple[float, ...]:
+        """By number of layers: when the first ones can leave."""
+        return (0.0, *accumulate(self.compute_s))
+
+    @cached_property
+    def sent_s(self) -> tuple[float, ...]:
+        """By number of layers: the transfer time of the first ones."""
+        return (0.0, *accumulate(self.transfer_s))
+
+    @property
+    def compute_end_s(self) -> float:
+        """The end of compute without groups."""
+        return self.ready_s[-1] + self.rest_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,39 +115,38 @@ class Policy:
 
 
 def completion_s(times: LayerTimes, groups: Groups) -> float:
-    """Time from the start of compute to the last byte of the last group."""
+    """Time from the start of compute to the last byte of the last group, or to the end of compute."""
     check_groups(groups, times.num_layers)
-    compute_done_s = tuple(accumulate(times.compute_s))
     finish_s = 0.0
-    for start, stop in groups:
-        link_s = times.overhead_s + sum(times.transfer_s[start:stop])
-        finish_s = max(finish_s, compute_done_s[stop - 1]) + link_s
-    return finish_s
+    for index, (start, stop) in enumerate(groups):
+        link_s = times.overhead_s + times.sent_s[stop] - times.sent_s[start]
+        finish_s = max(finish_s, times.ready_s[stop] + index * times.group_s) + link_s
+    return max(finish_s, times.compute_end_s + (len(groups) - 1) * times.group_s)
 
 
 def exposed_s(times: LayerTimes, groups: Groups) -> float:
-    """Time from the end of compute to the last byte of the last group."""
-    return completion_s(times, groups) - _total(times.compute_s)
+    """Time from the end of compute, had there been no groups, to completion."""
+    return completion_s(times, groups) - times.compute_end_s
 
 
 def efficiency(times: LayerTimes, groups: Groups) -> float:
     """Share of the serial transfer time that compute hid, 1.0 where there is nothing to transfer."""
     exposed = exposed_s(times, groups)
-    serial_s = _total(times.transfer_s)
+    serial_s = times.sent_s[-1]
     return 1.0 - exposed / serial_s if serial_s > 0.0 else 1.0
 
 
 def bound(times: LayerTimes) -> float:
     """Efficiency of one-layer groups without overhead, which no grouping exceeds."""
-    return efficiency(replace(times, overhead_s=0.0), equal_groups(times.num_layers, 1))
+    return efficiency(replace(times, overhead_s=0.0, group_s=0.0), equal_groups(times.num_layers, 1))
 
 
 def measure(times: LayerTimes, groups: Groups) -> Outcome:
     """All the figures of one grouping together."""
     return Outcome(
         groups=groups,
-        compute_s=_total(times.compute_s),
-        transfer_s=_total(times.transfer_s),
+        compute_s=times.compute_end_s,
+        transfer_s=times.sent_s[-1],
         completion_s=completion_s(times, groups),
         exposed_s=exposed_s(times, groups),
         efficiency=efficiency(times, groups),
@@ -142,14 +179,3 @@ def refuse_option(policy: str, option: str | None) -> None:
     """Raise when a policy that takes no option was given one."""
     if option is not None:
         raise ConfigError(f"overlap policy '{policy}:{option}': {policy} takes no option; write '{policy}'")
-
-
-def _total(seconds: tuple[float, ...]) -> float:
-    # The running sum of completion_s, so that exposed is never negative by a rounding error.
-    return tuple(accumulate(seconds))[-1]
-
-
-def _check_seconds(name: str, values: tuple[float, ...]) -> None:
-    for value in values:
-        if not (math.isfinite(value) and value >= 0.0):
-            raise ConfigError(f"layer times: {name} holds {value}; give finite seconds, 0 or more")

@@ -1,0 +1,13 @@
+"""Hooks of a forward that do nothing."""
+
+from __future__ import annotations
+
+from baton.engine.commands import Batch
+
+
+class NoHooks:
+    """Nothing is handed over."""
+
+    def before_forward(self, batch: Batch) -> None: ...
+    def layer_done(self, layer: int) -> None: ...
+    def after_forward(self) -> None: ...
