@@ -25,6 +25,7 @@ def run(monkeypatch, *words: str) -> int:
     return int(caught.value.code or 0)
 
 
+@pytest.mark.slow
 def test_table_record_picture_and_trace(tmp_path: Path, monkeypatch, capsys) -> None:
     words = [*SMALL, "--from", "pp2.tp1", "--to", "tp2", "--layer-ms", "5", "--policy", "fixed:1"]
     assert run(monkeypatch, *words, "--link", "50MB/s", "--verify", "--out", str(tmp_path)) == 0
@@ -46,6 +47,7 @@ def test_table_record_picture_and_trace(tmp_path: Path, monkeypatch, capsys) -> 
     assert any(name.startswith("copy to") for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -88,6 +90,7 @@ def ranks_of(parent: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_outlives_its_parent(tmp_path: Path, number: signal.Signals) -> None:
     words = [sys.executable, "-m", "baton", "bench", "handoff", *SMALL, "--layer-ms", "10000"]

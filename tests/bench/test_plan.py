@@ -23,6 +23,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]
     return run(tmp_path_factory.mktemp("bench") / "deep" / "plan.json")
 
 
+@pytest.mark.slow
 def test_each_target_is_measured_and_judged(told: tuple[str, dict[str, Any]]) -> None:
     """Whether it is met is for a quiet machine: the command says so, and no test depends on the clock."""
     judged = {name: row for name, row in told[1]["results"].items() if row["is_met"] is not None}

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import typer
 
-from baton.cli import app
+from baton.cli import make_app
 
 
 def options(verb: str) -> dict[str, bool]:
     """The options of a command, and whether each takes a value; raises KeyError for one that is none."""
-    command = typer.main.get_command(app).commands[verb]
+    command = typer.main.get_command(make_app(verb)).commands[verb]
     return {
         name: not getattr(parameter, "is_flag", False)
         for parameter in command.params
@@ -24,7 +24,7 @@ def options(verb: str) -> dict[str, bool]:
 
 def arguments(verb: str) -> int:
     """How many words a command takes beside its options."""
-    command = typer.main.get_command(app).commands[verb]
+    command = typer.main.get_command(make_app(verb)).commands[verb]
     return sum(1 for parameter in command.params if parameter.param_type_name == "argument")
 
 

@@ -61,6 +61,7 @@ def test_the_checker_sees_what_is_wrong() -> None:
     assert "--model" in options("up")
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page() -> None:
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     found = [words for kind, block in blocks if kind in ("", "bash") for words in in_shell(block)]

@@ -8,12 +8,11 @@ import sys
 
 import pytest
 
-from baton.cli import doctor as command
+from baton.cli import doctor
 from baton.transport import transport_names
 
-MODULE = sys.modules["baton.cli.doctor"]
 
-
+@pytest.mark.slow
 def test_one_line_for_each_part_and_exit_0() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "baton", "doctor"], capture_output=True, text=True, timeout=180, check=False
@@ -27,13 +26,13 @@ def test_one_line_for_each_part_and_exit_0() -> None:
 
 
 def test_a_transport_that_garbles_is_not_ok(monkeypatch) -> None:
-    class Garbling(MODULE.TransferTarget):
+    class Garbling(doctor.TransferTarget):
         def digest(self) -> str:
             self.buffer[7] ^= 1
             return super().digest()
 
-    monkeypatch.setattr(MODULE, "TransferTarget", Garbling)
-    finding = MODULE.check_transport("memory")
+    monkeypatch.setattr(doctor, "TransferTarget", Garbling)
+    finding = doctor.check_transport("memory")
     assert not finding.is_ok
     assert "not the bytes that were sent" in finding.text
 
@@ -43,7 +42,6 @@ def test_a_missing_library_is_named_with_its_remedy(monkeypatch, error: Exceptio
     def fail(name: str) -> None:
         raise error
 
-    monkeypatch.setattr(MODULE, "open_transport", fail)
-    finding = MODULE.check_transport("shm")
+    monkeypatch.setattr(doctor, "open_transport", fail)
+    finding = doctor.check_transport("shm")
     assert str(finding).startswith("shm no: libx.so.1: cannot open shared object file; ")
-    assert command is not None

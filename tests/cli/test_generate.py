@@ -58,6 +58,7 @@ def test_a_pair_answers_as_the_oracle_does(baton, model, tmp_path) -> None:
     assert {"queue", "prefill", "exposed transfer", "admission", "layers 0-1", "1 to 0"} <= names
 
 
+@pytest.mark.slow
 def test_token_ids_without_a_tokenizer_and_without_decode(baton, folder) -> None:
     bare = tiny("qwen3", folder)
     code, out, err = baton("generate", "--model", str(bare), "--max-tokens", "9", "5, 6 7")
@@ -116,6 +117,7 @@ def test_a_prompt_that_is_too_long(baton, model, monkeypatch) -> None:
     assert "the context has 4096" in err
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_start_is_a_failure(baton, model) -> None:
     code, out, err = baton("generate", "--model", str(model), "--transport", "shm:colour=red", PROMPT)
     assert (code, out) == (1, "")

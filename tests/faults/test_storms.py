@@ -62,6 +62,7 @@ def test_abort_storm(fleet: Fleet, is_central: bool) -> None:
     assert [rank.ask("num_descriptors") for rank in ranks] == before
 
 
+@pytest.mark.slow
 def test_registry_restarts(fleet: Fleet) -> None:
     assert fleet.registry is not None
     assert_hands_over(fleet, slot=0, salt=3)
@@ -78,6 +79,7 @@ def test_registry_restarts(fleet: Fleet) -> None:
     assert_hands_over(fleet, slot=0, salt=6)
 
 
+@pytest.mark.slow
 def test_a_transfer_waits_for_the_registry(fleet: Fleet) -> None:
     assert fleet.registry is not None
     fleet.registry.stop()

@@ -14,7 +14,7 @@ import pytest
 from tests.session.registry_world import SECRET
 from typer.testing import CliRunner
 
-from baton.cli import app
+from baton.cli import make_app
 from baton.errors import ConfigError
 
 REGISTRY = "http://127.0.0.1:9"
@@ -31,7 +31,7 @@ REGISTRY = "http://127.0.0.1:9"
 def test_misuse_is_refused_before_anything_listens(options: list[str], told: str, monkeypatch):
     monkeypatch.setenv("BATON_SECRET", SECRET.decode())
     monkeypatch.delenv("BATON_API_KEY", raising=False)
-    done = CliRunner().invoke(app, ["route", "--registry", REGISTRY, "--port", "0", *options])
+    done = CliRunner().invoke(make_app("route"), ["route", "--registry", REGISTRY, "--port", "0", *options])
     assert isinstance(done.exception, ConfigError)
     assert told in str(done.exception)
 

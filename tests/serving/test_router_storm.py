@@ -120,7 +120,9 @@ def is_empty(w: World) -> bool:
     )
 
 
-@pytest.mark.parametrize("seed", MODES)
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.long] if seed else []) for seed in MODES]
+)
 def test_storm_leaves_right_answers_and_nothing_else(seed: int):
     async def body() -> None:
         chance = random.Random(seed)

@@ -251,6 +251,7 @@ def test_a_restart_that_any_call_notices_is_answered_at_once() -> None:
     run(body)
 
 
+@pytest.mark.slow
 def test_kill_9_and_a_new_process_on_the_same_port() -> None:
     async def body(processes: ExitStack) -> None:
         first = processes.enter_context(RegistryProcess())

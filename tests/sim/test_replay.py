@@ -28,6 +28,7 @@ def digest(seed: int) -> str:
     return world.trace.digest()
 
 
+@pytest.mark.long
 def test_a_seed_replays_exactly_in_this_process_and_in_others() -> None:
     here = [digest(seed) for seed in SEEDS]
     assert here == [digest(seed) for seed in SEEDS]

@@ -6,8 +6,8 @@ from tests.transport.broken import BROKEN
 from tests.transport.contract import CHECKS, Check, Variant, World
 from tests.transport.subjects import SUBJECTS
 
-# Our own transports run in `make test`; other libraries, and the other wrappers, in `make contract`.
-OURS = ("memory", "shm", "shm-staged", "tcp", "throttled-memory", "faulty-memory")
+# Our own transports run in `make test`; other libraries and wrappers in `make test-all`.
+OURS = ("memory", "shm", "tcp")
 PARAMETERS = [name if name in OURS else pytest.param(name, marks=pytest.mark.contract) for name in SUBJECTS]
 VARIANTS = [(check, variant) for check in CHECKS.values() for variant in check.variants]
 

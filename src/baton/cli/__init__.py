@@ -3,49 +3,53 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 import typer
 
-from baton.cli import bench
-from baton.cli.chat import chat
-from baton.cli.demo import demo
-from baton.cli.doctor import doctor
-from baton.cli.drain import drain
-from baton.cli.generate import generate
-from baton.cli.output import MISUSE, misuse_text
-from baton.cli.plan import plan
-from baton.cli.registry import registry
-from baton.cli.route import route
-from baton.cli.serve import serve
-from baton.cli.sim import sim
-from baton.cli.up import up
+from baton.cli.misuse import MISUSE, misuse_text
 from baton.errors import BatonError, ConfigError, LayoutError
 
-app = typer.Typer(
-    name="baton",
-    help="Hand a request's KV cache over between any two parallel layouts.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
+VERBS = (
+    "plan",
+    "demo",
+    "generate",
+    "doctor",
+    "registry",
+    "serve",
+    "route",
+    "drain",
+    "up",
+    "chat",
+    "sim",
+    "bench",
 )
+"""Each is a module of this package with a function, or a group of commands, of that name."""
 
-app.command()(plan)
-app.command()(demo)
-app.command()(generate)
-app.command()(doctor)
-app.command()(registry)
-app.command()(serve)
-app.command()(route)
-app.command()(drain)
-app.command()(up)
-app.command()(chat)
-app.command()(sim)
-app.add_typer(bench.app, name="bench")
+
+def make_app(verb: str | None = None) -> typer.Typer:
+    """The command line with one verb, or with all of them; `baton plan` does not import a server."""
+    app = typer.Typer(
+        name="baton",
+        help="Hand a request's KV cache over between any two parallel layouts.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(lambda: None)  # with one verb alone, it still has to be named
+    for name in [verb] if verb in VERBS else VERBS:
+        command = getattr(import_module(f"baton.cli.{name}"), name)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command()(command)
+    return app
 
 
 def main() -> None:
     """Runs a command. Misuse is one line on stderr and exit code 2, a failure exit code 1."""
+    words = sys.argv[1:] or ["--help"]
     try:
-        result = app(args=sys.argv[1:] or ["--help"], standalone_mode=False)
+        result = make_app(words[0])(args=words, standalone_mode=False)
     except MISUSE as error:
         _fail(misuse_text(error), 2)
     except (ConfigError, LayoutError) as error:

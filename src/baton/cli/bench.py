@@ -54,12 +54,7 @@ Transport = Annotated[
 ]
 Chunk = Annotated[int, typer.Option(min=0, metavar="N", help="prefill chunk in tokens; 0: the whole prompt")]
 
-app = typer.Typer(help="Measure Baton.")
-
-
-@app.callback()
-def bench() -> None:
-    """Measure Baton."""
+bench = typer.Typer(help="Measure Baton.")
 
 
 @contextmanager
@@ -94,7 +89,7 @@ def _check_transports(text: str | None) -> list[str]:
     return names
 
 
-@app.command()
+@bench.command()
 def plan(repeats: Repeats = 7, out: Json = None) -> None:
     """Time planning and binding, and count copies."""
     rows = []
@@ -111,7 +106,7 @@ def plan(repeats: Repeats = 7, out: Json = None) -> None:
     print(f"written to {path}")
 
 
-@app.command()
+@bench.command()
 def transport(
     transports: Annotated[
         str | None,
@@ -146,7 +141,7 @@ def transport(
     print(f"drawn in {picture}" if is_drawn else NO_MATPLOTLIB)
 
 
-@app.command()
+@bench.command()
 def handoff(
     *,
     source: Annotated[
@@ -239,7 +234,7 @@ def _both_sides(text: str) -> tuple[str, str]:
     return first, second or first
 
 
-@app.command()
+@bench.command()
 def overlap(
     *,
     model: Model = "demo",
@@ -299,7 +294,7 @@ def overlap(
         raise typer.Exit(1)
 
 
-@app.command()
+@bench.command()
 def engine(
     *,
     model: Model = "demo",
@@ -335,7 +330,7 @@ def engine(
     engine_bench.show(result, options, _result_path("engine", json), png)
 
 
-@app.command()
+@bench.command()
 def serve(
     *,
     url: Annotated[

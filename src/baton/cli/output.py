@@ -6,9 +6,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -25,16 +24,6 @@ if TYPE_CHECKING:
 PICTURE, TRACE = ".png", ".json"
 REFRESH_PER_S = 4
 """Low, because the ranks need the cores."""
-MISUSE = cast(
-    "type[Exception]",
-    next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"),
-)
-"""The root of click's errors; some releases of typer bring their own copy of click."""
-
-
-def misuse_text(error: Exception) -> str:
-    """What click has to say about a command line."""
-    return str(error.format_message())  # type: ignore[attr-defined]
 
 
 @contextmanager

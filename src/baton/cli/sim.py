@@ -30,7 +30,7 @@ def sim(
     ] = None,
     list_names: Annotated[bool, typer.Option("--list", help="list scenarios, faults and checkers")] = False,
 ) -> int:
-    """Runs instances of random layouts under random faults, and checks every transfer.
+    """Run instances of random layouts under random faults, and check every transfer.
 
     Exits with 1 if a checker finds a violation, and prints the command that replays it.
     """

@@ -134,6 +134,7 @@ def all_differences(mesh: Mesh) -> dict[str, int]:
     return {apply.__name__: len(differences(mesh, apply)) for apply in (nothing, *ON_TWO)}
 
 
+@pytest.mark.long
 def test_ranks_that_share_a_context(tmp_path: Path) -> None:
     for found in on_mesh("cp2:stripe1", tmp_path / "meeting", all_differences):
         assert {name for name, count in found.items() if not count} == {"nothing"}, found

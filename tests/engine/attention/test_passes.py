@@ -36,7 +36,12 @@ def test_one_rank(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", ["cp2:mirror", "cp2:stripe1", "cp2", "cp2:split", "cp3:stripe3", "cp3:split"]
+    "layout",
+    ["cp2", "cp2:mirror"]
+    + [
+        pytest.param(layout, marks=pytest.mark.long)
+        for layout in ("cp2:stripe1", "cp2:split", "cp3:stripe3", "cp3:split")
+    ],
 )
 def test_ranks_that_share_a_context(layout: str, tmp_path: Path) -> None:
     on_mesh(layout, tmp_path / "meeting", check_rank, 4)

@@ -50,6 +50,7 @@ def test_numbers_are_spread_and_rows_differ():
     assert dummy.read(Q).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_another_process_has_the_same_numbers():
     program = f"""
 from baton.engine.checkpoint import open_checkpoint

@@ -41,7 +41,11 @@ def opened_pair(pool: InstancePool, family: str, prefill: str, decode: str) -> P
 
 @pytest.mark.parametrize(
     ("family", "prefill", "decode"),
-    [("llama", "pp2", "tp2"), ("deepseek_v3", "tp2", "cp2:stripe1"), ("qwen3_moe", "cp2", "dp2.tp1")],
+    [
+        ("llama", "pp2", "tp2"),
+        ("deepseek_v3", "tp2", "cp2:stripe1"),
+        pytest.param("qwen3_moe", "cp2", "dp2.tp1", marks=pytest.mark.long),
+    ],
 )
 def test_tokens(family: str, prefill: str, decode: str) -> None:
     folder = tiny(family)
@@ -108,6 +112,7 @@ def test_ends() -> None:
         check_idle(pair.prefill)
 
 
+@pytest.mark.long
 def test_a_broken_hand_over_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny("llama")
     with opened() as pool:

@@ -121,6 +121,7 @@ def test_no_process_holds_the_pipe_of_another(server: ForkServer):
         assert process.process.wait(LIMIT_S) == 0
 
 
+@pytest.mark.slow
 def test_variables_read_at_import_need_another_server_and_a_dead_one_is_replaced():
     pool = ForkServerPool(PRELOAD)
     first = pool.get(ENVIRONMENT)
@@ -174,6 +175,7 @@ print(len(os.listdir("/proc/self/task")))
 """
 
 
+@pytest.mark.slow
 def test_what_is_imported_before_the_forks_asks_for_no_device_and_starts_no_thread():
     """A process that forked after either could not use the device, or would wait for a thread that is not."""
     words = [sys.executable, "-c", IMPORTS]

@@ -116,6 +116,7 @@ CASES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_a_broken_rule_is_seen(name: str, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny(FAMILY, models)
