@@ -10,12 +10,9 @@ from pathlib import Path
 import pytest
 from tests.cli.models import speaking_model
 
-from baton.cli import main
+from baton.cli import demo, demo_cache, main
 
 pytestmark = pytest.mark.engine
-
-# `baton.cli.demo` is the command, which hides the module.
-MODULE = sys.modules["baton.cli.demo"]
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +67,14 @@ def test_two_layouts_one_answer(baton, model, tmp_path) -> None:
 
 
 def test_a_wrong_token_fails(baton, model, tmp_path, monkeypatch) -> None:
-    honest = MODULE.ask
+    honest = demo.ask
 
     def lying(client, name, question, *show):
         found = honest(client, name, question, *show)
         wrong = (found.tokens[0], found.tokens[1] ^ 1, *found.tokens[2:])
-        return replace(found, tokens=wrong) if name == MODULE.ON else found
+        return replace(found, tokens=wrong) if name == demo.ON else found
 
-    monkeypatch.setattr(MODULE, "ask", lying)
+    monkeypatch.setattr(demo, "ask", lying)
     code, out, _ = baton(*words(model, tmp_path / "out", prefill="tp1", decode="tp1"))
     assert code == 1
     same, _, whole = out.splitlines()[-1].removeprefix("tokens identical: ").partition(" of ")
@@ -87,9 +84,9 @@ def test_a_wrong_token_fails(baton, model, tmp_path, monkeypatch) -> None:
 
 def test_an_answer_that_ends_early_is_not_identical(model) -> None:
     """Counted against the longer of the two, so that nothing said is not everything right."""
-    assert MODULE.count_same([1, 2], [1, 2, 3]) == (2, 3)
-    assert MODULE.count_same([1, 2, 3], [1, 2]) == (2, 3)
-    assert MODULE.count_same([], [1]) == (0, 1)
+    assert demo.count_same([1, 2], [1, 2, 3]) == (2, 3)
+    assert demo.count_same([1, 2, 3], [1, 2]) == (2, 3)
+    assert demo.count_same([], [1]) == (0, 1)
 
 
 def test_no_tokenizer(baton, model, tmp_path) -> None:
@@ -123,15 +120,14 @@ def test_a_cache_in_memory(baton) -> None:
 
 
 def test_a_wrong_byte_fails(baton, monkeypatch) -> None:
-    module = sys.modules["baton.cli.demo_cache"]
-    honest = module.execute
+    honest = demo_cache.execute
 
     def corrupting(steps, source, target) -> None:
         honest(steps, source, target)
         buffer = target[0, "k"]
         buffer[:] = buffer + 1
 
-    monkeypatch.setattr(module, "execute", corrupting)
+    monkeypatch.setattr(demo_cache, "execute", corrupting)
     code, out, _ = baton("demo", "--cache")
     assert code == 1
     assert "bytes identical: 2370816 of 2370816" not in out

@@ -152,6 +152,7 @@ def test_browser_shows_hostile_name_as_text(tmp_path: Path) -> None:
     assert not [element for element in document.elements if element.tag == "img"]
 
 
+@pytest.mark.slow
 @needs_browser
 def test_small_matrix_and_stripes(tmp_path: Path) -> None:
     report = make_report(PAGED, "tp2", "cp2:stripe64.tp1", 200)
@@ -172,12 +173,14 @@ def test_small_matrix_and_stripes(tmp_path: Path) -> None:
     assert document.by_id("routes-title").text == "Routes: all 8"
 
 
+@pytest.mark.slow
 @needs_browser
 def test_mirrors_share_a_cell_by_tokens(tmp_path: Path) -> None:
     document = browse(tmp_path, render_page(make_report(LATENT, "tp8", "tp1", 4096)))
     assert shares(document, 60, 0) == [(rank, 0.125) for rank in range(8)]
 
 
+@pytest.mark.slow
 @needs_browser
 def test_state_has_a_drawing_of_its_own(tmp_path: Path) -> None:
     document = browse(tmp_path, render_page(make_report(HYBRID, "tp4", "tp2.cp2", 1000)), "#target=3")
@@ -186,6 +189,7 @@ def test_state_has_a_drawing_of_its_own(tmp_path: Path) -> None:
     assert "state without tokens" in document.by_id("panels").text
 
 
+@pytest.mark.slow
 @needs_browser
 def test_idle_sources_and_nothing_to_send(tmp_path: Path) -> None:
     document = browse(tmp_path, render_page(make_report(LATENT, "tp8", "tp1", 100)))
@@ -194,6 +198,7 @@ def test_idle_sources_and_nothing_to_send(tmp_path: Path) -> None:
     assert document.by_id("load").text == "Nothing is sent: the target holds everything already."
 
 
+@pytest.mark.slow
 @needs_browser
 def test_other_dp_groups_are_left_out(tmp_path: Path) -> None:
     document = browse(tmp_path, render_page(make_report(PAGED, "dp2.tp2", "dp4", 200)))
@@ -202,6 +207,7 @@ def test_other_dp_groups_are_left_out(tmp_path: Path) -> None:
     assert "left out" in document.by_id("load").text
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_thousand_ranks(tmp_path: Path) -> None:
     report = make_report(WIDE, "pp16.tp64", "pp8.cp2.tp64", 8192)
@@ -214,6 +220,7 @@ def test_a_thousand_ranks(tmp_path: Path) -> None:
     assert document.by_id("routes-title").text.startswith("Routes: the first 200 of ")
 
 
+@pytest.mark.slow
 @needs_browser
 def test_keys_move_and_choose(tmp_path: Path) -> None:
     keys = """<script>for (const key of ["ArrowRight", "+", "Escape", "ArrowRight", "Enter"])

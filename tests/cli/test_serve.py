@@ -5,9 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from tests.engine.tiny import tiny
 
 
+@pytest.mark.slow
 def test_a_silence_of_less_than_some_beats_is_refused() -> None:
     words = [sys.executable, "-m", "baton", "serve", "--model", str(tiny("llama")), "--port", "0"]
     done = subprocess.run(

@@ -10,6 +10,7 @@ import pytest
 from tests.cli.models import speaking_model
 
 from baton.cli import main
+from baton.cli import up as up_command
 from baton.cli.deployment import (
     DeploymentOptions,
     health_stage,
@@ -37,7 +38,7 @@ def up(capfd, monkeypatch, model):
 
     def run(*words: str) -> tuple[int, str, str]:
         monkeypatch.delenv("BATON_API_KEY", raising=False)
-        monkeypatch.setattr(sys.modules["baton.cli.up"], "Deployment", started)
+        monkeypatch.setattr(up_command, "Deployment", started)
         monkeypatch.setattr(sys, "argv", ["baton", "up", "--model", str(model), "--port", "0", *words])
         with pytest.raises(SystemExit) as caught:
             main()

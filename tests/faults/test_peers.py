@@ -91,7 +91,7 @@ def test_peer_fails(fleet: Fleet, fault: Fault, stage: Stage) -> None:
     assert_nothing_under_way([*fleet.sources, *fleet.targets])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_target_that_died_before_it_asked_is_not_missed(fleet: Fleet, rank: int) -> None:
     assert_hands_over(fleet, slot=0, salt=1)
     fleet.fill([1], salt=3)

@@ -34,7 +34,13 @@ def fleet() -> Iterator[Fleet]:
     assert shared_segments() <= segments
 
 
-@pytest.mark.parametrize("is_central", [True, False], ids=["one names all pages", "each rank its own"])
+@pytest.mark.parametrize(
+    "is_central",
+    [
+        pytest.param(True, id="one names all pages"),
+        pytest.param(False, id="each rank its own", marks=pytest.mark.slow),
+    ],
+)
 def test_abort_storm(fleet: Fleet, is_central: bool) -> None:
     assert_hands_over(fleet, slot=0, salt=1)
     ranks, first = [*fleet.sources, *fleet.targets], fleet.targets[0]

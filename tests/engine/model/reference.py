@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors import safe_open
 from torch import Tensor
@@ -336,3 +337,8 @@ def worst(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
     """The largest difference between logits, as a share of the largest logit."""
     largest = max(float(each.abs().max()) for each in wanted)
     return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True)) / largest
+
+
+def named(variants: Iterable[str]) -> list[Any]:
+    """Parameters of a test: each family, and in `make test-all` its variants, called FAMILY-VARIANT."""
+    return [pytest.param(name, marks=pytest.mark.long) if "-" in name else name for name in variants]

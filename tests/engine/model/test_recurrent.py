@@ -12,6 +12,7 @@ from tests.engine.model.reference import (
     DiskCheckpoint,
     Plan,
     Ranks,
+    named,
     oracle_logits,
     prompts,
     whole_logits,
@@ -68,7 +69,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
 """With the numbers of tp ranks that each is cut for."""
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", named(VARIANTS))
 def test_logits_are_those_of_transformers(name: str, models: Path) -> None:
     family, changes, counts = VARIANTS[name]
     folder = hybrid(family, models, **changes)

@@ -11,6 +11,7 @@ from tests.engine.model.reference import (
     DiskCheckpoint,
     Plan,
     Ranks,
+    named,
     oracle_logits,
     prompts,
     whole_logits,
@@ -37,7 +38,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", named(VARIANTS))
 def test_logits_are_those_of_transformers(name: str, models: Path) -> None:
     family, changes = VARIANTS[name]
     folder = windowed(family, models, **changes)
