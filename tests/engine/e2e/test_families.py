@@ -71,6 +71,8 @@ def test_undisaggregated_alone(pool: InstancePool, folder: Path, decode: Side, l
 def test_undisaggregated_mixed(
     pool: InstancePool, folder: Path, prefill: Side, chunking: Side, is_chunked: bool
 ) -> None:
+    if is_chunked:
+        skip_demo(folder)
     where = pool.instance(chunking if is_chunked else prefill)
     asked = [prompt(length) for length in LENGTHS]
     found = ask_all(where, [greedy(each, NUM_TOKENS, salt="mixed") for each in asked])
@@ -106,6 +108,7 @@ def test_disaggregated_mixed(
 
 
 def test_undisaggregated_after_a_hit(pool: InstancePool, folder: Path, chunking: Side) -> None:
+    skip_demo(folder)
     where = pool.instance(chunking)
     asked = prompt(LONG)
     longer = [*asked, *prompt(PAGE + 3, "tail")]
@@ -118,6 +121,7 @@ def test_undisaggregated_after_a_hit(pool: InstancePool, folder: Path, chunking:
 def test_disaggregated_after_a_hit(
     pool: InstancePool, folder: Path, chunking: Side, decode: Side, warm: tuple[bool, bool]
 ) -> None:
+    skip_demo(folder)
     pair = pool.pair(chunking, decode)
     at_source, at_target = warm
     salt = f"hits {warm}"
