@@ -6,6 +6,7 @@ PYTHON ?= python3
 JOBS ?= 2
 # Of tests that wait as much as they compute there may be more at a time than there are cores.
 WAITERS = $(shell echo $$(($(JOBS) * 3 / 2)))
+WAITERS_ALL = $(shell echo $$(($(JOBS) * 2)))
 EXAMPLES ?= 5000
 SEEDS ?= 20000
 LOAD_S ?= 60
@@ -13,17 +14,32 @@ BIN := .venv/bin
 
 # The work is many small arrays: a thread pool per process only gets in the way.
 export OMP_NUM_THREADS := 1
+# Without bytecode, pytest rewrites the assertions of every test file in every process again.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo serve test test-all lowest check sim bench docs
+.PHONY: help setup setup-vllm setup-vllm-0.31 demo serve test test-all test-vllm test-vllm-all bench-vllm lowest
+.PHONY: check sim bench docs
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: .venv/.stamp  ## make .venv with Baton and its tools in it
 
 .venv/.stamp: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+setup-vllm: .venv-vllm/.stamp  ## make .venv-vllm with vLLM for CPUs and Baton in it
+
+.venv-vllm/.stamp: tools/setup_vllm.sh
+	tools/setup_vllm.sh
+	touch $@
+
+setup-vllm-0.31: .venv-vllm-0.31/.stamp
+
+.venv-vllm-0.31/.stamp: tools/setup_vllm.sh
+	tools/setup_vllm.sh .venv-vllm-0.31 0.31.0
 	touch $@
 
 demo: setup  ## a real model, prefilled in one layout, decoded in another: timed, and its tokens proven
@@ -41,14 +57,26 @@ serve: setup  ## the demo deployment behind an OpenAI endpoint, until Ctrl-C
 
 # What is not in `make test`: transports through other libraries (contract), killed ranks at every stage (slow),
 # every layout pair and family (engine), deployments of real processes (serve, load), long searches and broken
-# variants that a checker must catch (long).
+# variants that a checker must catch (long), vLLM servers (vllm; skipped where `make setup-vllm` was not run).
 test: .venv/.extras  ## the tests that a change needs
-	$(BIN)/pytest -q -rs -n $(WAITERS) -m "not contract and not slow and not engine and not serve and not load and not long"
+	$(BIN)/pytest -q -rs -n $(WAITERS) -m "not contract and not slow and not engine and not serve and not load and not long and not vllm"
 
 test-all: .venv/.extras  ## every test, with ten times the examples and seeds
-	BATON_EXAMPLES=500 $(BIN)/pytest -q -rs -n $(WAITERS) -m "not engine and not serve and not load"
-	$(BIN)/pytest -q -rs -n $(JOBS) --dist loadfile -m "engine or serve"
-	BATON_LOAD_S=$(LOAD_S) $(BIN)/pytest -q -rs -s -m load
+	BATON_EXAMPLES=500 $(BIN)/pytest -q -rs -n $(WAITERS_ALL) --dist worksteal -m "not engine and not serve and not load and not vllm"
+	$(BIN)/pytest -q -rs -n $(WAITERS_ALL) --dist worksteal -m "engine or serve"
+	BATON_LOAD_S=$(LOAD_S) $(BIN)/pytest -q -rs -s -m load $$(grep -rlE --include='*.py' 'mark\.load\b' tests)
+	$(BIN)/pytest -q -rs -m "vllm and not long" tests/vllm
+
+test-vllm: setup setup-vllm  ## hand-overs between real vLLM servers on this machine's CPUs
+	$(BIN)/pytest -q -rs -m "vllm and not long" tests/vllm
+
+test-vllm-all: setup setup-vllm setup-vllm-0.31  ## the same with more models, two hosts and an older vLLM
+	$(BIN)/pytest -q -rs -m vllm tests/vllm
+
+# NIXL is installed without what it depends on: that is torch for CUDA.
+bench-vllm: setup setup-vllm  ## vLLM with our connector beside NixlConnector
+	.venv-vllm/bin/python -m pip install --quiet --no-deps nixl-cu13==1.5.1 nixl==1.5.1
+	PYTHONPATH=. $(BIN)/python benchmarks/vllm_nixl.py
 
 lowest: setup  ## the command line and a smoke test with the lowest version of every dependency
 	$(BIN)/python tools/lowest.py
@@ -60,8 +88,8 @@ check: setup  ## lint, format, types and import layers
 	$(BIN)/lint-imports --no-logo
 
 sim: setup  ## long random search: hand-overs under faults (SEEDS=20000), plans (EXAMPLES=5000, four hand-overs each)
-	$(BIN)/baton sim --seeds $(SEEDS) --jobs $(JOBS)
-	BATON_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -q -n $(JOBS) tests/plan/test_property.py
+	$(BIN)/baton sim --seed $$(date +%s)00000 --seeds $(SEEDS) --jobs $(JOBS)
+	BATON_FRESH=1 BATON_EXAMPLES=$(EXAMPLES) $(BIN)/pytest -q -n $(JOBS) tests/plan/test_property.py
 
 bench: .venv/.extras  ## measure planning, binding, transports, hand-overs and the engine
 	$(BIN)/baton bench plan
@@ -73,6 +101,6 @@ bench: .venv/.extras  ## measure planning, binding, transports, hand-overs and t
 	$(BIN)/baton bench engine
 
 docs: setup  ## write again the pages that code generates
-	$(BIN)/python -m baton.plan.models > docs/models.md.new
+	$(BIN)/python tools/models_page.py > docs/models.md.new
 	mv docs/models.md.new docs/models.md
-	$(BIN)/python -m baton.protocol docs/protocol.md
+	$(BIN)/python tools/protocol_page.py docs/protocol.md

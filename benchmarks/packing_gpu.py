@@ -39,7 +39,7 @@ from baton.plan.report import pages_needed
 from baton.plan.routes import Chunk, Prompt
 from baton.plan.steps import ALWAYS_PACK, Copy, Pack, Step, Unpack
 from baton.plan.storage import parse_storage
-from baton.transport.packing import cut_by_page, prepare, prepare_scaled
+from baton.transport.packing import prepare
 
 PAGE_TOKENS = 64
 
@@ -54,15 +54,13 @@ class Case:
     storage: str = "nhd"
     dtypes: tuple[str, str] = ("bf16", "bf16")
     is_shuffled: bool = True
-    is_scaled: bool = False
 
     @property
     def name(self) -> str:
         """The case in a few words."""
         dtypes = "->".join(self.dtypes) if self.dtypes[0] != self.dtypes[1] else self.dtypes[0]
         pages = "pages shuffled" if self.is_shuffled else "pages in order"
-        scaled = " scaled" if self.is_scaled else ""
-        return f"{self.model} {self.source}->{self.target} {self.storage} {dtypes}{scaled}, {pages}"
+        return f"{self.model} {self.source}->{self.target} {self.storage} {dtypes}, {pages}"
 
 
 CASES = [
@@ -78,7 +76,6 @@ CASES = [
     Case("llama-3-70b", "tp4", "tp2", dtypes=("bf16", "fp8")),
     Case("llama-3-70b", "tp4", "tp2", dtypes=("bf16", "fp8"), is_shuffled=False),
     Case("llama-3-70b", "tp4", "tp2", dtypes=("fp8", "bf16")),
-    Case("llama-3-70b", "tp4", "tp2", dtypes=("bf16", "fp8"), is_scaled=True),
 ]
 
 
@@ -162,13 +159,8 @@ class Bench:
 
     def _make_unpack(self, step: Unpack) -> Callable[[], None]:
         buffer = self.target[step.target, step.buffer]
-        if not self.case.is_scaled:
-            prepared = prepare(step, self.device)
-            return lambda: prepared.run(self.staging, buffer)
-        cut, pages = cut_by_page(step, page_bytes(step))
-        values = torch.zeros(len(buffer) // page_bytes(step), device=self.device)
-        scaled = prepare_scaled(cut, self.device, pages)
-        return lambda: scaled.run(self.staging, buffer, values)
+        prepared = prepare(step, self.device)
+        return lambda: prepared.run(self.staging, buffer)
 
     def run(self, name: str) -> None:
         """All steps of one name, once."""
@@ -188,7 +180,7 @@ class Bench:
         else:
             self._run_all()
         expected = {key: buffer.copy() for key, buffer in self.work.target.items()}
-        (execute_scaled if self.case.is_scaled else execute)(self.work.steps, self.work.source, expected)
+        execute(self.work.steps, self.work.source, expected)
         return all(np.array_equal(expected[key], found.cpu().numpy()) for key, found in self.target.items())
 
     def _run_all(self) -> None:
@@ -220,37 +212,12 @@ class Bench:
         }
 
 
-def page_bytes(step: Unpack) -> int:
-    """Bytes of one page of the target: rows of an NHD page, whose distance is the widest that is common."""
-    steps = np.diff(np.sort(step.spans.target))
-    return int(np.gcd.reduce(steps)) * PAGE_TOKENS
-
-
 def bytes_touched(step: Step) -> int:
     """Bytes that a step reads and writes."""
     read = step.spans.num_bytes
     if not isinstance(step, Unpack):
         return 2 * read
     return read + read // item_bytes(step.dtypes[0]) * item_bytes(step.dtypes[1])
-
-
-def execute_scaled(steps: list[Step], source: Memory, target: Memory) -> None:
-    """The reference for fp8 under scales: numbers divided per page, then cast by the reference itself."""
-    unpacks = [step for step in steps if isinstance(step, Unpack)]
-    landed = np.zeros(sum(step.spans.num_bytes for step in unpacks), dtype=np.uint8)
-    moves = [replace(step, target_buffer="landed") if isinstance(step, Copy) else step for step in steps]
-    taker = {(steps[0].target, "landed"): landed}
-    execute([step for step in moves if not isinstance(step, Unpack)], source, taker)
-    for step in unpacks:
-        width = int(step.spans.length[0])
-        raw = landed[step.spans.source[:, None] + np.arange(width)]
-        numbers = convert(raw.reshape(-1), step.dtypes[0], "fp32").view(np.float32).reshape(len(raw), -1)
-        _, nth_page = np.unique(step.spans.target // page_bytes(step), return_inverse=True)
-        peak = np.zeros(int(nth_page.max()) + 1, dtype=np.float32)
-        np.maximum.at(peak, nth_page, np.abs(numbers).max(axis=1))
-        scale = (peak / np.float32(448))[nth_page][:, None]
-        codes = convert((numbers / scale).reshape(-1).view(np.uint8), "fp32", "fp8").reshape(numbers.shape)
-        target[step.target, step.buffer][step.spans.target[:, None] + np.arange(codes.shape[1])] = codes
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -7,6 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from baton.plan import Cache, Component, Spec, parse_layout, plan
+from baton.plan.cache import Dim, Full, Units
+from baton.plan.ownership import buffers
+from baton.plan.wire import storage_from_bytes
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -31,6 +36,15 @@ def test_the_python_example_runs(capsys) -> None:
     (example,) = blocks("docs/plan.md", "python")
     exec(compile(example, "docs/plan.md", "exec"), {})
     assert capsys.readouterr().out.count("BoundRoute(") == 16
+
+
+def test_the_storage_file_can_be_planned_with() -> None:
+    (example,) = blocks("docs/plan.md", "json")
+    storage = storage_from_bytes(example.encode())
+    kv = Component("kv", ((0, 80),), Units(8), (Dim("channel", 256),), Full(), "tokens", "kv")
+    spec = Spec(parse_layout("tp1"), Cache(80, (kv,)), storage)
+    assert len(plan(spec, spec).routes) == 1
+    assert buffers(spec, 0, "pool") == {"raw": 5242880000}
 
 
 def test_links_lead_somewhere() -> None:

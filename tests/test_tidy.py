@@ -18,7 +18,7 @@ import pytest
 
 SOURCE_ROOT = Path(__file__).parent.parent / "src"
 ENVIRON_FILE = "baton/settings.py"
-PRINTING = ("baton/cli/", "baton/bench/", "baton/protocol/__main__.py", "baton/plan/models/__main__.py")
+PRINTING = ("baton/cli/", "baton/bench/")
 ENVIRON_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 BROAD_EXCEPTIONS = {"Exception", "BaseException"}
 OLD_WORDS = set(

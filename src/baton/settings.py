@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
+import shutil
 import ssl
 import stat
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +16,8 @@ from baton.errors import ConfigError
 SECRET_VARIABLE = "BATON_SECRET"
 API_KEY_VARIABLE = "BATON_API_KEY"
 CACHE_VARIABLE = "BATON_CACHE"
+VLLM_VARIABLE = "BATON_VLLM"
+VLLM_KEY_VARIABLE = "VLLM_API_KEY"
 SECRET_BYTES_MIN = 16
 API_KEY_CHARACTERS_MIN = 8
 _MAKE_ONE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
@@ -56,6 +61,42 @@ def api_keys(path: str | None) -> tuple[str, ...]:
     return keys
 
 
+def vllm_key() -> str:
+    """The API key of vLLM servers, in vLLM's own variable; empty: they need none."""
+    return os.environ.get(VLLM_KEY_VARIABLE, "")
+
+
+def vllm_command(given: str | None) -> str:
+    """The `vllm` program: as given, or BATON_VLLM, or beside this Python, or on the path."""
+    named = given or os.environ.get(VLLM_VARIABLE)
+    beside = Path(sys.executable).parent / "vllm"
+    command = shutil.which(named or (str(beside) if beside.exists() else "vllm"))
+    if command is None:
+        raise ConfigError(
+            f"vLLM command {named or 'vllm'!r} is not there; install vLLM beside Baton, or name its program "
+            f"with --vllm or {VLLM_VARIABLE}"
+        )
+    return command
+
+
+def gpus() -> list[str]:
+    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name for name in named.split(",") if name and name != "-1"]
+    return [str(index) for index, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
+
+
+def vllm_environment() -> dict[str, str]:
+    """Variables of vLLM servers on one machine: a key of their own, and collectives on loopback only."""
+    defaults = {
+        VLLM_KEY_VARIABLE: secrets.token_hex(16),
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    return {name: os.environ.get(name) or value for name, value in defaults.items()}
+
+
 def cache_folder() -> Path:
     """The folder of downloaded models: BATON_CACHE, else below the user's cache folder."""
     named = os.environ.get(CACHE_VARIABLE)
@@ -90,6 +131,11 @@ def _long_enough(raw: bytes, where: str) -> bytes:
     return found
 
 
+def default_threads(num_ranks: int) -> int:
+    """Threads of each rank, if their number is not given."""
+    return max(1, (os.cpu_count() or 1) // num_ranks)
+
+
 def rank_environment(num_threads: int) -> dict[str, str]:
     """The environment of a rank process: threads that do not spin, and collectives on loopback only."""
     return {
@@ -100,6 +146,11 @@ def rank_environment(num_threads: int) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "TOKENIZERS_PARALLELISM": "false",
     }
+
+
+def set_variables(variables: dict[str, str]) -> None:
+    """Sets variables that libraries read when this process imports them."""
+    os.environ.update(variables)
 
 
 def take_environment(environment: dict[str, str]) -> None:

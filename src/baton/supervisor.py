@@ -41,6 +41,8 @@ ANSWER_S_MAX = 180.0
 END_S_MAX = 10.0
 NUM_LINES_KEPT = 20
 NUM_LINES_UNREAD_MAX = 10_000
+LAST_LINE = "| "
+"""Before each of the last lines of a program that has ended."""
 REPLY = "baton-reply "
 """Starts a JSON line from a child: libraries print to stdout too."""
 
@@ -188,6 +190,11 @@ class ChildProcess:
         """The last line that it printed."""
         return self._tail[-1] if self._tail else "it left no message"
 
+    @property
+    def last_lines(self) -> list[str]:
+        """The last lines that it printed, as far as they are kept."""
+        return list(self._tail)
+
     def cpu_s(self) -> float:
         """Processor time of all its threads; 0 after it has ended."""
         try:
@@ -324,7 +331,7 @@ class ChildProcess:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A `baton` command that serves until it is ended."""
+    """A `baton` command, or another program, that serves until it is ended."""
 
     name: str
     arguments: tuple[str, ...]
@@ -333,6 +340,11 @@ class Service:
     """Its first line starts with this; the URL follows."""
     port: int = 0
     """0: a free port, which it keeps when it is restarted."""
+    program: str = ""
+    """Another program, with a port of its own on loopback: only its /health says that it serves. When it has
+    ended, its last lines are reported, and what is left of its process group is killed."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables of this service alone."""
 
 
 @dataclass(slots=True)
@@ -357,8 +369,10 @@ class SupervisedService:
 
     def command(self) -> list[str]:
         """The argv: on the port that it had before, if it had one."""
-        port = int(self.url.rpartition(":")[2].rstrip("/")) if self.url else self.service.port
-        return baton_command(*self.service.arguments, "--port", str(port))
+        service = self.service
+        port = int(self.url.rpartition(":")[2].rstrip("/")) if self.url else service.port
+        words = (*service.arguments, "--port", str(port))
+        return [service.program, *words] if service.program else baton_command(*words)
 
     def ended(self, code: int, last_line: str, now_s: float) -> str:
         """Counts an end; says that it is restarted, or raises the reason why it is not."""
@@ -381,7 +395,7 @@ class SupervisedService:
     def on_line(self, line: str) -> bool:
         """Takes the URL from the ready line; False for any other line."""
         prefix = self.service.ready_prefix
-        if self.is_listening or not line.startswith(prefix):
+        if self.service.program or self.is_listening or not line.startswith(prefix):
             return False
         self.url, self.is_listening = line.removeprefix(prefix).strip(), True
         return True
@@ -487,7 +501,14 @@ class Supervisor:
             service = supervised.service
             process = self._spawn(supervised)
             process.wait()
+            if service.program:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
             process.close()
+            self._tell_guard(-process.pid)
+            if service.program and not self._is_closing.is_set():
+                for line in process.last_lines:
+                    self._on_line(service.name, LAST_LINE + line)
             if self._is_closing.is_set() or supervised.service is not service:
                 self._notify()
                 continue
@@ -504,8 +525,10 @@ class Supervisor:
             self._is_closing.wait(RESTART_PAUSE_S * 2 ** (len(supervised.ends_s) - 1))
 
     def _spawn(self, supervised: SupervisedService) -> ChildProcess:
-        name = supervised.service.name
-        supervised.is_listening = False
+        name, service = supervised.service.name, supervised.service
+        supervised.is_listening = bool(service.program)
+        if service.program:
+            supervised.url = f"http://127.0.0.1:{service.port}"
 
         def on_line(line: str) -> None:
             if supervised.on_line(line):
@@ -514,17 +537,24 @@ class Supervisor:
                 self._on_line(name, line)
 
         process = ChildProcess(
-            name, supervised.command(), env=self._env, death_signal=signal.SIGINT, on_line=on_line
+            name,
+            supervised.command(),
+            env={**self._env, **service.env},
+            death_signal=signal.SIGINT,
+            on_line=on_line,
         )
         supervised.process = process
-        assert self._guard.stdin is not None
-        with suppress(OSError):  # without a guard the kernel still interrupts the service
-            self._guard.stdin.write(f"{process.pid}\n".encode())
-            self._guard.stdin.flush()
+        self._tell_guard(process.pid)
         if self._is_closing.is_set():
             process.signal(signal.SIGKILL)
         self._notify()
         return process
+
+    def _tell_guard(self, number: int) -> None:
+        assert self._guard.stdin is not None
+        with suppress(OSError, ValueError):  # without a guard the kernel still interrupts the service
+            self._guard.stdin.write(f"{number}\n".encode())
+            self._guard.stdin.flush()
 
     def _notify(self) -> None:
         with self._changed:
@@ -532,26 +562,42 @@ class Supervisor:
 
 
 def guard(folder: str, end_s_max: float = 2 * END_S_MAX) -> None:
-    """Reads process ids from stdin, a line each. When stdin ends, so has the parent: ends those processes.
+    """Reads process ids from stdin, a line each, with a minus where one has ended.
 
-    Then removes the folder.
+    When stdin ends, so has the parent: ends the other processes and what is left of their groups, and removes
+    the folder.
     """
     # The signals that end the parent's terminal or session must not end the guard.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    handles = []
+    handles = {}
     for line in sys.stdin:
+        if (handle := handles.pop(-int(line), None)) is not None:
+            os.close(handle)
+            continue
         with suppress(OSError):  # a handle stays with its process; a pid may be reused
-            handles.append(os.pidfd_open(int(line)))
+            handles[int(line)] = os.pidfd_open(int(line))
+    leaders = list(handles.values())
+    running = {*leaders, *_group_members(set(handles))}
     for number, wait_s in ((signal.SIGINT, end_s_max), (signal.SIGKILL, END_S_MAX)):
-        for handle in handles:
+        for handle in leaders if number == signal.SIGINT else running:
             with suppress(OSError):
                 signal.pidfd_send_signal(handle, number)
-        limit_s, running = monotonic() + wait_s, set(handles)
+        limit_s = monotonic() + wait_s
         while running and monotonic() < limit_s:
             ended, _, _ = select.select(list(running), [], [], max(0.0, limit_s - monotonic()))
             running.difference_update(ended)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _group_members(groups: set[int]) -> list[int]:
+    """Handles of the other processes of these groups: a program may not end its own children."""
+    members = []
+    for pid in [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]:
+        with suppress(OSError):
+            if pid not in groups and os.getpgid(pid) in groups:
+                members.append(os.pidfd_open(pid))
+    return members
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.bench.handoff.content import RankPools, compare, fill
 from baton.bench.handoff.figures import SerialTransfer, bound, figures, serial_of, timeline_of
 from baton.bench.handoff.records import CopyTiming, HandOver, Received, RecordingTransport, Sent
 from baton.bench.handoff.schedule import PrefillStep, PrefillTiming, schedule
@@ -25,6 +24,7 @@ from baton.bench.handoff.workload import (
 )
 from baton.errors import ConfigError
 from baton.plan import Chunk, Tables, bind, execute
+from baton.plan.content import RankPools, compare, fill
 from baton.plan.overlap import LayerTimes
 from baton.plan.overlap import bound as ideal
 from baton.plan.ownership import buffers

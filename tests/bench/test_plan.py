@@ -31,6 +31,11 @@ def test_each_target_is_measured_and_judged(told: tuple[str, dict[str, Any]]) ->
     assert {row["is_met"] for row in judged.values()} <= {True, False}
 
 
+def test_one_allocation_is_planned_beside_pools_and_components(told: tuple[str, dict[str, Any]]) -> None:
+    (row,) = (row for name, row in told[1]["results"].items() if "80 layers in one allocation" in name)
+    assert all(row[case]["median_s"] > 0 for case in ("dense", "declared", "component_per_layer"))
+
+
 def test_copies_beside_one_per_token(told: tuple[str, dict[str, Any]]) -> None:
     counted = {name: row for name, row in told[1]["results"].items() if name.startswith("copies")}
     assert len(counted) == 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -189,3 +190,138 @@ def test_the_installed_command(tmp_path: Path) -> None:
     )
     assert "Routes" in done.stdout
     assert page.read_text().lstrip().lower().startswith("<!doctype html>")
+
+
+def declared_storage(**changes) -> dict:
+    """SPEC in one allocation with gaps, K beside V in a row, layers in another order."""
+    row = 64 * 2
+    page = 2 * 4 * 16 * row + 64
+    kv = [
+        {
+            "component": name,
+            "stage": 0,
+            "tp": None,
+            "buffer": "raw",
+            "buffer_bytes": 4 * 20 * page,
+            "offset": i * row,
+            "strides": [["page", page], ["unit", 16 * 2 * row], ["token", 2 * row]],
+            "layer_offsets": [at * 20 * page for at in (2, 0, 1, 3)],
+        }
+        for i, name in enumerate("kv")
+    ]
+    return {
+        "page_tokens": 16,
+        "dtype": "bf16",
+        "order": ["layer", "page", "unit", "token"],
+        "state_order": ["layer", "page", "unit"],
+        "granule": 1,
+        "num_pages": [["tokens", 20]],
+        "num_pages_default": 1,
+        "placements": kv,
+    } | changes
+
+
+def test_declared_memory_is_shown(baton, tmp_path: Path) -> None:
+    path = tmp_path / "vllm.json"
+    path.write_text(json.dumps(declared_storage()))
+    words = ["plan", SPEC, "--from", "tp1", "--to", "tp2", "--tokens", "100", "--source-storage", str(path)]
+    code, out, err = baton(*words)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    start = lines.index("Memory of the source, as declared")
+    shown = "k 0 all raw 1.255 MiB 0 page 16448, unit 4096, token 256 at +657920, +0, +328960, +986880"
+    assert " ".join(lines[start + 2].split()) == shown
+    assert "tp1 (1 ranks, page 16) -> tp2 (2 ranks, page 64)" in lines[0], "the page size is the file's"
+    assert "Memory of the target" not in out
+    code, out, _ = baton(*words, "--json")
+    assert code == 0
+    plain = baton(*words[:-2], "--json", "--source-page", "16")[1]
+    shown, usual = json.loads(out), json.loads(plain)
+    assert shown["source"].pop("placements") == declared_storage()["placements"]
+    assert {key: shown[key] for key in ("routes", "bytes", "source", "target")} == {
+        key: usual[key] for key in ("routes", "bytes", "source", "target")
+    }
+
+
+def test_groups_in_the_same_bytes_are_shown(baton, tmp_path: Path) -> None:
+    spec = "paged:layers=1,heads=1,dim=8+paged:layers=1,heads=1,dim=8,window=32"
+    names = ("k", "k.w32", "v", "v.w32")
+    placements = [
+        declared_storage()["placements"][0]
+        | {"component": name, "offset": 256 * (name[0] == "v"), "layer_offsets": []}
+        | {"strides": [["page", 512], ["token", 16]]}
+        for name in names
+    ]
+    storage = declared_storage(placements=placements, num_pages=[["tokens", 20], ["tokens.w32", 20]])
+    path = tmp_path / "hybrid.json"
+    path.write_text(json.dumps(storage))
+    words = ["plan", spec, "--from", "pp2", "--to", "tp1", "--tokens", "40", "--target-storage", str(path)]
+    code, out, err = baton(*words)
+    assert (code, err) == (0, "")
+    assert "groups tokens, tokens.w32 overlay each other on ranks 0: a page id belongs to one of them" in out
+    placements[1]["offset"] = 4
+    path.write_text(json.dumps(storage))
+    code, _, err = baton(*words)
+    assert code == 2
+    assert "k.w32 and v.w32 of group 'tokens.w32' overlap in buffer 'raw': bytes 256 to 260" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "cannot read"),
+        ("{", "a storage has to be JSON"),
+        ("{}", "storage has to be an object with the fields page_tokens"),
+        (json.dumps(declared_storage(dtype="int3")), "storage.dtype"),
+        (
+            json.dumps(declared_storage(placements=[])),
+            "storage.placements has to be a list that is not empty",
+        ),
+        (json.dumps(declared_storage(num_pages=[["tokens", 21]])), "placement of k .* reaches to byte"),
+        (
+            json.dumps(declared_storage(placements=declared_storage()["placements"][:1])),
+            "no placement of v on stage 0",
+        ),
+    ],
+)
+def test_a_storage_file_that_cannot_be_used(baton, tmp_path: Path, text: str | None, reason: str) -> None:
+    path = tmp_path / "storage.json"
+    if text is not None:
+        path.write_text(text)
+    code, out, err = baton(
+        "plan", SPEC, "--from", "tp1", "--to", "tp2", "--tokens", "100", "--source-storage", str(path)
+    )
+    assert (code, out) == (2, "")
+    assert re.search(reason, err)
+
+
+def test_vllm_commands_in_place_of_layouts(baton) -> None:
+    words = ["--tokens", "200", "--json"]
+    own = ["--source-storage", "hnd.fused.layer.granule16", "--source-page", "16"]
+    own += ["--target-storage", "hnd.fused.layer.granule16", "--target-page", "16"]
+    code, out, err = baton("plan", SPEC, "--from-vllm", "-tp 2", "--to-vllm", "serve x -pp 3", *words)
+    assert (code, err) == (0, "")
+    _, same, _ = baton("plan", SPEC, "--from", "tp2", "--to", "pp3:1-2-1.tp1", *own, *words)
+    assert json.loads(out) == json.loads(same)
+    # The model may be named by the commands, and one side may be a layout.
+    code, out, _ = baton("plan", "--from-vllm", f"serve {SPEC} -tp 2", "--to", "tp1", *own[4:], *words)
+    assert code == 0
+    assert json.loads(out)["model"] == SPEC
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--from", "tp1", "--from-vllm", "M", "--to", "tp1"],
+            "give one of --from LAYOUT and --from-vllm ARGS",
+        ),
+        (["--from", "tp1"], "give one of --to LAYOUT and --to-vllm ARGS"),
+        (["--from-vllm", "M", "--to-vllm", "N"], "the commands name M and N; give the model"),
+        (["--from", "tp1", "--to", "tp1"], "the commands name no model; give the model"),
+    ],
+)
+def test_sides_that_cannot_be_planned(baton, words: list[str], message: str) -> None:
+    code, out, err = baton("plan", *words, "--tokens", "10")
+    assert (code, out) == (2, "")
+    assert message in err

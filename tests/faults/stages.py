@@ -12,7 +12,9 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from baton.bench.handoff.fleet import Fleet, RankProcess, ask_all
+from tests.faults.fleet import FaultFleet
+
+from baton.bench.handoff.fleet import RankProcess, ask_all
 from baton.bench.handoff.schedule import PrefillTiming
 from baton.bench.handoff.workload import SideSpec, Workload, own_layers, sampler_rank
 from baton.protocol.timings import Timings
@@ -52,7 +54,7 @@ def until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         time.sleep(0.005)
 
 
-def bring_to(fleet: Fleet, stage: Stage, transfer: str, slot: int = 0) -> None:
+def bring_to(fleet: FaultFleet, stage: Stage, transfer: str, slot: int = 0) -> None:
     """Every call of the engines up to a stage, and the wait until it is reached."""
     first, sources = fleet.targets[0], fleet.sources
     first.ask("receive", transfer, slot)
@@ -91,14 +93,14 @@ class Fault:
     def other(self) -> str:
         return "target" if self.side == "source" else "source"
 
-    def victim(self, fleet: Fleet) -> RankProcess:
+    def victim(self, fleet: FaultFleet) -> RankProcess:
         return fleet.sides[self.side][self.rank]
 
-    def survivors(self, fleet: Fleet) -> list[RankProcess]:
+    def survivors(self, fleet: FaultFleet) -> list[RankProcess]:
         """The ranks of the other side that hold a handle of the transfer."""
         return fleet.sources if self.other == "source" else fleet.targets[:1]
 
-    def strike(self, fleet: Fleet) -> float:
+    def strike(self, fleet: FaultFleet) -> float:
         """Does it, and says when."""
         victim = self.victim(fleet)
         struck_s = monotonic()
@@ -114,7 +116,7 @@ def outcomes(ranks: list[RankProcess], transfer: str, timeout_s: float) -> list[
     return ask_all(ranks, "wait", transfer, timeout_s)
 
 
-def assert_hands_over(fleet: Fleet, slot: int, salt: int) -> None:
+def assert_hands_over(fleet: FaultFleet, slot: int, salt: int) -> None:
     """A new transfer into the same pages succeeds, and every byte of it is right."""
     ask_all(fleet.targets, "wipe")
     fleet.fill([slot], salt)
@@ -143,7 +145,7 @@ def is_alive(pid: int) -> bool:
     """Whether a process exists and is not a zombie of ours."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between opening and reading
         return False
     return state != "Z"
 

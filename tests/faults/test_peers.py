@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
+from tests.faults.fleet import FaultFleet
 from tests.faults.stages import (
     SETTLE_S_MAX,
     TIMINGS,
@@ -20,14 +21,14 @@ from tests.faults.stages import (
     workload_of,
 )
 
-from baton.bench.handoff.fleet import Fleet, ask_all
+from baton.bench.handoff.fleet import ask_all
 from baton.protocol.outcomes import Why
 
 
 @pytest.fixture(scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.slow)])
-def long_lived(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+def long_lived(request: pytest.FixtureRequest) -> Iterator[FaultFleet]:
     segments = shared_segments()
-    with Fleet(workload_of(request.param), TIMINGS) as found:
+    with FaultFleet(workload_of(request.param), TIMINGS) as found:
         yield found
         pids = [rank.pid for side in found.sides.values() for rank in side]
     assert not [pid for pid in pids if is_alive(pid)]
@@ -35,7 +36,7 @@ def long_lived(request: pytest.FixtureRequest) -> Iterator[Fleet]:
 
 
 @pytest.fixture
-def fleet(long_lived: Fleet) -> Fleet:
+def fleet(long_lived: FaultFleet) -> FaultFleet:
     long_lived.mend()  # what one failed test left behind is no matter of the next
     return long_lived
 
@@ -67,7 +68,7 @@ def marks(stage: Stage, fault: Fault) -> list[pytest.MarkDecorator]:
     ("stage", "fault"),
     [pytest.param(*case, id="-".join(map(str, case)), marks=marks(*case)) for case in CASES],
 )
-def test_peer_fails(fleet: Fleet, fault: Fault, stage: Stage) -> None:
+def test_peer_fails(fleet: FaultFleet, fault: Fault, stage: Stage) -> None:
     fleet.fill([0], salt=1)
     transfer = fleet.new_transfer()
     bring_to(fleet, stage, transfer)
@@ -92,7 +93,7 @@ def test_peer_fails(fleet: Fleet, fault: Fault, stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_target_that_died_before_it_asked_is_not_missed(fleet: Fleet, rank: int) -> None:
+def test_a_target_that_died_before_it_asked_is_not_missed(fleet: FaultFleet, rank: int) -> None:
     assert_hands_over(fleet, slot=0, salt=1)
     fleet.fill([1], salt=3)
     transfer = fleet.new_transfer()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import pytest
+from tests.faults.fleet import FaultFleet
 from tests.faults.stages import (
     SETTLE_S_MAX,
     TIMINGS,
@@ -16,18 +17,18 @@ from tests.faults.stages import (
     workload_of,
 )
 
-from baton.bench.handoff.fleet import Fleet, ask_all
+from baton.bench.handoff.fleet import ask_all
 from baton.bench.handoff.stress import StressOptions
 
 NUM_SLOTS, NUM_ROUNDS = 50, 10
 
 
 @pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
+def fleet() -> Iterator[FaultFleet]:
     segments = shared_segments()
     workload = replace(workload_of("shm", 0.0), num_tokens=64, num_slots=NUM_SLOTS)
     # Ranks that run the load on their own may be seconds apart, on two slow cores: that is no failure.
-    with Fleet(workload, replace(TIMINGS, progress_s=15.0)) as found:
+    with FaultFleet(workload, replace(TIMINGS, progress_s=15.0)) as found:
         pids = [rank.pid for side in found.sides.values() for rank in side]
         yield found
     assert not [pid for pid in pids if is_alive(pid)]
@@ -41,7 +42,7 @@ def fleet() -> Iterator[Fleet]:
         pytest.param(False, id="each rank its own", marks=pytest.mark.slow),
     ],
 )
-def test_abort_storm(fleet: Fleet, is_central: bool) -> None:
+def test_abort_storm(fleet: FaultFleet, is_central: bool) -> None:
     assert_hands_over(fleet, slot=0, salt=1)
     ranks, first = [*fleet.sources, *fleet.targets], fleet.targets[0]
     before = [rank.ask("num_descriptors") for rank in ranks]
@@ -69,7 +70,7 @@ def test_abort_storm(fleet: Fleet, is_central: bool) -> None:
 
 
 @pytest.mark.slow
-def test_registry_restarts(fleet: Fleet) -> None:
+def test_registry_restarts(fleet: FaultFleet) -> None:
     assert fleet.registry is not None
     assert_hands_over(fleet, slot=0, salt=3)
     fleet.registry.stop()
@@ -86,7 +87,7 @@ def test_registry_restarts(fleet: Fleet) -> None:
 
 
 @pytest.mark.slow
-def test_a_transfer_waits_for_the_registry(fleet: Fleet) -> None:
+def test_a_transfer_waits_for_the_registry(fleet: FaultFleet) -> None:
     assert fleet.registry is not None
     fleet.registry.stop()
     fleet.end("target")

@@ -32,11 +32,6 @@ def test_an_interval_does_not_end_before_it_starts() -> None:
         Interval(COPY, "x", 2, 1)
 
 
-def test_json_and_back() -> None:
-    timeline = Timeline("t", (Interval(COPY, "layers 0-4", 0.5, 1.25, {"bytes": 7, "is_packed": False}),))
-    assert Timeline.from_json(json.loads(json.dumps(timeline.to_json()))) == timeline
-
-
 def test_covered_time_counts_once() -> None:
     assert covered_s([]) == 0
     assert covered_s([(5, 6), (0, 2), (1, 3), (3, 4), (1, 2)]) == 5

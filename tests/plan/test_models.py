@@ -7,10 +7,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.plan.model_views import brief, briefs, layers_of
+from tools.models_page import document
 
 from baton.errors import ConfigError
 from baton.plan.models import active_parameters, card_names, load_cache
-from baton.plan.models.__main__ import document
 from baton.plan.ranges import from_ids
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 512}
@@ -323,4 +323,4 @@ def test_any_text_is_a_cache_or_a_refusal(text: str) -> None:
 
 def test_the_page_about_the_cards_is_not_stale() -> None:
     page = (DOCS / "models.md").read_text("utf-8")
-    assert page == document(), "run: python -m baton.plan.models > docs/models.md"
+    assert page == document(), "run: make docs"

@@ -7,22 +7,37 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from tests.plan.scene import FILL, chunks_of, count_writes, padded
-from tests.plan.world import World, holdings, needed, page_tables, put, raw_values, worlds
+from tests.plan.world import (
+    World,
+    holdings,
+    make_cache,
+    needed,
+    page_tables,
+    put,
+    raw_values,
+    worlds,
+)
 
 from baton.plan import chunks
 from baton.plan.binding import bind
 from baton.plan.checker import check
-from baton.plan.chunks import Tables
+from baton.plan.chunks import PageTables, RouteEnd, Tables
 from baton.plan.dtypes import convert
 from baton.plan.execution import Memory, allocate, execute
+from baton.plan.kinds import Paged
+from baton.plan.layout import parse_layout
+from baton.plan.ownership import Spec
 from baton.plan.planner import plan
-from baton.plan.routes import resolve
+from baton.plan.routes import Prompt, resolve
 from baton.plan.steps import ALWAYS_PACK, NEVER_PACK, Copy, PackCost, Step
+from baton.plan.storage import Placement, Storage
+from baton.sim.placements import draw_placements
 
 NUM_PARTS = 8
 """So that several processes share the search."""
@@ -107,6 +122,60 @@ def hand_over(world: World, cost: PackCost) -> None:
     for key, counts in count_writes(steps, target).items():
         np.testing.assert_array_equal(counts, writes[key], err_msg=f"writes to {key}")
     assert sum(step.spans.num_bytes for step in steps if isinstance(step, Copy)) == least
+
+
+def overlaid_world(seed: int) -> World:
+    """A window beside full attention, in declared memory on both sides, often in the same bytes."""
+    cache = make_cache(4, (Paged(2, 3), ((0, 2),)), (Paged(2, 3, 0, 9), ((2, 4),)))
+    rng = random.Random(seed)
+    storage = Storage(4, "bf16").with_pages(dict.fromkeys(cache.groups, 7))
+    specs = [draw_placements(rng, Spec(parse_layout(text), cache, storage)) for text in ("tp2", "pp2")]
+    return World(*specs, 0, 0, Prompt(25), seed)
+
+
+def ignore_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Placement.layer_starts
+    monkeypatch.setattr(Placement, "layer_starts", lambda at, layers: right(replace(at, offset=0), layers))
+
+
+def take_layers_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Placement.layer_starts
+
+    def ascending(at: Placement, layers: np.ndarray) -> np.ndarray:
+        return right(replace(at, layer_offsets=tuple(sorted(at.layer_offsets))), layers)
+
+    monkeypatch.setattr(Placement, "layer_starts", ascending)
+
+
+def write_under_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = RouteEnd.table
+
+    def of_another(end: RouteEnd, tables: PageTables, num_pages: int) -> np.ndarray:
+        if end.side == "target" and end.group == "tokens.w9":
+            end = replace(end, group="tokens")
+        return right(end, tables, num_pages)
+
+    monkeypatch.setattr(RouteEnd, "table", of_another)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("variant", [ignore_offset, take_layers_in_order, write_under_another_group])
+def test_a_wrong_place_is_noticed(variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many worlds, since not each has offsets, uneven layers and overlaid groups."""
+    for seed in range(8):
+        hand_over(overlaid_world(seed), NEVER_PACK)
+    variant(monkeypatch)
+    chunks._bound_plan.cache_clear()
+    chunks._pair_index.cache_clear()
+    noticed = 0
+    for seed in range(8):
+        try:
+            hand_over(overlaid_world(seed), NEVER_PACK)
+        except AssertionError:
+            noticed += 1
+    chunks._bound_plan.cache_clear()
+    chunks._pair_index.cache_clear()
+    assert noticed >= 2
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))

@@ -21,6 +21,7 @@ from baton.plan.ownership import Spec
 from baton.plan.planner import plan
 from baton.plan.storage import Storage, parse_storage
 from baton.plan.wire import LAYERS_MAX, SPEC_BYTES_MAX, spec_from_bytes, spec_to_bytes
+from baton.sim.placements import draw_placements
 
 LAYOUTS = ["tp1", "dp2.pp2:1-3.cp3:stripe5.tp2", "cp4:split.tp2", "tp4.cp2:mirror", "cp2", "pp2:2-2.tp1"]
 
@@ -90,7 +91,13 @@ def put(value: Any, at: tuple[Any, ...], new: Any) -> Any:
     return changed
 
 
+def small_declared() -> Spec:
+    """The same in memory that an engine has: one buffer for a stage, uneven layers."""
+    return draw_placements(random.Random(1), small(storage=Storage(16, "bf16")))
+
+
 GOOD = json.loads(spec_to_bytes(small()))
+DECLARED = json.loads(spec_to_bytes(small_declared()))
 RUBBISH = [
     None,
     True,
@@ -115,6 +122,36 @@ def test_rubbish_anywhere_is_refused_or_is_a_spec(at: tuple[Any, ...]) -> None:
     texts = [refusal(json.dumps(put(GOOD, at, new)).encode()) for new in RUBBISH]
     assert texts.count("") <= 4, "a value that is right elsewhere may be right here, few are"
     assert all("spec" in text and len(text) < 1000 for text in texts if text)
+
+
+@pytest.mark.parametrize(
+    "at",
+    [at for at in paths(DECLARED) if at[:2] == ("storage", "placements") and at[2:3] in ((), (0,))],
+    ids=lambda at: ".".join(map(str, at)),
+)
+def test_rubbish_in_a_placement_is_refused_or_is_a_spec(at: tuple[Any, ...]) -> None:
+    texts = [refusal(json.dumps(put(DECLARED, at, new)).encode()) for new in RUBBISH]
+    assert texts.count("") <= 4
+    assert all("spec" in text and len(text) < 1000 for text in texts if text)
+
+
+def test_placements_come_back_and_are_told_apart() -> None:
+    spec = small_declared()
+    assert any(at.layer_offsets for at in spec.storage.placements) or spec.layout.size("pp") > 1
+    raw = spec_to_bytes(spec)
+    assert spec_from_bytes(raw) == spec
+    again = spec.storage.with_placements(reversed(spec.storage.placements))
+    assert spec_to_bytes(replace(spec, storage=again)) == raw, "whatever the order in which it was declared"
+    first, *rest = spec.storage.placements
+    wider = replace(first, buffer_bytes=first.buffer_bytes + 4)
+    others = [
+        replace(at, buffer_bytes=at.buffer_bytes + 4)
+        if (at.stage, at.tp, at.buffer) == (first.stage, first.tp, first.buffer)
+        else at
+        for at in rest
+    ]
+    assert spec_to_bytes(replace(spec, storage=spec.storage.with_placements([wider, *others]))) != raw
+    assert "placements" not in json.loads(spec_to_bytes(small()))["storage"], "as before where there are none"
 
 
 def refusal(raw: bytes) -> str:
@@ -159,6 +196,25 @@ def refusal(raw: bytes) -> str:
 def test_the_field_is_named(at: tuple[Any, ...], new: Any, field: str) -> None:
     with pytest.raises((ConfigError, LayoutError), match=field):
         spec_from_bytes(json.dumps(put(GOOD, at, new)).encode())
+
+
+@pytest.mark.parametrize(
+    ("at", "new", "field"),
+    [
+        ((), [], "spec.storage.placements has to be a list that is not empty, or left out"),
+        ((0, "offset"), -1, r"placements\[0\].offset has to be a number from 0"),
+        ((0, "buffer"), "staging", r"placements\[0\].buffer"),
+        ((0, "buffer_bytes"), 8, "spec.storage: placement of index_k on stage .* reaches to byte"),
+        ((0, "stage"), 2, r"spec.storage: no placement of index_k on stage|spec.storage: .* has no such"),
+        ((0, "strides", 0, 1), 0, r"placements\[0\].strides\[0\]\[1\] has to be a number from 1"),
+        ((0, "strides", 0, 0), "row", "spec.storage: placement of index_k .* strides for row"),
+        ((0, "component"), "kk", "spec.storage: no placement of index_k"),
+        ((0, "layer_offsets"), [0] * 9, "spec.storage: placement of index_k"),
+    ],
+)
+def test_the_field_of_a_placement_is_named(at: tuple[Any, ...], new: Any, field: str) -> None:
+    with pytest.raises(ConfigError, match=field):
+        spec_from_bytes(json.dumps(put(DECLARED, ("storage", "placements", *at), new)).encode())
 
 
 def test_unknown_and_missing_fields_are_refused() -> None:

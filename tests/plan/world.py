@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 from baton.plan.cache import Cache, Component, Units
 from baton.plan.kinds import Conv, Draft, Index, Latent, Paged, Recurrent
 from baton.plan.layout import Layout, parse_layout
-from baton.plan.ownership import Spec, placements
+from baton.plan.ownership import Spec, page_spaces, placements
 from baton.plan.ranges import from_ids
 from baton.plan.routes import Prompt
 from baton.plan.storage import Storage
+from baton.sim.placements import draw_placements
 
 ORDERS = [
     ("layer", "page", "unit", "token"),
@@ -151,6 +153,11 @@ def worlds(draw) -> World:
             pages_needed
         )
         specs.append(Spec(layout, cache, storage))
+    is_declared = draw(st.sampled_from([(False, False), (True, False), (False, True), (True, True)]))
+    specs = [
+        draw_placements(random.Random(draw(st.integers(0, 1 << 30))), spec) if is_own else spec
+        for spec, is_own in zip(specs, is_declared, strict=True)
+    ]
     source, target = specs
     prompt = Prompt(num_tokens, draw(held_prefixes(target, num_tokens)), draw(st.integers(0, 7)))
     groups = [draw(st.integers(0, spec.layout.size("dp") - 1)) for spec in specs]
@@ -207,15 +214,20 @@ def layer_stage(spec: Spec, layer: int) -> int:
 
 
 def page_tables(spec: Spec, dp: int, rng: np.random.Generator) -> dict[int, dict[str, np.ndarray]]:
-    """Page ids for every rank, sometimes in order (so that neighbours merge), sometimes scattered."""
+    """Page ids for every rank, sometimes in order (so that neighbours merge), sometimes scattered.
+
+    Groups that overlay each other share the pages out.
+    """
     found = {}
     for rank in spec.layout.group(dp):
+        spaces = page_spaces(spec, rank)
         found[rank] = {}
-        for group in spec.cache.groups:
-            pages = np.arange(spec.storage.pages_of(group), dtype=np.int64)
+        for space in sorted(set(spaces.values())):
+            groups = [group for group in spec.cache.groups if spaces[group] == space]
+            pages = np.arange(min(map(spec.storage.pages_of, groups)), dtype=np.int64)
             if rng.random() < 0.7:
                 rng.shuffle(pages)
-            found[rank][group] = pages
+            found[rank] |= zip(groups, np.array_split(pages, len(groups)), strict=True)
     return found
 
 
@@ -251,6 +263,7 @@ def _held(spec: Spec, which: tuple[int, int, str], layers: list[int], num_tokens
     rank, number, side = which
     at, component = spec.layout.coordinates(rank), spec.cache.components[number]
     place = placements(spec, rank, side)[component.name]
+    layer_offsets = place.layer_offsets or [i * place.stride("layer") for i in range(len(layers))]
     units = [0]
     if component.units:
         units = unit_owners(component.num_units, spec.layout.size("tp"))[at["tp"]]
@@ -260,7 +273,7 @@ def _held(spec: Spec, which: tuple[int, int, str], layers: list[int], num_tokens
     table, page = tables[rank][component.group], place.page_entries
     slots = np.arange(len(tokens))
     along = [
-        np.arange(len(layers)) * place.stride("layer"),
+        np.array(layer_offsets),
         table[slots // page] * place.stride("page") + slots % page * place.strides.get("token", 0),
         np.arange(len(units)) * place.stride("unit"),
         *(np.arange(dim.size) * place.stride(dim.name) for dim in component.dims),

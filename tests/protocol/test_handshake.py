@@ -423,6 +423,7 @@ MISFITS = [
         "rank 0 cannot have a session link",
     ),
     (Party(introduction("decode"), SECRET, dials=MEMBER), BOTH, "rank -1 cannot have a member link"),
+    (Party(introduction("prefill", epoch=0), SECRET), BOTH, "only a rank may leave its epoch out"),
 ]
 
 
@@ -445,6 +446,55 @@ def test_introduction_has_to_be_of_whom_the_handshake_was_with(name: str, change
     pair = Pair(*ends(), lie)
     assert "does not match the handshake" in pair.one(name, Ended).cause.text
     assert pair.states == (S.ENDED, S.ENDED)
+
+
+# A rank that does not know the epoch of its coordinator.
+
+EPOCHLESS = Party(introduction("decode", rank=3, epoch=0), SECRET, dials=MEMBER)
+
+
+def test_rank_learns_the_epoch_of_its_coordinator():
+    pair = Pair(*ends(EPOCHLESS))
+    assert pair.states == (S.STANDING, S.STANDING)
+    assert pair.one("dialler", Established).introduction.epoch == 4
+    assert pair.one("acceptor", Established).introduction == introduction("decode", rank=3, epoch=4)
+
+
+@pytest.mark.parametrize("kind", [Hello, Challenge])
+def test_nobody_in_between_chooses_the_epoch_that_a_rank_learns(kind: type):
+    """An epoch that was changed on the way breaks the proof."""
+
+    def change(message: Message) -> Message:
+        return msgspec.structs.replace(message, epoch=5) if type(message) is kind else message
+
+    pair = Pair(*ends(EPOCHLESS), change)
+    assert S.STANDING not in pair.states
+    assert not any(
+        isinstance(effect, Established) for effect in (*pair.effects["dialler"], *pair.effects["acceptor"])
+    )
+    assert "the proof does not hold" in refusal(pair, "acceptor").text
+
+
+def test_epoch_is_not_taken_before_the_coordinator_has_proven_itself():
+    stranger = replace(ACCEPTOR, secret=b"another secret")
+    pair = Pair(*ends(EPOCHLESS, stranger))
+    assert [type(message) for name, message in pair.passed if name == "dialler"] == [Hello, Proof]
+
+
+@pytest.mark.parametrize("epoch", [0, 3, 5])
+def test_rank_that_learned_an_epoch_has_to_introduce_itself_with_it(epoch: int):
+    def lie(message: Message) -> Message:
+        is_it = isinstance(message, Introduction) and message.rank == 3
+        return msgspec.structs.replace(message, epoch=epoch) if is_it else message
+
+    pair = Pair(*ends(EPOCHLESS), lie)
+    assert "does not match the handshake" in pair.one("acceptor", Ended).cause.text
+
+
+@pytest.mark.parametrize("epoch", [0, -7])
+def test_coordinator_without_an_epoch_is_refused(epoch: int):
+    pair = Pair(*ends(EPOCHLESS, replace(ACCEPTOR, introduction=introduction("decode", epoch=epoch))))
+    assert f"has epoch {epoch}" in refusal(pair, "dialler").text
 
 
 def test_secret_is_in_no_text():

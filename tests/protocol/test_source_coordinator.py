@@ -139,9 +139,15 @@ def described(offer: Offer) -> str:
     return f"{offer.num_tokens} tokens (digest {offer.digest.hex()}) in dp group {offer.source_dp}"
 
 
-NO_GRANT = cause(Why.DEADLINE, Stage.OFFER, f"no grant: no progress for {TIMINGS.offer_s:g} s")
+NO_GRANT = cause(
+    Why.DEADLINE,
+    Stage.OFFER,
+    f"no grant: no progress for {TIMINGS.offer_s:g} s; raise offer_s if it is only slow",
+)
 TOO_LONG = cause(Why.DEADLINE, Stage.OFFER, f"no grant: not done {TIMINGS.total_s:g} s after it began")
-STUCK = cause(Why.DEADLINE, Stage.COPY, f"no progress for {TIMINGS.progress_s:g} s")
+STUCK = cause(
+    Why.DEADLINE, Stage.COPY, f"no progress for {TIMINGS.progress_s:g} s; raise progress_s if it is only slow"
+)
 DIFFER = cause(
     Why.REFUSED_PROMPT,
     Stage.OFFER,

@@ -27,12 +27,16 @@ from baton.protocol.source_rank import (
     AnswerEnded,
     CancelCopies,
     ChunkCopied,
+    ChunkDropped,
     ChunkFailed,
     ChunkReady,
+    EndWithdrawal,
     ReleaseChunks,
     Sealed,
     SourceRank,
     StartCopies,
+    WithdrawCopies,
+    Withdrawn,
 )
 from baton.protocol.source_rank import SourceRankState as S
 
@@ -47,6 +51,8 @@ SEALED_EARLY = replace(HOLDING, is_sealed=True)
 GRANTED = replace(WAITING, state=S.COPYING, grant=GRANT_ID)
 COPYING = replace(GRANTED, under_way={0: ONE, 1: TWO}, num_chunks=2)
 LAST = replace(GRANTED, under_way={1: TWO}, num_chunks=2, num_bytes={0: {"k": 64}, 3: {"k": 8}})
+WITHDRAWING = replace(COPYING, state=S.WITHDRAWING)
+WITHDRAWING_LAST = replace(LAST, state=S.WITHDRAWING)
 DRAINING = replace(COPYING, state=S.DRAINING, is_sealed=True)
 DRAINING_LAST = replace(LAST, state=S.DRAINING, is_sealed=True)
 COMMITTED = replace(DRAINING_LAST, state=S.COMMITTED, under_way={})
@@ -90,7 +96,9 @@ def commit(num_chunks: int, num_bytes) -> object:
     )
 
 
-RECORDS = {record.state: record for record in (WAITING, COPYING, DRAINING, COMMITTED, STOPPING, ENDED)}
+RECORDS = {
+    record.state: record for record in (WAITING, COPYING, WITHDRAWING, DRAINING, COMMITTED, STOPPING, ENDED)
+}
 EVENTS = {
     type(event): event
     for event in (
@@ -102,6 +110,8 @@ EVENTS = {
         settled(READY),
         COPIED,
         ChunkFailed(1, BROKEN),
+        Withdrawn(),
+        ChunkDropped(1),
     )
 }
 
@@ -112,7 +122,34 @@ WAITING_CASES = (
         TWO,
         {"waiting": (ONE, TWO), "num_chunks": 2},
     ),
-    Case("the aux record goes ahead", HOLDING, Sealed(AUX), {"is_sealed": True}, (aux(b""),)),
+    Case(
+        "the aux record goes ahead",
+        HOLDING,
+        Sealed(AUX),
+        {"is_sealed": True, "has_aux": True},
+        (aux(b""),),
+    ),
+    Case(
+        "the first aux record stands",
+        replace(HOLDING, has_aux=True),
+        Sealed(AUX),
+        {"is_sealed": True},
+    ),
+    Case(
+        "dropped: nothing was read yet",
+        HOLDING,
+        Withdrawn(),
+        {"waiting": (), "num_chunks": 0},
+        (ReleaseChunks((0, 1)), EndWithdrawal(())),
+    ),
+    Case(
+        "to be sealed again",
+        replace(SEALED_EARLY, has_aux=True),
+        Withdrawn(),
+        {"waiting": (), "num_chunks": 0, "is_sealed": False},
+        (ReleaseChunks((0, 1)), EndWithdrawal(())),
+    ),
+    Case("nothing was offered", WAITING, Withdrawn(), {}, (EndWithdrawal(()),)),
     Case("this rank did not sample", HOLDING, Sealed(None), {"is_sealed": True}),
     Case(
         "quiet at once, kept until the verdict",
@@ -172,12 +209,32 @@ COPYING_CASES = (
         {"under_way": {1: TWO, 2: CHUNKS[2]}, "num_chunks": 3},
         (StartCopies(2),),
     ),
-    Case("copies are under way", COPYING, Sealed(AUX), {"state": S.DRAINING, "is_sealed": True}, (aux(),)),
+    Case(
+        "copies are under way",
+        COPYING,
+        Sealed(AUX),
+        {"state": S.DRAINING, "is_sealed": True, "has_aux": True},
+        (aux(),),
+    ),
+    Case(
+        "the first aux record stands",
+        replace(COPYING, has_aux=True),
+        Sealed(AUX),
+        {"state": S.DRAINING, "is_sealed": True},
+    ),
+    Case("copies are called off", COPYING, Withdrawn(), {"state": S.WITHDRAWING}, (WithdrawCopies(),)),
+    Case(
+        "nothing is under way",
+        replace(GRANTED, landed=(ONE.box,)),
+        Withdrawn(),
+        {},
+        (EndWithdrawal((ONE.box,)),),
+    ),
     Case(
         "all is copied: aux before commit",
         replace(LAST, under_way={}),
         Sealed(AUX),
-        {"state": S.COMMITTED, "is_sealed": True},
+        {"state": S.COMMITTED, "is_sealed": True, "has_aux": True},
         (aux(), commit(2, {0: {"k": 64}, 3: {"k": 8}})),
     ),
     Case(
@@ -233,7 +290,7 @@ COPYING_CASES = (
         "told, with where it lies and its sums",
         LAST,
         COPIED,
-        {"under_way": {}, "num_bytes": SUMMED},
+        {"under_way": {}, "num_bytes": SUMMED, "landed": (TWO.box,)},
         (ReleaseChunks((1,)), LANDED),
     ),
     Case(
@@ -258,7 +315,80 @@ COPYING_CASES = (
         (ReleaseChunks((1,)), abort(BROKEN), unquiet(DOUBT)),
     ),
 )
+WITHDRAWING_CASES = (
+    Case(
+        "copied all the same",
+        replace(WITHDRAWING, num_bytes={0: {"k": 64}, 3: {"k": 8}}),
+        COPIED,
+        {"under_way": {0: ONE}, "num_bytes": SUMMED, "landed": (TWO.box,)},
+        (ReleaseChunks((1,)), LANDED),
+    ),
+    Case(
+        "the last was copied all the same",
+        replace(WITHDRAWING_LAST, landed=(ONE.box,)),
+        COPIED,
+        {"state": S.COPYING, "under_way": {}, "num_bytes": SUMMED, "landed": (ONE.box, TWO.box)},
+        (ReleaseChunks((1,)), LANDED, EndWithdrawal((ONE.box, TWO.box))),
+    ),
+    Case(
+        "others are under way",
+        WITHDRAWING,
+        ChunkDropped(1),
+        {"under_way": {0: ONE}, "num_chunks": 1},
+        (ReleaseChunks((1,)),),
+    ),
+    Case(
+        "the last: not in the manifest",
+        replace(WITHDRAWING_LAST, landed=(ONE.box,)),
+        ChunkDropped(1),
+        {"state": S.COPYING, "under_way": {}, "num_chunks": 1},
+        (ReleaseChunks((1,)), EndWithdrawal((ONE.box,))),
+    ),
+    Case(
+        "it cannot vouch, so nothing is sent again",
+        WITHDRAWING_LAST,
+        ChunkFailed(1, BROKEN, DOUBT),
+        {"state": S.ENDED, "under_way": {}, "doubt": DOUBT},
+        (ReleaseChunks((1,)), abort(BROKEN), unquiet(DOUBT)),
+    ),
+    Case(
+        "others are called off already",
+        WITHDRAWING,
+        ChunkFailed(1, BROKEN),
+        {"state": S.STOPPING, "under_way": {0: ONE}},
+        (ReleaseChunks((1,)), abort(BROKEN), CancelCopies()),
+    ),
+    Case(
+        "the transfer is given up",
+        WITHDRAWING,
+        Aborted(GIVEN_UP),
+        {"state": S.STOPPING},
+        (abort(GIVEN_UP), CancelCopies()),
+    ),
+    Case(
+        "the answer ended here",
+        WITHDRAWING,
+        AnswerEnded(AUX),
+        {"state": S.STOPPING},
+        (aux(is_final=True), CancelCopies()),
+    ),
+    Case(
+        "the target gave up",
+        WITHDRAWING,
+        settled(FAILED),
+        {"state": S.STOPPING, "is_settled": True},
+        (Conclude(FAILED), CancelCopies()),
+    ),
+    *ignored(RECORDS, EVENTS, S.WITHDRAWING, Withdrawn),
+)
 DRAINING_CASES = (
+    Case(
+        "to be sealed again",
+        DRAINING,
+        Withdrawn(),
+        {"state": S.WITHDRAWING, "is_sealed": False},
+        (WithdrawCopies(),),
+    ),
     Case(
         "copies are called off",
         DRAINING,
@@ -277,14 +407,14 @@ DRAINING_CASES = (
         "others are under way",
         replace(DRAINING, num_bytes={0: {"k": 64}, 3: {"k": 8}}),
         COPIED,
-        {"under_way": {0: ONE}, "num_bytes": SUMMED},
+        {"under_way": {0: ONE}, "num_bytes": SUMMED, "landed": (TWO.box,)},
         (ReleaseChunks((1,)), LANDED),
     ),
     Case(
         "the last: landed before commit",
         DRAINING_LAST,
         COPIED,
-        {"state": S.COMMITTED, "under_way": {}, "num_bytes": SUMMED},
+        {"state": S.COMMITTED, "under_way": {}, "num_bytes": SUMMED, "landed": (TWO.box,)},
         (ReleaseChunks((1,)), LANDED, commit(2, SUMMED)),
     ),
     Case(
@@ -303,6 +433,13 @@ DRAINING_CASES = (
     ),
 )
 COMMITTED_CASES = (
+    Case(
+        "everything was sent",
+        replace(COMMITTED, landed=(ONE.box, TWO.box)),
+        Withdrawn(),
+        {},
+        (EndWithdrawal((ONE.box, TWO.box), is_committed=True),),
+    ),
     Case("the target is asked, and decides", COMMITTED, Aborted(GIVEN_UP), {}, (abort(GIVEN_UP),)),
     Case(
         "admitted",
@@ -359,7 +496,15 @@ STOPPING_CASES = (
     ),
     Case("told", STOPPING, settled(FAILED), {"is_settled": True}, (Conclude(FAILED),)),
     Case("told once", replace(STOPPING, is_settled=True), settled(FINISHED), {}),
-    *ignored(RECORDS, EVENTS, S.STOPPING, Sealed, AnswerEnded, Aborted),
+    Case(
+        "dropped, as asked",
+        STOPPING_LAST,
+        ChunkDropped(1),
+        {"state": S.ENDED, "under_way": {}},
+        (ReleaseChunks((1,)), quiet()),
+    ),
+    Case("others are under way", STOPPING, ChunkDropped(1), {"under_way": {0: ONE}}, (ReleaseChunks((1,)),)),
+    *ignored(RECORDS, EVENTS, S.STOPPING, Sealed, AnswerEnded, Aborted, Withdrawn),
 )
 ENDED_CASES = (
     Case("never copied", ENDED, TWO, {}, (ReleaseChunks((1,)),)),
@@ -371,13 +516,14 @@ ENDED_CASES = (
         (Conclude(FAILED), Forget()),
     ),
     Case("once is enough", replace(ENDED, is_settled=True), settled(FAILED)),
-    *ignored(RECORDS, EVENTS, S.ENDED, Sealed, AnswerEnded, Aborted, Grant),
+    *ignored(RECORDS, EVENTS, S.ENDED, Sealed, AnswerEnded, Aborted, Withdrawn, Grant),
 )
 SUITE = Suite(
     SOURCE_RANK,
     (
         *WAITING_CASES,
         *COPYING_CASES,
+        *WITHDRAWING_CASES,
         *DRAINING_CASES,
         *COMMITTED_CASES,
         *STOPPING_CASES,

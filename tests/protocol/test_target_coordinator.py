@@ -192,8 +192,12 @@ STRANGER = cause(
     "pages of ranks [2], but ranks [0, 1] receive this transfer; ask on the ranks of one dp group",
     1,
 )
-UNGRANTED = cause(Why.DEADLINE, Stage.GRANT, f"no progress for {TIMINGS.offer_s:g} s")
-STUCK = cause(Why.DEADLINE, Stage.COPY, f"no progress for {TIMINGS.progress_s:g} s")
+UNGRANTED = cause(
+    Why.DEADLINE, Stage.GRANT, f"no progress for {TIMINGS.offer_s:g} s; raise offer_s if it is only slow"
+)
+STUCK = cause(
+    Why.DEADLINE, Stage.COPY, f"no progress for {TIMINGS.progress_s:g} s; raise progress_s if it is only slow"
+)
 REFUSED = Cause(Why.OUT_OF_PAGES, Stage.GRANT, TARGET, 1, "no room in staging")
 
 RECORDS = {one.state: one for one in (PREPARING, OPENING, GRANTED, DONE, QUARANTINED, RELEASED)}

@@ -51,6 +51,7 @@ def hold(operation: Any, mode: GenerationMode) -> None:
     @settings(
         max_examples=NUM_EXAMPLES,
         deadline=None,
+        derandomize=True,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.explicit, Phase.generate],
     )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.serving.http import ApiError
-from baton.serving.router import read_routable
+from baton.serving.wire import read_routable
 
 PATH = "/v1/completions"
 VALUES = st.recursive(

@@ -36,6 +36,23 @@ def test_misuse_is_refused_before_anything_listens(options: list[str], told: str
     assert told in str(done.exception)
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], "give --registry URL"),
+        (["--decode", "http://h:1"], "give --engine vllm too"),
+        (["--engine", "vllm", "--decode", "http://h:1"], "a --prefill and a --decode"),
+        (["--engine", "vllm", "--prefill", "http://h:1", "--decode", "http://h:2"], "source=HOST:KV_PORT"),
+        (["--engine", "vllm", "--registry", REGISTRY, "--first-token", "decode"], "leave it out"),
+    ],
+)
+def test_instances_that_are_not_named_well_are_refused(options: list[str], told: str, monkeypatch):
+    monkeypatch.setenv("BATON_SECRET", SECRET.decode())
+    done = CliRunner().invoke(make_app("route"), ["route", "--port", "0", *options])
+    assert isinstance(done.exception, ConfigError)
+    assert told in str(done.exception)
+
+
 def test_router_runs_without_a_registry_and_ends_when_told():
     words = [sys.executable, "-m", "baton", "route", "--registry", REGISTRY, "--port", "0"]
     environment = {**os.environ, "BATON_SECRET": SECRET.decode(), "BATON_API_KEY": "a-key-of-a-client"}

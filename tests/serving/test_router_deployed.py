@@ -9,8 +9,8 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from time import monotonic
+from contextlib import contextmanager, suppress
+from time import monotonic, sleep
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -100,6 +100,27 @@ class Reading(threading.Thread):
         return read_stream(b"".join(self.lines))
 
 
+@contextmanager
+def decoding(world: Deployment, asked: dict[str, Any], num_events: int) -> Iterator[tuple[Reading, str]]:
+    """A stream in the middle of its answer, and who decodes it; decode ranks stand still meanwhile."""
+    pids = [pid for each in world.decode for pid in each.rank_pids]
+    while True:
+        reading = Reading(world, asked)
+        until(lambda: reading.num_events > num_events or not reading.is_alive(), "some events", every_s=0.002)  # noqa: B023
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            # what was sent before they stopped arrives; a stream that is over by then was too quick
+            sleep(0.2)
+            if reading.is_alive() and (names := busy(world, "decode")):
+                yield reading, names[0]
+                return
+        finally:
+            for pid in pids:
+                _continue(pid)
+        reading.streamed()
+
+
 def check(found: Streamed, texts: dict[int, str]) -> None:
     assert found.errors == []
     assert found.texts == texts
@@ -122,10 +143,8 @@ def end_server(part: Part) -> None:
 
 @pytest.mark.parametrize("end", [kill_rank, end_server])
 def test_stream_goes_on_when_decode_is_killed_in_the_middle(world: Deployment, end: Callable[[Part], None]):
-    reading = Reading(world, body(prompt()))
-    until(lambda: reading.num_events > 3, "some events")
-    name = until(lambda: busy(world, "decode"), "who decodes")[0]
-    end(part(world, name))
+    with decoding(world, body(prompt()), num_events=3) as (reading, name):
+        end(part(world, name))
     check(reading.streamed(), {0: right(prompt())})
     resumes = _metric(world, "baton_router_resumes_total")
     assert resumes >= 1
@@ -134,9 +153,9 @@ def test_stream_goes_on_when_decode_is_killed_in_the_middle(world: Deployment, e
 def test_batch_goes_on_when_decode_is_killed_in_the_middle(world: Deployment):
     texts = [each for each in PROMPTS if oracle_text(each, NUM_TOKENS, ignore_eos=True).is_certain][:3]
     options = {"stream_options": {"include_usage": True}, "n": 2}
-    reading = Reading(world, {**body(prompt(), **options), "prompt": texts})
-    until(lambda: reading.num_events > 8, "some events")
-    kill_rank(part(world, until(lambda: busy(world, "decode"), "who decodes")[0]))
+    asked = {**body(prompt(), **options), "prompt": texts}
+    with decoding(world, asked, num_events=8) as (reading, name):
+        kill_rank(part(world, name))
     found = reading.streamed()
     check(found, {place * 2 + k: right(text) for place, text in enumerate(texts) for k in (0, 1)})
     assert [usage["completion_tokens"] for usage in found.usage] == [2 * len(texts) * NUM_TOKENS]
@@ -165,13 +184,11 @@ def test_request_is_made_again_when_a_rank_dies_before_the_first_token(
 
 
 def test_drained_instance_finishes_what_it_has_and_another_joins(world: Deployment):
-    reading = Reading(world, body(prompt()))
-    until(lambda: reading.num_events > 1, "some events")
-    name = until(lambda: busy(world, "decode"), "who decodes")[0]
     assert world.router is not None
-    answer = world.router.ask(f"/drain?instance={name}", {})
-    assert answer.status == 200
-    until(lambda: states(world)[name] == "draining", "the router hears of it")
+    with decoding(world, body(prompt()), num_events=1) as (reading, name):
+        answer = world.router.ask(f"/drain?instance={name}", {})
+        assert answer.status == 200
+        until(lambda: states(world)[name] == "draining", "the router hears of it")
     others = [Reading(world, body(text)) for text in PROMPTS[:2]]
     check(reading.streamed(), {0: right(prompt())})
     assert [other.streamed().num_done for other in others] == [1, 1]
@@ -189,11 +206,10 @@ def test_drained_instance_finishes_what_it_has_and_another_joins(world: Deployme
 
 
 def test_stream_goes_on_when_decode_is_stopped(world: Deployment):
-    reading = Reading(world, body(prompt(), max_tokens=NUM_TOKENS))
-    until(lambda: reading.num_events > 1, "some events")
-    name = until(lambda: busy(world, "decode"), "who decodes")[0]
-    stopped = part(world, name)
-    pids = [stopped.pid, *stopped.rank_pids]
+    with decoding(world, body(prompt()), num_events=1) as (reading, name):
+        stopped = part(world, name)
+        os.kill(stopped.pid, signal.SIGSTOP)
+        pids = [stopped.pid, *stopped.rank_pids]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:

@@ -10,7 +10,8 @@ from tests.serving.peers import NUM_TOKENS, Fault, expected, token
 from tests.serving.router_world import Streamed, read_stream, run, until, world
 
 from baton.serving.http import ResumedChoice, TokenNote
-from baton.serving.router import RouterLimits, StreamFilter, StreamProgress
+from baton.serving.router import RouterLimits
+from baton.serving.wire import StreamFilter, StreamProgress
 
 CHAT = "/v1/chat/completions"
 ENDS = {

@@ -32,8 +32,8 @@ from baton.serving.router import (
     RouteConstraints,
     RouterConfig,
     RouterLimits,
-    read_routable,
 )
+from baton.serving.wire import read_routable
 from baton.session.registry import Role, Roster
 
 

@@ -6,16 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import aiohttp
 import pytest
 from tests.serving.router_world import run, until
 from yarl import URL
 
 from baton.errors import ConfigError
-from baton.serving.fleet import UpstreamError, fetch, instance_base, upstream_session
+from baton.serving import fleet
+from baton.serving.fleet import UpstreamClient, UpstreamError, fetch, instance_base
 from baton.serving.router import RouterLimits, UpstreamRequest
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+LAST = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok"
+INTERIM = b"HTTP/1.1 102 Processing\r\n\r\n"
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
 
 
@@ -60,8 +62,8 @@ class Listener:
 
 
 @asynccontextmanager
-async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    found = upstream_session("key", 30.0)
+async def client() -> AsyncIterator[UpstreamClient]:
+    found = UpstreamClient("key", 30.0)
     try:
         yield found
     finally:
@@ -72,7 +74,7 @@ def test_connections_are_used_again():
     async def body() -> None:
         listener = Listener([OK, CHUNKED, OK])
         async with listener as url, client() as upstream:
-            answers = [await fetch(upstream, url, 60.0) for _ in range(3)]
+            answers = [await fetch(upstream.session, url, 60.0) for _ in range(3)]
             assert answers == [(200, b"ok"), (200, b"abc"), (200, b"ok")]
             assert listener.num_connections == 1
 
@@ -84,8 +86,112 @@ def test_broken_answers_are_errors(answer: bytes):
     async def body() -> None:
         async with Listener([answer], is_cut=True) as url, client() as upstream:
             with pytest.raises(UpstreamError) as raised:
-                await fetch(upstream, url, 60.0)
+                await fetch(upstream.session, url, 60.0)
             assert raised.value.code == "PEER_LOST"
+
+    run(body)
+
+
+async def posted(upstream: UpstreamClient, url: str) -> tuple[int, bytes]:
+    request = UpstreamRequest(upstream, "i", RouterLimits())
+    try:
+        response = await request.send(URL(url), b"{}")
+        return response.code, await request.read_all()
+    finally:
+        request.close()
+
+
+@pytest.mark.parametrize(
+    ("answers", "num_connections"),
+    [
+        ([OK, CHUNKED, OK], 1),
+        ([OK, LAST, OK], 2),
+        ([OK + OK, OK], 2),  # the second response answers nothing
+        ([INTERIM + OK, INTERIM + INTERIM + CHUNKED], 1),
+    ],
+)
+def test_posts_use_connections_again_where_they_can(answers: list[bytes], num_connections: int):
+    async def body() -> None:
+        listener, bodies = Listener(list(answers)), [b"abc" if CHUNKED in sent else b"ok" for sent in answers]
+        async with listener as url, client() as upstream:
+            assert [await posted(upstream, url) for _ in answers] == [(200, sent) for sent in bodies]
+            assert listener.num_connections == num_connections
+
+    run(body)
+
+
+def test_a_connection_that_the_instance_has_closed_is_not_used():
+    async def body() -> None:
+        listener = Listener([OK, OK], is_cut=True)
+        async with listener as url, client() as upstream:
+            assert await posted(upstream, url) == (200, b"ok")
+            (idle,) = upstream.target(URL(url)).idle
+            await until(lambda: idle[0].closed)
+            assert await posted(upstream, url) == (200, b"ok")
+            assert listener.num_connections == 2
+
+    run(body)
+
+
+def test_a_connection_with_a_response_to_nothing_is_not_used():
+    async def body() -> None:
+        listener = Listener([OK, OK])
+        async with listener as url, client() as upstream:
+            await posted(upstream, url)
+            ((connection, _),) = upstream.target(URL(url)).idle
+            assert connection.protocol is not None
+            connection.protocol.data_received(CHUNKED)
+            assert await posted(upstream, url) == (200, b"ok")
+            assert listener.num_connections == 2
+
+    run(body)
+
+
+def test_idle_connections_are_not_kept_for_long(monkeypatch: pytest.MonkeyPatch):
+    async def body() -> None:
+        listener = Listener([OK, OK, OK])
+        async with listener as url, client() as upstream:
+            await posted(upstream, url)
+            monkeypatch.setattr(fleet, "IDLE_S_MAX", -1.0)
+            await posted(upstream, url)
+            assert listener.num_connections == 2
+
+    run(body)
+
+
+def test_a_connection_with_an_unsent_request_is_not_used_again():
+    async def body() -> None:
+        over = asyncio.Event()
+
+        async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(OK)
+            await over.wait()
+            writer.transport.abort()
+
+        server = await asyncio.start_server(refuse, "127.0.0.1", 0, limit=1024)
+        url = URL(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/x")
+        async with client() as upstream:
+            request = UpstreamRequest(upstream, "i", RouterLimits())
+            await request.send(url, bytes(64 << 20))
+            assert await request.read_all() == b"ok"
+            assert upstream.target(url).take() is None
+            request.close()
+        over.set()
+        server.close()
+        await asyncio.sleep(0.05)
+
+    run(body)
+
+
+@pytest.mark.parametrize("answer", [b"", OK[:-1], b"nonsense\r\n\r\n", CHUNKED[:-5], CHUNKED[:-9]])
+def test_broken_answers_to_posts_are_errors(answer: bytes):
+    async def body() -> None:
+        async with Listener([answer], is_cut=True) as url, client() as upstream:
+            with pytest.raises(UpstreamError) as raised:
+                await posted(upstream, url)
+            assert raised.value.code == "PEER_LOST"
+            assert "\n" not in raised.value.text
 
     run(body)
 
@@ -95,9 +201,10 @@ def test_a_closed_port_is_told_apart():
         async with Listener([]) as url:
             pass
         async with client() as upstream:
-            with pytest.raises(UpstreamError) as raised:
-                await fetch(upstream, url, 60.0)
-            assert raised.value.code == "REFUSED"
+            for asked in (fetch(upstream.session, url, 60.0), posted(upstream, url)):
+                with pytest.raises(UpstreamError) as raised:
+                    await asked
+                assert raised.value.code == "REFUSED"
 
     run(body)
 
@@ -106,7 +213,7 @@ def test_silence_is_a_deadline():
     async def body() -> None:
         async with Listener([b"HTTP/1.1 200 OK\r\n", b""]) as url, client() as upstream:
             with pytest.raises(UpstreamError) as raised:
-                await fetch(upstream, url, 0.2)
+                await fetch(upstream.session, url, 0.2)
             assert raised.value.code == "DEADLINE"
 
     run(body)

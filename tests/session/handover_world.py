@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +24,7 @@ from tests.plan.world import Held, holdings, make_cache, needed, put, raw_values
 from baton.plan import Cache, Prompt, Spec, Storage, parse_layout
 from baton.plan.dtypes import convert, item_bytes
 from baton.plan.kinds import Paged
-from baton.plan.ownership import buffers
+from baton.plan.ownership import buffers, page_spaces
 from baton.plan.steps import ALWAYS_PACK, NEVER_PACK
 from baton.plan.storage import HND, Order
 from baton.protocol.outcomes import Aux, Cause, Failed, Outcome, Ready
@@ -31,6 +32,7 @@ from baton.protocol.timings import Timings
 from baton.session.endpoint import Endpoint, EndpointConfig
 from baton.session.handles import Handle, Receiving, Request, Sending, prompt_digest
 from baton.session.links import SocketConfig
+from baton.sim.placements import draw_placements
 from baton.transport import Transport, open_transport
 
 PATIENCE_S = 30.0
@@ -56,12 +58,17 @@ class Side:
     staging_bytes: int = 1 << 16
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of `EndpointConfig`."""
+    memory_seed: int | None = None
+    """Where it is given, the memory is declared and drawn from it."""
     wrap: Callable[[int, Transport], Transport] = lambda rank, transport: transport
 
     def spec(self, cache: Cache) -> Spec:
         storage = Storage(self.page_tokens, self.dtype, self.order, granule=self.granule)
         pages = dict.fromkeys(cache.groups, self.num_pages)
-        return Spec(parse_layout(self.layout), cache, storage.with_pages(pages))
+        spec = Spec(parse_layout(self.layout), cache, storage.with_pages(pages))
+        if self.memory_seed is None:
+            return spec
+        return draw_placements(random.Random(self.memory_seed), spec)
 
 
 @dataclass(frozen=True)
@@ -90,9 +97,9 @@ class Instance:
         assert self.first.wait_ready(PATIENCE_S), f"{name} did not come up: {self.ended}"
         rng = np.random.default_rng(1)
         self.free = {
-            (rank, group): rng.permutation(side.num_pages).tolist()
+            (rank, space): rng.permutation(self.spec.storage.pages_of(space)).tolist()
             for rank in range(self.spec.layout.num_ranks)
-            for group in cache.groups
+            for space in sorted(set(page_spaces(self.spec, rank).values()))
         }
 
     def _endpoint(self, rank: int, transport: Transport) -> Endpoint:
@@ -124,7 +131,7 @@ class Instance:
         found: dict[int, dict[str, np.ndarray]] = {}
         for rank in self.spec.layout.group(dp):
             for group in self.spec.cache.groups:
-                free = self.free[rank, group]
+                free = self.free[rank, page_spaces(self.spec, rank)[group]]
                 taken = [free.pop() for _ in range(num_pages if group != "state" else 1)]
                 found.setdefault(rank, {})[group] = np.array(taken, dtype=np.int64)
         return found
@@ -227,9 +234,27 @@ class Transfer:
         self.sendings: dict[int, Sending] = {}
         self.receivings: dict[int, Receiving] = {}
         self.salt = len(world.transfers)
-        for held in self._held(world.source, job.num_tokens):
+        self.fill()
+
+    def fill(self) -> None:
+        """Prefill: the pages of the source get their content."""
+        world = self.world
+        for held in self._held(world.source, self.job.num_tokens):
             values = self._values(held, world.source.spec.storage.dtype_of(held.component))
             put(world.source.memory[held.rank, held.buffer], held.offsets, values)
+
+    def move_source_pages(self) -> None:
+        """Another request gets the source's pages and overwrites them; this one is prefilled into others."""
+        source, rng = self.world.source, self.world.rng
+        for held in self._held(source, self.job.num_tokens):
+            noise = rng.integers(0, 256, (len(held.offsets), held.item_bytes), dtype=np.uint8)
+            put(source.memory[held.rank, held.buffer], held.offsets, noise)
+        before = self.source_tables
+        self.source_tables = source.take(self.job.dps[0], self.job.num_tokens)
+        for rank, tables in before.items():
+            for group, ids in tables.items():
+                source.free[rank, group][:0] = ids.tolist()
+        self.fill()
 
     def _held(self, instance: Instance, num_tokens: int) -> Iterator[Held]:
         """What the ranks of one side hold of this prompt, by rank and component."""

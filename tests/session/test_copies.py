@@ -4,11 +4,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.session.handover_world import CACHE, Side
 
+from baton.protocol.ledger import Rectangle
 from baton.session.copies import ChunkCopy, Connection, SourceCopies, SubmittedCopy
 from baton.transport import Completion, Done, FailedQuiet, Peer, Ticket
 
 HEARD_S = 9.0
+BOX = Rectangle((0, 1), (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -20,12 +23,13 @@ HEARD_S = 9.0
     ],
 )
 def test_a_copy_ended_when_its_transport_knew(event: Completion, ended_s: float):
-    config: Any = SimpleNamespace(cause=lambda *why: why)
+    spec = Side().spec(CACHE)
+    config: Any = SimpleNamespace(cause=lambda *why: why, spec=spec, rank=0, ungranted_share_max=0.5)
     ports: Any = SimpleNamespace(now=lambda: HEARD_S)
     source = SourceCopies(config, ports, transport=None, pools=None, peers={}, send=None)  # type: ignore[arg-type]
     transfer: Any = SimpleNamespace(handle=SimpleNamespace(copies=[]), copying={})
     connection = Connection(Peer(1, "target"), {}, num_copies=1)
-    source.tickets[1] = ChunkCopy(transfer, 3, copies={1: SubmittedCopy(connection, 2, 100, 1.0)})
+    source.tickets[1] = ChunkCopy(transfer, 3, BOX, copies={1: SubmittedCopy(connection, 2, 100, 1.0)})
     source.on_completion(event)
     (timing,) = transfer.handle.copies
     assert (timing.target_rank, timing.index, timing.num_bytes) == (2, 3, 100)

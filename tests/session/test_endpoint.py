@@ -150,7 +150,8 @@ def config(**changes: Any) -> EndpointConfig:
         ({"rank": 2}, "rank 2: tp2 has 2 ranks"),
         ({"rank": -1}, "rank -1: tp2 has 2 ranks"),
         ({"role": "both ways"}, "use prefill, decode, both"),
-        ({"coordinator": "127.0.0.1:1"}, "epoch 0"),
+        ({"epoch": -1}, "epoch -1: give 1 or more"),
+        ({"attach_s": float("inf")}, "attach_s is inf"),
     ],
 )
 def test_a_config_that_cannot_be(changes: dict[str, Any], text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -69,6 +70,29 @@ def modes(transfer: Transfer) -> set[str]:
     grant = coordinator.inbound.transfers[transfer.id].record.grant
     assert grant is not None
     return {lane.mode for lane in grant.lanes}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("cache", ["gqa", "window", "hybrid"])
+@pytest.mark.parametrize("seed", range(3))
+def test_memory_that_an_engine_declares(seed: int, cache: str, transport: str) -> None:
+    """Several components in one buffer, with gaps, groups over one another, layers in any order."""
+    ends = (("tp2", "pp2"), ("pp2", "tp4"), ("tp1", "tp2.pp2"))[seed]
+    source, target = (Side(end, memory_seed=seed + i) for i, end in enumerate(ends))
+    if not seed:
+        source = Side(ends[0])
+    held = CACHES.get(cache, CACHE)
+    with worlds(source, replace(target, page_tokens=3), transport=transport, cache=held) as world:
+        world.hand_over(Job(21))
+        world.packs(seed == 1)
+        transfers = [world.transfer(Job(num_tokens, is_verified=True)) for num_tokens in (9, 1, 30)]
+        for transfer in transfers:
+            transfer.receive()
+            transfer.send()
+            transfer.offer_all()
+            transfer.commit()
+        for transfer in transfers:
+            transfer.check_ready()
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -32,7 +32,7 @@ from tests.session.handover_world import (
 )
 from tests.transport.faulty import Faults, Faulty, FaultyConfig
 
-from baton.errors import LayoutError
+from baton.errors import ConfigError, LayoutError
 from baton.plan import plan
 from baton.plan.kinds import Paged
 from baton.protocol.outcomes import Cause, Failed, Ready, Stage, Waiting, Why
@@ -544,6 +544,47 @@ def test_a_transfer_that_stops_moving() -> None:
         cause = found.cause()
         assert (cause.why, cause.stage, cause.instance) == (Why.DEADLINE, Stage.COPY, "d0")
         world.hand_over()
+
+
+@pytest.mark.parametrize(("source_s", "target_s"), [(80.0, None), (None, 80.0), (80.0, 5.0)])
+def test_a_progress_deadline_of_one_request_holds_on_both_sides(
+    source_s: float | None, target_s: float | None
+) -> None:
+    with worlds(Side("tp2"), Side("pp2")) as world:
+        found = world.transfer()
+        for rank in found.source_tables:
+            endpoint = world.source.endpoints[rank]
+            found.sendings[rank] = endpoint.send(found.id, found.digest, progress_s=source_s)
+        found.receive(progress_s=target_s)
+        found.offer((0, 2), (0, 21))
+        outbound, inbound = coordinators(world)
+        until(lambda: is_begun(outbound, found.id) and is_begun(inbound, found.id), "no offer and grant")
+        for transfers in (outbound, inbound):
+            assert transfers[found.id].record.deadlines.progress_s == 80.0
+        found.offer((2, 4), (0, 21))
+        found.commit()
+        found.check_ready()
+
+
+def coordinators(world: World) -> tuple[dict[str, Any], dict[str, Any]]:
+    source, target = world.source.first.coordinator, world.target.first.coordinator
+    assert source is not None
+    assert target is not None
+    return source.outbound.transfers, target.inbound.transfers
+
+
+def is_begun(transfers: dict[str, Any], name: str) -> bool:
+    return name in transfers and transfers[name].record.deadlines.has_begun
+
+
+@pytest.mark.parametrize("wrong", [0.0, -3.0, float("inf"), float("nan")])
+def test_what_is_no_deadline_is_refused_at_the_call(wrong: float) -> None:
+    with worlds(Side(), Side()) as world:
+        found = world.transfer()
+        with pytest.raises(ConfigError, match="give a finite number of seconds above 0"):
+            world.source.first.send(found.id, found.digest, progress_s=wrong)
+        with pytest.raises(ConfigError, match="give a finite number of seconds above 0"):
+            found.receive(progress_s=wrong)
 
 
 # Instances that go away.

@@ -12,10 +12,17 @@ from baton.protocol.outcomes import Cause, Failed, Finished, Ready, Stage, Why
 from baton.sim.checkers import CHECKERS
 from baton.sim.engines import SourceEngine
 from baton.sim.runner import make_world, options_of, run_world
-from baton.sim.transport import Inbox
+from baton.sim.transport import SimTransport
 from baton.sim.world import World
 
-PLAIN = {"faults": {}, "finish_share": 0.0, "is_packing": False, "verified_share": 0.0, "held_share": 0.0}
+PLAIN = {
+    "faults": {},
+    "withdraw_share": 0.0,
+    "finish_share": 0.0,
+    "is_packing": False,
+    "verified_share": 0.0,
+    "held_share": 0.0,
+}
 LATE = Failed(Cause(Why.DEADLINE, Stage.COPY, "D0", -1, "no progress for 0.6 s"))
 
 
@@ -34,8 +41,8 @@ def test_the_world_itself_is_sound() -> None:
 
 
 def test_a_byte_written_twice(monkeypatch) -> None:
-    write = Inbox.write
-    monkeypatch.setattr(Inbox, "write", lambda *args: write(*args) or write(*args))
+    write = SimTransport.write
+    monkeypatch.setattr(SimTransport, "write", lambda *args: write(*args) or write(*args))
     assert checker_of(world()) == "written_once"
 
 
@@ -62,7 +69,7 @@ def test_a_page_that_is_never_given_back() -> None:
 
 
 def test_a_transfer_that_never_ends(monkeypatch) -> None:
-    monkeypatch.setattr(SourceEngine, "_seal", lambda self, job, rank, script: None)
+    monkeypatch.setattr(SourceEngine, "_seal", lambda *args: None)
     monkeypatch.setattr("baton.protocol.timings.Deadlines.passed", lambda self, now: "")
     assert checker_of(world()) == "settles"
 

@@ -11,11 +11,12 @@ from baton.errors import EngineError
 from baton.plan.binding import bind
 from baton.plan.chunks import Tables
 from baton.plan.execution import execute
+from baton.plan.ownership import Spec, page_spaces
 from baton.plan.planner import plan
 from baton.plan.routes import Chunk, Prompt
 from baton.sim.content import ExpectedCache, pages_needed, pages_of_bytes, prefixes
 from baton.sim.families import NUM_FAMILIES, family
-from baton.sim.pool import PagePool
+from baton.sim.pool import GAP, PagePool
 
 EVERY_LAYER = (0, 99)
 
@@ -72,7 +73,54 @@ def spoil_one(books, pools, held) -> None:
 def test_every_byte_of_a_pool_belongs_to_a_page(number: int) -> None:
     for spec in family(number).targets:
         for rank in range(spec.layout.num_ranks):
-            assert all((pages >= 0).all() for pages in pages_of_bytes(spec, rank).values())
+            pages = pages_of_bytes(spec, rank).values()
+            assert spec.storage.placements or all((inside >= 0).all() for inside in pages)
+            assert all((inside >= 0).any() for inside in pages)
+
+
+def declared_families() -> list[Spec]:
+    specs = (spec for number in range(NUM_FAMILIES) for spec in family(number).targets)
+    return [spec for spec in specs if spec.storage.placements]
+
+
+def test_families_have_gaps_uneven_layers_and_overlaid_groups() -> None:
+    specs = declared_families()
+    assert any((pages < 0).any() for spec in specs for pages in pages_of_bytes(spec, 0).values())
+    assert any(at.layer_offsets for spec in specs for at in spec.storage.placements)
+    assert any(len({at.buffer for at in spec.storage.placements}) == 1 for spec in specs)
+    assert any(len(set(page_spaces(spec, 0).values())) < len(spec.cache.groups) for spec in specs)
+
+
+def test_overlaid_groups_take_their_pages_from_one_pool() -> None:
+    overlaid = [
+        spec
+        for spec in declared_families()
+        if len(set(page_spaces(spec, 0).values())) < len(spec.cache.groups)
+    ]
+    for spec in overlaid:
+        pool, taken = PagePool(spec, 0), []
+        while pool.can_take(dict.fromkeys(spec.cache.groups, 1)):
+            taken.append(pool.take(dict.fromkeys(spec.cache.groups, 1), 3, random.Random(1)))
+        ids = [int(page) for tables in taken for pages in tables.values() for page in pages]
+        assert (
+            len(set(ids)) == len(ids) > spec.storage.pages_of(spec.cache.groups[0]) - len(spec.cache.groups)
+        )
+        for tables in taken:
+            for group, pages in tables.items():
+                pool.give_back(group, pages.tolist(), 3)
+        assert pool.num_dirty_bytes() == 0
+
+
+def test_a_write_into_a_gap_is_noticed() -> None:
+    spec = next(
+        spec for spec in declared_families() if any((p < 0).any() for p in pages_of_bytes(spec, 0).values())
+    )
+    pool = PagePool(spec, 0)
+    name, pages = next((name, p) for name, p in pages_of_bytes(spec, 0).items() if (p < 0).any())
+    index = np.flatnonzero(pages < 0)[:1]
+    assert pool.owners_of(name, index).tolist() == [GAP]
+    pool.memory[name][index] ^= 1
+    assert pool.num_dirty_bytes() == 1
 
 
 def test_a_pool_notices_a_page_that_is_given_back_by_a_stranger_or_twice() -> None:

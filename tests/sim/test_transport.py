@@ -36,7 +36,7 @@ class CountingObserver:
 
     def on_submit(self, copy) -> None: ...
 
-    def on_write(self, copy, inbox, index, read) -> None:
+    def on_write(self, copy, target, index, read) -> None:
         self.num_pieces += 1
 
     def on_end(self, copy, how) -> None: ...
@@ -110,7 +110,7 @@ def test_a_quiet_failure_lets_nothing_more_land() -> None:
 def test_after_an_unknown_failure_the_rest_lands_with_what_the_source_holds_then(end: CopyEnd) -> None:
     pair = Pair(WEAK, CopyCourse(0.01, 8, end, share=0.5, late_s=0.5))
     pair.submit(deadline_s=0.2)
-    while not pair.source.outbox.events:
+    while not pair.source.events:
         pair.schedule.step()
     assert [type(event) for event in pair.source.poll()] == [FailedUnknown]
     before = pair.taken.copy()
@@ -123,7 +123,7 @@ def test_after_an_unknown_failure_the_rest_lands_with_what_the_source_holds_then
 def test_a_capable_target_stops_what_is_under_way() -> None:
     pair = Pair(Strength(), CopyCourse(0.01, 8, CopyEnd.LATE, share=0.5, late_s=0.5))
     pair.submit()
-    while not pair.source.outbox.events:
+    while not pair.source.events:
         pair.schedule.step()
     assert pair.target.revoke(pair.invitation.peer) == Quiet()
     before = pair.taken.copy()

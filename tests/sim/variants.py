@@ -12,14 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from baton.plan import binding
+from baton.plan import binding, chunks
+from baton.plan.chunks import PlacedRoute, RouteEnd
 from baton.protocol import source_coordinator, target_coordinator
 from baton.protocol import source_coordinator as at_source
 from baton.protocol import source_rank as at_source_rank
 from baton.protocol import target_coordinator as at_target
 from baton.protocol.instance import INSTANCE, InstanceState, RankLost
-from baton.protocol.ledger import Ledger
+from baton.protocol.ledger import Ledger, Rectangle
 from baton.protocol.machine import IGNORED, Cell, Table, replace
 from baton.protocol.messages import (
     Abort,
@@ -51,10 +53,11 @@ from baton.session.outbound import OutboundTransfers
 from baton.session.writers import TargetWriters
 from baton.sim.core import Violation
 from baton.sim.faults import Aborts, Copies, Crash, Duplication, RankMismatch, Reordering, Tokeniser
+from baton.sim.network import Host
 from baton.sim.options import Strength
 from baton.sim.runner import make_world, options_of, run_world
 from baton.sim.scenarios import run_scenario
-from baton.transport import NOW, FailedQuiet, FailedUnknown
+from baton.transport import NOW, Done, FailedQuiet, FailedUnknown
 
 Step = tuple[Any, tuple[object, ...]]
 WEAK = Strength(can_enforce_grants=False, can_revoke=False)
@@ -436,6 +439,77 @@ def staging_reused() -> Iterator[None]:
         yield
 
 
+# Declared memory.
+
+
+@contextmanager
+def bound_anew() -> Iterator[None]:
+    """What was bound before is forgotten, and so is what is bound now."""
+    for kept in (chunks._pair_index, chunks._bound_plan):
+        kept.cache_clear()
+    try:
+        yield
+    finally:
+        for kept in (chunks._pair_index, chunks._bound_plan):
+            kept.cache_clear()
+
+
+@variant(
+    "the offset of a declared placement is ignored",
+    "bytes_right",
+    "no_late_write",
+    "source_pages",
+    family=31,
+    verified_share=0.0,
+)
+def ignore_declared_offset() -> Iterator[None]:
+    right = PlacedRoute._end
+
+    def at_zero(self: PlacedRoute, *args: Any) -> Any:
+        end = right(self, *args)
+        return replace(end, layer_offsets=end.layer_offsets - end.at.offset)
+
+    with bound_anew(), patched(PlacedRoute, _end=at_zero):
+        yield
+
+
+@variant(
+    "layers that an engine registered in another order are taken to lie in the order of their ids",
+    "bytes_right",
+    "no_late_write",
+    family=31,
+    verified_share=0.0,
+)
+def ignore_layer_offsets() -> Iterator[None]:
+    right = PlacedRoute._end
+
+    def in_order(self: PlacedRoute, *args: Any) -> Any:
+        end = right(self, *args)
+        return replace(end, layer_offsets=np.sort(end.layer_offsets))
+
+    with bound_anew(), patched(PlacedRoute, _end=in_order):
+        yield
+
+
+@variant(
+    "where two groups overlay each other, a page of one is written under the other",
+    "bytes_right",
+    "written_once",
+    "no_late_write",
+    family=31,
+    verified_share=0.0,
+)
+def write_under_another_group() -> Iterator[None]:
+    right = RouteEnd.table
+
+    def of_another(self: RouteEnd, tables: Any, num_pages: int) -> Any:
+        groups = sorted(tables[self.rank]) if self.side == "target" else [self.group]
+        return right(replace(self, group=groups[0]), tables, num_pages)
+
+    with bound_anew(), patched(RouteEnd, table=of_another):
+        yield
+
+
 # Source pages.
 
 
@@ -573,6 +647,199 @@ def retire_before_the_verdict() -> Iterator[None]:
         return replace(after, is_settled=True), (*effects, at_source_rank.Forget())
 
     with around(SOURCE_RANK, wrong, (SourceRankState.WAITING, at_source_rank.Aborted)):
+        yield
+
+
+# A source rank that withdraws.
+
+
+@variant(
+    "a withdrawal is quiet while its copies are still under way",
+    "withdrawals",
+    "source_pages",
+    "bytes_right",
+    faults={},
+    withdraw_share=1.0,
+)
+def quiet_while_withdrawing() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        after, effects = right(record, event, now)
+        return after, (*effects, at_source_rank.EndWithdrawal(record.landed))
+
+    states = (SourceRankState.COPYING, SourceRankState.DRAINING)
+    with around(SOURCE_RANK, wrong, *((state, at_source_rank.Withdrawn) for state in states)):
+        yield
+
+
+@variant(
+    "a rank says that it withdraws without cancelling anything, and its pages are taken for free",
+    "withdrawals",
+    "source_pages",
+    "bytes_right",
+    scenario="preempted-copying",
+    num_tries=10,
+)
+def withdraw_nothing() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        return record, (at_source_rank.EndWithdrawal(record.landed),)
+
+    with around(SOURCE_RANK, wrong, (SourceRankState.COPYING, at_source_rank.Withdrawn)):
+        yield
+
+
+@variant(
+    "a withdrawal claims that a chunk has landed which was dropped",
+    "withdrawals",
+    faults={},
+    withdraw_share=1.0,
+)
+def claim_dropped_chunks() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        box = record.under_way[event.index].box
+        return right(replace(record, landed=(*record.landed, box)), event, now)
+
+    with around(SOURCE_RANK, wrong, (SourceRankState.WITHDRAWING, at_source_rank.ChunkDropped)):
+        yield
+
+
+@variant(
+    "a chunk of which some copies were dropped is reported as landed",
+    "bytes_right",
+    "full_ledger",
+    "written_once",
+    faults={"copies": Copies(0.0, ("late",), 0.1, 5.0)},
+    withdraw_share=1.0,
+    verified_share=0.0,
+)
+def report_dropped_chunks() -> Iterator[None]:
+    cancel = SourceCopies._cancel
+
+    def cancel_as_done(self: SourceCopies, chunk: Any) -> None:
+        cancel(self, chunk)
+        if chunk.is_withdrawn:
+            chunk.num_unfinished = 0
+
+    moved = SourceCopies.on_completion
+
+    def count_as_done(self: SourceCopies, event: Any) -> None:
+        chunk = self.tickets.get(event.ticket.number)
+        if chunk is not None and chunk.is_withdrawn:
+            chunk.num_unfinished = 1 if isinstance(event, Done) else 0
+        moved(self, event)
+
+    with patched(SourceCopies, _cancel=cancel_as_done, on_completion=count_as_done):
+        yield
+
+
+@variant("what was dropped is not sent again", "clean", faults={}, withdraw_share=1.0)
+def forget_dropped_chunks() -> Iterator[None]:
+    resume = Sending.resume
+
+    def resume_as_sent(self: Sending) -> None:
+        resume(self)
+        self._landed = (Rectangle((0, 1 << 20), (0, self.num_tokens)),)
+
+    with patched(Sending, resume=resume_as_sent):
+        yield
+
+
+@variant("what has landed is sent again", "clean", "written_once", faults={}, withdraw_share=1.0)
+def send_landed_chunks_again() -> Iterator[None]:
+    resume = Sending.resume
+
+    def resume_from_nothing(self: Sending) -> None:
+        resume(self)
+        self._landed = ()
+
+    with patched(Sending, resume=resume_from_nothing):
+        yield
+
+
+@variant("the manifest counts chunks that were dropped", "clean", faults={}, withdraw_share=1.0)
+def count_dropped_chunks() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        return right(replace(record, num_chunks=record.num_chunks + 1), event, now)
+
+    with around(SOURCE_RANK, wrong, (SourceRankState.WITHDRAWING, at_source_rank.ChunkDropped)):
+        yield
+
+
+@variant(
+    "what is sent again takes a new place in the target's staging",
+    "clean",
+    faults={},
+    withdraw_share=1.0,
+    is_packing=True,
+)
+def forget_staging() -> Iterator[None]:
+    reserve = SourceCopies._reserve_staging
+
+    def reserve_anew(self: SourceCopies, chunk: Any, load: Any) -> bool:
+        chunk.transfer.dropped.clear()
+        return reserve(self, chunk, load)
+
+    with patched(SourceCopies, _reserve_staging=reserve_anew):
+        yield
+
+
+@variant(
+    "a withdrawn copy that ended in doubt is sent again, and may be overwritten by the old one",
+    "withdrawals",
+    "bytes_right",
+    "written_once",
+    scenario="preempted-doubt",
+    num_tries=10,
+)
+def resend_in_doubt() -> Iterator[None]:
+    moved = SourceCopies.on_completion
+
+    def trusting(self: SourceCopies, event: Any) -> None:
+        chunk = self.tickets.get(event.ticket.number)
+        if isinstance(event, FailedUnknown) and chunk is not None and chunk.is_withdrawn:
+            event = FailedQuiet(event.ticket, event.cause)
+        moved(self, event)
+
+    with patched(SourceCopies, on_completion=trusting):
+        yield
+
+
+@variant(
+    "a rank that withdraws says quiet when its transfer has ended, and then sends the rest all the same",
+    "final_quiet",
+    "rank_quiet",
+    "no_late_write",
+    scenario="preempted-aborted",
+)
+def send_after_the_end() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        return record, (Quiet(transfer=record.transfer, grant=record.grant, source_rank=record.rank),)
+
+    with around(SOURCE_RANK, wrong, (SourceRankState.WITHDRAWING, Settled)):
+        yield
+
+
+@variant(
+    "a rank that has to commit again after a withdrawal keeps its old commit",
+    "rank_quiet",
+    "clean",
+    "escape",
+    "settles",
+    faults={},
+    withdraw_share=1.0,
+)
+def commit_and_withdraw() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        after, effects = right(record, event, now)
+        commit = Commit(
+            transfer=record.transfer,
+            grant=record.grant,
+            source_rank=record.rank,
+            num_chunks=len(record.landed),
+            num_bytes=dict(record.num_bytes),
+        )
+        return after, (*effects, commit)
+
+    with around(SOURCE_RANK, wrong, (SourceRankState.DRAINING, at_source_rank.Withdrawn)):
         yield
 
 
@@ -916,8 +1183,9 @@ def tell_a_committed_source_nothing() -> Iterator[None]:
     "patience",
     "clean",
     faults={},
-    slowness=120.0,
+    slowness=180.0,
     num_requests=2,
+    withdraw_share=0.0,
 )
 def timer_from_start() -> Iterator[None]:
     def passed(self: Deadlines, now: float) -> str:
@@ -925,4 +1193,64 @@ def timer_from_start() -> Iterator[None]:
         return f"no progress for {patience_s:g} s" if now - self.began >= patience_s else ""
 
     with patched(Deadlines, passed=passed):
+        yield
+
+
+@variant(
+    "a target does not keep to the progress deadline that its source names",
+    "patience",
+    "slow-step",
+    scenario="slow-step",
+)
+def ignore_the_sources_deadline() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        return right(record, replace(event, progress_s=0.0), now)
+
+    states = (
+        TargetCoordinatorState.PREPARING,
+        TargetCoordinatorState.OPENING,
+        TargetCoordinatorState.GRANTED,
+    )
+    with around(TARGET_COORDINATOR, wrong, *((state, Offer) for state in states)):
+        yield
+
+
+@variant(
+    "a source does not keep to the progress deadline that its target names",
+    "patience",
+    "slow-step",
+    scenario="slow-step",
+)
+def ignore_the_targets_deadline() -> Iterator[None]:
+    def wrong(right: Any, record: Any, event: Any, now: float) -> Step:
+        return right(record, replace(event, progress_s=0.0), now)
+
+    with around(SOURCE_COORDINATOR, wrong, (SourceCoordinatorState.OPEN, Grant)):
+        yield
+
+
+@variant(
+    "a rank learns another epoch from another coordinator",
+    "one_incarnation",
+    scenario="rank-outlives",
+    num_tries=5,
+)
+def learn_again() -> Iterator[None]:
+    with patched(Host, introduce_as=lambda self, introduction: None):
+        yield
+
+
+@variant(
+    "a coordinator takes a rank of an earlier incarnation",
+    "one_incarnation",
+    scenario="rank-outlives",
+    num_tries=5,
+)
+def take_any_epoch() -> Iterator[None]:
+    attach = CoordinatorDriver._attach
+
+    def attach_any(self: CoordinatorDriver, link: int, peer: Any) -> None:
+        attach(self, link, msgspec.structs.replace(peer, epoch=self.config.epoch))
+
+    with patched(CoordinatorDriver, _attach=attach_any):
         yield

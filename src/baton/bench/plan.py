@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -13,15 +14,17 @@ import numpy as np
 from baton.bench.record import seconds, side_by_side
 from baton.plan import checker, chunks, layout, ownership, planner, routes
 from baton.plan.binding import TransferTerms, bind, bind_source, bind_target
+from baton.plan.cache import Cache, Component, Dim, Full, Units
 from baton.plan.chunks import Tables
 from baton.plan.layout import parse_layout
 from baton.plan.models import load_cache
 from baton.plan.ownership import Spec
 from baton.plan.planner import plan
+from baton.plan.ranges import Range
 from baton.plan.report import Report, pages_needed
 from baton.plan.routes import Chunk, Prompt
 from baton.plan.steps import DIRECT, NEVER_PACK, PackCost
-from baton.plan.storage import parse_storage
+from baton.plan.storage import DeclaredPlacement, Storage, parse_storage
 
 COLD_S_MAX = 0.5
 CACHED_S_MAX = 20e-6
@@ -53,6 +56,7 @@ def run(repeats: int) -> Iterator[Row]:
     """Every measurement in turn."""
     for model in MODELS:
         yield from _planning(model, repeats)
+    yield _one_allocation(repeats)
     yield _large_chunk(repeats)
     yield _small_chunk(repeats)
     for case in UNLIKE:
@@ -84,6 +88,48 @@ def _planning(model: str, repeats: int) -> Iterator[Row]:
     yield Row(f"cached plan, {model}", each, f"{each['median_s'] * 1e6:.1f} us", met)
     size = len(json.dumps(Report(model, plan(source, target), prompt, PackCost()).as_json()))
     yield Row(f"JSON of the plan, {model}", {"bytes": size}, f"{size / 1e6:.2f} MB", size < JSON_BYTES_MAX)
+
+
+def _one_allocation(repeats: int) -> Row:
+    """80 layers in memory that an engine declares, beside pools of their own and a component per layer."""
+    num_layers, num_pages, num_heads, page, channels = 80, 4096, 8, 16, 256
+
+    def part(name: str, layers: Range) -> Component:
+        return Component(
+            name, (layers,), Units(num_heads), (Dim("channel", channels),), Full(), "tokens", name
+        )
+
+    def sides(cache: Cache, is_declared: bool) -> list[Spec]:
+        made = []
+        for text, tp in (("tp2", 2), ("tp4", 4)):
+            storage = Storage(page, "bf16", granule=page, num_pages_default=num_pages)
+            if is_declared:
+                head_bytes = page * channels * 2
+                page_bytes = num_heads // tp * head_bytes
+                layer_bytes = num_pages * page_bytes
+                strides = (("layer", layer_bytes), ("page", page_bytes), ("unit", head_bytes))
+                at = DeclaredPlacement("kv", "raw", num_layers * layer_bytes, 0, strides)
+                storage = storage.with_placements([at])
+            made.append(Spec(parse_layout(text), cache, storage))
+        return made
+
+    whole = Cache(num_layers, (part("kv", (0, num_layers)),))
+    by_layer = Cache(num_layers, tuple(part(f"kv{i:03}", (i, i + 1)) for i in range(num_layers)))
+    cases = {
+        "dense": sides(whole, False),
+        "declared": sides(whole, True),
+        "component_per_layer": sides(by_layer, False),
+    }
+
+    def cold(specs: list[Spec]) -> None:
+        _forget()
+        plan(*specs)
+
+    took = side_by_side([partial(cold, specs) for specs in cases.values()], repeats)
+    figures = dict(zip(cases, took, strict=True))
+    dense, declared, apart = (one["median_s"] * 1e3 for one in took)
+    text = f"{declared:.2f} ms; pools of their own {dense:.2f} ms; a component per layer {apart:.1f} ms"
+    return Row("cold plan, 80 layers in one allocation, tp2 -> tp4", figures, text)
 
 
 def _tables(num_pages: int, seed: int) -> Tables:

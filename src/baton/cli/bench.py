@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,7 @@ from baton.bench.serve import report as serve_report
 from baton.bench.serve.client import ENDPOINTS, OpenAIEndpoint, parse_slo
 from baton.bench.serve.deployment import DeploymentShape
 from baton.cli.doctor import check_transport
+from baton.cli.options import Device, Model, Overlap, Transport
 from baton.errors import ConfigError
 from baton.observe.plotting import NO_MATPLOTLIB
 from baton.transport import parse_transport, transport_names
@@ -35,7 +37,6 @@ from baton.units import parse_speed
 RESULTS = Path("benchmarks/results")
 SIZES = "4KiBx256,64KiBx256,1MiBx64"
 
-Device = Annotated[str, typer.Option(metavar="DEVICE", help="cpu or cuda")]
 Dtype = Annotated[
     str, typer.Option(metavar="DTYPE", help="dtype of weights and KV cache: fp32, bf16 or fp16")
 ]
@@ -43,15 +44,9 @@ Json = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="JSON file for the results (default: in benchmarks/results)"),
 ]
-Model = Annotated[
-    str, typer.Option("--model", metavar="MODEL", help="checkpoint folder, .gguf file, demo, or dummy:CARD")
-]
 Page = Annotated[int, typer.Option(min=1, metavar="N", help="KV cache page size in tokens, on both sides")]
 Png = Annotated[Path | None, typer.Option(metavar="FILE", help="PNG file for a plot (needs matplotlib)")]
 Repeats = Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="runs of each measurement")]
-Transport = Annotated[
-    str, typer.Option(metavar="NAME", help="KV transfer transport: NAME or NAME:OPTION=VALUE")
-]
 Chunk = Annotated[int, typer.Option(min=0, metavar="N", help="prefill chunk in tokens; 0: the whole prompt")]
 
 bench = typer.Typer(help="Measure Baton.")
@@ -170,9 +165,7 @@ def handoff(
     ratio: Annotated[
         float, typer.Option(min=0, metavar="R", help="compute time over transfer time, without --layer-ms")
     ] = 1.0,
-    policy: Annotated[
-        str, typer.Option(metavar="POLICY", help="layer-group policy: cost, adaptive, fixed:N or off")
-    ] = "cost",
+    policy: Overlap = "cost",
     chunk: Chunk = 0,
     page: Page = 64,
     dtype: Annotated[str, typer.Option(metavar="DTYPE", help="KV cache dtype, or SOURCE:TARGET")] = "bf16",
@@ -212,10 +205,7 @@ def handoff(
     handoff_bench.check(workload, options)
     report: handoff_bench.HandoffReport
     with _progress() as progress:
-
-        def update(text: str) -> None:
-            progress(None, None, text)
-
+        update = partial(progress, None, None)
         if control:
             name, small = "handoff-control", control_bench.small_workload(transport, source, target)
             report = control_bench.run(small, control_bench.NUM_ALONE, control_bench.NUM_ROUNDS, update)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -13,8 +14,9 @@ from rich.text import Text
 from baton.plan.binding import bind
 from baton.plan.cache import Cache
 from baton.plan.chunks import Tables
+from baton.plan.content import RankPools, compare, fill
 from baton.plan.estimate import estimates
-from baton.plan.execution import allocate, compare, execute, fill
+from baton.plan.execution import Memory, allocate, execute
 from baton.plan.layout import parse_layout
 from baton.plan.models import load_cache
 from baton.plan.ownership import Spec
@@ -32,6 +34,7 @@ MODEL = (
 )
 SOURCE, TARGET = "pp2:5-9.tp3", "cp2:stripe16.tp4"
 NUM_TOKENS, NUM_HELD = 333, 128
+SALT = 1
 
 
 def demo_cache() -> None:
@@ -48,21 +51,27 @@ def demo_cache() -> None:
 
     tables = Tables(_tables(source, rng), _tables(target, rng))
     given, taken = allocate(source, 0, "source"), allocate(target, 0, "target")
-    fill(source, 0, prompt, tables.source, given)
+    for rank, pools in _by_rank(source, given):
+        fill(pools, prompt, tables.source[rank], SALT, is_finite=True)
     chunks = _chunks(cache.num_layers, prompt)
     lengths = []
     for chunk in chunks:
         steps = bind(found, prompt, tables, chunk)
         execute(steps, given, taken)
         lengths.append(copy_lengths(steps))
-    verdict = compare((source, target), 0, prompt, tables.target, taken)
+    verdicts = [
+        compare(pools, source, prompt, tables.target[rank], SALT) for rank, pools in _by_rank(target, taken)
+    ]
+    num_bytes, num_right = (
+        sum(getattr(verdict, name) for verdict in verdicts) for name in ("num_bytes", "num_right")
+    )
     copies = np.concatenate(lengths)
     console.print(
         f"carried out in {len(chunks)} chunks (layers x tokens, shuffled), {len(copies)} copies, "
         f"{human_bytes(int(copies.sum()))} moved as bf16 and unpacked as fp32; every element compared:"
     )
-    console.print(f"bytes identical: {verdict.num_right} of {verdict.num_bytes}")
-    if verdict.num_right != verdict.num_bytes or int(copies.sum()) != sum(report.bytes_by_source):
+    console.print(f"bytes identical: {num_right} of {num_bytes}")
+    if num_right != num_bytes or int(copies.sum()) != sum(report.bytes_by_source):
         raise typer.Exit(1)
 
 
@@ -70,6 +79,13 @@ def _side(cache: Cache, layout: str, storage: tuple[str, int, str]) -> Spec:
     words, page, dtype = storage
     pages = {group: -(-NUM_TOKENS // page) + 3 if group != "state" else 2 for group in cache.groups}
     return Spec(parse_layout(layout), cache, parse_storage(words, page, dtype).with_pages(pages))
+
+
+def _by_rank(spec: Spec, memory: Memory) -> Iterator[tuple[int, RankPools]]:
+    """The ranks of the first dp group with their buffers."""
+    for rank in spec.layout.group(0):
+        buffers = {name: raw for (owner, name), raw in memory.items() if owner == rank}
+        yield rank, RankPools(spec, rank, buffers)
 
 
 def _tables(spec: Spec, rng: np.random.Generator) -> dict[int, dict[str, Ints]]:

@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from rich.text import Text
 from baton import settings
 from baton.cli.output import REFRESH_PER_S
 from baton.cli.side_args import ALIKE, SideArgs, check_same_transport
+from baton.cli.vllm_servers import VllmServer
 from baton.errors import ConfigError, EngineError
 from baton.plan import Spec
 from baton.plan.planner import plan
@@ -33,7 +34,7 @@ from baton.plan.report import Report
 from baton.plan.routes import Prompt
 from baton.plan.steps import NEVER_PACK, PackCost
 from baton.settings import Tls
-from baton.supervisor import Service, SupervisedService, Supervisor, fetch_health
+from baton.supervisor import LAST_LINE, Service, SupervisedService, Supervisor, fetch_health
 from baton.units import parse_speed
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 NUM_INSTANCES_MAX = 64
 TOKENS_PLANNED = 1024
 POLL_S = 0.25
+FOLDER_CHARS_MAX = 50
 RESTARTING = "restarting: "
 """Start of an instance's stage after it has failed."""
 
@@ -81,6 +83,10 @@ class DeploymentOptions:
     api_key_file: Path | None = None
     tls: Tls | None = None
     """Of every process."""
+    vllm: str = ""
+    """The `vllm` program, where instances run vLLM; empty: Baton's own engine."""
+    vllm_args: tuple[str, ...] = ()
+    """Options of `vllm serve`, for every server."""
 
     def tls_arguments(self) -> list[str]:
         """As options of every process."""
@@ -142,10 +148,14 @@ def instance_services(options: DeploymentOptions, registry: str) -> list[Service
     return services
 
 
-def router_service(options: DeploymentOptions, registry: str) -> Service:
+def router_service(
+    options: DeploymentOptions, registry: str | None, servers: Sequence[VllmServer] = ()
+) -> Service:
     """`baton route`, which clients connect to."""
-    arguments = _arguments(
+    arguments = [word for server in servers for word in server.route_words]
+    arguments += _arguments(
         registry=registry,
+        engine="vllm" if servers else None,
         host=options.host,
         policy=options.policy,
         local=options.local,
@@ -161,6 +171,18 @@ def _arguments(**values: object) -> list[str]:
         for name, value in values.items()
         if value is not None
         for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+
+
+def vllm_services(options: DeploymentOptions, servers: Sequence[VllmServer]) -> list[Service]:
+    """`vllm serve` for every instance."""
+    connector = {"transport": options.transport, "overlap": options.overlap, "verify": options.verify or None}
+    given = {name: value for name, value in connector.items() if value is not None}
+    return [
+        server.service(
+            options.vllm, options.model, given, (*options.vllm_args, *options.side_args(server.role).words)
+        )
+        for server in servers
     ]
 
 
@@ -248,8 +270,12 @@ class Deployment:
         self.options = options
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._shows_logs = shows_logs
-        folder = tempfile.mkdtemp(prefix="baton-up-")
+        # vLLM makes Unix sockets in it, whose paths have at most 107 characters.
+        is_long = bool(options.vllm) and len(tempfile.gettempdir()) > FOLDER_CHARS_MAX
+        folder = tempfile.mkdtemp(prefix="baton-up-", dir="/tmp" if is_long else None)
         environment = settings.service_environment(secrets.token_hex(32), folder)
+        if options.vllm:
+            environment |= settings.vllm_environment()
         self._supervisor = Supervisor(environment, folder, self._on_line)
 
     def __enter__(self) -> Self:
@@ -274,9 +300,18 @@ class Deployment:
         """Do not wait for running requests any longer."""
         self._supervisor.hurry()
 
-    def start(self) -> None:
-        """Starts every process and waits until all can serve, with progress on stderr."""
+    def start(self, servers: Sequence[VllmServer] = ()) -> None:
+        """Starts every process and waits until all can serve, with progress on stderr.
+
+        `servers` are those of vLLM, which need no registry.
+        """
         with self._progress() as show:
+            if servers:
+                for service in vllm_services(self.options, servers):
+                    self._supervisor.start(service)
+                self._supervisor.start(router_service(self.options, None, servers))
+                self._wait_ready(show)
+                return
             registry = self._supervisor.start(
                 Service(REGISTRY, ("registry", *self.options.tls_arguments()), "registry at ")
             )
@@ -301,7 +336,7 @@ class Deployment:
 
     def _start_order(self) -> list[list[str]]:
         instances = [name for _, name, _ in self.options.instances]
-        return [[REGISTRY], instances, [ROUTER]]
+        return [[], instances, [ROUTER]] if self.options.vllm else [[REGISTRY], instances, [ROUTER]]
 
     def _wait_ready(self, show: Callable[[SupervisedService], None]) -> None:
         services = self._supervisor.services
@@ -333,7 +368,13 @@ class Deployment:
     def _on_line(self, name: str, line: str) -> None:
         """Shows a line of a service. Logs of the start repeat /health, and the end is our own doing."""
         was_ready = name in self._supervisor.services and self._supervisor.services[name].was_ready
-        if not is_log(line) or (self._shows_logs and was_ready and not self._supervisor.is_closing):
+        if self.options.vllm and name != ROUTER:
+            # vLLM logs every request; what it ends with is worth reading, and what is said about it.
+            is_shown = line.startswith((LAST_LINE, "ended", "was ended"))
+        else:
+            is_log_shown = self._shows_logs and was_ready and not self._supervisor.is_closing
+            is_shown = is_log_shown or not is_log(line)
+        if is_shown:
             self.console.print(Text(f"{name}: {line}", style="dim"))
 
     @contextmanager

@@ -49,15 +49,11 @@ Link: TypeAlias = Annotated[
 ]
 PrefillArgs: TypeAlias = Annotated[
     str | None,
-    typer.Option(
-        metavar="ARGS", help="`baton serve` options of the prefill side only, like '--kv-cache-dtype bf16'"
-    ),
+    typer.Option(metavar="ARGS", help="`baton serve` (or `vllm serve`) options of the prefill side only"),
 ]
 DecodeArgs: TypeAlias = Annotated[
     str | None,
-    typer.Option(
-        metavar="ARGS", help="`baton serve` options of the decode side only, like '--page-tokens 64'"
-    ),
+    typer.Option(metavar="ARGS", help="`baton serve` (or `vllm serve`) options of the decode side only"),
 ]
 Verify: TypeAlias = Annotated[
     bool, typer.Option("--verify", help="verify handed-over KV caches with checksums")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from baton.adapters.vllm.command import VllmCommand, parse_command
 from baton.cli.page import render_page
 from baton.errors import ConfigError
 from baton.plan.estimate import estimates
@@ -19,16 +21,29 @@ from baton.plan.printer import render
 from baton.plan.report import Report, pages_needed
 from baton.plan.routes import Prompt
 from baton.plan.steps import PackCost
-from baton.plan.storage import parse_storage
+from baton.plan.storage import Storage, parse_storage
+from baton.plan.wire import storage_from_bytes
 
 
 def plan(
     model: Annotated[
-        str, typer.Argument(help="model card, checkpoint folder, config.json, or specs joined by +")
-    ],
+        str,
+        typer.Argument(
+            help="model card, checkpoint folder, config.json, or specs joined by + "
+            "(default: the model of the vLLM command)"
+        ),
+    ] = "",
     *,
-    source: Annotated[str, typer.Option("--from", metavar="LAYOUT", help="layout of the prefill instance")],
-    target: Annotated[str, typer.Option("--to", metavar="LAYOUT", help="layout of the decode instance")],
+    source: Annotated[
+        str, typer.Option("--from", metavar="LAYOUT", help="layout of the prefill instance")
+    ] = "",
+    target: Annotated[str, typer.Option("--to", metavar="LAYOUT", help="layout of the decode instance")] = "",
+    from_vllm: Annotated[
+        str, typer.Option(metavar="ARGS", help="the prefill instance as arguments of `vllm serve`")
+    ] = "",
+    to_vllm: Annotated[
+        str, typer.Option(metavar="ARGS", help="the decode instance as arguments of `vllm serve`")
+    ] = "",
     tokens: Annotated[int, typer.Option(metavar="N", help="prompt length in tokens")],
     source_page: Annotated[
         int, typer.Option(metavar="P", help="KV cache page size of the source in tokens")
@@ -45,7 +60,9 @@ def plan(
     source_storage: Annotated[
         str,
         typer.Option(
-            metavar="S", help="KV cache storage of the source: hnd|nhd . apart|fused . layer|page . granuleN"
+            metavar="S",
+            help="KV cache storage of the source: hnd|nhd . apart|fused . layer|page . granuleN, "
+            "or a .json file",
         ),
     ] = "hnd.apart.layer",
     target_storage: Annotated[
@@ -55,6 +72,11 @@ def plan(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="write the plan as a web page")] = None,
 ) -> None:
     """Show which rank sends what to which rank between two layouts; the plan is checked independently."""
+    commands = [parse_command(text) if text else None for text in (from_vllm, to_vllm)]
+    for layout, command, name in zip((source, target), commands, ("from", "to"), strict=True):
+        if bool(layout) == (command is not None):
+            raise ConfigError(f"give one of --{name} LAYOUT and --{name}-vllm ARGS")
+    model = model or _common_model(commands)
     cache = load_cache(model)
     with_tokens = sorted({part.group for part in cache.components if part.extent.has_tokens})
     prompt = Prompt(tokens, dict.fromkeys(with_tokens, skip_tokens) if skip_tokens else {})
@@ -63,10 +85,18 @@ def plan(
             f"--skip-tokens must be 0 to {tokens}, the length of the prompt, found {skip_tokens}"
         )
     specs = []
-    for layout, storage, page in (
-        (source, source_storage, source_page),
-        (target, target_storage, target_page),
+    for command, layout, storage, page in (
+        (commands[0], source, source_storage, source_page),
+        (commands[1], target, target_storage, target_page),
     ):
+        if command is not None:
+            declared = parse_storage(command.storage, command.block_tokens, command.dtype)
+            spec = Spec(parse_layout(command.layout(cache.num_layers)), cache, declared)
+            specs.append(Spec(spec.layout, cache, declared.with_pages(pages_needed(spec, prompt))))
+            continue
+        if storage.endswith(".json"):
+            specs.append(Spec(parse_layout(layout), cache, _read_storage(Path(storage))))
+            continue
         spec = Spec(parse_layout(layout), cache, parse_storage(storage, page, dtype))
         specs.append(Spec(spec.layout, cache, spec.storage.with_pages(pages_needed(spec, prompt))))
     report = Report(model, make_plan(*specs, source_dp, target_dp), prompt, PackCost())
@@ -78,6 +108,27 @@ def plan(
     else:
         parameters = active_parameters(model)
         print(render(report, estimates(report, parameters), parameters), end="")
+
+
+def _common_model(commands: Sequence[VllmCommand | None]) -> str:
+    """The model that the vLLM commands name; they have to name the same one."""
+    models = {command.model for command in commands if command is not None} - {""}
+    if len(models) != 1:
+        named = f"name {' and '.join(sorted(models))}" if models else "name no model"
+        raise ConfigError(f"the commands {named}; give the model that both serve as the argument MODEL")
+    return models.pop()
+
+
+def _read_storage(path: Path) -> Storage:
+    """The storage that an engine declares, with its page size, dtype and placements."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; name a file with a storage") from None
+    try:
+        return storage_from_bytes(raw)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _write(path: Path, page: str) -> None:

@@ -14,9 +14,12 @@ import typer
 
 from baton import settings
 from baton.cli.options import ApiKeyFile, DrainS, Host, Port, SecretFile, TlsCa, TlsCert, TlsKey
+from baton.errors import ConfigError
 from baton.serving.http import Credentials, check_binding
 from baton.serving.policies import policy_names
 from baton.serving.router import LocalMode, Router, RouterConfig, RouterLimits
+from baton.serving.vllm import parse_instance
+from baton.session.registry import Role
 
 PORT = 8000
 HOST = "127.0.0.1"
@@ -27,7 +30,21 @@ _LIMITS = RouterLimits()
 
 def route(
     *,
-    registry: Annotated[str, typer.Option(metavar="URL", help="registry of the instances")],
+    registry: Annotated[str | None, typer.Option(metavar="URL", help="registry of the instances")] = None,
+    engine: Annotated[
+        Literal["baton", "vllm"], typer.Option(help="what the instances run: Baton's own engine, or vLLM")
+    ] = "baton",
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL,source=HOST:KV_PORT[,dp=N]",
+            help="a vLLM server that prefills, and where its connector listens; may be repeated",
+        ),
+    ] = None,
+    decode: Annotated[
+        list[str] | None,
+        typer.Option(metavar="URL[,dp=N]", help="a vLLM server that decodes; may be repeated"),
+    ] = None,
     port: Port = PORT,
     host: Host = HOST,
     policy: Annotated[str, typer.Option(metavar=_POLICIES, help="how to pick an instance")] = "least_loaded",
@@ -70,8 +87,22 @@ def route(
     tls_ca: TlsCa = None,
 ) -> None:
     """Route requests until interrupted; SIGTERM drains first. Instances may come and go."""
+    is_vllm = engine == "vllm"
+    if not is_vllm and (prefill or decode):
+        raise ConfigError("--prefill and --decode name vLLM servers; give --engine vllm too, or --registry")
+    if registry is None and not (is_vllm and prefill and decode):
+        remedy = "--registry URL, or a --prefill and a --decode" if is_vllm else "--registry URL"
+        raise ConfigError(f"the router does not know its instances; give {remedy}")
+    if is_vllm and first_token is not None:
+        raise ConfigError(f"--first-token {first_token}: with vLLM decode has the first token; leave it out")
     config = RouterConfig(
         registry=registry,
+        engine=engine,
+        instances=(
+            *(roster for text in prefill or () for roster in parse_instance(Role.PREFILL, text)),
+            *(roster for text in decode or () for roster in parse_instance(Role.DECODE, text)),
+        ),
+        instance_key=settings.vllm_key() if is_vllm else None,
         prefill_policy=prefill_policy or policy,
         decode_policy=decode_policy or policy,
         local=local,
@@ -84,7 +115,9 @@ def route(
         ),
         tls=settings.tls_files(tls_cert, tls_key, tls_ca),
     )
-    secret = settings.secret(None if secret_file is None else str(secret_file))
+    secret = None
+    if registry is not None:
+        secret = settings.secret(None if secret_file is None else str(secret_file))
     credentials = Credentials(settings.api_keys(None if api_key_file is None else str(api_key_file)), secret)
     check_binding(host, has_api_key=credentials.has_api_key, has_secret=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")

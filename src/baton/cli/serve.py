@@ -28,6 +28,7 @@ from baton.cli.options import (
     Transport,
 )
 from baton.errors import ConfigError
+from baton.plan import parse_layout
 from baton.protocol.timings import Timings
 from baton.units import parse_speed
 
@@ -115,6 +116,16 @@ def serve(
     silence_s: Annotated[
         float, typer.Option(metavar="S", help="seconds without a heartbeat until a rank or peer is lost")
     ] = Timings().silence_s,
+    progress_s: Annotated[
+        float, typer.Option(metavar="S", help="seconds without progress until a KV transfer fails")
+    ] = Timings().progress_s,
+    ungranted_share: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="share of the KV cache that prompts may hold at prefill before decode has room for them",
+        ),
+    ] = 0.5,
     api_key_file: ApiKeyFile = None,
     secret_file: SecretFile = None,
     tls_cert: TlsCert = None,
@@ -122,7 +133,11 @@ def serve(
     tls_ca: TlsCa = None,
 ) -> None:
     """Serve a model over HTTP; as a prefill or decode instance it hands KV caches over to its peers."""
-    # Importing torch takes seconds, which --help does without.
+    # Importing torch takes seconds, which --help does without. Server and workers share one import.
+    from baton.engine.fork_server import FORK_SERVERS
+
+    num_ranks = parse_layout(layout).num_ranks
+    FORK_SERVERS.fork_early(settings.rank_environment(settings.default_threads(num_ranks)))
     from baton.engine.config import EngineConfig, check_config
     from baton.serving.server import ServerConfig
     from baton.serving.server import serve as run_server
@@ -159,6 +174,8 @@ def serve(
         registry=registry,
         queue_max=queue,
         silence_s=silence_s,
+        progress_s=progress_s,
+        ungranted_share_max=ungranted_share,
         has_draft=draft,
     )
     check_config(instance)  # before the server listens and prints its URL

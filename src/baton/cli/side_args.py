@@ -30,10 +30,12 @@ ENGINE_FIELDS: Mapping[str, str] = {
     "packing": "packing",
     "page_tokens": "page_tokens",
     "pool_tokens": "pool_tokens",
+    "progress_s": "progress_s",
     "queue": "queue_max",
     "silence_s": "silence_s",
     "staging_mb": "staging_mb",
     "transport": "transport",
+    "ungranted_share": "ungranted_share_max",
     "verify": "is_verified",
 }
 """Parameters of `baton serve` that one side may have to itself, and the fields of EngineConfig that they set.

@@ -8,7 +8,7 @@ import signal
 import socket
 from contextlib import suppress
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -36,10 +36,16 @@ from baton.cli.options import (
     Verify,
 )
 from baton.cli.side_args import parse_side_args
+from baton.cli.vllm_servers import VllmServer, parse_vllm_args, plan_servers
 from baton.errors import ConfigError, EngineError
 from baton.serving.http import check_binding
 from baton.serving.policies import policy_names
 
+BATON_ONLY = (
+    *("link", "first_token", "dtype", "device", "page_tokens", "pool_tokens", "context", "chunk_tokens"),
+    *("queue", "draft"),
+)
+"""Options that vLLM has by other names, or not at all."""
 EXAMPLE = "Explain in one sentence what a relay race is."
 
 
@@ -117,8 +123,24 @@ def up(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
+    engine: Annotated[
+        Literal["baton", "vllm"], typer.Option(help="what the instances run: Baton's own engine, or vLLM")
+    ] = "baton",
+    vllm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PROGRAM",
+            help="the vllm program (default: BATON_VLLM, beside this Python, or on the path)",
+        ),
+    ] = None,
+    vllm_args: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- VLLM-ARGS]", help="with --engine vllm: options of `vllm serve`"),
+    ] = None,
 ) -> None:
     """Start a registry, prefill and decode instances and a router, and serve until interrupted."""
+    is_vllm = engine == "vllm"
+    parse_args = parse_vllm_args if is_vllm else parse_side_args
     options = DeploymentOptions(
         model=model,
         prefills=parse_layouts("--prefill", prefill),
@@ -136,17 +158,40 @@ def up(
         queue=queue,
         draft=draft,
         verify=verify,
-        prefill_args=parse_side_args("--prefill-args", prefill_args),
-        decode_args=parse_side_args("--decode-args", decode_args),
+        prefill_args=parse_args("--prefill-args", prefill_args),
+        decode_args=parse_args("--decode-args", decode_args),
         host=host,
         port=port,
         policy=policy,
         api_key_file=api_key_file,
         tls=settings.tls_files(tls_cert, tls_key, tls_ca),
+        vllm=settings.vllm_command(vllm) if is_vllm else "",
+        vllm_args=tuple(vllm_args or ()),
     )
+    if not is_vllm and (vllm or vllm_args):
+        given = " ".join(vllm_args or ["--vllm"])
+        raise ConfigError(f"{given!r} is for vLLM; give --engine vllm too, or leave it out")
     with suppress(KeyboardInterrupt):  # the usual way to end it, also before it is up
-        lines = _check(options)
-        _serve(options, lines)
+        servers = check_vllm(options) if is_vllm else []
+        lines = [f"{each.name} at {each.url}" for each in servers] if is_vllm else _check(options)
+        _serve(options, lines, servers)
+
+
+def check_vllm(options: DeploymentOptions) -> list[VllmServer]:
+    """Raises on what can be refused before a process starts; returns the servers."""
+    if not options.decodes:
+        raise ConfigError("--engine vllm needs --decode: without it there is nothing to hand over")
+    for name in BATON_ONLY:
+        if getattr(options, name) not in (None, False):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is for Baton's own engine; give vLLM's own options after --")
+    if options.tls is not None:
+        raise ConfigError(
+            "--tls-cert: the servers of `baton up --engine vllm` speak plain HTTP on loopback; for TLS start "
+            "`vllm serve` and `baton route` yourself"
+        )
+    _check_router(options)
+    return plan_servers(options.instances, settings.gpus())
 
 
 def _check(options: DeploymentOptions) -> list[str]:
@@ -157,17 +202,21 @@ def _check(options: DeploymentOptions) -> list[str]:
         raise ConfigError(
             f"--first-token {options.first_token!r} is not known; use {' or '.join(FIRST_TOKEN)}"
         )
-    if options.policy is not None and options.policy not in policy_names():
-        raise ConfigError(f"--policy {options.policy!r} is not known; use {', '.join(policy_names())}")
-    keys = settings.api_keys(None if options.api_key_file is None else str(options.api_key_file))
-    check_binding(options.host, has_api_key=bool(keys), has_secret=True)
+    _check_router(options)
     instances = plan_instances(options)
     pairs = [pair_line(*pair) for pair in plan_pairs(options, instances)]
-    check_port(options.host, options.port)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     for line in (*map(str, instances), *(f"planned {pair}" for pair in pairs)):
         console.print(Text(line, style="dim"))
     return pairs or [f"{each.name} ({each.spec.layout}) prefills and decodes by itself" for each in instances]
+
+
+def _check_router(options: DeploymentOptions) -> None:
+    if options.policy is not None and options.policy not in policy_names():
+        raise ConfigError(f"--policy {options.policy!r} is not known; use {', '.join(policy_names())}")
+    keys = settings.api_keys(None if options.api_key_file is None else str(options.api_key_file))
+    check_binding(options.host, has_api_key=bool(keys), has_secret=True)
+    check_port(options.host, options.port)
 
 
 def check_port(host: str, port: int) -> None:
@@ -183,7 +232,7 @@ def check_port(host: str, port: int) -> None:
             ) from None
 
 
-def _serve(options: DeploymentOptions, lines: list[str]) -> None:
+def _serve(options: DeploymentOptions, lines: list[str], servers: list[VllmServer]) -> None:
     with Deployment(options) as deployment:
         is_interrupted = False
 
@@ -199,7 +248,7 @@ def _serve(options: DeploymentOptions, lines: list[str]) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, interrupt)
         try:
-            deployment.start()
+            deployment.start(servers)
             print(f"serving {options.model} at {deployment.url}")
             for line in lines:
                 print(f"  {line}")

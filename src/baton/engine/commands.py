@@ -237,6 +237,8 @@ class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     coordinator: str = ""
     epoch: int = 0
     registry: str = ""
+    note: str = ""
+    """What users should know about this rank, if anything."""
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, tag=True):

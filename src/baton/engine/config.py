@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
+from baton import settings
 from baton.engine.attention.pools import DTYPES
 from baton.engine.checkpoint import Checkpoint, open_checkpoint
 from baton.engine.models.build import Architecture, describe, missing
@@ -52,7 +52,8 @@ class EngineConfig:
     device: str = "cpu"
     page_tokens: int = 16
     pool_tokens: int = 0
-    """Tokens that the KV cache of a dp group holds; 0: as many as fit into POOL_BYTES_DEFAULT."""
+    """Tokens that the KV cache of a dp group holds; 0: as many as fit into POOL_BYTES_DEFAULT, and at least
+    two contexts where `context_max` is given."""
     state_slots: int = 0
     """Sequences whose recurrent state is kept at once; 0: what fits into POOL_BYTES_DEFAULT, up to 64."""
     context_max: int = 0
@@ -85,6 +86,10 @@ class EngineConfig:
     embed_registry: int | None = None
     silence_s: float = Timings().silence_s
     """How long a rank or a peer may be silent before it counts as lost; that it ended is seen at once."""
+    progress_s: float = Timings().progress_s
+    """How long a hand-over may go without progress before it fails."""
+    ungranted_share_max: float = 0.5
+    """The share of the pool that prompts may hold at prefill before decode has pages for them."""
     has_prefix_cache: bool = True
     is_warmed: bool = True
     has_draft: bool = False
@@ -156,7 +161,14 @@ def derive_sizes(config: EngineConfig, *, is_checked: bool = False) -> EngineSiz
     for component in cache.components:
         box(spec, component, 0, "this")  # refuses a tp that cannot divide it
     token_bytes = _entry_bytes(cache, config.cache_dtype, has_tokens=True)
-    pool_tokens = config.pool_tokens or max(1024, POOL_BYTES_DEFAULT // max(1, token_bytes))
+    # Twice the context: half of a pool may wait for a grant, so that the longest prompt has to fit there.
+    default_tokens = max(1024, POOL_BYTES_DEFAULT // max(1, token_bytes), 2 * config.context_max)
+    pool_tokens = config.pool_tokens or default_tokens
+    if config.context_max > pool_tokens:
+        raise ConfigError(
+            f"a context of {config.context_max} tokens does not fit into a KV cache of {pool_tokens}; raise "
+            "pool_tokens, or ask for a shorter context"
+        )
     architecture = describe(checkpoint.config, config.context_max or None)
     context_max = min(config.context_max or architecture.max_positions, pool_tokens)
     # Where cp ranks share the tokens, a page id stands for a page on every cp rank.
@@ -167,7 +179,7 @@ def derive_sizes(config: EngineConfig, *, is_checked: bool = False) -> EngineSiz
     num_slots = config.state_slots or num_slots_default
     has_tokens = {component.group for component in cache.components if component.extent.has_tokens}
     num_pages = {group: num_token_pages if group in has_tokens else num_slots for group in cache.groups}
-    num_threads = config.num_threads or max(1, (os.cpu_count() or 1) // layout.num_ranks)
+    num_threads = config.num_threads or settings.default_threads(layout.num_ranks)
     model = str(checkpoint.path) if checkpoint.path is not None else config.model
     spec = Spec(layout, cache, storage.with_pages(num_pages))
     return EngineSizes(
@@ -211,6 +223,9 @@ def check_config(config: EngineConfig) -> None:
             f"silence_s is {config.silence_s}; give at least {SILENCE_S_MIN:g} s, several heartbeats of "
             "ranks and peers"
         )
+    Timings(progress_s=config.progress_s)
+    if not 0 < config.ungranted_share_max <= 1:
+        raise ConfigError(f"ungranted_share_max is {config.ungranted_share_max}; give a share in (0, 1]")
     name, _ = parse_transport(config.transport)
     if name not in transport_names():
         raise ConfigError(f"transport {name!r} is not known; use {', '.join(transport_names())}")

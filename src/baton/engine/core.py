@@ -243,6 +243,7 @@ class EngineCore:
             sequences_max=config.sequences_max,
             context_tokens_max=sizes.context_max,
             chunks_in_flight=self._num_stages,
+            ungranted_share_max=config.ungranted_share_max,
         )
         geometry = PageGeometry(sizes.layout, sizes.cache, config.page_tokens)
         self.schedulers = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import shutil
 import socket
 import subprocess
@@ -25,7 +24,7 @@ from baton.engine.commands import (
     WorkerReady,
 )
 from baton.engine.config import EngineConfig, WorkerConfig
-from baton.engine.fork_server import ForkServerPool, SpawnRequest, ended_error
+from baton.engine.fork_server import FORK_SERVERS, SpawnRequest, ended_error
 from baton.errors import EngineError
 
 WORKER: tuple[str, ...] = ("baton.engine.worker",)
@@ -38,9 +37,6 @@ LOST_S = 0.2
 """How long it may take to notice that a worker was killed."""
 OWN_ERROR = 1
 """The exit code of a worker that reported why it ends, or that lost the others."""
-
-FORK_SERVERS = ForkServerPool(preload=WORKER[0])
-atexit.register(FORK_SERVERS.close)
 
 
 class WorkerProcess:
@@ -130,10 +126,9 @@ class Executor:
         self.up = self._wait_up(first)
         for worker in others:
             worker.send(AttachCoordinator(self.up.coordinator, self.up.epoch))
-        progress(f"{first.name} is up")
+        progress(_up_line(first, self.up))
         for worker in others:
-            self._wait_up(worker)
-            progress(f"{worker.name} is up")
+            progress(_up_line(worker, self._wait_up(worker)))
         # Rank 0 reports a second time when all ranks are attached and hand-overs are accepted.
         self.up = self._wait_up(first)
 
@@ -176,3 +171,7 @@ class Executor:
         reply = worker.receive()
         assert isinstance(reply, WorkerReady), f"{worker.name} sent {reply} before it was up"
         return reply
+
+
+def _up_line(worker: WorkerProcess, ready: WorkerReady) -> str:
+    return f"{worker.name} is up{'; ' if ready.note else ''}{ready.note}"

@@ -6,10 +6,14 @@ touches no device, so that a fork is safe. It ends with its parent, and every fo
 The parent sends three descriptors for each process: its pipe, the file for its output, and the write end of
 its status pipe. The first message on the process's pipe is a SpawnRequest. The status pipe carries the pid,
 and at the end the exit code. `python -m baton.engine.fork_server` runs the server; the classes above it are
-the parent's side."""
+the parent's side.
+
+A command that is about to import the same libraries for itself calls `ForkServerPool.fork_early` first: the
+server is then a fork of the command, and the libraries are imported once instead of twice."""
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -42,6 +46,7 @@ _IMPORT_VARIABLES = ("LD_", "PYTHON", *_LIBRARIES)
 _SERVERS_MAX = 2
 _END_S_MAX = 1.0
 _SET_NAME = 15  # PR_SET_NAME
+_SERVER_NAME = "baton fork"
 _libc = ctypes.CDLL(None)
 
 
@@ -109,13 +114,48 @@ class ForkedProcess:
         return _STATUS.unpack(raw)[0] if raw else None
 
 
+class _OwnFork:
+    """A fork of this process; its methods are those of `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._pidfd = os.pidfd_open(pid)
+
+    def __del__(self) -> None:
+        os.close(self._pidfd)
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        if self.returncode is None and not poller.poll(None if timeout is None else timeout * 1e3):
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+
 class ForkServer:
     """A running fork server with one environment and the modules that it has imported."""
 
-    def __init__(self, environment: dict[str, str], preload: str) -> None:
+    def __init__(self, environment: dict[str, str], preload: str, *, is_own_fork: bool = False) -> None:
+        """Starts a new interpreter, or forks this process, which has the environment and the modules."""
         self._control, theirs = socket.socketpair()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this
+        self._process: subprocess.Popen[bytes] | _OwnFork
         with theirs:
+            if is_own_fork:
+                self._process = self._fork(theirs)
+                return
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), preload],
                 env=environment,
@@ -125,6 +165,23 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
+
+    def _fork(self, theirs: socket.socket) -> _OwnFork:
+        parent = os.getpid()
+        pid = _fork_quietly()
+        if pid:
+            return _OwnFork(pid)
+        try:
+            os.setsid()
+            null = os.open(os.devnull, os.O_RDONLY)
+            for standard, descriptor in enumerate((null, self._output.fileno(), self._output.fileno())):
+                os.dup2(descriptor, standard)
+            for descriptor in (null, self._output.fileno(), self._control.detach()):
+                os.close(descriptor)
+            _libc.prctl(_SET_NAME, _SERVER_NAME.encode())
+            _Server(theirs, parent).run()
+        finally:
+            os._exit(1 if sys.exception() else 0)
 
     def __del__(self) -> None:
         self.close()
@@ -168,7 +225,7 @@ class ForkServerPool:
 
     def get(self, environment: dict[str, str]) -> ForkServer:
         """A server for processes with this environment."""
-        key = frozenset(item for item in environment.items() if item[0].startswith(_IMPORT_VARIABLES))
+        key = _read_at_import(environment)
         with self._lock:
             server = self._servers.pop(key, None)
             if server is None or not server.is_alive:
@@ -177,6 +234,22 @@ class ForkServerPool:
             while len(self._servers) > _SERVERS_MAX:
                 del self._servers[next(iter(self._servers))]
             return server
+
+    def fork_early(self, environment: dict[str, str]) -> None:
+        """Imports what workers need, and forks this process into a server of that environment.
+
+        Does nothing where a fork would not be safe or not have the environment: after the modules were
+        imported, or beside other threads. `get` starts a new interpreter then.
+        """
+        if self._preload in sys.modules or threading.active_count() > 1:
+            return
+        settings.set_variables(dict(_read_at_import(environment)))
+        importlib.import_module(self._preload)
+        gc.collect()
+        gc.freeze()
+        server = ForkServer(environment, self._preload, is_own_fork=True)
+        with self._lock:
+            self._servers[_read_at_import(environment)] = server
 
     def close(self) -> None:
         """Ends all servers, so that nothing outlives this process even for a moment."""
@@ -216,10 +289,7 @@ class _Server:
 
     def _fork(self, pipe: int, output: int, status: int) -> None:
         server = os.getpid()
-        with warnings.catch_warnings():
-            # About threads: the only other ones are a BLAS pool that handles forks.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
+        pid = _fork_quietly()
         if pid == 0:
             die_with(server)
             self._close_in_child()
@@ -249,6 +319,17 @@ class _Server:
             os.close(status)
 
 
+def _read_at_import(environment: dict[str, str]) -> frozenset[tuple[str, str]]:
+    return frozenset(item for item in environment.items() if item[0].startswith(_IMPORT_VARIABLES))
+
+
+def _fork_quietly() -> int:
+    with warnings.catch_warnings():
+        # About threads: the only other ones are a BLAS pool that handles forks.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
 def _write_status(status: int, value: int) -> None:
     with suppress(BrokenPipeError):  # the parent dropped the process
         os.write(status, _STATUS.pack(value))
@@ -270,6 +351,11 @@ def _run_forked(pipe: int, output: int) -> NoReturn:
         if error is not None:
             sys.excepthook(type(error), error, error.__traceback__)
         os._exit(1 if error else 0)  # threads of libraries must not keep an ended process alive
+
+
+FORK_SERVERS = ForkServerPool(preload="baton.engine.worker")
+"""Of this process, for the workers of its instances."""
+atexit.register(FORK_SERVERS.close)
 
 
 if __name__ == "__main__":

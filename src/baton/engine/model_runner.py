@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -16,17 +18,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.engine.attention.passes import Pass
-from baton.engine.attention.pools import CachePools
+from baton.engine.attention.pools import CachePools, stem
 from baton.engine.attention.slots import Rows, deal_rows
 from baton.engine.commands import Batch, SampledToken, ScheduledSequence
 from baton.engine.drafting import DraftToken, NextTokens, sampled_rows, with_forks, with_given_rows
-from baton.engine.models.base import Head, Layer, Stage
+from baton.engine.models.base import Attention, Head, Layer, Stage
 from baton.engine.parallel import Mesh
 from baton.engine.sampler import Sampler, Want
 from baton.errors import EngineError
 
+if TYPE_CHECKING:
+    # Imports a compiler for GPUs, which a host has no use for.
+    from baton.engine.attention.paged_pass import PagedPass
+    from baton.engine.decode_graphs import DecodeGraphs
+
 _ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The types of rows between stages, which send them as an index."""
+_PAGED_PARTS = ("k", "v", "latent")
+"""What layers may cache where their decode steps run on paged kernels."""
 
 
 class ForwardHooks(Protocol):
@@ -45,7 +54,9 @@ class ForwardHooks(Protocol):
 class ModelRunner:
     """Runs the stage of one rank."""
 
-    def __init__(self, stage: Stage, mesh: Mesh, pools: CachePools) -> None:
+    def __init__(
+        self, stage: Stage, mesh: Mesh, pools: CachePools, decoding: DecodeGraphs | None = None
+    ) -> None:
         if mesh.is_first != (stage.embedding is not None) or mesh.is_last != (stage.head is not None):
             raise EngineError(
                 "the first stage has the embedding and the last the head; this one does not fit"
@@ -53,6 +64,8 @@ class ModelRunner:
         self._stage = stage
         self._mesh = mesh
         self._pools = pools
+        self._decoding = decoding
+        """For decode steps on a GPU, where its kernels can run them."""
         self._row_format: tuple[int, torch.dtype] | None = None
         """Width and type of the rows from the previous stage, which sends them once."""
         self._has_sent_format = False
@@ -67,6 +80,12 @@ class ModelRunner:
         return self._stage.draft is not None
 
     @torch.inference_mode()
+    def capture(self) -> None:
+        """Captures decode steps as CUDA graphs; see `why_not_captured`."""
+        assert self._decoding is not None, "decode steps do not run on the paged kernels"
+        self._decoding.capture(self._decode)
+
+    @torch.inference_mode()
     def run(self, batches: Sequence[Batch], hooks: ForwardHooks) -> Tensor | None:
         """Runs one step, batches by dp group; returns logits (rows to sample from, vocabulary).
 
@@ -78,11 +97,18 @@ class ModelRunner:
         batch = batches[self._mesh.at["dp"]]
         step = _StepRows(batches, self._mesh)
         self._pools.copy_pages(batch.copies)
+        decoding = self._decoding if self._decoding is not None and self._decoding.fits(batch) else None
+        *_, last = self._stage.layers
+        if decoding is not None and decoding.has_graph(batch):
+            hooks.before_forward(batch)
+            logits = decoding.replay(batch)
+            hooks.layer_done(last.index)
+            hooks.after_forward()
+            return logits
         x = self._input_rows(batch, step)
         # Not before: a later stage waits here for the one before it.
         hooks.before_forward(batch)
-        attention = Pass(batch, self._mesh, self._pools)
-        *_, last = self._stage.layers
+        attention = Pass(batch, self._mesh, self._pools) if decoding is None else decoding.begin(batch)
         for layer in self._stage.layers:
             x = self._mix(layer, x, attention, hooks)
             if layer is last and self._mesh.is_last and self._stage.draft is None:
@@ -92,7 +118,8 @@ class ModelRunner:
         if not self._mesh.is_last:
             self._send_rows(x)
             return None
-        self._draft_input = _DraftInput(batches, attention, x) if self._stage.draft else None
+        if self._stage.draft is not None and isinstance(attention, Pass):
+            self._draft_input = _DraftInput(batches, attention, x)
         return self._logits(x, step, self._stage.head)
 
     @torch.inference_mode()
@@ -145,7 +172,18 @@ class ModelRunner:
         shared = self._mesh.cp.sum(self._mesh.tp.sum(table)).tolist()
         return [row[1 : 1 + row[0]] for row in shared]
 
-    def _mix(self, layer: Layer, x: Tensor, attention: Pass, hooks: ForwardHooks) -> Tensor:
+    def _decode(self, attention: PagedPass) -> Tensor:
+        """A decode step of a rank that has the whole model: the logits of every row."""
+        embedding, head = self._stage.embedding, self._stage.head
+        assert embedding is not None, "the only rank has both ends"
+        assert head is not None, "the only rank has both ends"
+        x = embedding.scale(embedding.embed(attention.tokens))
+        for layer in self._stage.layers:
+            x = layer.join_mix(x, layer.mix(x, attention))
+            x = layer.join_feed(x, layer.feed(x))
+        return head.logits(x)
+
+    def _mix(self, layer: Layer, x: Tensor, attention: Attention, hooks: ForwardHooks) -> Tensor:
         if len(x):
             x = layer.join_mix(x, self._mesh.tp.sum(layer.mix(x, attention)))
         # The layer's cache entries are stored: they can leave while the rest of the layer is computed.
@@ -269,6 +307,36 @@ def _with_embeddings(x: Tensor, batch: Batch, step: _StepRows) -> Tensor:
             x[first - step.own[0] : last - step.own[0]] = given.to(x.device, x.dtype)
         row += num_tokens
     return x
+
+
+def why_not_paged(stage: Stage, mesh: Mesh, pools: CachePools) -> str:
+    """Why decode steps of a rank do not run on the paged kernels; empty where they do."""
+    if pools.device.type != "cuda":
+        return "the device is not a GPU"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    if mesh.cp.size > 1:
+        return "context parallel ranks share the tokens"
+    if stage.draft is not None:
+        return "draft tokens are verified several rows at a time"
+    parts = sorted({stem(component.name) for component in pools.spec.cache.components} - set(_PAGED_PARTS))
+    return f"no kernel reads {', '.join(parts)}" if parts else ""
+
+
+def why_not_captured(mesh: Mesh, num_experts: int) -> str:
+    """Why decode steps on the paged kernels are launched one by one; empty where they are CUDA graphs."""
+    if mesh.layout.num_ranks > 1:
+        return f"the ranks of {mesh.layout} exchange rows"
+    return "the host has to know which experts are chosen" if num_experts else ""
+
+
+def open_decoding(pools: CachePools, rows_max: int, context_max: int) -> DecodeGraphs:
+    """What runs decode steps on a GPU; see `why_not_paged`."""
+    # By name: it brings a compiler for GPUs with it.
+    opened: DecodeGraphs = import_module("baton.engine.decode_graphs").DecodeGraphs(
+        pools, rows_max, context_max
+    )
+    return opened
 
 
 def sample_tokens(

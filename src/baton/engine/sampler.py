@@ -26,6 +26,8 @@ from baton.engine.commands import SampledToken, StartSequence
 from baton.engine.sampling_params import SamplingParams
 from baton.errors import EngineError
 
+NO_TOKEN = -1
+"""In place of the likeliest token of a row that has no finite maximum."""
 ROWS_AT_ONCE = 64
 """Rows that are weighed together: bounds the float64 copies of a large vocabulary."""
 
@@ -76,10 +78,10 @@ class Sampler:
         histories = [self._placed(want) for want in wants]
         shaped = shape(logits, histories)
         best = shaped.max(dim=-1)
-        _check_finite(best.values, wants)
-        tokens = [
-            [token] * want.num_samples for token, want in zip(best.indices.tolist(), wants, strict=True)
-        ]
+        # One answer from the device for both: a step waits for it.
+        likeliest_ids = torch.where(best.values.isfinite(), best.indices, NO_TOKEN).tolist()
+        _check_finite(likeliest_ids, wants)
+        tokens = [[token] * want.num_samples for token, want in zip(likeliest_ids, wants, strict=True)]
         is_drawn = [
             history.params.temperature > 0 and bool(row_tokens)
             for history, row_tokens in zip(histories, tokens, strict=True)
@@ -140,11 +142,12 @@ def _with_logprobs(
     return samples
 
 
-def _check_finite(best: Tensor, wants: Sequence[Want]) -> None:
+def _check_finite(best: Sequence[int], wants: Sequence[Want]) -> None:
     """The maximum of a row is NaN if anything in it is, so it shows what no token can be chosen from."""
-    if not best.isfinite().all():
-        broken = best.isfinite().logical_not().nonzero().flatten().tolist()
-        sequences = sorted(wants[row].sequence for row in broken)
+    if NO_TOKEN in best:
+        sequences = sorted(
+            want.sequence for token, want in zip(best, wants, strict=True) if token == NO_TOKEN
+        )
         raise EngineError(
             f"logits of sequences {sequences} have no finite maximum; check the weights and the dtype"
         )

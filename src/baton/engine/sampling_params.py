@@ -43,6 +43,8 @@ NUM_ANSWERS_MAX = 128
 NUM_LOGPROBS_MAX = 100
 NUM_STOPS_MAX = 16
 PENALTY_MAX = 2.0
+REPETITION_MIN, REPETITION_MAX = 0.01, 100.0
+"""Far beyond what is useful, and logits stay finite: without a finite one an instance ends."""
 BIAS_MAX = 100.0
 COUNT_MAX = 2**31
 
@@ -61,7 +63,12 @@ def _numbers(params: SamplingParams) -> Iterator[tuple[str, bool, str]]:
     yield "temperature", 0 <= temperature < math.inf, "give a finite number of at least 0 (0: greedy)"
     yield "top_p", 0 < params.top_p <= 1, "give a number above 0 and at most 1 (1: all tokens)"
     yield "min_p", 0 <= params.min_p <= 1, "give a number from 0 to 1 (0: all tokens)"
-    yield "repetition_penalty", 0 < repetition < math.inf, "give a finite number above 0 (1: none)"
+    is_good = REPETITION_MIN <= repetition <= REPETITION_MAX
+    yield (
+        "repetition_penalty",
+        is_good,
+        f"give a number from {REPETITION_MIN} to {REPETITION_MAX:g} (1: none)",
+    )
     for field in ("presence_penalty", "frequency_penalty"):
         is_good = abs(getattr(params, field)) <= PENALTY_MAX
         yield field, is_good, f"give a number from {-PENALTY_MAX} to {PENALTY_MAX} (0: none)"

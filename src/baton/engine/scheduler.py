@@ -11,8 +11,8 @@ ends meanwhile keeps its pages until the batch completes. Ranks run batches in t
 and batches complete in that order.
 
 Sources and targets could deadlock: a source holds pages until its target has some, on an instance that may
-be a target itself. So sources without a grant may hold half of the pool, or be a single one, and a target
-gets no pages while an older sequence waits for them.
+be a target itself. So sources without a grant may hold a share of the pool, or be a single one, and a
+target gets no pages while an older sequence waits for them.
 """
 
 from __future__ import annotations
@@ -44,10 +44,14 @@ class SchedulerConfig:
     """Prompt and answer together: the model's context."""
     chunks_in_flight: int = 1
     """Chunks of one prompt that may be in flight at once; more than one keeps pipeline stages busy."""
+    ungranted_share_max: float = 0.5
+    """The share of the pool that sources without a grant may hold, unless there is just one."""
 
     def __post_init__(self) -> None:
+        if not 0 < self.ungranted_share_max <= 1:
+            raise ConfigError(f"ungranted_share_max is {self.ungranted_share_max}; give a share in (0, 1]")
         for name in self.__slots__:
-            if getattr(self, name) < 1:
+            if name != "ungranted_share_max" and getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1")
 
 
@@ -385,7 +389,7 @@ class Scheduler:
         self._changes.preempted.append(sequence)
 
     def _has_source_room(self, sequence: Sequence) -> bool:
-        """Whether a source without a grant may start: such hold half of the pool, or are a single one."""
+        """Whether a source without a grant may start: such hold a share of the pool, or are a single one."""
         holders = [
             s for s in self.sequences.values() if _is_ungranted(s) and s.status is not SequenceStatus.WAITING
         ]
@@ -393,8 +397,9 @@ class Scheduler:
             return True
         for group, pool in self.kv_cache.pools.items():
             num_wanted = self.geometry.num_pages(group, sequence.num_prompt, sequence.num_prompt)
-            num_held = sum(len(holder.held_pages(group)) for holder in holders)
-            if num_wanted + num_held > pool.num_pages // 2:
+            # Sources that hit the same prefix hold its pages together.
+            held = {page for holder in holders for page in holder.held_pages(group)}
+            if num_wanted + len(held) > int(pool.num_pages * self.config.ungranted_share_max):
                 return False
         return True
 

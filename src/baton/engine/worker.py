@@ -45,7 +45,13 @@ from baton.engine.connector import KVConnector, PromptSlice
 from baton.engine.cost_model import CostModel, LayerBytes
 from baton.engine.drafting import HIDDEN, PROPOSAL, DraftToken
 from baton.engine.layer_pipeline import LayerPipeline, clock_of
-from baton.engine.model_runner import ModelRunner, sample_tokens
+from baton.engine.model_runner import (
+    ModelRunner,
+    open_decoding,
+    sample_tokens,
+    why_not_captured,
+    why_not_paged,
+)
 from baton.engine.models.build import build
 from baton.engine.parallel import connect
 from baton.engine.sampler import Sampler
@@ -103,9 +109,9 @@ class Worker:
         self.sizes = derive_sizes(config.engine, is_checked=True)
         self._load()
         if self.rank == 0:
-            self._attach(None)
+            note = self._attach(None)
             endpoint = self.connector.endpoint
-            ready = WorkerReady(0, endpoint.address, endpoint.config.epoch, endpoint.registry or "")
+            ready = WorkerReady(0, endpoint.address, endpoint.config.epoch, endpoint.registry or "", note)
             pipe.send(ready)
             if not endpoint.wait_ready(ATTACH_S_MAX):
                 raise EngineError(
@@ -117,8 +123,7 @@ class Worker:
             command = pipe.receive()
             if not isinstance(command, AttachCoordinator):
                 raise EngineError(f"rank {config.rank} received {command} before its coordinator's address")
-            self._attach(command)
-            pipe.send(WorkerReady(config.rank))
+            pipe.send(WorkerReady(config.rank, note=self._attach(command)))
 
     def _load(self) -> None:
         """Loads the weights of this rank, and connects to the other ranks."""
@@ -132,11 +137,12 @@ class Worker:
         share = self.mesh.cut(sizes.cache.num_layers, DTYPES[config.dtype], self.device)
         self.stage = build(sizes.checkpoint, share, max_context=sizes.context_max, has_draft=config.has_draft)
 
-    def _attach(self, coordinator: AttachCoordinator | None) -> None:
-        """Makes the pools, the endpoint over them, and what runs steps."""
+    def _attach(self, coordinator: AttachCoordinator | None) -> str:
+        """Makes the pools, the endpoint over them, and what runs steps; returns what users should know."""
         config, rank, spec, mesh = self.config, self.rank, self.sizes.spec, self.mesh
         transport = _open_transport(config)
         pools = _allocate_pools(spec, rank, transport, self.device)
+        self.runner, note = self._make_runner(CachePools(spec, rank, pools, self.device))
         endpoint = Endpoint(
             EndpointConfig(
                 instance=config.name,
@@ -151,7 +157,8 @@ class Worker:
                 fingerprint=self.sizes.checkpoint.fingerprint(),
                 staging_bytes=self.sizes.staging_bytes,
                 packing=config.packing,
-                timings=Timings(silence_s=config.silence_s),
+                timings=Timings(silence_s=config.silence_s, progress_s=config.progress_s),
+                ungranted_share_max=config.ungranted_share_max,
                 url=config.url,
                 sockets=SocketConfig(
                     host=config.host, port=0 if coordinator else config.port, tls=config.tls
@@ -174,13 +181,28 @@ class Worker:
         )
         layer_bytes = LayerBytes.of_rank(spec, rank, layers)
         self.pipeline = LayerPipeline(self.connector, costs, clock, layers, layer_bytes, policy=config.policy)
-        self.runner = ModelRunner(self.stage, mesh, CachePools(spec, rank, pools, self.device))
         is_sampler = mesh.is_last and mesh.at["cp"] == 0 and mesh.at["tp"] == 0
         vocab_size = self.sizes.architecture.vocab_size
         self.sampler = Sampler(vocab_size, self.eos_ids) if is_sampler else None
         self._prompts: dict[int, tuple[int, SamplingParams]] = {}
         """By sequence: the length of its prompt, without tokens answered already, and its parameters."""
         self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        return note
+
+    def _make_runner(self, pools: CachePools) -> tuple[ModelRunner, str]:
+        """What runs steps, and how decode steps run where that is not by CUDA graphs on a GPU."""
+        reason, decoding = why_not_paged(self.stage, self.mesh, pools), None
+        if not reason:
+            decoding = open_decoding(pools, self.config.sequences_max, self.sizes.context_max)
+        runner = ModelRunner(self.stage, self.mesh, pools, decoding)
+        if decoding is not None:
+            reason = why_not_captured(self.mesh, self.sizes.architecture.num_experts)
+            if not reason and self.config.role != "prefill":
+                runner.capture()
+        if self.device.type != "cuda" or not reason:
+            return runner, ""
+        how = "without paged kernels" if decoding is None else "kernel by kernel"
+        return runner, f"decode steps run {how}: {reason}"
 
     def listen(self) -> None:
         """Executes hand-over commands and queues the others, until the pipe closes."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 Detail: TypeAlias = str | int | float | bool
 
@@ -79,16 +79,6 @@ class Timeline:
     def stop_s(self) -> float:
         """When the last interval ends; 0 without intervals."""
         return max((each.stop_s for each in self.intervals), default=0.0)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(fields: Mapping[str, Any]) -> Timeline:
-        """The opposite of `to_json`."""
-        intervals = (Interval(**{**one, "track": Track(**one["track"])}) for one in fields["intervals"])
-        return Timeline(fields["name"], tuple(intervals))
 
 
 def covered_s(pieces: Iterable[tuple[float, float]]) -> float:

@@ -12,7 +12,8 @@ from baton.plan.planner import plan
 from baton.plan.report import Report
 from baton.plan.routes import BoundRoute, Chunk, Plan, Prompt, Route, resolve
 from baton.plan.steps import Copy, Pack, PackCost, Spans, Step, Unpack
-from baton.plan.storage import Storage, parse_storage
+from baton.plan.storage import DeclaredPlacement, Storage, parse_storage
+from baton.plan.views import TensorView, declare
 
 __all__ = [
     "BoundRoute",
@@ -20,6 +21,7 @@ __all__ = [
     "Chunk",
     "Component",
     "Copy",
+    "DeclaredPlacement",
     "Layout",
     "Pack",
     "PackCost",
@@ -32,10 +34,12 @@ __all__ = [
     "Step",
     "Storage",
     "Tables",
+    "TensorView",
     "Unpack",
     "allocate",
     "bind",
     "check",
+    "declare",
     "execute",
     "load_cache",
     "parse_layout",

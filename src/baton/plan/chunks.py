@@ -218,7 +218,7 @@ class PlacedRoute:
     def _end(self, spec: Spec, side: str, rank: int) -> RouteEnd:
         component = spec.cache.by_name[self.component.name]
         held, at = box(spec, component, rank, side), placements(spec, rank, side)[component.name]
-        first = at.offset + (self.route.units[0] - held.units[0]) * at.stride("unit")
+        first_unit = (self.route.units[0] - held.units[0]) * at.stride("unit")
         local = np.searchsorted(to_ids(held.layers), self.layer_ids)
         return RouteEnd(
             side=side,
@@ -226,7 +226,7 @@ class PlacedRoute:
             group=component.group,
             at=at,
             axes=(at.stride("unit"), *(at.stride(dim.name) for dim in component.dims)),
-            layer_offsets=np.asarray(first + local * at.stride("layer"), dtype=np.int64),
+            layer_offsets=np.asarray(at.layer_starts(local) + first_unit, dtype=np.int64),
         )
 
 
@@ -276,7 +276,8 @@ def _pairs_alike(plan_key: PlanKey) -> tuple[tuple[Pair, ...], ...]:
             position = {layer: i for i, layer in enumerate(to_ids(held.layers))}
             layers = tuple(position[layer] for layer in to_ids(route.layers))
             units = (route.units[0] - held.units[0], route.units[1] - route.units[0])
-            known[key] = (at.buffer, at.offset, tuple(at.strides.items()), layers, units)
+            strides = tuple(at.strides.items())
+            known[key] = (at.buffer, at.offset, strides, at.layer_offsets, layers, units)
         return known[key]
 
     by_pair: dict[Pair, list[Hashable]] = {}

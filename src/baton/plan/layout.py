@@ -33,12 +33,10 @@ class Mirror:
 
     def num_shares(self, num_ranks: int) -> int:
         """One: all ranks hold the same."""
-        del num_ranks
         return 1
 
     def share(self, index: int, num_ranks: int, num_tokens: int, page_tokens: int) -> Stride:
         """All tokens."""
-        del index, num_ranks, page_tokens
         return Stride(0, num_tokens)
 
 

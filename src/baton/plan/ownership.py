@@ -10,11 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from baton.errors import LayoutError
+from baton.errors import ConfigError, LayoutError
 from baton.plan.cache import Cache, Component
+from baton.plan.declared import OverlapCheck, Region, regions_of, resolve_declared
 from baton.plan.layout import Layout, Mirror, Scheme, Stripe
-from baton.plan.ranges import Range, Ranges, intersection, size
-from baton.plan.storage import Holding, Placement, Storage, place
+from baton.plan.ranges import Range, Ranges, intersection, size, to_ids
+from baton.plan.storage import DeclaredPlacement, Holding, Placement, Storage, place
 from baton.plan.tokens import Stride
 
 END = 1 << 40
@@ -108,6 +109,8 @@ def box(spec: Spec, component: Component, rank: int, side: str) -> Box:
 @lru_cache(maxsize=16_384)
 def placements(spec: Spec, rank: int, side: str) -> dict[str, Placement]:
     """Where every component lies on `rank`; what it holds no layer of is left out."""
+    if spec.storage.placements:
+        return _declared_memory(spec)[_shard(spec, rank)].placements
     bundles: dict[str, list[Holding]] = {}
     for component in spec.cache.components:
         held = box(spec, component, rank, side)
@@ -123,3 +126,105 @@ def placements(spec: Spec, rank: int, side: str) -> dict[str, Placement]:
 def buffers(spec: Spec, rank: int, side: str) -> dict[str, int]:
     """The buffers that `rank` needs, with their sizes in bytes."""
     return {at.buffer: at.buffer_bytes for at in placements(spec, rank, side).values()}
+
+
+def page_spaces(spec: Spec, rank: int) -> dict[str, str]:
+    """By group, the name of its page space: groups that overlay each other on `rank` have one in common.
+
+    A page id of a space belongs to one group at a time.
+    """
+    if spec.storage.placements:
+        return _declared_memory(spec)[_shard(spec, rank)].spaces
+    return {group: group for group in spec.cache.groups}
+
+
+@lru_cache(maxsize=4096)
+def space_sizes(spec: Spec, rank: int) -> dict[str, int]:
+    """The number of pages of each page space of `rank`, by its name."""
+    sizes: dict[str, int] = {}
+    for group, space in sorted(page_spaces(spec, rank).items()):
+        sizes[space] = max(sizes.get(space, 0), spec.storage.pages_of(group))
+    return sizes
+
+
+# Where an engine says where its memory is.
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What the ranks of one stage and tp coordinate have."""
+
+    placements: dict[str, Placement]
+    spaces: dict[str, str]
+
+
+def _shard(spec: Spec, rank: int) -> tuple[int, int]:
+    at = spec.layout.coordinates(rank)
+    return at["pp"], at["tp"]
+
+
+@lru_cache(maxsize=256)
+def _declared_memory(spec: Spec) -> dict[tuple[int, int], _Memory]:
+    """The memory of every stage and tp coordinate; ConfigError where the placements cannot be right."""
+    by_key = {(at.component, at.stage, at.tp): at for at in spec.storage.placements}
+    parts = {component.name: cuts(spec, component, "declared") for component in spec.cache.components}
+    num_stages, num_shards = spec.layout.size("pp"), spec.layout.size("tp")
+    check = OverlapCheck()
+    memory: dict[tuple[int, int], _Memory] = {}
+    alike: dict[object, _Memory] = {}
+    used = set()
+    for stage in range(num_stages):
+        held = [part for part in spec.cache.components if parts[part.name].layers[stage]]
+        for shard in range(num_shards):
+            chosen = []
+            for component in held:
+                keys = [(component.name, stage, tp) for tp in (shard, None)]
+                key = next((key for key in keys if key in by_key), None)
+                if key is None:
+                    raise ConfigError(
+                        f"no placement of {component.name} on stage {stage}, tp {shard}; declare one for "
+                        "every component and stage, or none at all"
+                    )
+                used.add(key)
+                first, last = parts[component.name].units[shard]
+                chosen.append((component, key, last - first))
+            case = tuple(chosen)
+            if case not in alike:
+                layers = {component.name: parts[component.name].layers[stage] for component in held}
+                entries = [(by_key[key], component, units) for component, key, units in chosen]
+                alike[case] = _checked_memory(spec, entries, layers, check)
+            memory[stage, shard] = alike[case]
+    if unused := [at for key, at in by_key.items() if key not in used]:
+        raise ConfigError(
+            f"{unused[0]}: {spec.layout} has no such component, stage or tp coordinate, or no layers of it"
+        )
+    return memory
+
+
+def _checked_memory(
+    spec: Spec,
+    entries: list[tuple[DeclaredPlacement, Component, int]],
+    layers: dict[str, Ranges],
+    check: OverlapCheck,
+) -> _Memory:
+    """Placements of one rank that stay in their buffers and out of each other's bytes."""
+    placed: dict[str, Placement] = {}
+    regions: dict[str, list[Region]] = {}
+    sizes: dict[str, tuple[int, DeclaredPlacement]] = {}
+    for declared, component, num_units in entries:
+        held = Holding(component, size(layers[component.name]), num_units)
+        at = placed[component.name] = resolve_declared(spec.storage, declared, held)
+        num_bytes, other = sizes.setdefault(at.buffer, (at.buffer_bytes, declared))
+        if num_bytes != at.buffer_bytes:
+            raise ConfigError(
+                f"buffer {at.buffer!r} has {num_bytes} bytes in the {other} and {at.buffer_bytes} in the "
+                f"{declared}"
+            )
+        ids = to_ids(layers[component.name])
+        regions.setdefault(at.buffer, []).extend(regions_of(declared, at, held, spec.storage, ids))
+    spaces = {group: group for group in spec.cache.groups}
+    for buffer, inside in regions.items():
+        for one, other_group in sorted(check.overlays(buffer, inside)):
+            first, second = sorted((spaces[one], spaces[other_group]))
+            spaces = {group: first if space == second else space for group, space in spaces.items()}
+    return _Memory(placed, spaces)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from math import gcd
 
 from baton.plan.cache import Component
 from baton.plan.dtypes import item_bytes
 from baton.plan.estimate import FLOPS_PER_RANK, Estimate
-from baton.plan.ownership import Spec, cuts
-from baton.plan.ranges import Range, Ranges, from_ids, text
+from baton.plan.ownership import Spec, cuts, page_spaces
+from baton.plan.ranges import Ranges, from_ids, merged, text, to_ids
 from baton.plan.report import Report
 from baton.plan.routes import BoundRoute
 from baton.plan.tokens import TokenSet
@@ -18,23 +17,11 @@ from baton.plan.tokens import TokenSet
 ROWS_MAX = 32
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """Routes that differ in nothing that this row's columns show."""
-
-    sources: Ranges
-    targets: Ranges
-    components: str
-    layers: Ranges
-    units: str
-    tokens: str
-    num_routes: int
-    bytes_each: Range
-
-
 def render(report: Report, estimates: Sequence[Estimate], active_parameters: float | None) -> str:
     """The whole page."""
-    sections = [_head(report), _components(report), _routes(report), _loads(report), _copies(report)]
+    sides = (("source", report.plan.source), ("target", report.plan.target))
+    memory = [_memory(side, spec) for side, spec in sides if spec.storage.placements]
+    sections = [_head(report), _components(report), *memory, _routes(report), _loads(report), _copies(report)]
     return "\n\n".join([*sections, _costs(estimates, active_parameters)]) + "\n"
 
 
@@ -96,6 +83,52 @@ def _components(report: Report) -> str:
     return "Components\n" + columns(rows) + "\n  mirrors: " + _mirror_choice(report)
 
 
+def _memory(side: str, spec: Spec) -> str:
+    """Where the memory of a side is, as its engine declares it."""
+    rows = [("component", "stage", "tp", "buffer", "of", "first byte", "strides", "layers")]
+    for declared in spec.storage.placements[:ROWS_MAX]:
+        strides = dict(declared.strides)
+        layer_stride = strides.pop("layer", None)
+        layers = "one" if layer_stride is None else f"every {layer_stride}"
+        if declared.layer_offsets:
+            offsets = ", ".join(f"+{offset}" for offset in declared.layer_offsets[:4])
+            layers = f"at {offsets}{', ...' if len(declared.layer_offsets) > 4 else ''}"
+        rows.append(
+            (
+                declared.component,
+                str(declared.stage),
+                "all" if declared.tp is None else str(declared.tp),
+                declared.buffer,
+                human_bytes(declared.buffer_bytes),
+                str(declared.offset),
+                ", ".join(f"{axis} {stride}" for axis, stride in strides.items()) or "none",
+                layers,
+            )
+        )
+    more = len(spec.storage.placements) - ROWS_MAX
+    lines = [f"Memory of the {side}, as declared", columns(rows)]
+    if more > 0:
+        lines.append(f"  and {more} more placements; --json lists them")
+    return "\n".join([*lines, *_overlays(spec)])
+
+
+def _overlays(spec: Spec) -> list[str]:
+    """The groups that lie in the same bytes, and on which ranks."""
+    ranks: dict[tuple[str, ...], list[int]] = {}
+    for rank in range(spec.layout.num_ranks):
+        by_space: dict[str, list[str]] = {}
+        for group, space in page_spaces(spec, rank).items():
+            by_space.setdefault(space, []).append(group)
+        for groups in by_space.values():
+            if len(groups) > 1:
+                ranks.setdefault(tuple(groups), []).append(rank)
+    return [
+        f"  groups {', '.join(groups)} overlay each other on ranks {text(from_ids(members))}: "
+        "a page id belongs to one of them at a time"
+        for groups, members in ranks.items()
+    ]
+
+
 def _extent(component: Component) -> str:
     if not component.extent.has_tokens:
         return "layer"
@@ -147,27 +180,11 @@ def _routes(report: Report) -> str:
         rows = _group(report, key)
         if len(rows) <= ROWS_MAX:
             break
-    cells = [("source", "target", "components", "layers", "units", "tokens", "routes", "bytes each")]
-    for row in rows[:ROWS_MAX]:
-        low, high = row.bytes_each
-        cells.append(
-            (
-                text(row.sources),
-                text(row.targets),
-                row.components,
-                _layers(row.layers),
-                row.units,
-                row.tokens,
-                str(row.num_routes),
-                human_bytes(low) if low == high else f"{human_bytes(low)} to {human_bytes(high)}",
-            )
-        )
-    more = (
-        f"\n  and {len(rows) - ROWS_MAX} more groups; --json lists every route"
-        if len(rows) > ROWS_MAX
-        else ""
-    )
-    return "Routes\n" + (columns(cells) if rows else "  none: the target holds everything") + more
+    heads = ("source", "target", "components", "layers", "units", "tokens", "routes", "bytes each")
+    lines = [columns([heads, *rows[:ROWS_MAX]]) if rows else "  none: the target holds everything"]
+    if len(rows) > ROWS_MAX:
+        lines.append(f"  and {len(rows) - ROWS_MAX} more groups; --json lists every route")
+    return "\n".join(["Routes", *lines])
 
 
 def _exact(route: BoundRoute) -> tuple[object, ...]:
@@ -186,7 +203,7 @@ def _by_component(route: BoundRoute) -> tuple[object, ...]:
     return (route.tokens is None,)
 
 
-def _group(report: Report, key: Callable[[BoundRoute], tuple[object, ...]]) -> list[_Row]:
+def _group(report: Report, key: Callable[[BoundRoute], tuple[object, ...]]) -> list[tuple[str, ...]]:
     """Routes of equal key in one row, then components of equal rows in one."""
     by_key: dict[tuple[object, ...], list[BoundRoute]] = {}
     for route in report.routes:
@@ -198,20 +215,21 @@ def _group(report: Report, key: Callable[[BoundRoute], tuple[object, ...]]) -> l
     return [_row(report, entries) for entries in alike.values()]
 
 
-def _row(report: Report, entries: list[tuple[str, list[BoundRoute]]]) -> _Row:
+def _row(report: Report, entries: list[tuple[str, list[BoundRoute]]]) -> tuple[str, ...]:
+    """The cells of routes that differ in nothing that they show."""
     routes = [route for _, alike in entries for route in alike]
-    sizes = [route.num_bytes for route in routes]
+    low, high = (human_bytes(bound(route.num_bytes for route in routes)) for bound in (min, max))
     sets = {route.tokens for route in routes}
     units = {route.units for route in routes if route.units is not None}
-    return _Row(
-        sources=from_ids({route.source for route in routes}),
-        targets=from_ids({route.target for route in routes}),
-        components=", ".join(name for name, _ in entries),
-        layers=from_ids(layer for route in routes for a, b in route.layers for layer in range(a, b)),
-        units=text(from_ids(u for a, b in units for u in range(a, b))) if units else "-",
-        tokens=_tokens(report, sets.pop()) if len(sets) == 1 else f"{len(sets)} sets",
-        num_routes=len(routes),
-        bytes_each=(min(sizes), max(sizes)),
+    return (
+        text(from_ids({route.source for route in routes})),
+        text(from_ids({route.target for route in routes})),
+        ", ".join(name for name, _ in entries),
+        _layers(from_ids(layer for route in routes for layer in to_ids(route.layers))),
+        text(merged(units)) if units else "-",
+        _tokens(report, sets.pop()) if len(sets) == 1 else f"{len(sets)} sets",
+        str(len(routes)),
+        low if low == high else f"{low} to {high}",
     )
 
 

@@ -20,6 +20,7 @@ from baton.plan.ownership import Spec
 from baton.plan.routes import BoundRoute, Plan, Prompt, resolve
 from baton.plan.steps import PACK, PackCost
 from baton.plan.tokens import Ints, TokenSet
+from baton.plan.wire import placement_fields
 
 VERSION = 1
 
@@ -152,8 +153,11 @@ class Report:
 
 
 def _side(spec: Spec, dp: int) -> dict[str, Any]:
-    layout = spec.layout
-    return {"layout": layout.text, "ranks": layout.num_ranks, "page": spec.storage.page_tokens, "dp": dp}
+    layout, storage = spec.layout, spec.storage
+    side = {"layout": layout.text, "ranks": layout.num_ranks, "page": storage.page_tokens, "dp": dp}
+    if storage.placements:
+        side["placements"] = [placement_fields(declared) for declared in storage.placements]
+    return side
 
 
 def _component(component: Component, dtype: str) -> dict[str, Any]:

@@ -9,16 +9,24 @@ one page.
 Strides follow by walking the order from the inside out. Until `component` is reached each component has its
 own size; there the sizes are laid side by side and summed, so that K and V may differ in channels and a
 packed [q|k|v] may be cut at different places on every rank.
+
+An engine that has its memory already declares where each component lies instead (`DeclaredPlacement`): a
+buffer, an offset and strides. Then the orders are not used. `ownership.placements` checks what is declared
+against the rest of the spec, with `overlaps`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
+
+import numpy as np
 
 from baton.errors import ConfigError, LayoutError
 from baton.plan.cache import Component
 from baton.plan.dtypes import item_bytes
+from baton.plan.tokens import Ints
 
 Order: TypeAlias = tuple[str, ...]
 
@@ -30,10 +38,37 @@ _TOPICS = {"hnd": "hnd", "nhd": "hnd", "apart": "apart", "fused": "apart", "laye
 
 
 @dataclass(frozen=True, slots=True)
+class DeclaredPlacement:
+    """Where one component lies on the ranks of a pipeline stage, in bytes, as their engine says.
+
+    `offset` is where the first of its layers, pages, units and tokens begins in the buffer. `strides` gives
+    bytes by axis: layer, page, unit, token and the dims inside a unit. Layers that are not equally far apart
+    have `layer_offsets` instead of a stride, counted from `offset`, one for each layer that the stage holds,
+    ascending by layer id. Without a stride for `token` the page is opaque: one piece, or one piece for each
+    unit where `unit` has a stride. Dims without strides are dense, and an axis of size one needs none.
+    """
+
+    component: str
+    buffer: str
+    buffer_bytes: int
+    offset: int
+    strides: tuple[tuple[str, int], ...]
+    layer_offsets: tuple[int, ...] = ()
+    stage: int = 0
+    tp: int | None = None
+    """The tp coordinate that it holds for; None: all of them."""
+
+    def __str__(self) -> str:
+        shard = "" if self.tp is None else f", tp {self.tp}"
+        return f"placement of {self.component} on stage {self.stage}{shard}"
+
+
+@dataclass(frozen=True, slots=True)
 class Storage:
     """One side's declaration: page size, element type, axis orders, granule and pool sizes.
 
     `num_pages` gives (group, pages of its pools); a group that is not named has `num_pages_default`.
+    `placements` are either none, or one for each component on each stage that holds layers of it.
     """
 
     page_tokens: int = 64
@@ -43,6 +78,7 @@ class Storage:
     granule: int = 1
     num_pages: tuple[tuple[str, int], ...] = ()
     num_pages_default: int = 1
+    placements: tuple[DeclaredPlacement, ...] = ()
 
     def __post_init__(self) -> None:
         item_bytes(self.dtype)
@@ -56,6 +92,8 @@ class Storage:
                 f"granule {self.granule} does not divide the page of {self.page_tokens} tokens; "
                 "use 1, or a divisor of the page size"
             )
+        if self.placements:
+            _check_once(self.placements)
 
     def pages_of(self, group: str) -> int:
         """How many pages the pools of a group have."""
@@ -77,6 +115,21 @@ class Storage:
     def with_pages(self, pages: dict[str, int]) -> Storage:
         """The same storage with pools of these sizes."""
         return replace(self, num_pages=tuple(sorted(pages.items())))
+
+    def with_placements(self, placements: Iterable[DeclaredPlacement]) -> Storage:
+        """The same storage in memory that an engine has already, in whatever order it is described."""
+        ordered = sorted(placements, key=lambda at: (at.component, at.stage, -1 if at.tp is None else at.tp))
+        return replace(self, placements=tuple(ordered))
+
+
+def _check_once(placements: tuple[DeclaredPlacement, ...]) -> None:
+    """Raises ConfigError where one rank would have two placements of one component."""
+    shards: dict[tuple[str, int], set[int | None]] = {}
+    for declared in placements:
+        known = shards.setdefault((declared.component, declared.stage), set())
+        if declared.tp in known or (known and None in (*known, declared.tp)):
+            raise ConfigError(f"{declared} is given twice; give it once, for all tp coordinates or for each")
+        known.add(declared.tp)
 
 
 def parse_storage(text: str, page_tokens: int, dtype: str) -> Storage:
@@ -119,10 +172,18 @@ class Placement:
     item_bytes: int
     page_entries: int
     strides: dict[str, int] = field(hash=False)
+    layer_offsets: tuple[int, ...] = ()
+    """Bytes from `offset` to each layer, where layers have no stride."""
 
     def stride(self, axis: str) -> int:
         """Bytes from one index of an axis to the next."""
         return self.strides[axis]
+
+    def layer_starts(self, layers: Ints) -> Ints:
+        """Where layers begin, by their number among the layers of the rank."""
+        if self.layer_offsets:
+            return self.offset + np.array(self.layer_offsets, dtype=np.int64)[layers]
+        return self.offset + layers * self.strides["layer"]
 
 
 @dataclass(frozen=True, slots=True)

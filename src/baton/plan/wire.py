@@ -18,17 +18,19 @@ from typing import Any, TypeVar
 from baton.errors import ConfigError, LayoutError
 from baton.plan.cache import DIM_MAX, Cache, Component, Dim, Extent, Full, State, Units, Window
 from baton.plan.dtypes import ITEM_BYTES
-from baton.plan.layout import Layout, parse_layout
-from baton.plan.ownership import Spec
+from baton.plan.layout import NUM_RANKS_MAX, Layout, parse_layout
+from baton.plan.ownership import Spec, placements
 from baton.plan.ranges import size
 from baton.plan.steps import STAGING
-from baton.plan.storage import PAGE_MAX, Order, Storage
+from baton.plan.storage import PAGE_MAX, DeclaredPlacement, Order, Storage
 
 SPEC_BYTES_MAX = 1 << 20
 LAYOUT_CHARS_MAX = 1 << 16
 NAME_CHARS_MAX = 128
 TEXT_MAX = 200
 """How much of what was read an error repeats."""
+PLACEMENT_TEXT_MAX = 800
+"""The same where it names two placements and the bytes that they share."""
 COMPONENTS_MAX = 4096
 GROUPS_MAX = 4096
 LAYERS_MAX = 1 << 16
@@ -37,6 +39,7 @@ DIMS_MAX = 8
 AXES_MAX = 16
 PAGES_MAX = (1 << 31) - 1
 POOL_BYTES_MAX = 1 << 62
+PLACEMENTS_MAX = 1 << 14
 AXES = ("layer", "page", "component", "unit", "token")
 """What an order calls its axes; a dim inside a unit has a name of its own."""
 
@@ -55,19 +58,42 @@ def spec_to_bytes(spec: Spec) -> bytes:
             "num_layers": spec.cache.num_layers,
             "components": [_component_out(component) for component in spec.cache.components],
         },
-        "storage": {
-            "page_tokens": spec.storage.page_tokens,
-            "dtype": spec.storage.dtype,
-            "order": spec.storage.order,
-            "state_order": spec.storage.state_order,
-            "granule": spec.storage.granule,
-            "num_pages": spec.storage.num_pages,
-            "num_pages_default": spec.storage.num_pages_default,
-        },
+        "storage": storage_fields(spec.storage),
     }
     raw = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
     spec_from_bytes(raw)
     return raw
+
+
+def storage_fields(storage: Storage) -> dict[str, Any]:
+    """A storage as the fields of a JSON object."""
+    fields: dict[str, Any] = {
+        "page_tokens": storage.page_tokens,
+        "dtype": storage.dtype,
+        "order": storage.order,
+        "state_order": storage.state_order,
+        "granule": storage.granule,
+        "num_pages": storage.num_pages,
+        "num_pages_default": storage.num_pages_default,
+    }
+    if storage.placements:
+        # Left out where there are none, so that a peer that does not know of them reads the rest.
+        fields["placements"] = [placement_fields(declared) for declared in storage.placements]
+    return fields
+
+
+def placement_fields(declared: DeclaredPlacement) -> dict[str, Any]:
+    """A declared placement as the fields of a JSON object."""
+    return {
+        "component": declared.component,
+        "stage": declared.stage,
+        "tp": declared.tp,
+        "buffer": declared.buffer,
+        "buffer_bytes": declared.buffer_bytes,
+        "offset": declared.offset,
+        "strides": [list(entry) for entry in declared.strides],
+        "layer_offsets": list(declared.layer_offsets),
+    }
 
 
 def _component_out(component: Component) -> dict[str, Any]:
@@ -89,18 +115,26 @@ def _component_out(component: Component) -> dict[str, Any]:
 @lru_cache(maxsize=SPECS_MAX)
 def spec_from_bytes(raw: bytes) -> Spec:
     """The spec in these bytes; raises ConfigError or LayoutError, naming the field, on anything else."""
-    if len(raw) > SPEC_BYTES_MAX:
-        raise ConfigError(f"a spec has at most {SPEC_BYTES_MAX} bytes, found {len(raw)}")
-    try:
-        document = json.loads(raw.decode("ascii"), object_pairs_hook=_once)
-    except (ValueError, RecursionError) as cause:
-        raise ConfigError(
-            f"a spec has to be JSON: {type(cause).__name__} ({str(cause)[:TEXT_MAX]})"
-        ) from None
-    fields = _Read("spec", document).fields("layout", "cache", "storage")
+    fields = _read(raw, "spec").fields("layout", "cache", "storage")
     spec = Spec(_layout(fields["layout"]), _cache(fields["cache"]), _storage(fields["storage"]))
     _check_pools(spec)
     return spec
+
+
+def storage_from_bytes(raw: bytes) -> Storage:
+    """The storage in these bytes, the JSON of `storage_fields`; ConfigError, with the field, on others."""
+    return _storage(_read(raw, "storage"))
+
+
+def _read(raw: bytes, what: str) -> _Read:
+    if len(raw) > SPEC_BYTES_MAX:
+        raise ConfigError(f"a {what} has at most {SPEC_BYTES_MAX} bytes, found {len(raw)}")
+    try:
+        return _Read(what, json.loads(raw.decode("ascii"), object_pairs_hook=_once))
+    except (ValueError, RecursionError) as cause:
+        raise ConfigError(
+            f"a {what} has to be JSON: {type(cause).__name__} ({str(cause)[:TEXT_MAX]})"
+        ) from None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -242,9 +276,14 @@ def _extent(read: _Read) -> Extent:
 
 
 def _storage(read: _Read) -> Storage:
-    fields = read.fields(
-        "page_tokens", "dtype", "order", "state_order", "granule", "num_pages", "num_pages_default"
-    )
+    names = ["page_tokens", "dtype", "order", "state_order", "granule", "num_pages", "num_pages_default"]
+    is_declared = isinstance(read.value, dict) and "placements" in read.value
+    fields = read.fields(*names, "placements") if is_declared else read.fields(*names)
+    declared: tuple[DeclaredPlacement, ...] = ()
+    if is_declared:
+        declared = tuple(_placement(item) for item in fields["placements"].items(PLACEMENTS_MAX))
+        if not declared:
+            raise fields["placements"].wrong("a list that is not empty, or left out")
     pages = [item.two() for item in fields["num_pages"].items(GROUPS_MAX)]
     num_pages = tuple((group.text(), count.number(0, PAGES_MAX)) for group, count in pages)
     if len(dict(num_pages)) != len(num_pages):
@@ -253,15 +292,44 @@ def _storage(read: _Read) -> Storage:
     order, state_order = (_order(fields[name]) for name in ("order", "state_order"))
     dtype = fields["dtype"].one_of(ITEM_BYTES)
     default = fields["num_pages_default"].number(0, PAGES_MAX)
-    return read.built(lambda: Storage(page_tokens, dtype, order, state_order, granule, num_pages, default))
+    storage = (page_tokens, dtype, order, state_order, granule, num_pages, default)
+    return read.built(lambda: Storage(*storage, declared))
+
+
+def _placement(read: _Read) -> DeclaredPlacement:
+    names = ("component", "stage", "tp", "buffer", "buffer_bytes", "offset", "strides", "layer_offsets")
+    fields = read.fields(*names)
+    strides = [item.two() for item in fields["strides"].items(AXES_MAX)]
+    offsets = fields["layer_offsets"].items(LAYERS_MAX)
+    return DeclaredPlacement(
+        component=fields["component"].text(),
+        buffer=_buffer_name(fields["buffer"]),
+        buffer_bytes=fields["buffer_bytes"].number(1, POOL_BYTES_MAX),
+        offset=fields["offset"].number(0, POOL_BYTES_MAX),
+        strides=tuple((axis.text(), stride.number(1, POOL_BYTES_MAX)) for axis, stride in strides),
+        layer_offsets=tuple(item.number(0, POOL_BYTES_MAX) for item in offsets),
+        stage=fields["stage"].number(0, NUM_RANKS_MAX),
+        tp=None if fields["tp"].value is None else fields["tp"].number(0, NUM_RANKS_MAX),
+    )
 
 
 def _order(read: _Read) -> Order:
     return tuple(item.text() for item in read.items(AXES_MAX))
 
 
+def _check_declared(spec: Spec) -> None:
+    """Raises ConfigError or LayoutError unless every rank has a place for all that it holds."""
+    try:
+        placements(spec, 0, "spec")
+    except ConfigError as cause:
+        raise ConfigError(f"spec.storage: {str(cause)[:PLACEMENT_TEXT_MAX]}") from None
+
+
 def _check_pools(spec: Spec) -> None:
     """Raises ConfigError where two pools have one name, or a pool would be larger than offsets can say."""
+    if spec.storage.placements:
+        _check_declared(spec)
+        return
     owners: dict[str, str] = {}
     sizes: dict[str, int] = {}
     for component in spec.cache.components:

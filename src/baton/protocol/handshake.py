@@ -11,6 +11,10 @@ every field of the messages before, so that a man in the middle cannot change a 
 MAC names its role, so that neither can be reflected. The session key is derived from the secret and the same
 fields. Nonces and the channel's id are given to the record, like the secret: nothing here is random.
 
+A rank that knows the address of its coordinator and not its epoch says epoch 0 in its hello. It takes the
+epoch of the challenge: both MACs cover it, so the rank proves itself to that incarnation alone. It introduces
+itself with it once the acceptor's proof holds. Nobody else may leave its epoch out.
+
 An end that refuses says why, in one message, and the link ends. Before the proof it tells no more than its
 own name, its epoch and its versions.
 """
@@ -186,6 +190,9 @@ def _prove(record: Handshake, challenge: Challenge, now: float) -> Step:
         return _refuse(record, Why.REFUSED_AUTHENTICATION, text)
     if len(challenge.nonce) != NONCE_BYTES:
         return _refuse(record, Why.REFUSED_AUTHENTICATION, _wrong_nonce(challenge.nonce))
+    if not record.own.introduction.epoch and challenge.epoch < 1:
+        text = f"the coordinator has epoch {challenge.epoch}; a rank can attach to 1 or more"
+        return _refuse(record, Why.REFUSED_AUTHENTICATION, text)
     after = replace(record, state=HandshakeState.PROVING, challenge=challenge)
     return after, (Proof(mac=_mac(after, "dialler")),)
 
@@ -209,6 +216,8 @@ def _misfit(record: Handshake) -> str:
         return f"this end takes no links for {purpose[:40]!a}"
     if (rank >= 0) != (purpose == MEMBER):
         return f"rank {rank} cannot have a {purpose} link"
+    if purpose != MEMBER and not record.hello.epoch:
+        return "only a rank may leave its epoch out"
     if purpose == MEMBER and record.hello.instance != record.own.instance:
         return f"a rank of another instance cannot be a member of {record.own.instance}"
     return ""
@@ -225,15 +234,18 @@ def _secure(record: Handshake, accepted: Accepted, now: float) -> Step:
 
 
 def _sealed(record: Handshake) -> Effects:
-    key = _mac(record, "session key", record.channel)
-    return Secure(key, record.channel, record.is_dialler), record.own.introduction
+    assert record.challenge is not None
+    key, introduction = _mac(record, "session key", record.channel), record.own.introduction
+    if record.is_dialler and not introduction.epoch:
+        introduction = msgspec.structs.replace(introduction, epoch=record.challenge.epoch)
+    return Secure(key, record.channel, record.is_dialler), introduction
 
 
 def _establish(record: Handshake, introduction: Introduction, now: float) -> Step:
     assert record.hello is not None
     assert record.challenge is not None
     hello, challenge = record.hello, record.challenge
-    shaken = (hello.instance, hello.epoch, hello.rank)
+    shaken = (hello.instance, hello.epoch or challenge.epoch, hello.rank)
     if record.is_dialler:
         shaken = (challenge.instance, challenge.epoch, -1)
     if (introduction.instance, introduction.epoch, introduction.rank) != shaken:
@@ -313,7 +325,6 @@ _CELLS: Mapping[tuple[Enum, type], Entry] = {
 HANDSHAKE: Table[Handshake] = Table(
     name="handshake",
     states=HandshakeState,
-    events=(Connected, Hello, Challenge, Proof, Accepted, Introduction, Refused, Ticked, BadMessage),
     remote=frozenset({Hello, Challenge, Proof, Accepted, Introduction, Refused}),
     cells=_CELLS,
 )

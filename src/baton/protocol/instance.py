@@ -189,7 +189,6 @@ _CELLS: dict[tuple[Enum, type], Entry] = {
 INSTANCE: Table[Instance] = Table(
     name="instance",
     states=InstanceState,
-    events=(RankAttached, RankLost, DrainRequested, WorkCounted, EndRequested),
     remote=frozenset(),
     cells=_CELLS,
 )

@@ -8,7 +8,7 @@ Neighbours are joined as they come, so that chunks in any sensible order leave f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -56,6 +56,19 @@ class Rectangle:
         if self.tokens == other.tokens and (layers := _joined(self.layers, other.layers)):
             return Rectangle(layers, self.tokens)
         return None
+
+    def without(self, other: Rectangle) -> tuple[Rectangle, ...]:
+        """What the other does not cover, in up to four parts."""
+        common = self.common(other)
+        if common is None:
+            return (self,)
+        parts = (
+            Rectangle((self.layers[0], common.layers[0]), self.tokens),
+            Rectangle(common.layers, (self.tokens[0], common.tokens[0])),
+            Rectangle(common.layers, (common.tokens[1], self.tokens[1])),
+            Rectangle((common.layers[1], self.layers[1]), self.tokens),
+        )
+        return tuple(part for part in parts if part.area)
 
     @property
     def area(self) -> int:
@@ -113,6 +126,14 @@ class Ledger(msgspec.Struct, frozen=True):
     def _wanted(self, pair: Pair, chunk: Rectangle) -> list[Rectangle]:
         needed = (need.box(self.num_tokens) for need in self.needs.get(pair, ()))
         return [part for part in (chunk.common(need) for need in needed) if part is not None]
+
+
+def join_boxes(boxes: Iterable[Rectangle]) -> tuple[Rectangle, ...]:
+    """Disjoint rectangles, joined where they are neighbours along a whole side."""
+    joined: tuple[Rectangle, ...] = ()
+    for box in boxes:
+        joined = _with(joined, box)
+    return joined
 
 
 def _joined(first: Range, second: Range) -> Range | None:

@@ -58,13 +58,17 @@ def cell(act: Action, *to: Enum) -> Cell:
 
 @dataclass(frozen=True)
 class Table(Generic[Record]):
-    """A machine: its name, states, events and cells. Events that the peer causes are listed as remote."""
+    """A machine: its name, states and cells. Events that the peer causes are listed as remote."""
 
     name: str
     states: type[Enum]
-    events: tuple[type, ...]
     remote: frozenset[type]
     cells: Mapping[tuple[Enum, type], Entry]
+
+    @property
+    def events(self) -> tuple[type, ...]:
+        """Every event that has a cell."""
+        return tuple(dict.fromkeys(event for _, event in self.cells))
 
     def step(self, record: Record, event: object, now: float) -> tuple[Record, Effects]:
         """The record after an event, and the effects that the driver has to perform."""

@@ -30,6 +30,10 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag
     needs: tuple[str, ...] = ()
 
 
+AnyMessage: TypeAlias = Message
+"""The same, for the drivers: they take messages of every kind."""
+
+
 # The handshake, on every link, dialler first. No address, spec or description is in it before `Proof` held.
 
 
@@ -154,6 +158,8 @@ class Grant(Message, frozen=True, tag="grant"):
     """By target rank."""
     lanes: tuple[Lane, ...]
     is_verified: bool = False
+    progress_s: float = 0.0
+    """The progress deadline that a rank of the target named; 0: none did."""
     session: int = -1
     """On member links: which session of the coordinator it came over."""
 
@@ -184,6 +190,8 @@ class Offer(Message, frozen=True, tag="offer"):
     source_dp: int
     source_rank: int = -1
     """On member links: which rank offers it."""
+    progress_s: float = 0.0
+    """The progress deadline that the rank named, or a rank of the source; 0: none did."""
 
 
 class Landed(Message, frozen=True, tag="landed"):
@@ -330,6 +338,7 @@ class Receive(Message, frozen=True, tag="receive"):
     source_dp: int = -1
     """-1: the source says."""
     is_verified: bool = False
+    progress_s: float = 0.0
 
 
 class Decline(Message, frozen=True, tag="decline"):
@@ -375,42 +384,3 @@ class Closed(Message, frozen=True, tag="closed"):
     text: str = ""
     unchecked: tuple[int, ...] = ()
     """Paths whose source reaches this rank's pools by itself from now on: later grants need not wait."""
-
-
-AnyMessage: TypeAlias = (
-    Hello
-    | Challenge
-    | Proof
-    | Accepted
-    | Refused
-    | Introduction
-    | Goodbye
-    | Heartbeat
-    | GroupQuery
-    | Paths
-    | Grant
-    | QuietQuery
-    | Settled
-    | Offer
-    | Landed
-    | Commit
-    | AuxRecord
-    | Quiet
-    | Unquiet
-    | OutcomeQuery
-    | Abort
-    | SessionOpened
-    | SessionClosed
-    | SessionPaths
-    | Invite
-    | Open
-    | Unpack
-    | Close
-    | Released
-    | Receive
-    | Decline
-    | Invited
-    | Opened
-    | Unpacked
-    | Closed
-)

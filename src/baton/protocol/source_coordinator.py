@@ -18,11 +18,11 @@ import msgspec
 from baton.protocol.machine import IGNORED, Effects, Entry, Forget, SessionLost, Table, Ticked, cell, replace
 from baton.protocol.messages import (
     Abort,
-    AnyMessage,
     AuxRecord,
     Commit,
     Grant,
     Landed,
+    Message,
     Offer,
     OutcomeQuery,
     Quiet,
@@ -67,6 +67,12 @@ class SourceCoordinator(msgspec.Struct, frozen=True):
     doubt: str = ""
     askers: frozenset[int] = frozenset()
     """Sessions that asked for the dp group before it was known."""
+
+    @property
+    def announced(self) -> Offer:
+        """The offer as targets get it: with the progress deadline that holds."""
+        assert self.offer is not None
+        return msgspec.structs.replace(self.offer, progress_s=self.deadlines.progress_s)
 
     @property
     def final(self) -> AuxRecord | None:
@@ -136,14 +142,14 @@ class ToRank:
     """Send to one rank of this instance."""
 
     rank: int
-    message: AnyMessage
+    message: Message
 
 
 @dataclass(frozen=True, slots=True)
 class ToTarget:
     """Send to the target, over the session that the grant came over."""
 
-    message: AnyMessage
+    message: Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +157,7 @@ class ToSession:
     """Send over a session that has not granted anything."""
 
     session: int
-    message: AnyMessage
+    message: Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,22 +183,23 @@ def refusals(record: SourceCoordinator, grant: Grant) -> Effects:
 
 
 def _join(record: SourceCoordinator, offer: Offer, now: float) -> Step:
-    rank, offer = offer.source_rank, msgspec.structs.replace(offer, source_rank=-1)
+    rank, deadlines = offer.source_rank, record.deadlines.named(offer.progress_s)
+    offer = msgspec.structs.replace(offer, source_rank=-1, progress_s=0.0)
     first = record.offer or offer
     joined = record.joined | {rank}
     if first != offer:
         text = f"rank {rank} prefilled {_described(offer)}, others {_described(first)}"
         cause = record.cause(Why.REFUSED_PROMPT, Stage.OFFER, text, rank)
         return _fail(replace(record, joined=joined), cause, now)
-    answers = tuple(ToSession(session, first) for session in sorted(record.askers))
     after = replace(
         record,
         offer=first,
         ranks=record.groups[offer.source_dp],
         joined=joined,
         askers=frozenset(),
-        deadlines=replace(record.deadlines, moved=now, has_begun=record.grant is not None),
+        deadlines=replace(deadlines, moved=now, has_begun=record.grant is not None),
     )
+    answers = tuple(ToSession(session, after.announced) for session in sorted(record.askers))
     if after.grant is None and (aux := after.final) is not None:
         decided, effects = _decide(after, Finished(aux.aux), now)
         return decided, (*answers, *effects)
@@ -214,8 +221,8 @@ def _join_granted(record: SourceCoordinator, offer: Offer, now: float) -> Step:
     if (aux := after.final) is not None:
         return _stop_ranks(after, Finished(aux.aux), (*answers, ToTarget(after.stamped(aux))))
     effects: Effects = (*answers, ToRank(offer.source_rank, record.grant))
-    if record.offer is None:
-        effects = (ToTarget(after.offer), *effects)
+    if record.offer is None or after.deadlines.progress_s > record.deadlines.progress_s:
+        effects = (ToTarget(after.announced), *effects)
     return after, effects
 
 
@@ -235,7 +242,7 @@ def _join_late(record: SourceCoordinator, offer: Offer, now: float) -> Step:
 def _answer(record: SourceCoordinator, event: GroupRequested, now: float) -> Step:
     if record.offer is None:
         return replace(record, askers=record.askers | {event.session}), ()
-    return record, (ToSession(event.session, record.offer),)
+    return record, (ToSession(event.session, record.announced),)
 
 
 def _answer_decided(record: SourceCoordinator, event: GroupRequested, now: float) -> Step:
@@ -243,7 +250,7 @@ def _answer_decided(record: SourceCoordinator, event: GroupRequested, now: float
     if isinstance(record.outcome, Failed):
         abort = Abort(transfer=record.transfer, grant=b"", cause=record.outcome.cause)
         return record, (ToSession(event.session, abort),)
-    return record, () if record.offer is None else (ToSession(event.session, record.offer),)
+    return record, () if record.offer is None else (ToSession(event.session, record.announced),)
 
 
 def _grant(record: SourceCoordinator, grant: Grant, now: float) -> Step:
@@ -252,13 +259,15 @@ def _grant(record: SourceCoordinator, grant: Grant, now: float) -> Step:
         grant=grant,
         ranks=record.groups[grant.source_dp],
         state=S.RUNNING,
-        deadlines=replace(record.deadlines, moved=now, has_begun=record.offer is not None),
+        deadlines=replace(
+            record.deadlines.named(grant.progress_s), moved=now, has_begun=record.offer is not None
+        ),
     )
     if record.offer is None:
         return after, ()
     if clash := after.mismatch(record.offer):
         return _fail(after, clash, now)
-    effects: list[object] = [ToTarget(record.offer)]
+    effects: list[object] = [ToTarget(after.announced)]
     effects += [ToRank(rank, grant) for rank in sorted(record.joined)]
     if record.aux is not None and not record.aux.is_final:
         effects.append(ToTarget(after.stamped(record.aux)))
@@ -273,7 +282,7 @@ def _grant_decided(record: SourceCoordinator, grant: Grant, now: float) -> Step:
     cause = record.outcome.cause if isinstance(record.outcome, Failed) else None
     if cause is None and record.offer is not None:
         cause = after.mismatch(record.offer)
-    message: AnyMessage
+    message: Message
     if cause is not None:
         message = Abort(transfer=record.transfer, grant=grant.grant, cause=cause)
     else:
@@ -433,7 +442,7 @@ def _quiet_if_all(record: SourceCoordinator, effects: Effects) -> Step:
         return record, effects
     assert record.grant is not None
     grant = record.grant.grant
-    message: AnyMessage = Quiet(transfer=record.transfer, grant=grant)
+    message: Message = Quiet(transfer=record.transfer, grant=grant)
     if record.doubt:
         message = Unquiet(transfer=record.transfer, grant=grant, text=record.doubt)
     ended = replace(record, state=S.ENDED)
@@ -507,21 +516,6 @@ _CELLS: dict[tuple[Enum, type], Entry] = {
 SOURCE_COORDINATOR: Table[SourceCoordinator] = Table(
     name="source coordinator",
     states=SourceCoordinatorState,
-    events=(
-        Offer,
-        GroupRequested,
-        Grant,
-        Landed,
-        Commit,
-        AuxRecord,
-        RankAborted,
-        Quiet,
-        Unquiet,
-        TargetAborted,
-        Settled,
-        SessionLost,
-        Ticked,
-    ),
     remote=frozenset({GroupRequested, Grant, TargetAborted, Settled}),
     cells=_CELLS,
 )

@@ -6,6 +6,14 @@ coordinator, and commits when the engine has sealed the transfer and the last co
 when no copy of it is under way and none will begin: a commit implies quiet, a failure has to be followed by
 it.
 
+An engine that preempts a request withdraws: what was offered and not copied is dropped, and copies under way
+are cancelled. A chunk has landed in whole, or it is dropped in whole. When the last copy has ended, nothing
+reads the pages any more, and the engine may offer the rest out of other pages under the same grant. A dropped
+chunk was never reported, so no coordinator learns of it: to them the rank pauses. A rank that had sealed the
+transfer has to seal it again, unless it has committed. Its first aux record stands, because the cache of a
+prompt does not depend on the token that was sampled after it. A copy that ended as unknown could still write
+over what is sent again, so it fails the transfer, withdrawn or not.
+
 A rank that ends a transfer by itself keeps its record until the verdict comes. A grant that was already on
 its way then meets this record, never that of another attempt.
 
@@ -35,6 +43,7 @@ class SourceRankState(Enum):
 
     WAITING = "waiting"
     COPYING = "copying"
+    WITHDRAWING = "withdrawing"
     DRAINING = "draining"
     COMMITTED = "committed"
     STOPPING = "stopping"
@@ -59,9 +68,13 @@ class SourceRank(msgspec.Struct, frozen=True):
     waiting: tuple[ChunkReady, ...] = ()
     """Ready, but not granted yet."""
     under_way: Mapping[int, ChunkReady] = msgspec.field(default_factory=dict)
+    landed: tuple[Rectangle, ...] = ()
+    """What was reported as landed."""
     num_chunks: int = 0
     num_bytes: Counts = msgspec.field(default_factory=dict)
     is_sealed: bool = False
+    has_aux: bool = False
+    """Whether this rank has given its aux record."""
     doubt: str = ""
     """Why this rank cannot vouch that it is quiet; empty if it can."""
     is_settled: bool = False
@@ -90,6 +103,11 @@ class Aborted:
 
 
 @dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The engine wants the pages back: what is not copied is dropped, to be offered again."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkCopied:
     """Every copy of a chunk is done."""
 
@@ -108,6 +126,13 @@ class ChunkFailed:
     doubt: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkDropped:
+    """A withdrawn chunk was not copied in whole, and nothing of it moves any more."""
+
+    index: int
+
+
 # Effects. A message among them goes to the coordinator.
 
 
@@ -121,6 +146,20 @@ class StartCopies:
 @dataclass(frozen=True, slots=True)
 class CancelCopies:
     """Ask the transport to cancel every copy under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class WithdrawCopies:
+    """Ask the transport to cancel every copy under way; chunks that are copied all the same have landed."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndWithdrawal:
+    """No copy of this rank reads a page any more; these cells need not be offered again."""
+
+    landed: tuple[Rectangle, ...]
+    is_committed: bool = False
+    """Whether everything was sent: there is nothing left to offer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +202,9 @@ def _begin(record: SourceRank, grant: Grant, now: float) -> Step:
 def _seal(record: SourceRank, event: Sealed, now: float) -> Step:
     _check_unsealed(record, event)
     effects: Effects = ()
-    if event.aux is not None:
+    if event.aux is not None and not record.has_aux:
         effects = (AuxRecord(transfer=record.transfer, grant=record.grant, aux=event.aux),)
-    after = replace(record, is_sealed=True)
+    after = replace(record, is_sealed=True, has_aux=record.has_aux or event.aux is not None)
     if record.state is S.WAITING:
         return after, effects
     return _commit_if_drained(replace(after, state=S.DRAINING), effects)
@@ -201,8 +240,46 @@ def _copied(record: SourceRank, event: ChunkCopied, now: float) -> Step:
         totals = num_bytes.setdefault(target, {})
         for component, count in counts.items():
             totals[component] = totals.get(component, 0) + count
-    after = replace(record, under_way=_without(record.under_way, event.index), num_bytes=num_bytes)
-    return _commit_if_drained(after, (ReleaseChunks((event.index,)), landed))
+    after = replace(
+        record,
+        under_way=_without(record.under_way, event.index),
+        landed=(*record.landed, chunk.box),
+        num_bytes=num_bytes,
+    )
+    effects = (ReleaseChunks((event.index,)), landed)
+    if record.state is S.WITHDRAWING:
+        return _end_withdrawal_if_over(after, effects)
+    return _commit_if_drained(after, effects)
+
+
+def _withdraw_waiting(record: SourceRank, event: Withdrawn, now: float) -> Step:
+    """Nothing was granted yet, so nothing is read."""
+    indices = tuple(chunk.index for chunk in record.waiting)
+    after = replace(record, waiting=(), num_chunks=record.num_chunks - len(indices), is_sealed=False)
+    released: Effects = (ReleaseChunks(indices),) if indices else ()
+    return after, (*released, EndWithdrawal(record.landed))
+
+
+def _withdraw(record: SourceRank, event: Withdrawn, now: float) -> Step:
+    after = replace(record, state=S.WITHDRAWING, is_sealed=False)
+    return _end_withdrawal_if_over(after, (WithdrawCopies(),) if record.under_way else ())
+
+
+def _withdraw_committed(record: SourceRank, event: Withdrawn, now: float) -> Step:
+    return record, (EndWithdrawal(record.landed, is_committed=True),)
+
+
+def _dropped(record: SourceRank, event: ChunkDropped, now: float) -> Step:
+    # The manifest counts the chunks that landed: this one is not among them.
+    under_way = _without(record.under_way, event.index)
+    after = replace(record, under_way=under_way, num_chunks=record.num_chunks - 1)
+    return _end_withdrawal_if_over(after, (ReleaseChunks((event.index,)),))
+
+
+def _end_withdrawal_if_over(record: SourceRank, effects: Effects) -> Step:
+    if record.under_way:
+        return record, effects
+    return replace(record, state=S.COPYING), (*effects, EndWithdrawal(record.landed))
 
 
 def _copy_failed(record: SourceRank, event: ChunkFailed, now: float) -> Step:
@@ -250,7 +327,7 @@ def _quiet(record: SourceRank, effects: Effects) -> Step:
     return replace(record, state=S.ENDED), (*effects, Forget()) if record.is_settled else effects
 
 
-def _wind_down(record: SourceRank, event: ChunkCopied | ChunkFailed, now: float) -> Step:
+def _wind_down(record: SourceRank, event: ChunkCopied | ChunkDropped | ChunkFailed, now: float) -> Step:
     doubt = event.doubt if isinstance(event, ChunkFailed) else ""
     after = replace(record, under_way=_without(record.under_way, event.index), doubt=doubt or record.doubt)
     effects: Effects = (ReleaseChunks((event.index,)),)
@@ -289,33 +366,47 @@ _CELLS: dict[tuple[Enum, type], Entry] = {
     (S.WAITING, Sealed): cell(_seal, S.WAITING),
     (S.WAITING, AnswerEnded): cell(_answer_ended, S.ENDED),
     (S.WAITING, Aborted): cell(_give_up, S.ENDED),
+    (S.WAITING, Withdrawn): cell(_withdraw_waiting, S.WAITING),
     (S.WAITING, Grant): cell(_begin, S.COPYING, S.DRAINING, S.COMMITTED),
     (S.WAITING, Settled): cell(_stop, S.ENDED),
     (S.COPYING, ChunkReady): cell(_copy, S.COPYING),
     (S.COPYING, Sealed): cell(_seal, S.DRAINING, S.COMMITTED),
     (S.COPYING, AnswerEnded): cell(_answer_ended, S.STOPPING, S.ENDED),
     (S.COPYING, Aborted): cell(_give_up, S.STOPPING, S.ENDED),
+    (S.COPYING, Withdrawn): cell(_withdraw, S.WITHDRAWING, S.COPYING),
     (S.COPYING, Settled): cell(_stop, S.STOPPING, S.ENDED),
     (S.COPYING, ChunkCopied): cell(_copied, S.COPYING),
     (S.COPYING, ChunkFailed): cell(_copy_failed, S.STOPPING, S.ENDED),
+    (S.WITHDRAWING, AnswerEnded): cell(_answer_ended, S.STOPPING),
+    (S.WITHDRAWING, Aborted): cell(_give_up, S.STOPPING),
+    (S.WITHDRAWING, Withdrawn): IGNORED,
+    (S.WITHDRAWING, Settled): cell(_stop, S.STOPPING),
+    (S.WITHDRAWING, ChunkCopied): cell(_copied, S.WITHDRAWING, S.COPYING),
+    (S.WITHDRAWING, ChunkDropped): cell(_dropped, S.WITHDRAWING, S.COPYING),
+    (S.WITHDRAWING, ChunkFailed): cell(_copy_failed, S.STOPPING, S.ENDED),
     (S.DRAINING, Aborted): cell(_give_up, S.STOPPING),
+    (S.DRAINING, Withdrawn): cell(_withdraw, S.WITHDRAWING),
     (S.DRAINING, Settled): cell(_stop, S.STOPPING),
     (S.DRAINING, ChunkCopied): cell(_copied, S.DRAINING, S.COMMITTED),
     (S.DRAINING, ChunkFailed): cell(_copy_failed, S.STOPPING, S.ENDED),
     (S.COMMITTED, Aborted): cell(_ask_to_stop, S.COMMITTED),
+    (S.COMMITTED, Withdrawn): cell(_withdraw_committed, S.COMMITTED),
     (S.COMMITTED, Settled): cell(_settle, S.ENDED),
     # The engine may not know yet that its transfer is over.
     (S.STOPPING, ChunkReady): cell(_drop, S.STOPPING),
     (S.STOPPING, Sealed): IGNORED,
     (S.STOPPING, AnswerEnded): IGNORED,
     (S.STOPPING, Aborted): IGNORED,
+    (S.STOPPING, Withdrawn): IGNORED,
     (S.STOPPING, Settled): cell(_settle_stopping, S.STOPPING),
     (S.STOPPING, ChunkCopied): cell(_wind_down, S.STOPPING, S.ENDED),
+    (S.STOPPING, ChunkDropped): cell(_wind_down, S.STOPPING, S.ENDED),
     (S.STOPPING, ChunkFailed): cell(_wind_down, S.STOPPING, S.ENDED),
     (S.ENDED, ChunkReady): cell(_drop, S.ENDED),
     (S.ENDED, Sealed): IGNORED,
     (S.ENDED, AnswerEnded): IGNORED,
     (S.ENDED, Aborted): IGNORED,
+    (S.ENDED, Withdrawn): IGNORED,
     (S.ENDED, Grant): IGNORED,
     (S.ENDED, Settled): cell(_settle_ended, S.ENDED),
 }
@@ -323,7 +414,6 @@ _CELLS: dict[tuple[Enum, type], Entry] = {
 SOURCE_RANK: Table[SourceRank] = Table(
     name="source rank",
     states=SourceRankState,
-    events=(ChunkReady, Sealed, AnswerEnded, Aborted, Grant, Settled, ChunkCopied, ChunkFailed),
     remote=frozenset(),
     cells=_CELLS,
 )

@@ -38,13 +38,13 @@ from baton.protocol.machine import (
 )
 from baton.protocol.messages import (
     Abort,
-    AnyMessage,
     AuxRecord,
     Closed,
     Commit,
     Grant,
     Landed,
     Lane,
+    Message,
     Offer,
     Opened,
     OutcomeQuery,
@@ -179,7 +179,7 @@ class OpenRanks:
 class ToSource:
     """Send to the source, if there is a session. From a `Grant` on the source may write."""
 
-    message: AnyMessage
+    message: Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +323,7 @@ def _join(record: TargetCoordinator, receive: Receive, now: float) -> Step:
     if asked := _differences(receive, record.request):
         text = f"rank {rank} asks for {asked}; give every rank of the group the same request"
         return _fail(record, _cause(record, Why.REFUSED_PROMPT, Stage.GRANT, text, rank), now)
-    return record, ()
+    return replace(record, deadlines=record.deadlines.named(receive.progress_s)), ()
 
 
 def _differences(receive: Receive, first: Receive) -> str:
@@ -384,7 +384,8 @@ def _with_lanes(grant: Grant, leased: tuple[Lane, ...]) -> Grant:
 def _offered(record: TargetCoordinator, offer: Offer, now: float) -> Step:
     request = record.request
     if (offer.num_tokens, offer.digest) == (request.num_tokens, request.digest):
-        return replace(record, deadlines=replace(record.deadlines, moved=now, has_begun=True)), ()
+        deadlines = record.deadlines.named(offer.progress_s)
+        return replace(record, deadlines=replace(deadlines, moved=now, has_begun=True)), ()
     text = (
         f"granted for {request.num_tokens} tokens (digest {request.digest.hex()}), "
         f"offered {offer.num_tokens} ({offer.digest.hex()})"
@@ -636,24 +637,6 @@ _CELLS |= {(S.RELEASED, event): IGNORED for event in (Prepared, Closed, Quiet, U
 TARGET_COORDINATOR: Table[TargetCoordinator] = Table(
     name="target coordinator",
     states=TargetCoordinatorState,
-    events=(
-        Receive,
-        Prepared,
-        Opened,
-        Offer,
-        Landed,
-        Unpacked,
-        Commit,
-        AuxRecord,
-        SourceAborted,
-        Quiet,
-        Unquiet,
-        CallerAborted,
-        SessionLost,
-        Closed,
-        OutcomeQuery,
-        Ticked,
-    ),
     remote=frozenset({Offer, Landed, Commit, AuxRecord, SourceAborted, Quiet, Unquiet, OutcomeQuery}),
     cells=_CELLS,
 )

@@ -106,7 +106,6 @@ _CELLS: dict[tuple[Enum, type], Entry] = {
 TARGET_RANK: Table[TargetRank] = Table(
     name="target rank",
     states=TargetRankState,
-    events=(Unpack, Unpacked, Close, Closed),
     remote=frozenset(),
     cells=_CELLS,
 )

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import msgspec
+
+from baton.errors import ConfigError
+
+
+def check_progress(progress_s: float) -> None:
+    """Raises ConfigError on what cannot be a progress deadline."""
+    if not 0 < progress_s < math.inf:
+        raise ConfigError(f"progress_s is {progress_s}; give a finite number of seconds above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +27,8 @@ class Timings:
     offer_s: float = 120.0
     """How long one side waits for a transfer that the other has not mentioned."""
     progress_s: float = 30.0
+    """How long a transfer that both sides have mentioned may go without progress, unless a request names
+    another limit."""
     total_s: float = 600.0
     copy_s: float = 5.0
     """How long one copy may go without progress."""
@@ -33,6 +44,9 @@ class Timings:
     linger_s: float = 60.0
     """How long the outcome of a transfer is kept for a peer that has not heard it."""
 
+    def __post_init__(self) -> None:
+        check_progress(self.progress_s)
+
 
 class Deadlines(msgspec.Struct, frozen=True):
     """When a transfer began here, when it last made progress, and when a query was last sent."""
@@ -43,13 +57,23 @@ class Deadlines(msgspec.Struct, frozen=True):
     has_begun: bool = False
     """Whether the other side has mentioned it; until then it waits for `offer_s`."""
     asked: float = 0.0
+    progress_s: float = 0.0
+    """The longest progress deadline that an engine of either side named for this transfer; 0: none did, and
+    the timings hold."""
+
+    def named(self, progress_s: float) -> Deadlines:
+        """With what a rank or the other side names; what cannot be a deadline is passed over."""
+        if not self.progress_s < progress_s < math.inf:
+            return self
+        return msgspec.structs.replace(self, progress_s=progress_s)
 
     def passed(self, now: float) -> str:
         """Which deadline passed, in words; empty if none did."""
         if text := self.passed_in_all(now):
             return text
         if now - self.moved >= self._patience_s:
-            return f"no progress for {self._patience_s:g} s"
+            setting = "progress_s" if self.has_begun else "offer_s"
+            return f"no progress for {self._patience_s:g} s; raise {setting} if it is only slow"
         return ""
 
     def passed_in_all(self, now: float) -> str:
@@ -60,4 +84,6 @@ class Deadlines(msgspec.Struct, frozen=True):
 
     @property
     def _patience_s(self) -> float:
-        return self.timings.progress_s if self.has_begun else self.timings.offer_s
+        if not self.has_begun:
+            return self.timings.offer_s
+        return self.progress_s or self.timings.progress_s

@@ -18,12 +18,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
+from functools import reduce
+from operator import or_
 from typing import Protocol
 
 import msgspec
 
 from baton.errors import LocalProtocolError, RemoteProtocolError
-from baton.protocol.messages import AnyMessage
+from baton.protocol.messages import Message
 
 STRANGER_BYTES_MAX = 64 << 10
 """Largest frame of a peer that has not proven the secret."""
@@ -34,18 +36,18 @@ CHANNEL_BYTES = 16
 _LENGTH = struct.Struct(">I")
 _POSITION = struct.Struct(">Q")
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(AnyMessage)
+_decoder = msgspec.msgpack.Decoder(reduce(or_, Message.__subclasses__()))
 
 
-def encode(message: AnyMessage) -> bytes:
+def encode(message: Message) -> bytes:
     """A message as bytes."""
     return _encoder.encode(message)
 
 
-def decode(body: bytes) -> AnyMessage:
+def decode(body: bytes) -> Message:
     """The message in these bytes; raises RemoteProtocolError on anything else."""
     try:
-        message: AnyMessage = _decoder.decode(body)
+        message: Message = _decoder.decode(body)
     except msgspec.ValidationError as error:
         raise RemoteProtocolError(f"not a message of ours: {_reason(str(error))}") from None
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -57,7 +59,7 @@ def decode(body: bytes) -> AnyMessage:
     return message
 
 
-def _check_needs(message: AnyMessage) -> None:
+def _check_needs(message: Message) -> None:
     unknown = [name for name in message.needs if name not in message.__struct_fields__]
     if unknown:
         names = ", ".join(_shown(name) for name in unknown[:4])
@@ -93,14 +95,6 @@ class Frames:
         self.bytes_max = bytes_max
         self._kept = bytearray()
         self._start = 0
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Adds what came and answers the payloads that are now complete."""
-        self.add(data)
-        payloads = []
-        while (payload := self.take()) is not None:
-            payloads.append(payload)
-        return payloads
 
     def add(self, data: bytes | memoryview) -> None:
         """Adds what came."""

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import ssl
-from collections.abc import Callable, Coroutine, Iterable
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
@@ -19,6 +21,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
+from aiohttp.connector import Connection
 from yarl import URL
 
 from baton.errors import ConfigError
@@ -34,6 +37,14 @@ REPOLL_S = 0.2
 IDLE_S_MAX = 30.0
 """Below the time for which servers keep an idle connection, so that none is used while it is closed."""
 RESPONSE_BYTES_MAX = 256 << 20
+NUM_TARGETS_MAX = 1024
+
+RANK_HEADER = "X-data-parallel-rank"
+"""Which of vLLM's data-parallel engines is meant. In rosters the URL of such an engine ends with its rank, as
+in http://host:8000/dp1; that part is never sent."""
+_RANK = re.compile(r"/dp([0-9]{1,4})/?\Z")
+
+Headers = tuple[tuple[str, str], ...]
 
 log = logging.getLogger("baton.serving.fleet")
 
@@ -61,23 +72,100 @@ class UpstreamError(Exception):
             case TimeoutError():
                 return UpstreamError("it did not accept a connection in time")
             case _:
-                return UpstreamError(f"the connection was lost: {str(error) or type(error).__name__}")
+                reason = " ".join(str(error).split())  # the parser's errors have several lines
+                return UpstreamError(f"the connection was lost: {reason or type(error).__name__}")
 
 
-def upstream_session(
-    key: str, connect_s_max: float, ssl_context: ssl.SSLContext | None = None
-) -> aiohttp.ClientSession:
-    """One session for all instances, with as many pooled connections as requests need."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(
+class UpstreamClient:
+    """The router's HTTP client: one session and one pool of connections for all instances.
+
+    `session` is for polls and for small requests. The requests of clients, two for each hand-off, go past it:
+    a session and its request and response objects cost twice as much as everything else that they need. They
+    take a connection from the session's connector, send a head that was made once for each URL, and read
+    what aiohttp's own protocol has parsed.
+    """
+
+    def __init__(self, key: str, connect_s_max: float, ssl_context: ssl.SSLContext | None = None) -> None:
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=connect_s_max)
+        self._connector = aiohttp.TCPConnector(
             limit=0, keepalive_timeout=IDLE_S_MAX, ssl=True if ssl_context is None else ssl_context
-        ),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_s_max),
-        headers={"Authorization": f"Bearer {key}"},
-        skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        auto_decompress=False,
-    )
+        )
+        self.session = aiohttp.ClientSession(
+            connector=self._connector,
+            timeout=self._timeout,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            skip_auto_headers=("Accept", "Accept-Encoding", "User-Agent"),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+        )
+        self._targets: dict[tuple[URL, Headers], PostTarget] = {}
+
+    async def close(self) -> None:
+        for target in self._targets.values():
+            target.close()
+        await self.session.close()
+
+    def target(self, url: URL, more: Headers = ()) -> PostTarget:
+        """Where requests of clients to this URL, with these headers besides, are posted."""
+        target = self._targets.get((url, more))
+        if target is None:
+            if len(self._targets) >= NUM_TARGETS_MAX:  # instances come and go
+                self._targets.pop(next(iter(self._targets))).close()
+            headers = {**self.session.headers, "Content-Type": "application/json", **dict(more)}
+            request = aiohttp.ClientRequest("POST", url, headers=headers, session=self.session)
+            lines = [f"POST {url.raw_path_qs} HTTP/1.1", f"Host: {request.headers['Host']}"]
+            lines += [f"{name}: {value}" for name, value in headers.items()]
+            head = "\r\n".join([*lines, "Content-Length: "]).encode()
+            target = self._targets[url, more] = PostTarget(request, head)
+        return target
+
+    async def connect(self, target: PostTarget) -> Connection:
+        """A new connection; raises what aiohttp and sockets raise."""
+        connection = await self._connector.connect(target.request, [], self._timeout)
+        assert connection.protocol is not None
+        connection.protocol.set_response_params(read_until_eof=True, auto_decompress=False)
+        return connection
+
+
+class PostTarget:
+    """One URL that requests are posted to: the head that they share, and connections for the next ones."""
+
+    def __init__(self, request: aiohttp.ClientRequest, head: bytes) -> None:
+        self.request = request
+        """For the connector: which connections these are."""
+        self.head = head
+        """Up to the value of Content-Length, which comes last."""
+        self.idle: deque[tuple[Connection, float]] = deque()
+        """With the time since when; the last one is used first."""
+
+    def take(self) -> Connection | None:
+        """An idle connection, if there is one that can be used."""
+        while self.idle:
+            connection, since_s = self.idle.pop()
+            protocol = connection.protocol
+            is_usable = protocol is not None and protocol.is_connected() and not protocol.should_close
+            if is_usable and monotonic() - since_s < IDLE_S_MAX:
+                return connection
+            connection.close()
+        return None
+
+    def put(self, connection: Connection) -> None:
+        """The response on it is complete."""
+        protocol, transport = connection.protocol, connection.transport
+        if protocol is None or transport is None or protocol.should_close:
+            connection.close()
+        elif transport.get_write_buffer_size():
+            connection.close()  # the response came before all of the request was sent
+        else:
+            now_s = monotonic()
+            self.idle.append((connection, now_s))
+            while self.idle and now_s - self.idle[0][1] > IDLE_S_MAX:
+                self.idle.popleft()[0].close()
+
+    def close(self) -> None:
+        for connection, _ in self.idle:
+            connection.close()
+        self.idle.clear()
 
 
 async def fetch(
@@ -107,15 +195,21 @@ async def fetch(
 
 
 def instance_base(url: str) -> str:
-    """An instance's URL without a trailing slash; a ConfigError where it cannot be used."""
+    """An instance's URL without a trailing slash and rank; a ConfigError where it cannot be used."""
     try:
         parts = urlsplit(url)
         is_good = bool(parts.hostname) and (parts.port is None or parts.port > 0)
     except ValueError:
         is_good = False
-    if not is_good or parts.scheme not in ("http", "https") or parts.path.strip("/"):
+    base = _RANK.sub("", url).rstrip("/")
+    if not is_good or parts.scheme not in ("http", "https") or urlsplit(base).path:
         raise ConfigError(f"instance URL {url!r} cannot be used; it has to be http://host:port or https")
-    return url.rstrip("/")
+    return base
+
+
+def _rank_headers(url: str) -> Headers:
+    match = _RANK.search(url)
+    return () if match is None else ((RANK_HEADER, match[1]),)
 
 
 # ---- instances
@@ -141,6 +235,10 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
     name: str = ""
     model: str = ""
+    models: tuple[str, ...] = ()
+    """All names that it serves, where there are several."""
+    pairs_by: str = ""
+    """What it is paired by, where that is not the fingerprint in the registry."""
     epoch: int = 0
     coordinator: str = ""
     chunk_tokens: int = 0
@@ -182,7 +280,10 @@ class FleetInstance:
         self.roster = roster
         """What the registry says of it."""
         self.name = roster.instance
+        self.role = roster.role
         self.base = instance_base(roster.url)
+        self.headers = _rank_headers(roster.url)
+        """Of every request, beside the usual ones."""
         self.health = Health()
         self.upstreams: set[OpenRequest] = set()
         self.num_in_flight = 0
@@ -206,14 +307,6 @@ class FleetInstance:
         return url
 
     @property
-    def role(self) -> Role:
-        return self.roster.role
-
-    @property
-    def fingerprint(self) -> str:
-        return self.roster.fingerprint
-
-    @property
     def coordinator(self) -> str:
         """Of the epoch that runs now."""
         info = self.health.info
@@ -221,21 +314,32 @@ class FleetInstance:
         return info.coordinator if is_known else self.roster.coordinator
 
     @property
+    def fingerprint(self) -> str:
+        """Equal on instances that can hand off to each other."""
+        return self.health.info.pairs_by or self.roster.fingerprint
+
+    @property
     def model(self) -> str:
         """The name that clients ask for."""
         return self.health.info.model
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """All names that clients may ask for."""
+        info = self.health.info
+        return info.models or ((info.model,) if info.model else ())
+
     def serves(self, model: str) -> bool:
         """Whether a client means this model: by its name, or by the last part of a path."""
-        own = self.health.info.model
-        return model == own or model == own.rstrip("/").rpartition("/")[2]
+        return any(model in (own, own.rstrip("/").rpartition("/")[2]) for own in self.models)
 
     @property
     def is_able(self) -> bool:
         """Whether it can be given new requests."""
-        info = self.health.info
+        health = self.health
+        info = health.info
         return (
-            self.health.is_healthy
+            health.is_healthy
             and info.is_ready
             and not info.is_draining
             and not self.is_leaving
@@ -283,7 +387,8 @@ class FleetInstance:
             self.wake()
         if roster.url != self.roster.url:
             self.base, self._urls = instance_base(roster.url), {}
-        self.roster = roster
+            self.headers = _rank_headers(roster.url)
+        self.roster, self.role = roster, roster.role
         self.absent_s = None
         self.is_leaving = False
         return is_new
@@ -342,10 +447,12 @@ class FleetInstance:
 class Fleet:
     """Instances by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, fixed: Sequence[Roster] = ()) -> None:
         self.instances: dict[str, FleetInstance] = {}
         self.is_registry_known = False
-        """Whether the registry has ever answered."""
+        """Whether the registry has ever answered; true where there is none."""
+        self._fixed = tuple(fixed)
+        """Instances that are known without a registry."""
         self.on_join: Callable[[FleetInstance], None] = lambda instance: None
         self.on_end: Callable[[FleetInstance], None] = lambda instance: None
         """An epoch of it has ended, and its prefix cache with it; the instance may have restarted."""
@@ -354,9 +461,9 @@ class Fleet:
         self._refused: dict[str, str] = {}
 
     def apply(self, rosters: Iterable[Roster]) -> None:
-        """The registry's whole view."""
+        """The registry's whole view; empty where there is no registry."""
         self.is_registry_known = True
-        present = {roster.instance: roster for roster in rosters}
+        present = {roster.instance: roster for roster in (*self._fixed, *rosters)}
         for roster in present.values():
             self._put(roster)
         for name, instance in self.instances.items():
@@ -441,18 +548,32 @@ def _has_gone(instance: FleetInstance, now_s: float) -> bool:
     return absent_s > ABSENT_S_MAX or min(absent_s, silent_s) > SILENT_S_MAX
 
 
+class InfoReader(Protocol):
+    """How an engine's instances describe themselves."""
+
+    info_path: str
+    """What is polled beside /health."""
+    key_remedy: str
+    """What to do where an instance refuses the router's key."""
+
+    def read_info(self, instance: FleetInstance, body: bytes) -> ServerInfo:
+        """Reads the response of `info_path`; raises msgspec.DecodeError."""
+
+
 class FleetWatcher:
     """Keeps a fleet up to date: the registry lists the instances, polls tell their health."""
 
     def __init__(
         self,
         fleet: Fleet,
+        reader: InfoReader,
         session: aiohttp.ClientSession,
         poll_s: float,
         poll_s_max: float,
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self._fleet = fleet
+        self._reader = reader
         self._session = session
         self._poll_s = poll_s
         self._poll_s_max = min(POLL_S_LIMIT, poll_s_max)
@@ -462,8 +583,11 @@ class FleetWatcher:
         """Called where the fleet is no longer watched, which is a bug."""
         fleet.on_join = lambda instance: self._spawn(self._follow(instance))
 
-    def start(self, registry: RegistryClient) -> None:
-        self._spawn(self._follow_registry(registry))
+    def start(self, registry: RegistryClient | None) -> None:
+        if registry is None:
+            self._fleet.apply(())
+        else:
+            self._spawn(self._follow_registry(registry))
 
     async def close(self) -> None:
         tasks = list(self._tasks)
@@ -517,11 +641,11 @@ class FleetWatcher:
             await instance.pause(self._poll_s if instance.is_able else REPOLL_S)
 
     async def _poll(self, instance: FleetInstance) -> None:
-        health = instance.health
+        health, info_path = instance.health, self._reader.info_path
         try:
             (status, body), info = await asyncio.gather(
                 fetch(self._session, f"{instance.base}/health", self._poll_s_max),
-                fetch(self._session, f"{instance.base}/server_info", self._poll_s_max),
+                fetch(self._session, instance.base + info_path, self._poll_s_max),
             )
         except UpstreamError as error:
             health.is_healthy = False
@@ -529,14 +653,16 @@ class FleetWatcher:
             health.info = msgspec.structs.replace(health.info, is_draining=False)
             if error.code == "REFUSED":  # nothing listens there any more: the process has ended
                 instance.lose(f"{instance.name} has ended: {error.text}")
+                self._fleet.on_end(instance)
             return
         health.heard_s = monotonic()
         health.trouble = "" if status == 200 else read_error(status, body).message
         try:
             if info[0] != 200:
-                status, health.trouble = 0, f"/server_info: {read_error(*info).message}"
-            elif instance.update_info(msgspec.json.decode(info[1], type=ServerInfo)):
+                remedy = f"; {self._reader.key_remedy}" if info[0] in (401, 403) else ""
+                status, health.trouble = 0, f"{info_path}: {read_error(*info).message}{remedy}"
+            elif instance.update_info(self._reader.read_info(instance, info[1])):
                 self._fleet.on_end(instance)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            status, health.trouble = 0, f"its /server_info cannot be read: {error}"
+            status, health.trouble = 0, f"its {info_path} cannot be read: {error}"
         health.is_healthy = status == 200

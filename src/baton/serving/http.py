@@ -101,6 +101,17 @@ class ErrorBody(msgspec.Struct, frozen=True):
     error: ErrorDetail
 
 
+class _SentErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    param: str | None = None
+    code: str | int | None = None
+    """vLLM repeats the status here."""
+
+
+class _SentErrorBody(msgspec.Struct, frozen=True):
+    error: _SentErrorDetail
+
+
 class ApiError(Exception):
     """A refused or failed request with its HTTP status; the middleware turns it into the response."""
 
@@ -160,11 +171,12 @@ def read_error(status: int, body: bytes, retry_after: str | None = None) -> ApiE
     """The error in another server's response; a body of another form is quoted, cut short."""
     after_s = float(retry_after) if retry_after and retry_after.isascii() and retry_after.isdigit() else None
     try:
-        detail = msgspec.json.decode(body, type=ErrorBody).error
+        detail = msgspec.json.decode(body, type=_SentErrorBody).error
     except (msgspec.DecodeError, UnicodeDecodeError):
         text = body[:VALUE_CHARACTERS_MAX].decode("ascii", "replace")
         return ApiError(status, f"a response with status {status}: {text!r}", retry_after_s=after_s)
-    return ApiError(status, detail.message, param=detail.param, code=detail.code, retry_after_s=after_s)
+    code = detail.code if isinstance(detail.code, str) else None
+    return ApiError(status, detail.message, param=detail.param, code=code, retry_after_s=after_s)
 
 
 # ---- where to listen, and which callers are trusted
@@ -235,7 +247,10 @@ class Credentials:
 
     def caller(self, headers: Mapping[str, str], address: str | None) -> Caller:
         """The caller; an ApiError with status 401 where a key is needed and missing or wrong."""
-        is_near = is_loopback(address) and not any(name in headers for name in _FORWARDED_HEADERS)
+        is_near = is_loopback(address)
+        for name in _FORWARDED_HEADERS:
+            if name in headers:
+                is_near = False
         authorization = headers.get("Authorization", "")
         if not authorization and not self._keys:
             return Caller(is_loopback=is_near)
@@ -369,7 +384,8 @@ class HttpServer:
 
     @web.middleware
     async def _middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        timer = self._heads.get(request.transport) if request.transport is not None else None
+        transport = request.transport
+        timer = self._heads.get(transport) if transport is not None else None
         if timer is not None:
             timer.is_in_request = True
         try:
@@ -390,13 +406,14 @@ class HttpServer:
 
     async def _admit(self, request: web.Request) -> None:
         """Checks the key, then reads the body within its limits."""
-        limits = self.limits
-        request[CALLER] = Caller()
+        limits, headers = self.limits, request.headers
         if request.path not in limits.open_paths:
-            request[CALLER] = self._credentials.caller(request.headers, request.remote)
-        elif not request.can_read_body:
-            return
-        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+            request[CALLER] = self._credentials.caller(headers, request.remote)
+        else:
+            request[CALLER] = Caller()
+            if not request.can_read_body:
+                return
+        if headers.get("Content-Encoding", "identity").lower() != "identity":
             raise ApiError(415, "the body is compressed; send it as it is", param="Content-Encoding")
         if (request.content_length or 0) > limits.body_bytes_max:
             raise self._too_large()
@@ -552,6 +569,11 @@ def json_response(value: Any) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), headers=JSON_HEADERS)
 
 
+class _EventResponse(web.StreamResponse):
+    _send_headers_immediately = False
+    """As in web.Response: the headers go out with the first events, not in a packet of their own."""
+
+
 class EventStream:
     """A response of server-sent events; its headers go out with the first write."""
 
@@ -573,7 +595,7 @@ class EventStream:
         transport, response = self._request.transport, self.response
         if response is None:
             headers = {"Content-Type": EVENT_STREAM, ID_HEADER: self._identity, **NO_STORE}
-            response = self.response = web.StreamResponse(headers=headers)
+            response = self.response = _EventResponse(headers=headers)
             await response.prepare(self._request)
         send = response.write_eof if is_last else response.write
         if transport is not None and transport.get_write_buffer_size() + len(data) < _FREE_BYTES:
@@ -621,11 +643,16 @@ class TokenNote(msgspec.Struct, frozen=True):
 
 
 class SentEvent(msgspec.Struct, frozen=True):
-    """One block of a stream: its bytes without notes, the content of its data lines, and its note."""
+    """One block of a stream: its bytes without notes, and its note."""
 
     raw: bytes
-    data: bytes | None
     note: TokenNote | None
+
+    @property
+    def data(self) -> bytes | None:
+        """The content of its data lines; None where it has none."""
+        lines = [line[len(_DATA) :].lstrip(b" ") for line in self.raw.split(b"\n") if line.startswith(_DATA)]
+        return b"\n".join(lines) if lines else None
 
     @property
     def is_done(self) -> bool:
@@ -663,17 +690,14 @@ def _read(block: bytes) -> SentEvent:
     stop = block.find(b"\n")
     if block.startswith(_NOTE) and block.startswith(_DATA, stop + 1) and block.find(b"\n", stop + 1) < 0:
         # The usual block: a note and one line of data.
-        line = block[stop + 1 :]
-        return SentEvent(line + b"\n\n", line[len(_DATA) :].lstrip(b" "), _read_note(block[:stop]))
+        return SentEvent(block[stop + 1 :] + b"\n\n", _read_note(block[:stop]))
     kept, note = [], None
     for line in block.split(b"\n"):
         if line.startswith(_NOTE):
             note = _read_note(line)
         else:
             kept.append(line)
-    data = [line[len(_DATA) :].lstrip(b" ") for line in kept if line.startswith(_DATA)]
-    raw = b"\n".join(kept) + b"\n\n" if kept else b""
-    return SentEvent(raw, b"\n".join(data) if data else None, note)
+    return SentEvent(b"\n".join(kept) + b"\n\n" if kept else b"", note)
 
 
 def _read_note(line: bytes) -> TokenNote:

@@ -29,6 +29,8 @@ from baton.engine.sampling_params import (
     NUM_ANSWERS_MAX,
     NUM_LOGPROBS_MAX,
     PENALTY_MAX,
+    REPETITION_MAX,
+    REPETITION_MIN,
     SamplingParams,
     check_params,
 )
@@ -107,7 +109,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=REPETITION_MIN, le=REPETITION_MAX)] | None = None
     logit_bias: dict[str, Bias] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None

@@ -1,21 +1,21 @@
 """`baton route`: a client's request through the router, from its arrival to the last byte of its response.
 
-`Router._proxy` is the handler. It reads what routing needs (`read_routable`) and leaves the rest to a
+`Router._proxy` is the handler. It reads what routing needs (`Wire.read`) and leaves the rest to a
 `ProxiedRequest`, which makes attempts until one has answered. For each attempt the `RouteQueue` waits for
 room and the `RouteChooser` picks the instances. An `Attempt` is one `UpstreamRequest` to the instance that
 answers and, where the KV cache is handed off, one to the instance that prefills; both are sent at the same
 time. If prefill fails before decode has the cache, the other request is ended with that failure.
 
 Before anything was streamed, a failed attempt is made again from the start, on another pair if there is one,
-in new bootstrap rooms. Once events have gone to the client, each further attempt is given the tokens that the
-client has and streams what comes after them. Events are forwarded whole or not at all, and their tokens are
-recorded before they are written: what a new attempt is given is what the client has, or is about to get.
+in new rooms or under a new transfer id. Once events have gone to the client, each further attempt is given
+the tokens that the client has and streams what comes after them. Events are forwarded whole or not at all,
+and their tokens are recorded before they are written: what a new attempt is given is what the client has, or
+is about to get.
 """
 
 from __future__ import annotations
 
 import asyncio
-import io
 import logging
 import random
 import re
@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache
 from time import monotonic
 from typing import Any, Literal
 from urllib.parse import quote
@@ -34,11 +33,21 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 from aiohttp import web
-from multidict import CIMultiDict
+from aiohttp.connector import Connection
+from aiohttp.http import HttpProcessingError, RawResponseMessage
 from yarl import URL
 
 from baton.errors import BatonError
-from baton.serving.fleet import Fleet, FleetInstance, FleetWatcher, UpstreamError, fetch, upstream_session
+from baton.serving.fleet import (
+    Fleet,
+    FleetInstance,
+    FleetWatcher,
+    Headers,
+    PostTarget,
+    UpstreamClient,
+    UpstreamError,
+    fetch,
+)
 from baton.serving.http import (
     CALLER,
     DONE,
@@ -50,13 +59,9 @@ from baton.serving.http import (
     STATUSES,
     ApiError,
     Credentials,
-    EventReader,
     EventStream,
     HttpLimits,
     HttpServer,
-    ResumedChoice,
-    RouterHints,
-    TokenNote,
     data_event,
     failure,
     json_response,
@@ -64,16 +69,24 @@ from baton.serving.http import (
     router_key,
 )
 from baton.serving.metrics import CONTENT_TYPE, AttemptLog, AttemptRecord, RouterMetrics, merged_trace
-from baton.serving.policies import Candidate, Policy, PrefixIndex, RawPrompt, TokenSize, local_reason
-from baton.session.registry import RegistryClient, Role
+from baton.serving.policies import Candidate, Policy, PrefixIndex, TokenSize, local_reason
+from baton.serving.vllm import VllmWire
+from baton.serving.wire import (
+    CHAT_PATH,
+    BatonWire,
+    Legs,
+    ResponseState,
+    RoutableRequest,
+    StreamFilter,
+    Wire,
+)
+from baton.session.registry import RegistryClient, Role, Roster
 from baton.settings import Tls
 
-CHAT_PATH = "/v1/chat/completions"
 FETCH_S_MAX = 5.0
 BODY_BYTES_MAX = 15 << 20
 """A mebibyte below the limit of instances: the router adds rooms, and the tokens of a resumed stream."""
 RESPONSE_BYTES_MAX = 256 << 20
-NUM_CHOICES_MAX = 4096
 COMPLETION_TOKENS = 128
 """The expected length of a completion where the request does not bound it lower."""
 QUEUE_RETRY_S = 0.25
@@ -86,22 +99,13 @@ FULL_CODES = frozenset({"QUEUE_FULL", "OUT_OF_PAGES"})
 FULL_S = 1.0
 RETRY_S_FIRST = 0.005
 RETRY_S_MAX = 0.5
-ROOM_BITS = 63
 KEPT_BYTES_MAX = 64 << 10
 LINGER_S = 10.0
 """How long the prefill request may still take once decode has answered."""
 STREAM_END_S = 1.0
 """How long to wait for the end of a stream after its last event, so that its connection can be reused."""
 
-_BOOTSTRAP_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
-_SPACE = b" \t\r\n"
-_EMPTY = msgspec.Raw(b"")
-_LARGE_BYTES = 1 << 20
-"""aiohttp warns of larger bodies that are sent from one bytes object."""
-_UPSTREAM_HEADERS = CIMultiDict({"Content-Type": "application/json"})
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d{1,9})')
-_ERROR = b'{"error"'
-_encoder = msgspec.json.Encoder()
 _log = logging.getLogger("baton.serving.router")
 
 
@@ -143,7 +147,13 @@ class RouterLimits:
 class RouterConfig:
     """The configuration of `baton route`."""
 
-    registry: str
+    registry: str | None
+    """None: the instances are those of `instances`."""
+    engine: Literal["baton", "vllm"] = "baton"
+    instances: tuple[Roster, ...] = ()
+    """Those that are known beforehand, beside the registry's."""
+    instance_key: str | None = None
+    """The API key that instances are sent; None: the one that is derived from the secret."""
     prefill_policy: str = "least_loaded"
     decode_policy: str = "least_loaded"
     local: LocalMode = LocalMode.AUTO
@@ -157,11 +167,16 @@ class RouterConfig:
 class Router:
     """A router in the running loop: `await start(...)`, `url`, `await close()`."""
 
-    def __init__(self, config: RouterConfig, secret: bytes, credentials: Credentials) -> None:
+    def __init__(self, config: RouterConfig, secret: bytes | None, credentials: Credentials) -> None:
+        """Without a secret there is neither a registry nor a key derived from it."""
         dialling = None if config.tls is None else config.tls.dialling()
         self.config = config
-        self.session = upstream_session(router_key(secret), config.limits.connect_s_max, dialling)
-        self.fleet = Fleet()
+        self.wire: Wire = VllmWire() if config.engine == "vllm" else BatonWire(config.first_token)
+        key = config.instance_key
+        if key is None and secret is not None:
+            key = router_key(secret)
+        self.client = UpstreamClient(key or "", config.limits.connect_s_max, dialling)
+        self.fleet = Fleet(config.instances)
         self.chooser = RouteChooser(self.fleet, config)
         self.queue = RouteQueue(self.chooser, config.limits)
         self.metrics = RouterMetrics(self.fleet)
@@ -171,9 +186,12 @@ class Router:
         self.fleet.on_change = self.queue.wake
         poll_s_max = config.limits.silence_s_max / 2
         self._watcher = FleetWatcher(
-            self.fleet, self.session, config.poll_s, poll_s_max, self._on_watcher_failure
+            self.fleet, self.wire, self.client.session, config.poll_s, poll_s_max, self._on_watcher_failure
         )
-        self._registry = RegistryClient(config.registry, secret, ssl_context=dialling)
+        self._registry: RegistryClient | None = None
+        if config.registry is not None:
+            assert secret is not None, "a registry is asked with the secret"
+            self._registry = RegistryClient(config.registry, secret, ssl_context=dialling)
         self._http = HttpServer(
             credentials,
             HttpLimits(BODY_BYTES_MAX),
@@ -205,7 +223,7 @@ class Router:
         return self._http.url
 
     async def start(self, host: str, port: int) -> None:
-        """Listens, and watches the registry from now on."""
+        """Listens, and watches the instances from now on."""
         await self._http.start(host, port)
         self._watcher.start(self._registry)
 
@@ -231,17 +249,18 @@ class Router:
         """Ends every request and every connection."""
         await self._http.close()
         await self._watcher.close()
-        await self._registry.close()
+        if self._registry is not None:
+            await self._registry.close()
         tasks = list(self.prefill_tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.session.close()
+        await self.client.close()
 
     async def _proxy(self, request: web.Request) -> web.StreamResponse:
         if self._is_draining:
             raise failure("DRAINING", "this router is draining; ask another one, or try again")
-        routable = read_routable(request.path, await request.read())
+        routable = self.wire.read(request.path, await request.read())
         self._num_open += 1
         self._emptied.clear()
         try:
@@ -343,117 +362,10 @@ class Router:
         self, instance: FleetInstance, path: str, body: bytes | None = None
     ) -> tuple[int, bytes]:
         try:
-            return await fetch(self.session, instance.base + path, FETCH_S_MAX, body)
+            return await fetch(self.client.session, instance.base + path, FETCH_S_MAX, body)
         except UpstreamError as error:
             instance.wake()
             return 502, failure("PEER_LOST", f"instance {instance.name}: {error.text}").body()
-
-
-# ---- what routing reads of a body
-#
-# The rest of the body is passed on as it came. The router adds fields by splicing them in before the last
-# brace. A client may not send those fields itself: with two of one name it would be for the reader to choose.
-
-
-class _Body(msgspec.Struct):
-    """The instance checks types: a value of a wrong type is passed on and refused there."""
-
-    bootstrap_host: Any = msgspec.UNSET
-    bootstrap_port: Any = msgspec.UNSET
-    bootstrap_room: Any = msgspec.UNSET
-    baton: Any = msgspec.UNSET
-    model: Any = None
-    prompt: msgspec.Raw = _EMPTY
-    messages: msgspec.Raw = _EMPTY
-    tools: msgspec.Raw = _EMPTY
-    stream: Any = False
-    stream_options: Any = None
-    n: Any = None
-    max_tokens: Any = None
-    max_completion_tokens: Any = None
-
-
-_body_decoder = msgspec.json.Decoder(_Body)
-
-
-class RoutableRequest(msgspec.Struct, frozen=True):
-    """One request of a client, as far as routing needs it."""
-
-    path: str
-    body: bytes
-    """Without its last brace."""
-    model: str | None
-    prompt: RawPrompt
-    num_prompts: int
-    is_list: bool
-    """Whether rooms are lists too."""
-    n: int
-    num_tokens_max: int | None
-    is_stream: bool
-    wants_usage: bool
-
-    @property
-    def num_choices(self) -> int:
-        return self.num_prompts * self.n
-
-    def body_with(self, fields: bytes) -> bytes:
-        """The body with these fields added: members of a JSON object, without braces."""
-        comma = b"" if self.body.strip(_SPACE) == b"{" else b","
-        return b"%s%s%s}" % (self.body, comma, fields)
-
-
-def read_routable(path: str, raw: bytes) -> RoutableRequest:
-    """Reads a body; an ApiError where it is not a JSON object or has fields that only a router may add."""
-    try:
-        body = _body_decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        text = f"the body cannot be read ({error}); send a JSON object"
-        raise ApiError(400, text, code="bad_json") from None
-    for name in _BOOTSTRAP_FIELDS:
-        if getattr(body, name) is not msgspec.UNSET:
-            text = f"{name} is chosen by the router; leave it out"
-            raise ApiError(403, text, param=name, code="room_not_allowed")
-    if body.baton is not msgspec.UNSET:
-        fields = msgspec.json.decode(raw)
-        fields.pop("baton", None)
-        raw = msgspec.json.encode(fields)
-    num_prompts, is_list, prompt = _read_prompt(body)
-    n, options = _count(body.n) or 1, body.stream_options
-    return RoutableRequest(
-        path=path,
-        body=raw.rstrip(_SPACE)[:-1],
-        model=body.model if isinstance(body.model, str) else None,
-        prompt=prompt,
-        num_prompts=num_prompts,
-        is_list=is_list,
-        n=n if n <= NUM_CHOICES_MAX else 1,  # which an instance refuses
-        num_tokens_max=_count(body.max_completion_tokens) or _count(body.max_tokens),
-        is_stream=body.stream is True,
-        wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
-    )
-
-
-def _count(value: Any) -> int | None:
-    is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
-    return value if is_count else None
-
-
-def _read_prompt(body: _Body) -> tuple[int, bool, RawPrompt]:
-    messages = bytes(body.messages)
-    if messages:
-        # Without the closing bracket, the next turn of a chat begins with all of this one.
-        return 1, False, RawPrompt(messages.rstrip(_SPACE)[:-1], seed=bytes(body.tools))
-    raw = bytes(body.prompt).strip(_SPACE)
-    if not raw.startswith(b"["):
-        return 1, False, RawPrompt(raw[:-1])
-    inside = raw[1:-1].strip(_SPACE)
-    if inside[:1] not in (b'"', b"["):
-        return 1, False, RawPrompt(inside, is_ids=True)
-    num_prompts = len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
-    if num_prompts > NUM_CHOICES_MAX:
-        text = f"{num_prompts} prompts; send at most {NUM_CHOICES_MAX} in a request"
-        raise ApiError(400, text, param="prompt")
-    return max(1, num_prompts), True, RawPrompt(inside, is_ids=inside[:1] == b"[")
 
 
 # ---- one request
@@ -484,7 +396,7 @@ class ProxiedRequest:
         self._id = ("chatcmpl-" if request.path == CHAT_PATH else "cmpl-") + secrets.token_hex(16)
         self._created = int(time.time())
         self._stream = EventStream(http_request, self._id, WRITE_S_MAX)
-        self._progress = StreamProgress(request.num_choices)
+        self._progress = router.wire.progress(request)
         self._prompt_tokens = 0
         self._began_s = monotonic()
         """Later by the time that the request waited for room."""
@@ -529,7 +441,8 @@ class ProxiedRequest:
             # A request with a stream under way waits rather than lose it.
             is_strict = last is not None and last.error.status == 429 and not self._has_begun
             asked_s = monotonic()
-            constraints = RouteConstraints(self._avoid, is_strict, self._progress.num_tokens)
+            num_streamed = self._progress.num_tokens if self._has_begun else 0
+            constraints = RouteConstraints(self._avoid, is_strict, num_streamed)
             route = await router.queue.route(self._request, constraints)
             waited_s = monotonic() - asked_s
             metrics.waits.observe(waited_s)
@@ -543,23 +456,21 @@ class ProxiedRequest:
                     return await self._stream.end(self._missing_end(failed))
                 if not self._can_retry(failed):
                     return self._give_up(failed)
+                problem = router.wire.resume_problem(self._request, self._progress) if is_resume else ""
+                if problem:
+                    error = failed.error
+                    text = f"{error.message}; the stream cannot be resumed: {problem}"
+                    raise ApiError(error.status, text, param=error.param, code=error.code) from None
                 wait_s = self._retry_wait_s(failed.error, is_resume=is_resume)
             (metrics.resumes if is_resume else metrics.retries).inc()
             await asyncio.sleep(wait_s)
 
     async def _attempt(self, route: Route) -> web.StreamResponse:
-        router, request, progress, is_resume = self._router, self._request, self._progress, self._has_begun
-        hints = RouterHints(
-            id=self._id,
-            created=self._created,
-            tokens=request.is_stream,
-            resume=progress.resume if is_resume else (),
-            done=progress.done if is_resume else {},
-            first_token=router.config.first_token,
-        )
-        stream_filter = StreamFilter(progress, 1 if hints.resume else request.n)
-        num_rooms = len(hints.resume) if is_resume else request.num_prompts
-        attempt = Attempt(router, route, stream_filter if request.is_stream else None, num_rooms)
+        router, request = self._router, self._request
+        state = ResponseState(self._id, self._created, self._has_begun, self._progress)
+        legs = router.wire.legs(request, state, None if route.prefill is None else route.prefill.coordinator)
+        stream_filter = legs.stream_filter
+        attempt = Attempt(router, route, legs)
         record = AttemptRecord(route.names, route.local_reason)
         router.log.add(self._id, record)
         if route.prefill is not None:
@@ -568,11 +479,10 @@ class ProxiedRequest:
             router.metrics.local_prefills.labels(route.local_reason).inc()
         is_answered = False
         try:
-            body = _attempt_body(request, hints, route, num_rooms)
             added_s = monotonic() - self._began_s
-            upstream = await attempt.send(request.path, body)
+            upstream = await attempt.send()
             record.answered_s, answered_s = time.time(), monotonic()
-            if request.is_stream:
+            if stream_filter is not None:
                 response = await self._respond_stream(attempt, stream_filter, upstream, answered_s - added_s)
             else:
                 whole = await attempt.server.read_all()
@@ -599,7 +509,7 @@ class ProxiedRequest:
         self,
         attempt: Attempt,
         stream_filter: StreamFilter,
-        upstream: aiohttp.ClientResponse,
+        upstream: RawResponseMessage,
         added_from_s: float,
     ) -> web.StreamResponse:
         stream, server, name = self._stream, attempt.server, attempt.route.server.name
@@ -619,12 +529,13 @@ class ProxiedRequest:
                 # Tokens have come: earlier failures do not count any more.
                 self._num_in_row, self._avoid, self._token_s = 0, frozenset(), monotonic()
             if stream_filter.error is not None:
-                raise _failed_stream(attempt.route, stream_filter.error)
+                raise attempt.failed_stream(stream_filter.error)
             if response is not None:
-                with suppress(TimeoutError, UpstreamError, AttemptFailed):  # the client has everything
-                    async with asyncio.timeout(STREAM_END_S):
-                        while await server.read():
-                            pass
+                if not server.is_complete:
+                    with suppress(TimeoutError, UpstreamError, AttemptFailed):  # the client has everything
+                        async with asyncio.timeout(STREAM_END_S):
+                            while await server.read():
+                                pass
                 return response
         raise AttemptFailed(ApiError(502, f"instance {name} ended its stream too early", code="ENDED"), name)
 
@@ -670,7 +581,7 @@ class ProxiedRequest:
         """What is missing of a stream whose choices are all finished."""
         if not self._request.wants_usage or self._progress.has_usage:
             return DONE
-        if not self._prompt_tokens:
+        if not self._prompt_tokens or not self._progress.is_exact:
             raise failed.error
         num_completion = sum(self._progress.done.values())
         usage = {
@@ -846,6 +757,8 @@ class RouteChooser:
             (prefills if instance.role is Role.PREFILL else servers).append(instance)
         if request.num_tokens_max == 1 and prefills and self._mode is not LocalMode.ALWAYS:
             return choice.route(choice.choose(prefills, self._prefill_policy), None, "one_token")
+        if not request.can_hand_off and servers:
+            return choice.route(choice.choose(servers, self._decode_policy), None, "form")
         paired = self._with_prefill(servers, choice.preferred(prefills))
         can_fall_back = self._mode is not LocalMode.NEVER
         if paired and (choice.preferred(paired) or not can_fall_back):
@@ -869,10 +782,10 @@ class RouteChooser:
             if serving:
                 return serving
         known = [instance for instance in self._fleet.instances.values() if instance.model]
-        names = {instance.model for instance in known}
+        names = {name for instance in known for name in instance.models}
         if wanted is not None and any(instance.serves(wanted) for instance in known):
             return []
-        if wanted is None and len(names) < 2:
+        if wanted is None and len({instance.model for instance in known}) < 2:
             return able
         if not names:
             raise NoInstance(self._fleet.missing())
@@ -927,22 +840,19 @@ class _Choice:
 
     def choose(self, instances: Sequence[FleetInstance], policy: Policy) -> FleetInstance:
         """The policy's choice among the preferred instances that have room; silent ones come last."""
-        candidates = self.preferred(instances) or (() if self._constraints.is_strict else instances)
+        allowed = self.preferred(instances) or (() if self._constraints.is_strict else instances)
         now_s, num_max = monotonic(), self._chooser.num_in_flight_max
-        fresh = [instance for instance in candidates if instance.is_fresh(now_s)] or candidates
+        fresh = [instance for instance in allowed if instance.is_fresh(now_s)] or allowed
         roomy = [instance for instance in fresh if instance.has_room(num_max, now_s)]
         if not roomy:
             raise AllFull
         if len(roomy) == 1:
             return roomy[0]
-        by_name = {instance.name: instance for instance in roomy}
-        chosen = policy.choose(
-            [
-                Candidate(name, instance.load_tokens, instance.num_in_flight, self._new_tokens(instance))
-                for name, instance in by_name.items()
-            ]
-        )
-        return by_name[chosen.name]
+        candidates = [
+            Candidate(instance.name, instance.load_tokens, instance.num_in_flight, self._new_tokens(instance))
+            for instance in roomy
+        ]
+        return roomy[candidates.index(policy.choose(candidates))]
 
     def local_reason(self, prefill: FleetInstance, server: FleetInstance) -> str:
         new = self._new_tokens
@@ -968,79 +878,46 @@ class _Choice:
 # ---- one attempt
 
 
-class _RoomFields(msgspec.Struct, frozen=True):
-    bootstrap_host: str | list[str]
-    bootstrap_port: int | list[int]
-    bootstrap_room: int | list[int]
-
-
-@lru_cache(maxsize=1024)
-def _split_coordinator(coordinator: str) -> tuple[str, int]:
-    host, _, port = coordinator.rpartition(":")
-    if not (port.isascii() and port.isdigit()):
-        raise BatonError(f"an instance has coordinator {coordinator!a}; it has to be host:port")
-    return host.strip("[]"), int(port)
-
-
-def _attempt_body(request: RoutableRequest, hints: RouterHints, route: Route, num_rooms: int) -> bytes:
-    """The client's body with the router's hints and, for a hand-off, rooms that were never used before."""
-    private = b'"baton":' + _encoder.encode(hints)
-    if route.prefill is None or not num_rooms:
-        return request.body_with(private)
-    host, port = _split_coordinator(route.prefill.coordinator)
-    rooms = [secrets.randbits(ROOM_BITS) for _ in range(num_rooms)]
-    if request.is_list or num_rooms > 1:
-        fields = _RoomFields([host] * num_rooms, [port] * num_rooms, rooms)
-    else:
-        fields = _RoomFields(host, port, rooms[0])
-    return request.body_with(_encoder.encode(fields)[1:-1] + b"," + private)
-
-
 class Attempt:
     """The requests of one attempt; each instance is charged until its own is over."""
 
-    def __init__(
-        self, router: Router, route: Route, stream_filter: StreamFilter | None, num_rooms: int
-    ) -> None:
+    def __init__(self, router: Router, route: Route, legs: Legs) -> None:
         self.route = route
-        self.server = UpstreamRequest(router.session, route.server.name, router.config.limits)
+        self.server = UpstreamRequest(router.client, route.server.name, router.config.limits)
         """To the instance that answers."""
         self.prompt_tokens = 0
         """As the prefill instance counted them; 0 while it has not reported."""
         self._router = router
-        self._filter = stream_filter
-        self._num_rooms = num_rooms
+        self._legs = legs
         self._prefill: UpstreamRequest | None = None
         self._is_over = False
         self._is_local_released = False
 
-    async def send(self, path: str, body: bytes) -> aiohttp.ClientResponse:
+    async def send(self) -> RawResponseMessage:
         """Sends both requests; returns the response's headers, or raises AttemptFailed or UpstreamError."""
-        router, instance, prefill = self._router, self.route.server, self.route.prefill
-        if prefill is not None and self._num_rooms:
-            self._prefill = UpstreamRequest(router.session, prefill.name, router.config.limits)
+        router, instance, prefill, legs = self._router, self.route.server, self.route.prefill, self._legs
+        if prefill is not None and legs.num_jobs:
+            self._prefill = UpstreamRequest(router.client, prefill.name, router.config.limits)
             prefill.upstreams.add(self._prefill)
-            task = asyncio.create_task(self._run_prefill(prefill, self._prefill, path, body))
+            task = asyncio.create_task(self._run_prefill(prefill, self._prefill))
             router.prefill_tasks.add(task)
             task.add_done_callback(router.prefill_tasks.discard)
         instance.upstreams.add(self.server)
-        response = await self.server.send(instance.url(path), body)
-        if response.status != 200:
-            raise _refused(self.route, instance, response, await self.server.read_all(KEPT_BYTES_MAX))
+        response = await self.server.send(instance.url(legs.path), legs.server_body, instance.headers)
+        if response.code != 200:
+            raise self._refused(instance, response, await self.server.read_all(KEPT_BYTES_MAX))
         self._release_local()
         return response
 
-    async def _run_prefill(
-        self, instance: FleetInstance, upstream: UpstreamRequest, path: str, body: bytes
-    ) -> None:
-        failed = None
+    async def _run_prefill(self, instance: FleetInstance, upstream: UpstreamRequest) -> None:
+        failed, legs = None, self._legs
         try:
-            response = await upstream.send(instance.url(path), body)
+            response = await upstream.send(instance.url(legs.path), legs.prefill_body, instance.headers)
             kept = await upstream.read_all(KEPT_BYTES_MAX, drops_rest=True)
-            if response.status == 200:
+            if response.code == 200:
                 self.prompt_tokens = _prompt_tokens(response, kept)
             else:
-                failed = _refused(self.route, instance, response, kept)
+                failed = self._refused(instance, response, kept)
         except UpstreamError as error:
             failed = _lost(instance, error)
         finally:
@@ -1053,8 +930,8 @@ class Attempt:
             self.server.fail(failed)
 
     def _is_admitted(self) -> bool:
-        if self._filter is not None:
-            return self._filter.are_admitted(self._num_rooms)
+        if self._legs.stream_filter is not None:
+            return self._legs.stream_filter.are_admitted(self._legs.num_jobs)
         return self.server.response is not None
 
     def end(self, *, is_answered: bool) -> None:
@@ -1071,13 +948,36 @@ class Attempt:
         else:
             self._prefill.close()
 
+    def _refused(self, instance: FleetInstance, response: RawResponseMessage, body: bytes) -> AttemptFailed:
+        """The instance answered with a status that is not a success."""
+        wire = self._router.wire
+        error = read_error(wire.status(response.code), body, response.headers.get("Retry-After"))
+        if error.status in (401, 403):
+            # The client's key was good: the instance does not accept the router's.
+            text = f"instance {instance.name} refuses the router: {error.message}; {wire.key_remedy}"
+            return AttemptFailed(failure("REFUSED_AUTHENTICATION", text), instance.name)
+        if error.status == 429:
+            instance.full_until_s = monotonic() + min(error.retry_after_s or FULL_S, FULL_S)
+        return AttemptFailed(error, *_blamed(self.route, instance, error), raw=body)
+
+    def failed_stream(self, event: bytes) -> AttemptFailed:
+        """The stream ended with an error event."""
+        sent = read_error(502, event)
+        status = STATUSES.get(sent.code or "", 500 if sent.code else 502)
+        error = ApiError(status, sent.message, param=sent.param, code=sent.code)
+        server = self.route.server
+        # Without a cause, only the hand-off has two ends.
+        is_servers = error.code is None and self._is_admitted()
+        blamed = (server.name,) if is_servers else _blamed(self.route, server, error)
+        return AttemptFailed(error, *blamed, raw=event)
+
     def _release_local(self) -> None:
         if not self._is_local_released:
             self._is_local_released = True
             self.route.release_local()
 
 
-def _prompt_tokens(response: aiohttp.ClientResponse, body: bytes) -> int:
+def _prompt_tokens(response: RawResponseMessage, body: bytes) -> int:
     header = response.headers.get(PROMPT_TOKENS_HEADER, "")
     return int(header) if header.isascii() and header.isdigit() and len(header) < 10 else _usage(body)
 
@@ -1095,28 +995,6 @@ def _lost(instance: FleetInstance, error: UpstreamError) -> AttemptFailed:
     return AttemptFailed(ApiError(STATUSES[code], text, code=code), instance.name)
 
 
-def _refused(
-    route: Route, instance: FleetInstance, response: aiohttp.ClientResponse, body: bytes
-) -> AttemptFailed:
-    """The instance answered with a status that is not a success."""
-    error = read_error(response.status, body, response.headers.get("Retry-After"))
-    if error.status in (401, 403):
-        # The client's key was good: the instance does not accept the router's.
-        text = f"instance {instance.name} refuses the router: {error.message}; give both the same secret"
-        return AttemptFailed(failure("REFUSED_AUTHENTICATION", text), instance.name)
-    if error.status == 429:
-        instance.full_until_s = monotonic() + min(error.retry_after_s or FULL_S, FULL_S)
-    return AttemptFailed(error, *_blamed(route, instance, error), raw=body)
-
-
-def _failed_stream(route: Route, event: bytes) -> AttemptFailed:
-    """The stream ended with an error event."""
-    sent = read_error(502, event)
-    status = STATUSES.get(sent.code or "", 500 if sent.code else 502)
-    error = ApiError(status, sent.message, param=sent.param, code=sent.code)
-    return AttemptFailed(error, *_blamed(route, route.server, error), raw=event)
-
-
 def _blamed(route: Route, instance: FleetInstance, error: ApiError) -> tuple[str, ...]:
     """A hand-off has two ends: the one that lost its peer is not the one to avoid."""
     if error.status != 502 or error.code == "ENDED":
@@ -1129,8 +1007,8 @@ def _blamed(route: Route, instance: FleetInstance, error: ApiError) -> tuple[str
 class UpstreamRequest:
     """One request to one instance, read by one task; `fail` wakes that task with a cause."""
 
-    def __init__(self, session: aiohttp.ClientSession, name: str, limits: RouterLimits) -> None:
-        self.response: aiohttp.ClientResponse | None = None
+    def __init__(self, client: UpstreamClient, name: str, limits: RouterLimits) -> None:
+        self.response: RawResponseMessage | None = None
         """Once its headers are there."""
         self.is_waiting = False
         """Whether the instance is to blame for silence: more is wanted, and nothing has come."""
@@ -1138,39 +1016,64 @@ class UpstreamRequest:
         """When it is ended, whatever its progress."""
         self._progress_s = monotonic()
         """Since when the current wait lasts."""
-        self._session = session
+        self._client = client
         self._name = name
         self._limits = limits
         self._error: UpstreamError | AttemptFailed | None = None
-        self._scope: asyncio.Timeout | None = None
+        self._connecting: asyncio.Timeout | None = None
+        self._connection: Connection | None = None
+        """While it is in use: from the first byte of the request to the last one of the response."""
+        self._target: PostTarget
+        self._content: aiohttp.StreamReader
 
-    async def send(self, url: URL, body: bytes) -> aiohttp.ClientResponse:
+    async def send(self, url: URL, body: bytes, headers: Headers = ()) -> RawResponseMessage:
         """Returns when the response's headers are there; raises UpstreamError, or what `fail` was given."""
         if self._error is not None:
             raise self._error
-        data = body if len(body) <= _LARGE_BYTES else io.BytesIO(body)
         self.is_waiting, self._progress_s = True, monotonic()
+        target = self._target = self._client.target(url, headers)
         try:
-            async with asyncio.timeout(None) as self._scope:
-                self.response = await self._session.post(
-                    url, data=data, headers=_UPSTREAM_HEADERS, allow_redirects=False
-                )
-        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            connection = target.take()
+            if connection is None:
+                async with asyncio.timeout(None) as self._connecting:
+                    connection = await self._client.connect(target)
+                self._connecting = None
+            self._connection = connection
+            protocol, transport = connection.protocol, connection.transport
+            if protocol is None or transport is None:
+                raise aiohttp.ClientConnectionError("it was closed")
+            transport.write(b"%b%d\r\n\r\n%b" % (target.head, len(body), body))
+            response, content = await protocol.read()
+            while response.code < 200:  # an interim response
+                response, content = await protocol.read()
+        except (TimeoutError, aiohttp.ClientError, OSError, HttpProcessingError) as error:
             raise self._error or UpstreamError.of(error) from None
         finally:
-            self.is_waiting, self._scope = False, None
-        return self.response
+            self.is_waiting, self._connecting = False, None
+        self.response, self._content = response, content
+        content.on_eof(self._release)
+        return response
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the whole response has come; some of it may not have been read yet."""
+        return self.response is not None and self._connection is None
+
+    def _release(self) -> None:
+        """The response is complete: the connection can be used again."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._target.put(connection)
 
     async def read(self) -> bytes:
         """The next part of the body; empty at its end."""
         if self._error is not None:
             raise self._error
-        assert self.response is not None, "it was not sent"
-        content = self.response.content
-        if content.at_eof():
-            return b""
-        self.is_waiting, self._progress_s = True, monotonic()
+        content = self._content
         try:
+            if content.is_eof():  # the rest is there
+                return content.read_nowait()
+            self.is_waiting, self._progress_s = True, monotonic()
             return await content.readany()
         except (aiohttp.ClientError, OSError) as error:
             raise self._error or UpstreamError.of(error) from None
@@ -1179,7 +1082,8 @@ class UpstreamRequest:
 
     async def read_all(self, bytes_max: int = RESPONSE_BYTES_MAX, *, drops_rest: bool = False) -> bytes:
         """The whole body; one that is longer is an error, or is cut off."""
-        parts, num_bytes = [], 0
+        parts: list[bytes] = []
+        num_bytes = 0
         while part := await self.read():
             if num_bytes < bytes_max or not drops_rest:
                 parts.append(part)
@@ -1192,14 +1096,19 @@ class UpstreamRequest:
         """Ends it at once; the task that reads it gets this error."""
         if self._error is None:
             self._error = error
-        if self.response is not None:
-            self.response.close()  # wakes a reader; does nothing where the body was read to its end
-        elif self._scope is not None:
-            self._scope.reschedule(asyncio.get_running_loop().time())
+        connection, self._connection = self._connection, None
+        if self._connecting is not None:
+            self._connecting.reschedule(asyncio.get_running_loop().time())
+        if connection is not None:
+            reader = connection.protocol if self.response is None else self._content
+            if reader is not None:
+                reader.set_exception(aiohttp.ClientConnectionError("the request was ended"))
+            connection.close()
 
     def close(self) -> None:
         """Ends it if it is not over; the instance notices and aborts the request."""
-        self.fail(UpstreamError("the router ended the request", "ABORTED"))
+        if not self.is_complete:
+            self.fail(UpstreamError("the router ended the request", "ABORTED"))
 
     def check(self, now_s: float, unheard_s: float) -> None:
         """Ends it if it has expired or made no progress for too long; called after each poll."""
@@ -1215,105 +1124,3 @@ class UpstreamRequest:
         elif silent_s > silent_s_max:
             text = f"{self._name} has made no progress for {silent_s:.0f} s"
             self.fail(UpstreamError(text, "DEADLINE"))
-
-
-# ---- streams
-
-
-class StreamProgress:
-    """The tokens of every choice that the client has been streamed, over all attempts."""
-
-    def __init__(self, num_choices: int) -> None:
-        self.done: dict[int, int] = {}
-        """By finished choice: its number of tokens."""
-        self.has_usage = False
-        """Whether the client has the event after the last choice."""
-        self._tokens: dict[int, list[int]] = {index: [] for index in range(num_choices)}
-
-    def add(self, note: TokenNote) -> None:
-        """An event was read, whose tokens the client is about to get."""
-        tokens = self._tokens.get(note.index)
-        if tokens is None:
-            return
-        tokens.extend(note.tokens)
-        if note.finish is not None:
-            self.done[note.index] = len(tokens)
-
-    def has_begun(self, index: int) -> bool:
-        """Whether the client has a token of this choice."""
-        return bool(self._tokens.get(index))
-
-    @property
-    def resume(self) -> tuple[ResumedChoice, ...]:
-        """The choices that are not finished, with their tokens."""
-        return tuple(
-            ResumedChoice(index, tuple(tokens))
-            for index, tokens in self._tokens.items()
-            if index not in self.done
-        )
-
-    @property
-    def is_finished(self) -> bool:
-        return len(self.done) == len(self._tokens)
-
-    @property
-    def num_tokens(self) -> int:
-        """Of all unfinished choices: what has to be computed again to resume."""
-        return sum(len(tokens) for index, tokens in self._tokens.items() if index not in self.done)
-
-
-class StreamFilter:
-    """Takes the token notes out of one attempt's stream; only whole events go on to the client.
-
-    Events before a choice's first token (its role) are held until that token: an attempt that resumes a
-    choice without tokens begins it again, and a client has to see one beginning.
-    """
-
-    def __init__(self, progress: StreamProgress, n: int) -> None:
-        self.error: bytes | None = None
-        """The error event that ended the stream."""
-        self.is_done = False
-        """Whether the stream has come to its proper end."""
-        self._progress = progress
-        self._n = n
-        self._reader = EventReader()
-        self._num_tokens: dict[int, int] = {}
-        self._admitted: set[int] = set()
-        self._held: dict[int, bytes] = {}
-
-    def feed(self, data: bytes) -> bytes:
-        """What the client gets of these bytes."""
-        out: list[bytes] = []
-        for event in self._reader.feed(data):
-            if event.note is not None:
-                out.append(self._forward(event.note, event.raw))
-            elif event.data is not None and event.data.startswith(_ERROR):
-                self.error = event.data
-                break
-            else:
-                out.append(event.raw)
-                self._progress.has_usage |= event.data is not None and self._progress.is_finished
-            if event.is_done:
-                self.is_done = True
-                break
-        return b"".join(out)
-
-    def are_admitted(self, num_jobs: int) -> bool:
-        """Whether decode has the cache of every job: it is past the first token, which may come before."""
-        return len(self._admitted) >= num_jobs
-
-    def _forward(self, note: TokenNote, raw: bytes) -> bytes:
-        """What the client gets now of this event and of those held before it."""
-        held = self._held.pop(note.index, b"")
-        if not note.tokens and note.finish is None and not self._progress.has_begun(note.index):
-            self._held[note.index] = held + raw
-            return b""
-        self._record(note)
-        return held + raw
-
-    def _record(self, note: TokenNote) -> None:
-        self._progress.add(note)
-        num_tokens = self._num_tokens.get(note.index, 0) + len(note.tokens)
-        self._num_tokens[note.index] = num_tokens
-        if num_tokens > 1 or note.finish is not None:
-            self._admitted.add(note.index // self._n)

@@ -15,7 +15,16 @@ from baton.protocol.outcomes import (
 from baton.protocol.timings import Timings
 from baton.session.coordinator import CoordinatorDriver
 from baton.session.endpoint import Endpoint, EndpointConfig
-from baton.session.handles import Digest, Handle, Pages, Receiving, Request, Sending, prompt_digest
+from baton.session.handles import (
+    Digest,
+    Handle,
+    Pages,
+    Receiving,
+    Request,
+    Sending,
+    Withdrawal,
+    prompt_digest,
+)
 from baton.session.links import SocketConfig
 from baton.session.loop import exit_loudly
 
@@ -41,6 +50,7 @@ __all__ = [
     "Timings",
     "Waiting",
     "Why",
+    "Withdrawal",
     "exit_loudly",
     "prompt_digest",
 ]

@@ -23,6 +23,8 @@ class DriverConfig:
     timings: Timings = field(default_factory=Timings)
     cost: PackCost = field(default_factory=PackCost)
     """When its transfers are packed; a target without staging never packs."""
+    ungranted_share_max: float = 0.5
+    """The share of a source's pool that requests without a grant may hold together."""
     rank: int = -1
 
     def introduction(self) -> Introduction:

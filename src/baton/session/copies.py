@@ -3,6 +3,10 @@
 A chunk that the engine offers (`chunk_ready`) waits until its transfer is granted. It is then bound to page
 tables and lanes, and its copies are submitted to the transport, by way of staging where they are packed. A
 `ChunkCopy` ends when no copy, no job and no wait of it is left.
+
+A withdrawal cancels the copies under way, so a chunk may end with some of its copies done and others dropped.
+It has then not landed. Its place in the target's staging is kept for the same cells, to be used when they are
+offered again: the target leased as much as the prompt needs once.
 """
 
 from __future__ import annotations
@@ -27,18 +31,22 @@ from baton.protocol.source_rank import (
     AnswerEnded,
     CancelCopies,
     ChunkCopied,
+    ChunkDropped,
     ChunkFailed,
     ChunkReady,
+    EndWithdrawal,
     ReleaseChunks,
     Sealed,
     SourceRank,
     SourceRankState,
     StartCopies,
+    WithdrawCopies,
+    Withdrawn,
 )
 from baton.session.config import DriverConfig
 from baton.session.dispatcher import Dispatcher
 from baton.session.handles import CopyTiming, Digest, OfferedChunk, Pages, Sending, read_pages
-from baton.session.memory import Pools, StagingLease, tensors
+from baton.session.memory import Pools, StagingLease, UngrantedPages, tensors
 from baton.session.page_tables import check_terms, decode_tables
 from baton.session.ports import Ports
 from baton.transport import (
@@ -80,6 +88,15 @@ class SubmittedCopy:
 
 
 @dataclass(slots=True)
+class DroppedChunk:
+    """A withdrawn chunk that had places in the staging of target ranks."""
+
+    box: Rectangle
+    staged: dict[int, int]
+    """By target rank: where the next of its cells goes."""
+
+
+@dataclass(slots=True)
 class SourceTransfer:
     """One transfer at this rank: its machine's record and what the driver keeps beside it."""
 
@@ -87,12 +104,13 @@ class SourceTransfer:
     handle: Sending
     is_forgotten: bool = False
     chunks: dict[int, OfferedChunk] = field(default_factory=dict)
-    num_pages: dict[str, int] = field(default_factory=dict)
     grant: Grant | None = None
     terms: TransferTerms | None = None
     lanes: dict[int, Lane] = field(default_factory=dict)
     staging_used: dict[int, int] = field(default_factory=dict)
     copying: dict[int, ChunkCopy] = field(default_factory=dict)
+    dropped: list[DroppedChunk] = field(default_factory=list)
+    """The latest come first."""
 
 
 @dataclass(slots=True)
@@ -101,12 +119,16 @@ class ChunkCopy:
 
     transfer: SourceTransfer
     index: int
+    box: Rectangle
     copies: dict[int, SubmittedCopy] = field(default_factory=dict)
     """By the number of their ticket."""
     num_jobs: int = 0
     num_waits: int = 0
     """Steps that wait for a fence or for staging; they can be cancelled."""
+    num_unfinished: int = 0
+    """Copies, and the checksums, that are not done."""
     is_cancelled: bool = False
+    is_withdrawn: bool = False
     is_reported: bool = False
     """Whether its failure was reported although something of it is left."""
     cause: Cause | None = None
@@ -146,6 +168,7 @@ class SourceCopies:
         self.connections: dict[tuple[int, int, int], Connection] = {}
         """By session, target rank and path number."""
         self.tickets: dict[int, ChunkCopy] = {}
+        self.ungranted = UngrantedPages(config.spec, config.rank, config.ungranted_share_max)
         self.waiting_for_staging: deque[tuple[ChunkCopy, ChunkSend, Fence]] = deque()
         self._dispatcher: Dispatcher[SourceTransfer] = Dispatcher(
             SOURCE_RANK,
@@ -156,7 +179,7 @@ class SourceCopies:
 
     # Calls of the engine, through its handle.
 
-    def begin(self, sending: Sending, digest: Digest) -> None:
+    def begin(self, sending: Sending, digest: Digest, progress_s: float = 0.0) -> None:
         """Offers a transfer to the coordinator."""
         config = self.config
         if sending.transfer in self.transfers:
@@ -171,6 +194,7 @@ class SourceCopies:
                 digest=digest.value,
                 source_dp=config.spec.layout.coordinates(config.rank)["dp"],
                 source_rank=config.rank,
+                progress_s=progress_s,
             )
         )
 
@@ -185,9 +209,9 @@ class SourceCopies:
             sending.release_chunk(chunk.index)
             return
         transfer.chunks[chunk.index] = chunk
-        for group, pages in chunk.pages.items():
-            transfer.num_pages[group] = max(transfer.num_pages.get(group, 0), len(pages))
-        if text := self._overdrawn(transfer):
+        if transfer.record.state is SourceRankState.WAITING and (
+            text := self.ungranted.hold(sending.transfer, chunk.index, chunk.pages)
+        ):
             cause = self.config.cause(Why.OUT_OF_PAGES, Stage.OFFER, text)
             self._dispatcher.feed(transfer, Aborted(cause))
         self._dispatcher.feed(transfer, ChunkReady(chunk.index, Rectangle(chunk.layers, chunk.tokens)))
@@ -209,24 +233,17 @@ class SourceCopies:
             cause = self.config.cause(Why.ABORTED, stage, text or "given up at the source")
             self._dispatcher.feed(transfer, Aborted(cause))
 
+    def withdraw(self, sending: Sending) -> None:
+        """The engine takes back what is not copied."""
+        transfer = self._of(sending)
+        if transfer is None:
+            sending.end_withdrawal_if_settled()
+            return
+        self._dispatcher.feed(transfer, Withdrawn())
+
     def _of(self, sending: Sending) -> SourceTransfer | None:
         transfer = self.transfers.get(sending.transfer)
         return transfer if transfer is not None and transfer.handle is sending else None
-
-    def _overdrawn(self, transfer: SourceTransfer) -> str:
-        """Requests without a grant may hold half of the pool: else two full instances wait for each other."""
-        if transfer.record.state is not SourceRankState.WAITING:
-            return ""
-        storage = self.config.spec.storage
-        waiting = [
-            other for other in self.transfers.values() if other.record.state is SourceRankState.WAITING
-        ]
-        for group in transfer.num_pages:
-            num_held = sum(other.num_pages.get(group, 0) for other in waiting)
-            num_pages = storage.pages_of(group)
-            if num_held > max(1, num_pages // 2):
-                return f"requests without a grant hold {num_held} of {num_pages} pages of {group!r}"
-        return ""
 
     # Messages of the coordinator.
 
@@ -299,13 +316,23 @@ class SourceCopies:
     def _perform(self, transfer: SourceTransfer, effect: object) -> None:
         match effect:
             case StartCopies(index):
+                self.ungranted.let_go(transfer.record.transfer, index)
                 self._start_copies(transfer, transfer.chunks[index])
             case CancelCopies():
                 for chunk in list(transfer.copying.values()):
                     self._cancel(chunk)
                     self._end_if_over(chunk)
+            case WithdrawCopies():
+                for chunk in list(transfer.copying.values()):
+                    chunk.is_withdrawn = True
+                    self._cancel(chunk)
+                    self._end_if_over(chunk)
+            case EndWithdrawal(landed, is_committed):
+                boxes = tuple(dropped.box for dropped in transfer.dropped)
+                transfer.handle.end_withdrawal(landed, boxes, is_committed)
             case ReleaseChunks(indices):
                 for index in indices:
+                    self.ungranted.let_go(transfer.record.transfer, index)
                     transfer.chunks.pop(index, None)
                     transfer.handle.release_chunk(index)
                 transfer.handle.on_change(transfer.handle)
@@ -316,19 +343,21 @@ class SourceCopies:
                 del self.transfers[transfer.record.transfer]
                 transfer.handle.release()
             case Message():
-                self.send(effect)  # type: ignore[arg-type]
+                self.send(effect)
             case _:
                 raise AssertionError(f"no such effect: {effect}")
 
     # From a chunk to its copies.
 
     def _start_copies(self, transfer: SourceTransfer, offered: OfferedChunk) -> None:
-        chunk = transfer.copying[offered.index] = ChunkCopy(transfer, offered.index)
+        chunk = ChunkCopy(transfer, offered.index, Rectangle(offered.layers, offered.tokens))
+        transfer.copying[offered.index] = chunk
         terms = transfer.terms
         assert terms is not None
         rank, table, box = self.config.rank, offered.pages, Chunk(offered.layers, offered.tokens)
         try:
             loads = bind_source(terms, rank, table, box)
+            chunk.num_unfinished = sum(len(load.copies) for load in loads) + bool(terms.is_verified and loads)
             transfer.handle.narrow(
                 offered.index,
                 lambda: {
@@ -356,6 +385,12 @@ class SourceCopies:
         target = load.target_rank
         chunk.num_bytes[target] = load.num_bytes
         if load.staging_bytes:
+            for dropped in chunk.transfer.dropped:
+                # The handle cuts what is offered along the chunks that were dropped.
+                if target in dropped.staged and dropped.box.common(chunk.box) == chunk.box:
+                    chunk.staged[target] = dropped.staged[target]
+                    dropped.staged[target] += load.staging_bytes
+                    return True
             lane, used = chunk.transfer.lanes[target], chunk.transfer.staging_used.get(target, 0)
             if used + load.staging_bytes > lane.staging_bytes:
                 text = f"{lane.staging_bytes} bytes of staging at rank {target} are not enough"
@@ -428,6 +463,7 @@ class SourceCopies:
         chunk.num_jobs -= 1
         if isinstance(result, dict):
             chunk.checksums = result
+            chunk.num_unfinished -= 1
         else:
             self._fail(chunk, Why.COPY_FAILED, f"checksum failed: {result}")
         self._end_if_over(chunk)
@@ -475,7 +511,9 @@ class SourceCopies:
         chunk.transfer.handle.copies.append(
             CopyTiming(copy.target_rank, chunk.index, copy.num_bytes, copy.submitted_s, ended_s, is_done)
         )
-        if not isinstance(event, Done):
+        if isinstance(event, Done):
+            chunk.num_unfinished -= 1
+        elif isinstance(event, FailedUnknown) or not chunk.is_withdrawn:
             if isinstance(event, FailedUnknown):
                 chunk.doubt = event.cause
             self._fail(chunk, Why.COPY_FAILED, event.cause)
@@ -506,9 +544,14 @@ class SourceCopies:
         del transfer.copying[chunk.index]
         for lease in chunk.leases:
             self.pools.staging.give_back(lease)
-        if chunk.is_cancelled:
+        is_stopped = chunk.is_cancelled and not (chunk.is_withdrawn and chunk.cause is None)
+        if is_stopped:
             cause = chunk.cause or self.config.cause(Why.ABORTED, Stage.COPY, "cancelled")
             self._dispatcher.feed(transfer, ChunkFailed(chunk.index, cause, chunk.doubt))
+        elif chunk.is_withdrawn and chunk.num_unfinished:
+            if chunk.staged:
+                transfer.dropped.insert(0, DroppedChunk(chunk.box, dict(chunk.staged)))
+            self._dispatcher.feed(transfer, ChunkDropped(chunk.index))
         else:
             copied = ChunkCopied(chunk.index, chunk.num_bytes, chunk.staged, chunk.checksums)
             self._dispatcher.feed(transfer, copied)

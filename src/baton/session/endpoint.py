@@ -7,6 +7,7 @@ address. A scheduler that polls reads `state` of its handles, one that awaits us
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -47,10 +48,12 @@ class EndpointConfig:
     secret: bytes = field(repr=False)
     role: str = "both"
     epoch: int = 0
-    """The incarnation: the same on all ranks of an instance, larger with every start. 0: made here, which
-    only the endpoint that hosts the coordinator can do."""
+    """The incarnation: the same on all ranks of an instance, larger with every start. 0: made here by the
+    endpoint that hosts the coordinator, and learned from the coordinator by the others."""
     coordinator: str | None = None
     """Where the coordinator is, as host:port; None: this endpoint hosts it."""
+    attach_s: float = 30.0
+    """With a coordinator and epoch 0: how long to wait for the coordinator to listen."""
     registry: str | None = None
     """The registry's URL."""
     embed_registry: int | None = None
@@ -65,6 +68,9 @@ class EndpointConfig:
     packing: str = "cost"
     """Where the target's plans pack, if there is staging: `cost`, also where that is faster than many small
     copies; `convert`, only where the dtype changes."""
+    ungranted_share_max: float = 0.5
+    """The share of a source's pool that requests without a grant may hold together. The rest is for requests
+    that receive: only an instance that is never a target can do with a share of 1."""
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -73,8 +79,14 @@ class EndpointConfig:
             raise ConfigError(f"packing {self.packing!r} is not known; use {' or '.join(PACKING)}")
         if not 0 <= self.rank < self.spec.layout.num_ranks:
             raise ConfigError(f"rank {self.rank}: {self.spec.layout} has {self.spec.layout.num_ranks} ranks")
-        if self.coordinator is not None and not self.epoch:
-            raise ConfigError("epoch 0: give the epoch of the coordinator to the ranks that attach to it")
+        if not 0 < self.ungranted_share_max <= 1:
+            raise ConfigError(
+                f"ungranted_share_max {self.ungranted_share_max}: give a share of the pool in (0, 1]"
+            )
+        if self.epoch < 0:
+            raise ConfigError(f"epoch {self.epoch}: give 1 or more, or 0 to learn it from the coordinator")
+        if not 0 <= self.attach_s < math.inf:
+            raise ConfigError(f"attach_s is {self.attach_s}; give a finite number of seconds from 0")
 
 
 class Membership:
@@ -151,7 +163,8 @@ class Endpoint:
         transport: Transport,
         on_end: Callable[[str], None] = exit_loudly,
     ) -> None:
-        self.config = config if config.epoch else replace(config, epoch=time.time_ns())
+        is_host = config.coordinator is None
+        self.config = replace(config, epoch=time.time_ns()) if is_host and not config.epoch else config
         self.transport = transport
         self._on_end = on_end
         self._is_open = True
@@ -167,6 +180,7 @@ class Endpoint:
             fingerprint=own.fingerprint,
             timings=own.timings,
             cost=PackCost() if own.staging_bytes and own.packing == "cost" else NEVER_PACK,
+            ungranted_share_max=own.ungranted_share_max,
         )
         self.coordinator = self._host() if config.coordinator is None else None
         self._rank = self._join(pools)
@@ -193,13 +207,18 @@ class Endpoint:
         check_buffers(own.spec, own.rank, pools)
         registered = Pools(pools, self.transport, own.staging_bytes)
         driver = RankDriver(config, ports, self.transport, registered)
+        driver.on_attached = self._attached
+        if self.coordinator is None:
+            driver.on_accepted = self._serving.set
         self._loop.add(ports, driver)
         self._loop.watch(self.transport, driver.on_completions)
         return driver
 
     def _end(self, text: str) -> None:
-        """The instance is over: no handle waits for what cannot come any more."""
+        """The instance is over: nothing waits for what cannot come any more."""
         self._is_open = False
+        self._serving.set()
+        self._membership.served.set()
         try:
             self._rank.over(self._rank.config.cause(Why.PEER_LOST, Stage.COPY, text))
         finally:
@@ -212,7 +231,16 @@ class Endpoint:
             )
 
     def _attach(self) -> None:
-        self._rank.ports.dial(self.config.coordinator or LOCAL, self.config.instance)
+        own = self.config
+        self._rank.attach(own.coordinator or LOCAL, 0.0 if own.epoch else own.attach_s)
+
+    def _attached(self, epoch: int) -> None:
+        self.config = self._membership.config = replace(self.config, epoch=epoch)
+
+    @property
+    def epoch(self) -> int:
+        """The incarnation that this rank belongs to; 0 until it has learned it."""
+        return self.config.epoch
 
     @property
     def address(self) -> str:
@@ -225,15 +253,21 @@ class Endpoint:
         return self._membership.url
 
     def wait_ready(self, timeout_s: float = 30.0) -> bool:
-        """Where the coordinator is hosted: whether every rank of the instance is there, after waiting."""
+        """Whether this rank is attached and, where the coordinator is hosted, every other one too, after
+        waiting; False at once if the endpoint is over."""
         limit_s = time.monotonic() + timeout_s
         is_serving = self._serving.wait(timeout_s)
-        return is_serving and self._membership.served.wait(max(0.0, limit_s - time.monotonic()))
+        is_served = is_serving and self._membership.served.wait(max(0.0, limit_s - time.monotonic()))
+        return is_served and self._is_open
 
-    def send(self, transfer_id: str, digest: Digest) -> Sending:
-        """Source: begins to send this rank's part of a transfer."""
+    def send(self, transfer_id: str, digest: Digest, progress_s: float | None = None) -> Sending:
+        """Source: begins to send this rank's part of a transfer.
+
+        `progress_s`: how long it may go without progress; `Request` has the same for the target, and the
+        longer of the two holds for both.
+        """
         self._check_open()
-        return self._rank.send(transfer_id, digest)
+        return self._rank.send(transfer_id, digest, progress_s)
 
     def receive(self, request: Request) -> Receiving:
         """Target: asks for a transfer, with the pages of this rank or of several."""

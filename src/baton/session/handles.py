@@ -20,10 +20,12 @@ import msgspec
 import numpy as np
 
 from baton.errors import ConfigError, LocalProtocolError
-from baton.plan import Prompt, Spec
+from baton.plan import Chunk, Prompt, Spec
 from baton.plan.routes import check_held
 from baton.plan.tokens import Ints
+from baton.protocol.ledger import Rectangle, join_boxes
 from baton.protocol.outcomes import WAITING, Aux, Cause, Failed, Outcome, State, Waiting
+from baton.protocol.timings import check_progress
 from baton.transport import NOW, Fence
 
 AUX_BYTES_MAX = 32 << 20
@@ -74,10 +76,15 @@ class Request:
     fence: Fence = NOW
     """The device work of the pages' last owner."""
     is_verified: bool = False
+    progress_s: float | None = None
+    """How long this transfer may go without progress; the longer of what the two sides name holds for both.
+    None: what the source names, or else what the timings of each side say."""
 
     def checked(self, spec: Spec) -> Request:
         """The request with page tables of its own; raises ConfigError on one that could never be granted."""
         check_transfer(self.transfer)
+        if self.progress_s is not None:
+            check_progress(self.progress_s)
         check_held(spec, Prompt(self.digest.num_tokens, dict(self.held)))
         layout = spec.layout
         if not self.pages:
@@ -210,10 +217,38 @@ class SendingDriver(Protocol):
     def seal(self, sending: Sending, aux: Aux | None) -> None: ...
     def answer_ended(self, sending: Sending, aux: Aux) -> None: ...
     def abort_sending(self, sending: Sending, text: str) -> None: ...
+    def withdraw(self, sending: Sending) -> None: ...
+
+
+class Withdrawal:
+    """What becomes of a `Sending.withdraw()`: poll `is_quiet`, or wait for it."""
+
+    def __init__(self) -> None:
+        self.landed: tuple[Chunk, ...] = ()
+        """Once quiet: what this rank need not offer again, of the whole transfer; none if it has failed."""
+        self._quiet = threading.Event()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no copy reads a page that was offered before, and none will: the pages are the engine's."""
+        return self._quiet.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Whether it became quiet in time."""
+        return self._quiet.wait(timeout_s)
+
+    def end(self, landed: tuple[Chunk, ...]) -> None:
+        """For the driver, through the handle."""
+        self.landed = landed
+        self._quiet.set()
 
 
 class Sending(Handle):
-    """A source rank's end: offer chunks as they are computed, then commit."""
+    """A source rank's end: offer chunks as they are computed, then commit.
+
+    An engine that preempts the request calls `withdraw`, and after the withdrawal is quiet `resume`; then it
+    offers again, out of the pages that it has by then.
+    """
 
     def __init__(
         self,
@@ -228,10 +263,21 @@ class Sending(Handle):
         self._driver = driver
         self._post = post
         self._reading: dict[int, Callable[[], Mapping[str, Iterable[int]]]] = {}
+        self._lock = threading.RLock()
+        """So that an offer comes either before a withdrawal or after it."""
         self._num_chunks = 0
         self._is_sealed = False
+        self._is_finished = False
+        self._is_committed = False
+        """Whether a withdrawal found that everything was sent: later offers and commits change nothing."""
+        self._withdrawal: Withdrawal | None = None
+        """From `withdraw` to `resume`."""
+        self._landed: tuple[Rectangle, ...] = ()
+        """As of the last withdrawal."""
+        self._dropped: tuple[Rectangle, ...] = ()
+        """Chunks that were dropped with a place of their own at the target; the latest come first."""
         self.is_granted = False
-        """Whether the target has pages for it; requests without may hold half of a source's pool."""
+        """Whether the target has pages for it; requests without may hold a share of a source's pool."""
         self.session = 0
         """Which session granted it, once one has: copies of one session share a target instance."""
         self.copies: list[CopyTiming] = []
@@ -241,36 +287,73 @@ class Sending(Handle):
         self, layers: tuple[int, int], tokens: tuple[int, int], pages: Pages, fence: Fence = NOW
     ) -> None:
         """These layers of these tokens may be read once the fence is; `pages` begin with slot 0."""
-        self._check_open("ready")
         if not 0 <= layers[0] < layers[1] or not 0 <= tokens[0] < tokens[1] <= self.num_tokens:
             raise LocalProtocolError(
                 f"transfer {self.transfer}: chunk of layers {layers} x tokens {tokens} is empty or outside "
                 f"of {self.num_tokens} tokens"
             )
         table = self._driver.read_pages(pages)
-        chunk = OfferedChunk(self._num_chunks, layers, tokens, table, fence)
-        self._num_chunks += 1
-        self._reading[chunk.index] = lambda: {group: ids.tolist() for group, ids in table.items()}
-        self._post(partial(self._driver.chunk_ready, self, chunk))
+        with self._lock:
+            self._check_open("ready")
+            for box in self._missing(Rectangle(layers, tokens)):
+                chunk = OfferedChunk(self._num_chunks, box.layers, box.tokens, table, fence)
+                self._num_chunks += 1
+                self._reading[chunk.index] = lambda: {group: ids.tolist() for group, ids in table.items()}
+                self._post(partial(self._driver.chunk_ready, self, chunk))
 
     def commit(self, aux: Aux | None = None) -> None:
         """There will be no more chunks; the rank that sampled gives the aux record, the others none."""
-        self._check_open("commit")
         if aux is not None:
             check_aux(aux)
-        self._is_sealed = True
-        self._post(partial(self._driver.seal, self, aux))
+        with self._lock:
+            self._check_open("commit")
+            self._is_sealed = True
+            if not self._is_committed:
+                self._post(partial(self._driver.seal, self, aux))
 
     def finish(self, aux: Aux) -> None:
         """The answer is complete here: what was handed over so far is not needed."""
-        self._check_open("finish")
         check_aux(aux)
-        self._is_sealed = True
-        self._post(partial(self._driver.answer_ended, self, aux))
+        with self._lock:
+            self._check_unsealed("finish")
+            self._is_sealed = self._is_finished = True
+            self._post(partial(self._driver.answer_ended, self, aux))
 
     def abort(self, text: str = "") -> None:
         """Gives the transfer up; pages are free once `reading` is empty."""
         self._post(partial(self._driver.abort_sending, self, text))
+
+    def withdraw(self) -> Withdrawal:
+        """The engine preempts the request: drops what was offered and not copied, to be offered again.
+
+        It does not block. The transfer goes on: the target keeps its pages, and the deadlines run. Nothing
+        may be offered until the withdrawal is quiet and `resume` was called. Called again before that, it
+        returns the same withdrawal.
+        """
+        with self._lock:
+            if self._withdrawal is None:
+                self._withdrawal = Withdrawal()
+                if self.is_released:
+                    self._withdrawal.end(())
+                else:
+                    self._post(partial(self._driver.withdraw, self))
+            return self._withdrawal
+
+    def resume(self) -> None:
+        """After a withdrawal, offers are accepted again: of everything, as what has landed is passed over.
+
+        A rank that had committed commits again.
+        """
+        with self._lock:
+            if self._withdrawal is None:
+                raise LocalProtocolError(f"transfer {self.transfer}: resume without withdraw")
+            if not self._withdrawal.is_quiet:
+                raise LocalProtocolError(
+                    f"transfer {self.transfer}: resume while copies may still read withdrawn pages; wait "
+                    "until the withdrawal is quiet"
+                )
+            self._withdrawal = None
+            self._is_sealed = self._is_finished
 
     def reading(self) -> dict[str, frozenset[int]]:
         """The pages that a copy reads or will read; any other page of the transfer may be used anew."""
@@ -291,9 +374,50 @@ class Sending(Handle):
     def release_chunk(self, index: int) -> None:
         """For the driver: no copy of a chunk reads any more."""
         self._reading.pop(index, None)
+        self.end_withdrawal_if_settled()
+
+    def conclude(self, outcome: Outcome) -> None:
+        super().conclude(outcome)
+        self.end_withdrawal_if_settled()
+
+    def end_withdrawal(
+        self, landed: tuple[Rectangle, ...], dropped: tuple[Rectangle, ...], is_committed: bool
+    ) -> None:
+        """For the driver: withdrawn pages are not read any more, and the transfer can go on."""
+        if self._withdrawal is not None and not self._withdrawal.is_quiet:
+            self._landed, self._dropped, self._is_committed = join_boxes(landed), dropped, is_committed
+            self._withdrawal.end(tuple(Chunk(box.layers, box.tokens) for box in self._landed))
+            self.on_change(self)
+
+    def end_withdrawal_if_settled(self) -> None:
+        """For the driver: where the transfer has ended, its pages are free with its last copy."""
+        withdrawal = self._withdrawal
+        if withdrawal is None or withdrawal.is_quiet or isinstance(self.state, Waiting) or self._reading:
+            return
+        withdrawal.end(())
+        self.on_change(self)
+
+    def _missing(self, box: Rectangle) -> list[Rectangle]:
+        """What of a chunk has not landed, in parts that fit into the places of dropped chunks."""
+        missing = [] if self._is_committed else [box]
+        for landed in self._landed:
+            missing = [part for whole in missing for part in whole.without(landed)]
+        parts: list[Rectangle] = []
+        for dropped in self._dropped:
+            parts += [part for whole in missing if (part := whole.common(dropped)) is not None]
+            missing = [part for whole in missing for part in whole.without(dropped)]
+        return parts + missing
 
     def _check_open(self, call: str) -> None:
-        if self._is_sealed:
+        if self._withdrawal is not None:
+            raise LocalProtocolError(
+                f"transfer {self.transfer}: {call} after withdraw, so its pages may be another request's by "
+                "now; call resume first, and give the page table that the request has since then"
+            )
+        self._check_unsealed(call)
+
+    def _check_unsealed(self, call: str) -> None:
+        if self._is_sealed or (self._is_committed and call == "finish"):
             raise LocalProtocolError(f"transfer {self.transfer}: {call} after commit or finish")
 
 

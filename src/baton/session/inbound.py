@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 import msgspec
+import numpy as np
 
 from baton.errors import BatonError
 from baton.plan import PackCost, Plan, Prompt, plan
 from baton.plan.binding import Mode, expected_bytes, modes, needs
 from baton.plan.chunks import Pair, PlanKey
+from baton.plan.ownership import page_spaces, space_sizes
 from baton.plan.steps import DIRECT
 from baton.protocol.ledger import Ledger, Need
 from baton.protocol.machine import Conclude, SessionLost, Ticked
@@ -69,7 +71,7 @@ GRANT_BYTES = 16
 NUM_OFFSETS = 16
 """Few, so that what is cached of a plan under a prompt is found again."""
 EXPECTATIONS_MAX = 256
-PAGE_ID_BYTES = 4
+PAGE_ID = np.dtype("<i4")
 
 
 @dataclass(slots=True)
@@ -101,7 +103,7 @@ class InboundTransfer:
     def num_pages(self) -> dict[tuple[int, str], int]:
         """By rank and group."""
         return {
-            (rank, group): len(raw) // PAGE_ID_BYTES
+            (rank, group): len(raw) // PAGE_ID.itemsize
             for rank, table in self.tables.items()
             for group, raw in table.items()
         }
@@ -318,6 +320,7 @@ class InboundTransfers:
                 for (source, target), mode in expected.modes.items()
             ),
             is_verified=request.is_verified,
+            progress_s=record.deadlines.progress_s,
             session=session.number,
         )
         unpacked = frozenset(
@@ -504,15 +507,19 @@ class InboundTransfers:
         }
 
     def stuck_share(self, since: float) -> float:
-        """The largest share of a group's pages that some rank has in quarantine since then or longer."""
-        counts: dict[tuple[int, str], int] = {}
+        """The largest share of a page space that some rank has in quarantine since then or longer."""
+        spec = self.config.spec
+        stuck: dict[tuple[int, str], set[int]] = {}
         for transfer in self.transfers.values():
             is_quarantined = transfer.record.state is TargetCoordinatorState.QUARANTINED
             if is_quarantined and transfer.concluded is not None and transfer.concluded <= since:
-                for key, num_pages in transfer.num_pages.items():
-                    counts[key] = counts.get(key, 0) + num_pages
-        storage = self.config.spec.storage
-        return max((count / storage.pages_of(group) for (_, group), count in counts.items()), default=0.0)
+                for rank, table in transfer.tables.items():
+                    for group, raw in table.items():
+                        # Transfers may share the pages of a held prefix.
+                        pages = stuck.setdefault((rank, page_spaces(spec, rank)[group]), set())
+                        pages.update(np.frombuffer(raw, dtype=PAGE_ID).tolist())
+        shares = (len(pages) / space_sizes(spec, rank)[space] for (rank, space), pages in stuck.items())
+        return max(shares, default=0.0)
 
 
 @dataclass(frozen=True, slots=True)

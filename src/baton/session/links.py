@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -132,7 +131,7 @@ class Link:
         for effect in effects:
             match effect:
                 case Message():
-                    self._replies.append(frame(self._codec.wrap(encode(effect))))  # type: ignore[arg-type]
+                    self._replies.append(frame(self._codec.wrap(encode(effect))))
                 case Secure():
                     self._codec = self._codec_of(effect)
                     self._frames.bytes_max = FRAME_BYTES_MAX
@@ -213,8 +212,6 @@ class SocketLink(asyncio.BufferedProtocol):
         if not sockets.admit(self):
             self.abort(f"{HANDSHAKES_MAX} others are at their handshake; try again")
             return
-        # Small messages are sent at once.
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         deadline = sockets.now() + sockets.config.handshake_s
         self._timer = sockets.events.clock.call_at(deadline, self._expire)
         self._link = self.handler.shake_hands(self.wanted, deadline)
@@ -286,10 +283,13 @@ class SocketLink(asyncio.BufferedProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._sockets.events.clock.call_later(LINGER_S, self._socket.abort)
-        if self._socket.can_write_eof() and not self._socket.is_closing():
-            self._socket.write_eof()
-        else:
+        if not self._socket.can_write_eof() or self._socket.is_closing():
             self._socket.close()
+            return
+        try:
+            self._socket.write_eof()
+        except OSError:  # it was reset, and asyncio has not noticed yet
+            self._socket.abort()
 
     def abort(self, text: str) -> None:
         """Closes without telling the peer."""

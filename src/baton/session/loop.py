@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -105,6 +106,10 @@ class DriverPorts:
     def token(self, num_bytes: int) -> bytes:
         """From the system's source."""
         return secrets.token_bytes(num_bytes)
+
+    def introduce_as(self, introduction: Introduction) -> None:
+        """Of links that begin later."""
+        self.party = replace(self.party, introduction=introduction)
 
     def dial(self, address: str, instance: str) -> int:
         """Begins a link of the purpose that this end dials for."""

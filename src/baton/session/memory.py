@@ -1,4 +1,4 @@
-"""A rank's memory: registered pools, staging leases, and the pages that live requests have claimed."""
+"""A rank's memory: registered pools, staging leases, and the pages that live requests claim or hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from baton.errors import ConfigError, LocalProtocolError
 from baton.plan import Spec
-from baton.plan.ownership import box, buffers, share_stride
+from baton.plan.ownership import box, buffers, page_spaces, share_stride, space_sizes
 from baton.plan.steps import STAGING
 from baton.plan.tokens import Ints
 from baton.session.handles import Request
@@ -70,10 +70,14 @@ def check_buffers(spec: Spec, rank: int, pools: Mapping[str, Bytes]) -> None:
             f"rank {rank} of {spec.layout} needs the buffers {', '.join(sorted(wanted))}; got "
             f"{', '.join(sorted(pools)) or 'none'}"
         )
+    # Memory that an engine has already may have room to spare.
+    is_declared = bool(spec.storage.placements)
     for name, num_bytes in wanted.items():
-        if pools[name].nbytes != num_bytes:
+        found = pools[name].nbytes
+        if found < num_bytes if is_declared else found != num_bytes:
+            least = " or more" if is_declared else ""
             raise ConfigError(
-                f"buffer {name!r} of rank {rank} has to have {num_bytes} bytes, got {pools[name].nbytes}"
+                f"buffer {name!r} of rank {rank} has to have {num_bytes} bytes{least}, got {found}"
             )
 
 
@@ -187,12 +191,15 @@ class PageClaims:
     """Which pages live requests have named, so that no page is given to two transfers; thread-safe.
 
     A page that a transfer writes belongs to that transfer alone until it is released. Pages of a held prefix
-    are only read, so any number of transfers may name them, as long as none of these writes them.
+    are only read, so any number of transfers may name them, as long as none of these writes them. Groups that
+    overlay each other have one page space: a page of it is in use whatever group it was named for.
     """
 
     spec: Spec
     _live: dict[int, PageClaim] = field(default_factory=dict)
     _users: dict[tuple[int, str], PageUsers] = field(default_factory=dict)
+    """By rank and page space."""
+    _spaces: dict[int, dict[str, str]] = field(default_factory=dict)
     _bounds: dict[tuple[int, str, int, int], tuple[int, int]] = field(default_factory=dict)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -208,6 +215,7 @@ class PageClaims:
         with self._lock:
             for key, pages in named.items():
                 self._check(request.transfer, key, pages)
+            self._check_apart(request.transfer, named)
             claim = PageClaim(next(self._numbers), request.transfer, named)
             for key, pages in named.items():
                 users = self._users_of(key)
@@ -257,13 +265,35 @@ class PageClaims:
         page = spec.storage.page_tokens
         return owned.num_below(first) // page, owned.num_below(num_held) // page
 
+    def _space(self, key: tuple[int, str]) -> tuple[int, str]:
+        """The page space of a group on a rank."""
+        rank, group = key
+        if rank not in self._spaces:
+            self._spaces[rank] = page_spaces(self.spec, rank)
+        return rank, self._spaces[rank][group]
+
     def _users_of(self, key: tuple[int, str]) -> PageUsers:
-        if key not in self._users:
-            num_pages = self.spec.storage.pages_of(key[1])
-            self._users[key] = PageUsers(
+        space = self._space(key)
+        if space not in self._users:
+            num_pages = space_sizes(self.spec, key[0])[space[1]]
+            self._users[space] = PageUsers(
                 np.zeros(num_pages, dtype=np.int64), np.zeros(num_pages, dtype=np.int64)
             )
-        return self._users[key]
+        return self._users[space]
+
+    def _check_apart(self, transfer: str, named: Mapping[tuple[int, str], NamedPages]) -> None:
+        """Raises ConfigError where a request names a page for two groups that overlay each other."""
+        by_space: dict[tuple[int, str], list[tuple[str, NamedPages]]] = {}
+        for key, pages in named.items():
+            by_space.setdefault(self._space(key), []).append((key[1], pages))
+        for (rank, _), members in by_space.items():
+            for (group, pages), (other, others) in itertools.permutations(members, 2):
+                twice = np.intersect1d(pages.own, np.concatenate([others.own, others.held]))
+                if len(twice):
+                    raise ConfigError(
+                        f"transfer {transfer}: page {twice[0]} on rank {rank} is named for group {group!r} "
+                        f"and for group {other!r}, which lie in the same memory; name it for one of them"
+                    )
 
     def _check(self, transfer: str, key: tuple[int, str], pages: NamedPages) -> None:
         users = self._users_of(key)
@@ -280,9 +310,100 @@ class PageClaims:
                 )
 
     def _owner(self, key: tuple[int, str], page: int) -> str:
-        claims = (claim for claim in self._live.values() if key in claim.named)
+        space = self._space(key)
         return next(
             claim.transfer
-            for claim in claims
-            if page in claim.named[key].own or page in claim.named[key].held
+            for claim in self._live.values()
+            for other, pages in claim.named.items()
+            if self._space(other) == space and (page in pages.own or page in pages.held)
         )
+
+
+@dataclass(slots=True, eq=False)
+class HeldTable:
+    """A page table that chunks of one transfer were offered with, and how many of these still wait."""
+
+    pages: Mapping[str, Ints]
+    distinct: Mapping[str, Ints]
+    """By page space: the pages of all its groups, each once."""
+    num_chunks: int = 0
+
+
+@dataclass(slots=True)
+class HeldPages:
+    """How many tables hold each page of a space, and how many pages are held."""
+
+    num_holders: Ints
+    num_held: int = 0
+
+
+class UngrantedPages:
+    """The pages that requests without a grant hold; a page that several hold counts once.
+
+    Together they may hold a share of a pool: if they held all of it, an instance that is also a target could
+    not grant, and two such instances would wait for each other.
+    """
+
+    def __init__(self, spec: Spec, rank: int, share_max: float) -> None:
+        self.share_max = share_max
+        self._space_by_group = page_spaces(spec, rank)
+        self._spaces = {
+            space: HeldPages(np.zeros(count, dtype=np.int64))
+            for space, count in space_sizes(spec, rank).items()
+        }
+        self._chunks: dict[str, dict[int, HeldTable]] = {}
+        """By transfer and chunk."""
+
+    def hold(self, transfer: str, index: int, pages: Mapping[str, Ints]) -> str:
+        """Counts the pages of a chunk; says in words which page space is overdrawn, if one is."""
+        chunks = self._chunks.setdefault(transfer, {})
+        table = next(reversed(chunks.values()), None)
+        # Most chunks of a transfer come with the same table.
+        if table is None or not _are_equal(table.pages, pages):
+            table = HeldTable(pages, self._distinct(pages))
+            for name, ids in table.distinct.items():
+                space = self._spaces[name]
+                space.num_held += int(np.count_nonzero(space.num_holders[ids] == 0))
+                space.num_holders[ids] += 1
+        chunks[index] = table
+        table.num_chunks += 1
+        for name in table.distinct:
+            num_held, num_pages = self._spaces[name].num_held, len(self._spaces[name].num_holders)
+            if num_held > max(1, int(num_pages * self.share_max)):
+                return (
+                    f"requests without a grant hold {num_held} of {num_pages} pages of {name!r}, more than a "
+                    f"share of {self.share_max:g}; begin fewer at a time, or raise ungranted_share_max"
+                )
+        return ""
+
+    def let_go(self, transfer: str, index: int) -> None:
+        """A chunk does not wait for a grant any more; one that did not is passed over."""
+        chunks = self._chunks.get(transfer, {})
+        if (table := chunks.pop(index, None)) is None:
+            return
+        if not chunks:
+            del self._chunks[transfer]
+        table.num_chunks -= 1
+        if not table.num_chunks:
+            self._release(table)
+
+    def _release(self, table: HeldTable) -> None:
+        for name, ids in table.distinct.items():
+            space = self._spaces[name]
+            space.num_holders[ids] -= 1
+            space.num_held -= int(np.count_nonzero(space.num_holders[ids] == 0))
+
+    def num_held(self, group: str) -> int:
+        """Distinct pages that are held in the page space of a group."""
+        return self._spaces[self._space_by_group[group]].num_held
+
+    def _distinct(self, pages: Mapping[str, Ints]) -> dict[str, Ints]:
+        tables: dict[str, list[Ints]] = {}
+        for group, ids in pages.items():
+            if group in self._space_by_group:
+                tables.setdefault(self._space_by_group[group], []).append(ids)
+        return {space: np.unique(np.concatenate(parts)) for space, parts in tables.items()}
+
+
+def _are_equal(left: Mapping[str, Ints], right: Mapping[str, Ints]) -> bool:
+    return left.keys() == right.keys() and all(np.array_equal(left[group], right[group]) for group in left)

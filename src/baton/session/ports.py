@@ -23,6 +23,9 @@ class Ports(Protocol):
     def token(self, num_bytes: int) -> bytes:
         """Unguessable bytes: grant ids and offsets."""
 
+    def introduce_as(self, introduction: Introduction) -> None:
+        """From now on this driver's links begin with this introduction."""
+
     def dial(self, address: str, instance: str) -> int:
         """Begins a session link; ends in `linked` or `lost` with the number answered here.
 

@@ -7,7 +7,9 @@ instance has one fate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from baton.errors import LocalProtocolError
@@ -32,6 +34,7 @@ from baton.protocol.messages import (
     Unpack,
 )
 from baton.protocol.outcomes import Cause, Failed, Stage, Why
+from baton.protocol.timings import check_progress
 from baton.session.config import DriverConfig
 from baton.session.copies import SourceCopies
 from baton.session.handles import Digest, Handle, Receiving, Request, Sending, check_transfer
@@ -49,8 +52,17 @@ class RankDriver:
         self.ports = ports
         self.pools = pools
         self.on_change: Callable[[Handle], None] = lambda handle: None
+        self.on_attached: Callable[[int], None] = lambda epoch: None
+        """Called with the epoch of the coordinator that this rank reached."""
+        self.on_accepted: Callable[[], None] = lambda: None
+        """Called with the first message of a coordinator that did not refuse this rank."""
+        self._is_accepted = False
         self._link: int | None = None
         self._is_over = False
+        self._coordinator = ""
+        self._attach_until_s = self._redial_s = -math.inf
+        """Until when it is dialled again if it is not there yet, and when that is due."""
+        self._num_dialled = 0
         self._queued: list[AnyMessage] = []
         """Messages from before there was a link."""
         self._heard_s = self._beat_s = ports.now()
@@ -61,11 +73,19 @@ class RankDriver:
 
     # Calls of the engine.
 
-    def send(self, transfer: str, digest: Digest) -> Sending:
+    def attach(self, address: str, patience_s: float = 0.0) -> None:
+        """Dials the coordinator, and again for a while if nothing answers there yet."""
+        self._coordinator = address
+        self._attach_until_s = self.ports.now() + patience_s
+        self._dial()
+
+    def send(self, transfer: str, digest: Digest, progress_s: float | None = None) -> Sending:
         """Begins the source's end of a transfer."""
         check_transfer(transfer)
+        if progress_s is not None:
+            check_progress(progress_s)
         sending = Sending(transfer, digest.num_tokens, self.source, self.ports.post, self._changed)
-        self.ports.post(partial(self.source.begin, sending, digest))
+        self.ports.post(partial(self.source.begin, sending, digest, progress_s or 0.0))
         return sending
 
     def receive(self, request: Request) -> Receiving:
@@ -109,11 +129,19 @@ class RankDriver:
     # Links, messages, completions and time.
 
     def linked(self, link: int, peer: Introduction, channel: bytes) -> None:
-        """The coordinator accepted this rank."""
-        if (peer.instance, peer.epoch) != (self.config.instance, self.config.epoch):
-            self.ports.end(f"rank {self.config.rank} reached another instance's coordinator: {peer.instance}")
+        """The handshake with the coordinator held; its epoch is learned once, and never another one."""
+        own = self.config
+        if peer.instance != own.instance or own.epoch not in (0, peer.epoch):
+            self.ports.end(
+                f"rank {own.rank} reached another instance's coordinator: {peer.instance} epoch "
+                f"{peer.epoch}, not {own.instance} epoch {own.epoch}; attach with a new endpoint"
+            )
             return
+        if not own.epoch:
+            self.config = self.source.config = self.target.config = replace(own, epoch=peer.epoch)
+            self.ports.introduce_as(self.config.introduction())
         self._link = link
+        self.on_attached(peer.epoch)
         self._heard_s = self.ports.now()
         for message in self._queued:
             self.ports.send(link, message)
@@ -121,13 +149,21 @@ class RankDriver:
         self.ports.serving()
 
     def lost(self, link: int, cause: Cause) -> None:
-        """A rank cannot go on without its coordinator."""
+        """A rank cannot go on without its coordinator; one that was never there may still come."""
+        now, timings = self.ports.now(), self.config.timings
+        if self._link is None and cause.why is Why.PEER_LOST and now < self._attach_until_s:
+            pause_s = min(timings.redial_s * 2 ** min(self._num_dialled, 16), timings.redial_s_max)
+            self._redial_s = min(now + pause_s, self._attach_until_s)
+            return
         if not self._is_over:
             self.ports.end(f"rank {self.config.rank} of {self.config.instance} lost its coordinator: {cause}")
 
     def received(self, link: int, message: AnyMessage) -> None:
         """A message of the coordinator."""
         self._heard_s = self.ports.now()
+        if not self._is_accepted and not isinstance(message, Goodbye):
+            self._is_accepted = True
+            self.on_accepted()
         match message:
             case Heartbeat():
                 pass
@@ -171,6 +207,8 @@ class RankDriver:
     def tick(self) -> None:
         """Sends a heartbeat, and checks that the coordinator does."""
         now, timings = self.ports.now(), self.config.timings
+        if -math.inf < self._redial_s <= now:
+            self._dial()
         if now < self._beat_s + timings.beat_s:
             return
         self._beat_s = now
@@ -182,8 +220,14 @@ class RankDriver:
             self.lost(self._link, self.config.cause(Why.PEER_LOST, Stage.HANDSHAKE, text))
 
     def next_tick(self) -> float | None:
-        """The next heartbeat."""
-        return self._beat_s + self.config.timings.beat_s
+        """The next heartbeat, or the next attempt to attach."""
+        beat_s = self._beat_s + self.config.timings.beat_s
+        return min(beat_s, self._redial_s) if self._redial_s > -math.inf else beat_s
+
+    def _dial(self) -> None:
+        self._redial_s = -math.inf
+        self._num_dialled += 1
+        self.ports.dial(self._coordinator, self.config.instance)
 
     def _send(self, message: AnyMessage) -> None:
         """Sends to the coordinator, now or when there is a link to it."""

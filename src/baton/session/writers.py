@@ -154,6 +154,7 @@ class TargetWriters:
                 held=dict(request.held),
                 source_dp=-1 if request.source_dp is None else request.source_dp,
                 is_verified=request.is_verified,
+                progress_s=request.progress_s or 0.0,
             )
         )
 
@@ -334,7 +335,7 @@ class TargetWriters:
                 case Forget():
                     self._forget(opened)
                 case Message():
-                    self.send(effect)  # type: ignore[arg-type]
+                    self.send(effect)
                 case _:
                     raise AssertionError(f"no such effect: {effect}")
 

@@ -6,15 +6,18 @@ A method with the name of an event (see `baton.sim.core.Context`) is called when
 from __future__ import annotations
 
 from collections import Counter
-from typing import NoReturn
+from typing import ClassVar, NoReturn
+
+import numpy as np
 
 from baton.plan.planner import plan
-from baton.plan.routes import Prompt, resolve
+from baton.plan.routes import Chunk, Prompt, resolve
+from baton.protocol.ledger import Rectangle
 from baton.protocol.messages import (
-    AnyMessage,
     Commit,
     Grant,
     Landed,
+    Message,
     Offer,
     Open,
     Opened,
@@ -22,33 +25,26 @@ from baton.protocol.messages import (
     Settled,
     Unquiet,
 )
-from baton.protocol.outcomes import Failed, Finished, Outcome, Ready, Why
-from baton.sim.core import Violation
-from baton.sim.engines import Job
+from baton.protocol.outcomes import Failed, Finished, Outcome, Ready, Waiting, Why
+from baton.session.coordinator import CoordinatorDriver
+from baton.session.handles import Withdrawal
+from baton.session.rank import RankDriver
+from baton.sim.core import Violation, snake_case
+from baton.sim.engines import Job, without
 from baton.sim.instance import Incarnation
-from baton.sim.network import Host, SessionEnd
+from baton.sim.network import Host, MemberEnd, SessionEnd
 from baton.sim.pool import PagePool
 from baton.sim.transport import SimCopy
 from baton.sim.world import CopyWrite, World
-
-EVENTS = (
-    "on_submit",
-    "on_write",
-    "on_copy_end",
-    "on_outcome",
-    "on_decoded",
-    "on_death",
-    "on_sent",
-    "on_received",
-    "on_member_sent",
-    "on_settled",
-)
 
 
 class Checker:
     """Watches one promise in one world."""
 
-    name: str
+    name: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        cls.name = snake_case(cls.__name__)
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -66,8 +62,6 @@ class Checker:
 
 class BytesRight(Checker):
     """A cache that is ready has the right bytes on every rank, and keeps them while it is used."""
-
-    name = "bytes_right"
 
     def on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
         # Ready on one rank means ready on all.
@@ -87,22 +81,34 @@ class BytesRight(Checker):
 class FullLedger(Checker):
     """No transfer is ready before every byte that the plan names was copied."""
 
-    name = "full_ledger"
-
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self._num_bytes: Counter[int] = Counter()
         """By attempt; copies out of staging cannot be told apart, so sources that pack are left out."""
         self._packers: set[str] = set()
+        self._buffers: dict[SimCopy, str] = {}
+        """Copies under way: the buffer that each reads."""
+        self._done: dict[tuple[int, str], list[tuple[str, SimCopy]]] = {}
+        """By attempt and source node, since the last withdrawal."""
 
     def on_submit(self, copy: SimCopy, pool: PagePool, buffer: str) -> None:
-        del pool
+        self._buffers[copy] = buffer
         if not buffer:
-            self._packers.add(copy.outbox.node.partition("/")[0])
+            self._packers.add(copy.sender.node.partition("/")[0])
 
     def on_copy_end(self, copy: SimCopy, how: str) -> None:
+        buffer = self._buffers.pop(copy, "")
         if how == "Done":
             self._num_bytes[copy.mark] += len(copy.written)
+            self._done.setdefault((copy.mark, copy.sender.node), []).append((buffer, copy))
+
+    def on_withdrawn(self, job: Job, rank: int, withdrawal: Withdrawal) -> None:
+        """Copies of chunks that did not land in whole do not count."""
+        landed = job.expected[rank].carried(withdrawal.landed)
+        for buffer, copy in self._done.pop((job.attempt.tag, job.incarnation.hosts[rank].name), ()):
+            if buffer:
+                is_dropped = ~np.isin(copy.read, landed.get(buffer, ()))
+                self._num_bytes[copy.mark] -= int(np.count_nonzero(is_dropped))
 
     def on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
         if job.is_source or not isinstance(outcome, Ready) or len(job.outcomes) > 1:
@@ -119,22 +125,32 @@ class FullLedger(Checker):
 
 
 class WrittenOnce(Checker):
-    """No byte of a transfer is written twice, and without staging each is written once."""
+    """No byte of a transfer is written twice, and without staging each is written once.
 
-    name = "written_once"
+    What was written for a chunk that the source dropped when it withdrew does not count.
+    """
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self._staged: set[str] = set()
         """Nodes that unpack: those writes are not seen."""
+        self._writes: dict[tuple[int, str], list[CopyWrite]] = {}
+        """By attempt and source node, since the last withdrawal."""
 
     def on_write(self, write: CopyWrite) -> None:
         if not write.buffer:
             assert write.copy.receiver is not None
             self._staged.add(write.copy.receiver[0].node)
+        else:
+            self._writes.setdefault((write.copy.mark, write.copy.sender.node), []).append(write)
+
+    def on_withdrawn(self, job: Job, rank: int, withdrawal: Withdrawal) -> None:
+        landed = job.expected[rank].carried(withdrawal.landed)
+        for write in self._writes.pop((job.attempt.tag, job.incarnation.hosts[rank].name), ()):
+            is_dropped = ~np.isin(write.read, landed.get(write.source_buffer, ()))
+            np.subtract.at(write.pool.num_writes[write.buffer], write.index[is_dropped], 1)
 
     def on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
-        del rank
         if job.is_source or not isinstance(outcome, Ready) or len(job.outcomes) > 1:
             return
         for member in job.ranks:
@@ -154,8 +170,6 @@ class WrittenOnce(Checker):
 class NoLateWrite(Checker):
     """A copy writes only to pages that its own transfer owns at that moment."""
 
-    name = "no_late_write"
-
     def on_write(self, write: CopyWrite) -> None:
         if not write.buffer:
             return
@@ -165,19 +179,17 @@ class NoLateWrite(Checker):
             node = write.copy.receiver[0].node if write.copy.receiver else "?"
             self.fail(
                 f"a copy of attempt {mark} writes {write.buffer} on {node}, where pages belong to "
-                f"{sorted(set(owners.tolist()))} (0: nobody, -1: other work)"
+                f"{sorted(set(owners.tolist()))} (0: nobody, -1: other work, -2: no page)"
             )
 
 
 class SourcePages(Checker):
     """A page of a source is not reused while a copy that has not ended reads it."""
 
-    name = "source_pages"
-
     def on_submit(self, copy: SimCopy, pool: PagePool, buffer: str) -> None:
         owners = set(map(int, pool.owners_of(buffer, copy.read))) if buffer else set()
         if any(owner != copy.mark or owner <= 0 for owner in owners):
-            self.fail(f"a copy on {copy.outbox.node} is to read pages of {sorted(owners)}")
+            self.fail(f"a copy on {copy.sender.node} is to read pages of {sorted(owners)}")
 
     def on_write(self, write: CopyWrite) -> None:
         # Nobody believes a copy that has failed, so it may read anything.
@@ -187,8 +199,71 @@ class SourcePages(Checker):
         if (owners != write.copy.mark).any():
             self.fail(
                 f"a copy of attempt {write.copy.mark} reads {write.source_buffer} on "
-                f"{write.copy.outbox.node}, where pages belong to {sorted(set(owners.tolist()))}"
+                f"{write.copy.sender.node}, where pages belong to {sorted(set(owners.tolist()))}"
             )
+
+
+class Withdrawals(Checker):
+    """After a withdrawal is quiet, no copy from before it moves; what has landed is what was reported.
+
+    A copy that its transport could not vouch for may still move, but then the transfer fails.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._copies: dict[tuple[int, str], list[SimCopy]] = {}
+        """By attempt and source node, since the last withdrawal."""
+        self._withdrawn: set[SimCopy] = set()
+        self._doubtful: set[int] = set()
+        """Attempts under which a withdrawn copy wrote after all."""
+        self._ready: set[int] = set()
+        self._reported: dict[tuple[str, str, str], list[Rectangle]] = {}
+        """By incarnation, node and transfer: chunks that were said to have landed."""
+
+    def on_submit(self, copy: SimCopy, pool: PagePool, buffer: str) -> None:
+        if buffer:
+            self._copies.setdefault((copy.mark, copy.sender.node), []).append(copy)
+
+    def on_member_sent(self, host: Host, message: Message) -> None:
+        if isinstance(message, Offer | Landed):
+            key = (host.process.incarnation, host.name, message.transfer)
+            reported = self._reported.setdefault(key, [])
+            if isinstance(message, Landed):
+                reported.append(Rectangle(message.layers, message.tokens))
+            else:
+                reported.clear()
+
+    def on_withdrawn(self, job: Job, rank: int, withdrawal: Withdrawal) -> None:
+        host, tag = job.incarnation.hosts[rank], job.attempt.tag
+        copies = self._copies.pop((tag, host.name), [])
+        if moving := [copy for copy in copies if not copy.is_ended]:
+            self.fail(f"{job.transfer}: {host.name} says quiet with {len(moving)} copies under way")
+        self._withdrawn.update(copies)
+        if not isinstance(job.handles[rank].state, Waiting):
+            return
+        reported = self._reported.get((host.process.incarnation, host.name, job.transfer), [])
+        landed = [Rectangle(chunk.layers, chunk.tokens) for chunk in withdrawal.landed]
+        for boxes, others, text in (
+            (landed, reported, "were not reported"),
+            (reported, landed, "landed, but not by its withdrawal"),
+        ):
+            if parts := [part for box in boxes for part in without(Chunk(box.layers, box.tokens), others)]:
+                self.fail(f"{job.transfer}: of {host.name}, {parts} {text}")
+
+    def on_write(self, write: CopyWrite) -> None:
+        if write.copy in self._withdrawn:
+            self._doubtful.add(write.copy.mark)
+            self._compare(write.copy.mark)
+
+    def on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
+        if isinstance(outcome, Ready):
+            self._ready.add(job.attempt.tag)
+            self._compare(job.attempt.tag)
+
+    def _compare(self, tag: int) -> None:
+        if tag in self._ready & self._doubtful:
+            transfer = self.world.router.attempts[tag - 1].transfer
+            self.fail(f"{transfer}: ready, although a withdrawn copy wrote after it had said quiet")
 
 
 class Pages(Checker):
@@ -196,8 +271,6 @@ class Pages(Checker):
 
     The pools themselves check that no page has two owners.
     """
-
-    name = "pages"
 
     def on_settled(self) -> None:
         for name, instance in sorted(self.world.instances.items()):
@@ -215,8 +288,6 @@ class FinalQuiet(Checker):
     Also, no rank is given a grant of another channel than the one by which it arrived.
     """
 
-    name = "final_quiet"
-
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self._foreign: set[tuple[str, bytes]] = set()
@@ -225,15 +296,15 @@ class FinalQuiet(Checker):
         self._given: dict[tuple[str, str], bytes] = {}
         """By incarnation of the source and transfer: the grant that ranks were given."""
 
-    def on_received(self, end: SessionEnd, message: AnyMessage) -> None:
+    def on_received(self, end: SessionEnd, message: Message) -> None:
         if isinstance(message, Grant) and message.channel != end.link.handshake.channel:
             self._foreign.add((end.host.process.incarnation, message.grant))
 
-    def on_sent(self, end: SessionEnd, message: AnyMessage) -> None:
+    def on_sent(self, end: SessionEnd, message: Message) -> None:
         if isinstance(message, Quiet):
             self._quiet.add((end.host.process.incarnation, message.grant))
 
-    def on_member_sent(self, host: Host, message: AnyMessage) -> None:
+    def on_member_sent(self, host: Host, message: Message) -> None:
         if not isinstance(message, Grant):
             return
         key = (host.process.incarnation, message.grant)
@@ -246,11 +317,11 @@ class FinalQuiet(Checker):
     def on_write(self, write: CopyWrite) -> None:
         if write.copy.mark <= 0:
             return
-        incarnation = write.copy.outbox.instance
+        incarnation = write.copy.sender.instance
         transfer = self.world.router.attempts[write.copy.mark - 1].transfer
         grant = self._given.get((incarnation, transfer))
         if grant is not None and (incarnation, grant) in self._quiet:
-            self.fail(f"{transfer}: {write.copy.outbox.node} writes after quiet was said")
+            self.fail(f"{transfer}: {write.copy.sender.node} writes after quiet was said")
 
 
 # The outcomes.
@@ -259,7 +330,6 @@ class FinalQuiet(Checker):
 class Agreement(Checker):
     """Both ends of a transfer, and all ranks of an end, get outcomes that agree."""
 
-    name = "agreement"
     EXCUSES = frozenset({Why.PEER_LOST, Why.DEADLINE})
     """Why a source may fail a transfer that its target has: the outcome never reached it."""
 
@@ -297,8 +367,6 @@ class SamePrompt(Checker):
     An answer that ended at the source is the source's own, even if its target has another prompt.
     """
 
-    name = "same_prompt"
-
     def on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
         if isinstance(outcome, Failed):
             return
@@ -315,25 +383,22 @@ class SamePrompt(Checker):
 class AllCommitted(Checker):
     """No transfer is ready before the target has the commit of every source rank."""
 
-    name = "all_committed"
-
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self._committed: dict[bytes, set[int]] = {}
         """Source ranks by grant."""
         self._sources: dict[bytes, set[int]] = {}
 
-    def on_sent(self, end: SessionEnd, message: AnyMessage) -> None:
+    def on_sent(self, end: SessionEnd, message: Message) -> None:
         if isinstance(message, Grant):
             layout = self.world.instances[end.names[1]].spec.layout
             self._sources[message.grant] = set(layout.group(message.source_dp))
 
-    def on_received(self, end: SessionEnd, message: AnyMessage) -> None:
-        del end
+    def on_received(self, end: SessionEnd, message: Message) -> None:
         if isinstance(message, Commit):
             self._committed.setdefault(message.grant, set()).add(message.source_rank)
 
-    def on_member_sent(self, host: Host, message: AnyMessage) -> None:
+    def on_member_sent(self, host: Host, message: Message) -> None:
         if not isinstance(message, Settled) or not isinstance(message.outcome, Ready):
             return
         missing = self._sources.get(message.grant, set()) - self._committed.get(message.grant, set())
@@ -345,8 +410,6 @@ class AllCommitted(Checker):
 class RankQuiet(Checker):
     """A source rank says Commit, Quiet or Unquiet once, the first two after its copies have ended."""
 
-    name = "rank_quiet"
-
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self._moving: Counter[tuple[str, str, str]] = Counter()
@@ -354,20 +417,18 @@ class RankQuiet(Checker):
         self._ended: set[tuple[str, str, str]] = set()
 
     def on_submit(self, copy: SimCopy, pool: PagePool, buffer: str) -> None:
-        del pool
         if buffer and copy.mark > 0:
             self._moving[self._key(copy)] += 1
 
     def on_copy_end(self, copy: SimCopy, how: str) -> None:
-        del how
         if copy.mark > 0:
             self._moving[self._key(copy)] -= 1
 
     def _key(self, copy: SimCopy) -> tuple[str, str, str]:
         transfer = self.world.router.attempts[copy.mark - 1].transfer
-        return copy.outbox.instance, copy.outbox.node, transfer
+        return copy.sender.instance, copy.sender.node, transfer
 
-    def on_member_sent(self, host: Host, message: AnyMessage) -> None:
+    def on_member_sent(self, host: Host, message: Message) -> None:
         if not isinstance(message, Offer | Commit | Quiet | Unquiet):
             return
         key = (host.process.incarnation, host.name, message.transfer)
@@ -385,8 +446,6 @@ class RankQuiet(Checker):
 class AllOpened(Checker):
     """No transfer is ready before every target rank has opened its grant."""
 
-    name = "all_opened"
-
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self.num_ahead = 0
@@ -394,12 +453,11 @@ class AllOpened(Checker):
         self._asked: Counter[bytes] = Counter()
         self._opened: Counter[bytes] = Counter()
 
-    def on_sent(self, end: SessionEnd, message: AnyMessage) -> None:
-        del end
+    def on_sent(self, end: SessionEnd, message: Message) -> None:
         if isinstance(message, Grant) and not self._opened[message.grant]:
             self.num_ahead += 1
 
-    def on_member_sent(self, host: Host, message: AnyMessage) -> None:
+    def on_member_sent(self, host: Host, message: Message) -> None:
         match message:
             case Open(grant=grant):
                 self._asked[grant.grant] += 1
@@ -413,7 +471,6 @@ class AllOpened(Checker):
 class Clean(Checker):
     """Every transfer succeeds in a seed without faults, or with faults that a transfer must survive."""
 
-    name = "clean"
     HARMLESS = frozenset({"delay", "duplication", "retries", "skew"})
 
     def on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
@@ -429,7 +486,6 @@ class Clean(Checker):
 class Patience(Checker):
     """No transfer fails for lack of progress while it makes progress."""
 
-    name = "patience"
     SLACK = 0.85
     """Clocks run up to a twentieth fast, and messages inside an instance take time."""
 
@@ -438,7 +494,7 @@ class Patience(Checker):
         self._moved: dict[tuple[str, str], float] = {}
         """By instance and transfer: when it last sent or received progress."""
 
-    def on_sent(self, end: SessionEnd, message: AnyMessage) -> None:
+    def on_sent(self, end: SessionEnd, message: Message) -> None:
         if isinstance(message, Landed | Commit):
             self._moved[end.host.process.instance, message.transfer] = self.now
 
@@ -451,7 +507,8 @@ class Patience(Checker):
         if "no progress" not in cause.text or cause.instance != job.incarnation.name:
             return
         moved = self._moved.get((cause.instance, job.transfer))
-        if moved is not None and self.now - moved < self.SLACK * self.world.options.timings.progress_s:
+        patience_s = max(job.attempt.progress_s.values(), default=self.world.options.timings.progress_s)
+        if moved is not None and self.now - moved < self.SLACK * patience_s:
             self.fail(
                 f"{job.transfer}: {cause} on rank {rank}, although it moved {self.now - moved:.3f} s ago"
             )
@@ -460,7 +517,6 @@ class Patience(Checker):
 class PromptFailure(Checker):
     """After one end knows of a failure, all ranks of both ends know soon, unless the network lost it."""
 
-    name = "prompt_failure"
     KNOWN_S_MAX = 0.45
     """A second of real time: the timings of a simulation are shortened to less than half."""
     EXCUSE_S = 1.2
@@ -472,12 +528,21 @@ class PromptFailure(Checker):
         super().__init__(world)
         self._first: dict[int, float] = {}
         self._died: dict[str, float] = {}
+        self._withdrawing: set[tuple[int, str]] = set()
+        """Attempts and source nodes that cancel their copies and go on."""
+
+    def on_withdraw(self, job: Job, rank: int) -> None:
+        self._withdrawing.add((job.attempt.tag, job.incarnation.hosts[rank].name))
+
+    def on_withdrawn(self, job: Job, rank: int, withdrawal: Withdrawal) -> None:
+        self._withdrawing.discard((job.attempt.tag, job.incarnation.hosts[rank].name))
 
     def on_death(self, incarnation: Incarnation) -> None:
         self._died[incarnation.name] = self.now
 
     def on_copy_end(self, copy: SimCopy, how: str) -> None:
-        if how != "Done" and copy.mark > 0:
+        is_cancelled = how == "FailedQuiet" and (copy.mark, copy.sender.node) in self._withdrawing
+        if how != "Done" and copy.mark > 0 and not is_cancelled:
             self._first.setdefault(copy.mark, self.now)
 
     def on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
@@ -508,8 +573,6 @@ class PromptFailure(Checker):
 class EndsTogether(Checker):
     """When a process of an instance dies, the others end soon."""
 
-    name = "ends_together"
-
     @property
     def _end_s_max(self) -> float:
         return self.world.options.timings.silence_s + 1.0
@@ -528,6 +591,28 @@ class EndsTogether(Checker):
             )
 
 
+class OneIncarnation(Checker):
+    """The ranks that a coordinator counts as its own are of its incarnation, and know its epoch."""
+
+    def on_member_sent(self, host: Host, message: Message) -> None:
+        coordinator = host.driver
+        if not isinstance(coordinator, CoordinatorDriver):
+            return
+        for rank, link in coordinator.members.items():
+            end = host.links.get(link)
+            if not isinstance(end, MemberEnd) or end.peer is None:
+                continue
+            member = end.peer.host
+            if member.process.incarnation != host.process.incarnation:
+                self.fail(
+                    f"{host.name} of {host.process.incarnation} takes {member.name} of "
+                    f"{member.process.incarnation} for its rank {rank}"
+                )
+            driver = member.driver
+            if isinstance(driver, RankDriver) and driver.config.epoch not in (0, host.process.epoch):
+                self.fail(f"{member.name} has epoch {driver.config.epoch}, {host.name} {host.process.epoch}")
+
+
 CHECKERS: dict[str, type[Checker]] = {
     checker.name: checker for checker in sorted(Checker.__subclasses__(), key=lambda checker: checker.name)
 }
@@ -542,7 +627,7 @@ def attach_checkers(world: World) -> dict[str, Checker]:
     """Has all checkers watch a world."""
     checkers = {name: checker(world) for name, checker in CHECKERS.items()}
     for checker in checkers.values():
-        for event in EVENTS:
-            if hasattr(checker, event):
+        for event in dir(checker):
+            if event.startswith("on_"):
                 world.listen(event, getattr(checker, event))
     return checkers

@@ -7,7 +7,7 @@ computed once for each spec, rank and prompt length.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,7 +18,7 @@ from baton.plan.cache import Component
 from baton.plan.checker import Holdings, has_tokens
 from baton.plan.dtypes import convert, item_bytes
 from baton.plan.execution import Bytes
-from baton.plan.ownership import Spec, buffers, placements
+from baton.plan.ownership import Spec, buffers, page_spaces, placements, space_sizes
 from baton.plan.ranges import Range
 from baton.plan.routes import Chunk
 from baton.plan.storage import Placement
@@ -89,12 +89,12 @@ def _component(spec: Spec, rank: int, number: int, at: Placement, num_tokens: in
     tokens = np.flatnonzero(_owned(spec, component, rank, num_tokens)).astype(np.int64)
     pages, rest = np.divmod(np.arange(len(tokens), dtype=np.int64), at.page_entries)
     along = [
-        (np.array(sorted(held.layers)), np.arange(len(held.layers)) * at.stride("layer")),
+        (np.array(sorted(held.layers)), _layer_starts(at, len(held.layers))),
         (tokens, rest * at.strides.get("token", 0)),
         (np.array(sorted(held.units)), np.arange(len(held.units)) * at.stride("unit")),
         *((np.arange(dim.size), np.arange(dim.size) * at.stride(dim.name)) for dim in component.dims),
     ]
-    offsets = np.asarray(at.offset, dtype=np.int64)
+    offsets = np.asarray(0, dtype=np.int64)
     hashes = np.asarray(number + 1, dtype=np.uint64)
     for names, steps in along:
         offsets = np.add.outer(offsets, steps)
@@ -111,6 +111,12 @@ def _component(spec: Spec, rank: int, number: int, at: Placement, num_tokens: in
         offsets=offsets.reshape(shape),
         hashes=hashes.reshape(shape),
     )
+
+
+def _layer_starts(at: Placement, num_layers: int) -> Ints:
+    """Where layers begin, by the declaration: binding has code of its own for that."""
+    offsets = at.layer_offsets or [i * at.stride("layer") for i in range(num_layers)]
+    return np.array(offsets, dtype=np.int64) + at.offset
 
 
 def _owned(spec: Spec, component: Component, rank: int, num_tokens: int) -> NDArray[np.bool_]:
@@ -160,6 +166,21 @@ class ExpectedCache:
             offsets, values = self._offsets_and_values(part, layers, entries)
             wrong += int(np.count_nonzero(memory[part.buffer][offsets] != values))
         return wrong
+
+    def carried(self, chunks: Iterable[Chunk]) -> dict[str, Ints]:
+        """The bytes that copies of these chunks read at the source, by buffer."""
+        granule, found = self.spec.storage.granule, dict[str, list[Ints]]()
+        whole = -(-self.num_tokens // granule) * granule
+        for chunk in chunks:
+            # A granule goes with the chunk that ends it, the last one with the end of the prompt.
+            start, stop = chunk.tokens
+            stop = whole if stop >= self.num_tokens else stop - stop % granule
+            granules = Chunk(chunk.layers, (start - start % granule, stop))
+            for part in components_of(self.spec, self.rank, whole):
+                layers, entries = part.select(granules, whole)
+                if len(layers) and len(entries):
+                    found.setdefault(part.buffer, []).append(self._bytes(part, layers, entries).reshape(-1))
+        return {buffer: np.concatenate(parts) for buffer, parts in found.items()}
 
     def transferred(self, held: Mapping[str, int]) -> list[tuple[str, Ints]]:
         """The bytes that a transfer has to bring, by buffer."""
@@ -214,34 +235,33 @@ def prefixes(spec: Spec, num_tokens: int) -> tuple[int, ...]:
     return tuple(np.flatnonzero((counts % spec.storage.page_tokens == 0).all(axis=0)).tolist())
 
 
-@lru_cache(maxsize=2048)
-def page_bases(spec: Spec) -> dict[str, int]:
-    """The number of each group's page 0 when the pages of all groups are numbered in a row."""
+@lru_cache(maxsize=4096)
+def page_bases(spec: Spec, rank: int) -> dict[str, int]:
+    """The number of each group's page 0 when the pages of a rank are numbered in a row.
+
+    Groups that overlay each other have the same pages.
+    """
+    spaces, sizes = page_spaces(spec, rank), space_sizes(spec, rank)
     bases, base = {}, 0
-    for group in spec.cache.groups:
-        bases[group] = base
-        base += spec.storage.pages_of(group)
-    return bases
-
-
-def num_pages(spec: Spec) -> int:
-    return sum(spec.storage.pages_of(group) for group in spec.cache.groups)
+    for space, size in sizes.items():
+        bases[space] = base
+        base += size
+    return {group: bases[spaces[group]] for group in spec.cache.groups}
 
 
 @lru_cache(maxsize=2048)
 def pages_of_bytes(spec: Spec, rank: int) -> dict[str, Ints]:
-    """The page number of every byte of every buffer."""
+    """The page number of every byte of every buffer, -1 where there is no page."""
     pages = {name: np.full(size, -1, dtype=np.int64) for name, size in buffers(spec, rank, SIDE).items()}
-    bases = page_bases(spec)
+    bases = page_bases(spec, rank)
     for component in spec.cache.components:
         at = placements(spec, rank, SIDE).get(component.name)
         if at is None:
             continue
         held = _holdings(spec).of(component.name, rank)
         ids = np.arange(spec.storage.pages_of(component.group), dtype=np.int64)
-        offsets = at.offset + ids * at.stride("page")
+        offsets = np.add.outer(ids * at.stride("page"), _layer_starts(at, len(held.layers)))
         extents: list[Range] = [
-            (len(held.layers), at.stride("layer")),
             (at.page_entries, at.strides.get("token", 0)),
             (len(held.units), at.stride("unit")),
             *((dim.size, at.stride(dim.name)) for dim in component.dims),

@@ -9,12 +9,18 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from baton.errors import BatonError
 from baton.sim.options import Options
+
+
+def snake_case(name: str) -> str:
+    """A class's name as it is printed and asked for."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 class Violation(BatonError):  # noqa: N818 - a finding, not an error of the simulator
@@ -168,6 +174,8 @@ class Context:
         on_outcome(job, rank, outcome)    a rank's engine got the outcome of a transfer
         on_decoded(job, rank)             a rank's engine has used the cache
         on_death(incarnation)             the first process of an incarnation died
+        on_withdraw(job, rank)            a source rank withdraws what is not copied
+        on_withdrawn(job, rank, withdrawal)  no copy reads a withdrawn page any more
         on_sent(end, message)             a message left by a session link
         on_received(end, message)         a message arrived by a session link
         on_member_sent(host, message)     a message left by a member link

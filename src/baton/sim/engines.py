@@ -1,23 +1,27 @@
 """Engines without a model: they allocate pages, prefill, hand over, decode, and free.
 
 The source prefills in chunks of tokens and groups of layers, in any order, with fences that become ready
-later. The target reserves pages, waits for the outcome, decodes for a while, and frees.
+later. It may preempt a prompt at any moment: its pages are overwritten as soon as no copy reads them, and the
+prompt is computed again later, in other pages and other chunks. The target reserves pages, waits for the
+outcome, decodes for a while, and frees.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from baton.plan.ownership import page_spaces, space_sizes
 from baton.plan.routes import Chunk
+from baton.protocol.ledger import Rectangle
 from baton.protocol.outcomes import Failed, Outcome, Ready, Waiting
-from baton.session.handles import Digest, Handle, Receiving, Request, Sending
+from baton.session.handles import Digest, Handle, Receiving, Request, Sending, Withdrawal
 from baton.sim.content import ExpectedCache, components_of, pages_needed, prefixes
 from baton.sim.instance import Incarnation
 from baton.sim.pool import JUNK
@@ -29,8 +33,23 @@ CALL_S = 0.0003
 COMPUTE_S = 0.002
 DECODE_S = 0.01
 LAST_WORK_S = 0.01
+PREEMPTED_S_MAX = 0.03
 UNGRANTED_SHARE_MAX = 0.5
 """The share of a source's pool that requests without a grant may hold, unless there is just one."""
+
+
+@dataclass(slots=True, eq=False)
+class Preemption:
+    """A job that lost its pages, or is about to."""
+
+    resume_s: float
+    """It is not resumed earlier."""
+    withdrawals: dict[int, Withdrawal] = field(default_factory=dict)
+    """By rank."""
+    quiet: set[int] = field(default_factory=set)
+    """Ranks whose withdrawal is over."""
+    freed: set[int] = field(default_factory=set)
+    """Ranks whose pages are free."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +72,13 @@ class Job:
     done: set[int] = field(default_factory=set)
     """Ranks whose engine does not need the pages any more."""
     is_aborted: bool = False
+    script: PrefillScript | None = None
+    """At the source: how it is computed."""
+    num_runs: Counter[int] = field(default_factory=Counter)
+    """By rank: how often it was withdrawn; what an earlier run had planned is void."""
+    preemption: Preemption | None = None
+    resuming: set[int] = field(default_factory=set)
+    """Ranks that are about to go on."""
 
     @property
     def transfer(self) -> str:
@@ -198,6 +224,8 @@ class PrefillScript:
     is_finished: bool
     """Whether the answer ends at the source."""
     fenced: tuple[bool, ...]
+    landed: Mapping[int, tuple[Rectangle, ...]] = field(default_factory=dict)
+    """By rank: what need not be offered again."""
 
 
 class SourceEngine(SimEngine):
@@ -207,62 +235,81 @@ class SourceEngine(SimEngine):
 
     def __init__(self, incarnation: Incarnation, router: Router) -> None:
         super().__init__(incarnation, router)
+        self.preemption_rng = self.context.rng(f"preemption/{incarnation.name}/{incarnation.epoch}")
         self.computing: Counter[tuple[int, int]] = Counter()
         """By tag and rank: chunks that the device still computes."""
 
     def can_begin(self, attempt: Attempt) -> bool:
         if not super().can_begin(attempt):
             return False
-        spec = self.incarnation.spec
         ungranted = [job for job in self.jobs.values() if self._is_ungranted(job)]
+        if not ungranted:
+            return True
+        spec = self.incarnation.spec
         for rank in self.ranks_of(attempt):
+            held = Counter[str]()
+            spaces = page_spaces(spec, rank)
             for group, count in pages_needed(spec, rank, attempt.source_prompt.num_tokens).items():
-                held = sum(len(job.expected[rank].tables[group]) for job in ungranted if rank in job.expected)
-                if ungranted and held + count > UNGRANTED_SHARE_MAX * spec.storage.pages_of(group):
-                    return False
+                held[spaces[group]] += count
+            for job in ungranted:
+                for group, ids in job.expected[rank].tables.items() if rank in job.expected else ():
+                    held[spaces[group]] += len(ids)
+            sizes = space_sizes(spec, rank)
+            if any(count > int(UNGRANTED_SHARE_MAX * sizes[space]) for space, count in held.items()):
+                return False
         return True
 
     def _is_ungranted(self, job: Job) -> bool:
-        return any(
+        return job.preemption is None and any(
             rank not in job.outcomes and not self.incarnation.is_granted(rank, job.transfer)
             for rank in job.ranks
         )
 
     def begin(self, job: Job) -> None:
-        script = self._draw_script(job)
+        script = job.script = self._draw_script(job)
         self.context.note(self.incarnation.name, "prefill", job.transfer, f"{len(script.chunks)} chunks")
         for rank in job.ranks:
             self.call_after(rank, CALL_S * self.rng.random(), self._send, job, rank, script)
+        if self.preemption_rng.random() < self.context.options.withdraw_share:
+            self._plan_preemption(job, script)
 
     def _send(self, job: Job, rank: int, script: PrefillScript) -> None:
         prompt, driver = job.prompt_at(rank), self.incarnation.drivers[rank]
-        job.handles[rank] = driver.send(job.transfer, Digest(prompt.num_tokens, prompt.digest))
+        digest, progress_s = Digest(prompt.num_tokens, prompt.digest), job.attempt.progress_s.get("source")
+        job.handles[rank] = driver.send(job.transfer, digest, progress_s)
         job.begun_s[rank] = self.context.schedule.now
+        self._compute(job, rank, script)
+
+    def _compute(self, job: Job, rank: int, script: PrefillScript) -> None:
+        """Plans the steps of a rank."""
+        run = job.num_runs[rank]
         due_s = ready_s = 0.0
         for index in range(len(script.chunks)):
             due_s += script.compute_s[index]
             # Ranks are a little apart, but each computes in order.
             ready_s = max(ready_s, due_s + CALL_S * self.rng.random())
-            self.call_after(rank, ready_s, self._ready, job, rank, script, index)
-        self.call_after(rank, due_s + 2 * CALL_S, self._seal, job, rank, script)
+            self.call_after(rank, ready_s, self._ready, job, rank, script, index, run)
+        self.call_after(rank, due_s + 2 * CALL_S, self._seal, job, rank, script, run)
 
-    def _ready(self, job: Job, rank: int, script: PrefillScript, index: int) -> None:
+    def _ready(self, job: Job, rank: int, script: PrefillScript, index: int, run: int) -> None:
         sending, chunk = self._sending(job, rank), script.chunks[index]
         if job.is_aborted or rank in job.done or not isinstance(sending.state, Waiting):
+            return
+        if run != job.num_runs[rank]:
             return
         layers = self._layers_of(rank, chunk)
         if layers is None:
             return
         computed = Chunk(layers, chunk.tokens)
         pages = {group: ids.tolist() for group, ids in job.expected[rank].tables.items()}
-        if script.fenced[index]:
-            fence = HostFence()
+        fence = HostFence() if script.fenced[index] else NOW
+        if isinstance(fence, HostFence):
             self.computing[job.attempt.tag, rank] += 1
-            sending.ready(layers, chunk.tokens, pages, fence)
             self.call_after(rank, COMPUTE_S * self.rng.random(), self._computed, job, rank, computed, fence)
         else:
             job.expected[rank].write(computed, self.incarnation.pools[rank].memory)
-            sending.ready(layers, chunk.tokens, pages, NOW)
+        for part in without(computed, script.landed.get(rank, ())):
+            sending.ready(part.layers, part.tokens, pages, fence)
 
     def _computed(self, job: Job, rank: int, chunk: Chunk, fence: HostFence) -> None:
         """The device has computed a chunk."""
@@ -271,8 +318,10 @@ class SourceEngine(SimEngine):
         fence.set()
         self.look(rank)
 
-    def _seal(self, job: Job, rank: int, script: PrefillScript) -> None:
+    def _seal(self, job: Job, rank: int, script: PrefillScript, run: int) -> None:
         """A rank has computed everything."""
+        if run != job.num_runs[rank]:
+            return
         sending = self._sending(job, rank)
         if job.is_aborted or not isinstance(sending.state, Waiting):
             job.done.add(rank)
@@ -284,6 +333,96 @@ class SourceEngine(SimEngine):
         else:
             sending.commit(job.attempt.aux if is_sampler else None)
         job.done.add(rank)
+
+    # Preemption.
+
+    def _plan_preemption(self, job: Job, script: PrefillScript) -> None:
+        """Preempts once or more, at any moment from before the first chunk to after the last."""
+        rng = self.preemption_rng
+        if script.is_finished:
+            return
+        for _ in range(rng.choice((1, 1, 2, 4))):
+            moment_s = rng.random() * (sum(script.compute_s) + 4 * COMPUTE_S)
+            self.context.schedule.after(moment_s, self.preempt, job)
+
+    def preempt(self, job: Job) -> None:
+        """Takes the pages of a job away, on every rank as soon as no copy reads them."""
+        is_live = self.is_alive and not job.is_aborted and not job.outcomes
+        if not is_live or job.preemption is not None or job.resuming or len(job.handles) < len(job.ranks):
+            return
+        self.context.note(self.incarnation.name, "preempt", job.transfer)
+        rng = self.preemption_rng
+        job.preemption = Preemption(self.context.schedule.now + PREEMPTED_S_MAX * rng.random())
+        for rank in job.ranks:
+            self.call_after(rank, CALL_S * rng.random(), self._withdraw, job, rank)
+
+    def _withdraw(self, job: Job, rank: int) -> None:
+        sending, preemption = self._sending(job, rank), job.preemption
+        assert preemption is not None
+        job.num_runs[rank] += 1
+        if rank not in job.outcomes and not job.is_aborted:
+            job.done.discard(rank)
+        preemption.withdrawals[rank] = sending.withdraw()
+        assert sending.withdraw() is preemption.withdrawals[rank]
+        self.context.notify("on_withdraw", job, rank)
+
+    def _end_withdrawal(self, job: Job, rank: int, preemption: Preemption) -> None:
+        """Lets a rank's pages be overwritten once no copy reads them and the device does not write them."""
+        withdrawal = preemption.withdrawals.get(rank)
+        if withdrawal is None or rank in preemption.freed or not withdrawal.is_quiet:
+            return
+        if rank not in preemption.quiet:
+            preemption.quiet.add(rank)
+            self.context.notify("on_withdrawn", job, rank, withdrawal)
+        if self.computing[job.attempt.tag, rank]:
+            return
+        preemption.freed.add(rank)
+        if rank in job.pages:
+            self.give_back(job, rank, {})
+        if len(preemption.freed) == len(job.ranks):
+            schedule = self.context.schedule
+            schedule.at(max(schedule.now, preemption.resume_s), self.try_next)
+
+    def try_next(self) -> None:
+        """Preempted jobs come first."""
+        for job in list(self.jobs.values()):
+            preemption = job.preemption
+            is_live = self.is_alive and not job.is_aborted and not job.outcomes
+            if preemption is None or not is_live or len(preemption.freed) < len(job.ranks):
+                continue
+            if preemption.resume_s <= self.context.schedule.now and self.can_begin(job.attempt):
+                self._resume_job(job, preemption)
+        super().try_next()
+
+    def _resume_job(self, job: Job, preemption: Preemption) -> None:
+        """Computes a job again in other pages; an engine may know what has landed, or offer everything."""
+        self.context.note(self.incarnation.name, "resume", job.transfer)
+        rng, before = self.preemption_rng, job.script
+        assert before is not None
+        landed = {
+            rank: tuple(Rectangle(chunk.layers, chunk.tokens) for chunk in withdrawal.landed)
+            for rank, withdrawal in preemption.withdrawals.items()
+        }
+        script = job.script = replace(
+            self._draw_script(job),
+            sampler=before.sampler,
+            is_finished=False,
+            landed=landed if rng.random() < 0.3 else {},
+        )
+        job.preemption = None
+        for rank in job.ranks:
+            expected = job.expected[rank]
+            wanted = pages_needed(expected.spec, rank, expected.num_tokens)
+            tables = self.incarnation.pools[rank].take(wanted, job.attempt.tag, rng)
+            job.expected[rank] = replace(expected, tables=tables)
+            job.pages[rank] = {group: set(ids.tolist()) for group, ids in tables.items() if len(ids)}
+            job.resuming.add(rank)
+            self.call_after(rank, CALL_S * rng.random(), self._resume, job, rank, script)
+
+    def _resume(self, job: Job, rank: int, script: PrefillScript) -> None:
+        job.resuming.discard(rank)
+        self._sending(job, rank).resume()
+        self._compute(job, rank, script)
 
     def abort(self, transfer: str, text: str) -> None:
         """The client is gone, or the request is preempted."""
@@ -305,6 +444,8 @@ class SourceEngine(SimEngine):
 
     def free_pages(self, job: Job, rank: int) -> None:
         """Gives back what no copy reads, after the engine and its device are done with it."""
+        if job.preemption is not None:
+            self._end_withdrawal(job, rank, job.preemption)
         if rank in job.done and rank in job.pages and not self.computing[job.attempt.tag, rank]:
             sending = self._sending(job, rank)
             self.give_back(job, rank, {} if sending.is_released else sending.reading())
@@ -404,6 +545,7 @@ class TargetEngine(SimEngine):
             source_dp=ends.source_dp if rng.random() < 0.5 else None,
             is_verified=rng.random() < options.verified_share,
             fence=HostFence() if rng.random() < options.fence_share else NOW,
+            progress_s=job.attempt.progress_s.get("target"),
         )
 
     def _finish_last_work(self, job: Job, fence: HostFence) -> None:
@@ -472,6 +614,14 @@ class TargetEngine(SimEngine):
         """Gives the pages back after the session has released them, if the engine does not need them."""
         if rank in job.done and rank in job.pages and job.handles[rank].is_released:
             self.give_back(job, rank, {})
+
+
+def without(chunk: Chunk, landed: Iterable[Rectangle]) -> list[Rectangle]:
+    """The parts of a chunk that are not among these."""
+    parts = [Rectangle(chunk.layers, chunk.tokens)]
+    for box in landed:
+        parts = [part for whole in parts for part in whole.without(box)]
+    return parts
 
 
 def cut(total: int, num_parts: int, rng: random.Random, unit: int = 1) -> list[tuple[int, int]]:

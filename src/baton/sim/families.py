@@ -17,6 +17,7 @@ from baton.plan.ownership import Spec
 from baton.plan.planner import plan
 from baton.plan.ranges import Ranges
 from baton.plan.storage import STATE_PACKED, Order, Storage
+from baton.sim.placements import draw_placements
 
 NUM_FAMILIES = 64
 TOKENS_MAX = 24
@@ -94,7 +95,14 @@ def _draw(rng: random.Random, number: int) -> Family | None:
                 plan(source, target)
     except LayoutError:
         return None
-    return Family(sides[0], sides[1])
+    return Family(*(tuple(_in_memory(number, side, spec) for spec in sides[side]) for side in range(2)))
+
+
+def _in_memory(number: int, side: int, spec: Spec) -> Spec:
+    """The spec as it is or, on one side or on both, in memory that an engine has declared."""
+    if number % 4 != 3 or (side + number // 4) % 3 == 0:
+        return spec
+    return draw_placements(random.Random(f"placements/{number}/{side}/{spec.layout}"), spec)
 
 
 @lru_cache

@@ -1,22 +1,40 @@
 """What can go wrong in a seed, one class each.
 
-An instance of a class says how strong the fault is, `draw` draws one, and `install` puts it into a world that
-is about to start. A fault stops by itself when `world.are_faults_over()`.
+The fields of a class say how strong the fault is, and from what each is drawn. `install` puts a fault into a
+world that is about to start. A fault stops by itself when `world.are_faults_over()`.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from typing import ClassVar, Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Self
 
+from baton.sim.core import snake_case
 from baton.sim.network import SimFrame
 from baton.sim.router import Attempt, Ends
-from baton.sim.transport import CopyCourse, CopyEnd, SimCopy
+from baton.sim.transport import CopyCourse, CopyEnd
 from baton.sim.world import VERSIONS, SimInstance, World
 
 NONE_SHARE = 0.12
 """The share of seeds without faults: everything has to succeed there."""
+BAD_ENDS = [end.value for end in CopyEnd if end is not CopyEnd.DONE]
+
+
+def drawn(draw: Callable[[random.Random], Any]) -> Any:
+    """A field that `Fault.draw` fills with what this returns."""
+    return field(metadata={"draw": draw})
+
+
+def one_of(*values: Any) -> Any:
+    """A field drawn from these values."""
+    return drawn(lambda rng: rng.choice(values))
+
+
+def chance(probability: float) -> Any:
+    """A field that is true with this probability."""
+    return drawn(lambda rng: rng.random() < probability)
 
 
 class Fault:
@@ -24,10 +42,13 @@ class Fault:
 
     name: ClassVar[str]
 
+    def __init_subclass__(cls) -> None:
+        cls.name = snake_case(cls.__name__)
+
     @classmethod
     def draw(cls, rng: random.Random) -> Self:
         """A fault of random strength."""
-        raise NotImplementedError
+        return cls(**{each.name: each.metadata["draw"](rng) for each in fields(cls)})
 
     def install(self, world: World) -> None:
         raise NotImplementedError
@@ -36,116 +57,96 @@ class Fault:
         return world.rng(f"fault/{self.name}")
 
 
+class FrameFault(Fault):
+    """A fault that changes frames, or when they arrive."""
+
+    def change(self, frame: SimFrame, rng: random.Random) -> None:
+        raise NotImplementedError
+
+    def install(self, world: World) -> None:
+        rng = self.rng(world)
+        world.network.faults.append(
+            lambda frame: None if world.are_faults_over() else self.change(frame, rng)
+        )
+
+
+class CopyFault(Fault):
+    """A fault that changes the course of copies."""
+
+    def change(self, course: CopyCourse, rng: random.Random) -> None:
+        raise NotImplementedError
+
+    def install(self, world: World) -> None:
+        rng = self.rng(world)
+        world.fabric.faults.append(
+            lambda copy, course: None if world.are_faults_over() else self.change(course, rng)
+        )
+
+
 # Frames.
 
 
-@dataclass(frozen=True, slots=True)
-class Delay(Fault):
+@dataclass(frozen=True)
+class Delay(FrameFault):
     """Frames take longer, and hold up the frames behind them."""
 
-    name = "delay"
-    probability: float
-    delay_s_max: float
+    strength: tuple[float, float] = one_of((0.05, 0.2), (0.3, 0.02), (0.9, 0.004))
+    """The probability, and the longest delay in seconds."""
 
-    @classmethod
-    def draw(cls, rng: random.Random) -> Delay:
-        return rng.choice((Delay(0.05, 0.2), Delay(0.3, 0.02), Delay(0.9, 0.004)))
-
-    def install(self, world: World) -> None:
-        rng = self.rng(world)
-
-        def change(frame: SimFrame) -> None:
-            if not world.are_faults_over() and rng.random() < self.probability:
-                late_s = self.delay_s_max * rng.random()
-                frame.arrivals = [arrival + late_s for arrival in frame.arrivals]
-
-        world.network.faults.append(change)
+    def change(self, frame: SimFrame, rng: random.Random) -> None:
+        probability, delay_s_max = self.strength
+        if rng.random() < probability:
+            late_s = delay_s_max * rng.random()
+            frame.arrivals = [arrival + late_s for arrival in frame.arrivals]
 
 
-@dataclass(frozen=True, slots=True)
-class Duplication(Fault):
+@dataclass(frozen=True)
+class Duplication(FrameFault):
     """Frames arrive twice, except those of a handshake, which framing would keep out."""
 
-    name = "duplication"
-    probability: float
-    delay_s_max: float
+    probability: float = one_of(0.05, 0.3)
+    delay_s_max: float = one_of(0.001, 0.1)
 
-    @classmethod
-    def draw(cls, rng: random.Random) -> Duplication:
-        return cls(rng.choice((0.05, 0.3)), rng.choice((0.001, 0.1)))
-
-    def install(self, world: World) -> None:
-        rng = self.rng(world)
-
-        def change(frame: SimFrame) -> None:
-            if world.are_faults_over() or rng.random() >= self.probability:
-                return
-            if frame.arrivals and frame.message is not None:
-                frame.arrivals.append(frame.arrivals[0] + self.delay_s_max * rng.random())
-
-        world.network.faults.append(change)
+    def change(self, frame: SimFrame, rng: random.Random) -> None:
+        if rng.random() < self.probability and frame.arrivals and frame.message is not None:
+            frame.arrivals.append(frame.arrivals[0] + self.delay_s_max * rng.random())
 
 
-@dataclass(frozen=True, slots=True)
-class Loss(Fault):
+@dataclass(frozen=True)
+class Loss(FrameFault):
     """Frames are lost while their link stands."""
 
-    name = "loss"
-    probability: float
+    probability: float = one_of(0.01, 0.05, 0.2)
 
-    @classmethod
-    def draw(cls, rng: random.Random) -> Loss:
-        return cls(rng.choice((0.01, 0.05, 0.2)))
-
-    def install(self, world: World) -> None:
-        rng = self.rng(world)
-
-        def change(frame: SimFrame) -> None:
-            if not world.are_faults_over() and rng.random() < self.probability:
-                frame.arrivals = []
-
-        world.network.faults.append(change)
+    def change(self, frame: SimFrame, rng: random.Random) -> None:
+        if rng.random() < self.probability:
+            frame.arrivals = []
 
 
-@dataclass(frozen=True, slots=True)
-class Reordering(Fault):
+@dataclass(frozen=True)
+class Reordering(FrameFault):
     """Frames overtake each other, except those of a handshake, which would never end."""
 
-    name = "reordering"
-    probability: float
-    delay_s_max: float
+    probability: float = one_of(0.1, 0.5)
+    delay_s_max: float = one_of(0.002, 0.05)
 
-    @classmethod
-    def draw(cls, rng: random.Random) -> Reordering:
-        return cls(rng.choice((0.1, 0.5)), rng.choice((0.002, 0.05)))
-
-    def install(self, world: World) -> None:
-        rng = self.rng(world)
-
-        def change(frame: SimFrame) -> None:
-            if world.are_faults_over() or frame.message is None or not frame.receiver.is_linked:
-                return
-            if rng.random() < self.probability:
-                late_s = self.delay_s_max * rng.random()
-                frame.arrivals = [arrival + late_s for arrival in frame.arrivals]
-                frame.is_ordered = False
-
-        world.network.faults.append(change)
+    def change(self, frame: SimFrame, rng: random.Random) -> None:
+        if frame.message is None or not frame.receiver.is_linked:
+            return
+        if rng.random() < self.probability:
+            late_s = self.delay_s_max * rng.random()
+            frame.arrivals = [arrival + late_s for arrival in frame.arrivals]
+            frame.is_ordered = False
 
 
 # Links.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Breakage(Fault):
     """Connections break; both ends live on and dial again."""
 
-    name = "breakage"
-    count: int
-
-    @classmethod
-    def draw(cls, rng: random.Random) -> Breakage:
-        return cls(rng.choice((1, 2, 5)))
+    count: int = one_of(1, 2, 5)
 
     def install(self, world: World) -> None:
         rng = self.rng(world)
@@ -161,19 +162,14 @@ class Breakage(Fault):
             world.schedule.at(rng.random() * world.options.faults_s * 0.5, break_link)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Echo(Fault):
     """Messages of a broken link arrive on the link that took its place.
 
     Framing keeps such messages out; here they get in, because the drivers have to bear them.
     """
 
-    name = "echo"
-    count: int
-
-    @classmethod
-    def draw(cls, rng: random.Random) -> Echo:
-        return cls(rng.choice((3, 10, 30)))
+    count: int = one_of(3, 10, 30)
 
     def install(self, world: World) -> None:
         rng = self.rng(world)
@@ -195,18 +191,13 @@ class Echo(Fault):
             world.schedule.at(rng.random() * world.options.faults_s, echo)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Partition(Fault):
     """Instances cannot reach each other for a while, in one direction or both; copies stall too."""
 
-    name = "partition"
-    count: int
-    duration_s_max: float
-    is_one_way: bool
-
-    @classmethod
-    def draw(cls, rng: random.Random) -> Partition:
-        return cls(rng.choice((1, 1, 3)), rng.choice((0.05, 0.4, 1.5)), rng.random() < 0.5)
+    count: int = one_of(1, 1, 3)
+    duration_s_max: float = one_of(0.05, 0.4, 1.5)
+    is_one_way: bool = chance(0.5)
 
     def install(self, world: World) -> None:
         rng = self.rng(world)
@@ -230,18 +221,13 @@ class Partition(Fault):
             world.schedule.at(stop_s, heal, pairs)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RegistryLoss(Fault):
     """The registry does not answer for a while."""
 
-    name = "registry_loss"
-    start: float
+    start: float = one_of(0.0, 0.0, 0.3)
     """A share of the time of faults."""
-    duration_s: float
-
-    @classmethod
-    def draw(cls, rng: random.Random) -> RegistryLoss:
-        return cls(rng.choice((0.0, 0.0, 0.3)), rng.choice((0.05, 0.5)))
+    duration_s: float = one_of(0.05, 0.5)
 
     def install(self, world: World) -> None:
         def switch(is_up: bool) -> None:
@@ -256,19 +242,14 @@ class RegistryLoss(Fault):
 # Processes.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Crash(Fault):
     """Processes die, and their instance comes back under the same name and address."""
 
-    name = "crash"
-    count: int
-    restart_s_max: float
-    linger_share: float
+    count: int = one_of(1, 1, 2)
+    restart_s_max: float = one_of(0.01, 0.3)
+    linger_share: float = one_of(0.0, 0.5, 1.0)
     """How often copies outlive the process that began them."""
-
-    @classmethod
-    def draw(cls, rng: random.Random) -> Crash:
-        return cls(rng.choice((1, 1, 2)), rng.choice((0.01, 0.3)), rng.choice((0.0, 0.5, 1.0)))
 
     def install(self, world: World) -> None:
         rng = self.rng(world)
@@ -288,19 +269,14 @@ class Crash(Fault):
             world.schedule.at(rng.random() ** 2 * world.options.faults_s, crash)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Drain(Fault):
     """An instance is told to drain; it ends by itself and starts anew."""
 
-    name = "drain"
-    moment: float
+    moment: float = one_of(0.03, 0.1, 0.5)
     """A share of the time of faults."""
-    instance: float
+    instance: float = drawn(random.Random.random)
     """A share of the number of instances."""
-
-    @classmethod
-    def draw(cls, rng: random.Random) -> Drain:
-        return cls(rng.choice((0.03, 0.1, 0.5)), rng.random())
 
     def install(self, world: World) -> None:
         instance = _instance(world, self.instance)
@@ -314,17 +290,12 @@ class Drain(Fault):
         world.schedule.at(self.moment * world.options.faults_s, drain)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Halt(Fault):
     """Processes stop for a while, and go on as if nothing had happened."""
 
-    name = "halt"
-    count: int
-    duration_s_max: float
-
-    @classmethod
-    def draw(cls, rng: random.Random) -> Halt:
-        return cls(rng.choice((1, 2)), rng.choice((0.05, 0.5, 1.2)))
+    count: int = one_of(1, 2)
+    duration_s_max: float = one_of(0.05, 0.5, 1.2)
 
     def install(self, world: World) -> None:
         rng = self.rng(world)
@@ -343,17 +314,12 @@ class Halt(Fault):
             world.schedule.at(rng.random() * world.options.faults_s * 0.5, halt)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Skew(Fault):
     """Clocks disagree, and run fast or slow."""
 
-    name = "skew"
-    offset_s_max: float
-    drift_max: float
-
-    @classmethod
-    def draw(cls, rng: random.Random) -> Skew:
-        return cls(rng.choice((5.0, 1e5)), rng.choice((0.0, 0.001, 0.05)))
+    offset_s_max: float = one_of(5.0, 1e5)
+    drift_max: float = one_of(0.0, 0.001, 0.05)
 
     def install(self, world: World) -> None:
         rng = self.rng(world)
@@ -363,17 +329,12 @@ class Skew(Fault):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Version(Fault):
     """An instance speaks another protocol version until it is restarted: every peer refuses it."""
 
-    name = "version"
-    instance: float
+    instance: float = drawn(random.Random.random)
     """A share of the number of instances."""
-
-    @classmethod
-    def draw(cls, rng: random.Random) -> Version:
-        return cls(rng.random())
 
     def install(self, world: World) -> None:
         instance = _instance(world, self.instance)
@@ -391,84 +352,48 @@ class Version(Fault):
 # Copies.
 
 
-@dataclass(frozen=True, slots=True)
-class Copies(Fault):
+@dataclass(frozen=True)
+class Copies(CopyFault):
     """Copies are slow, fail, hang, or land after they failed."""
 
-    name = "copies"
-    probability: float
-    ends: tuple[str, ...]
-    late_s: float
-    slowness: float = 1.0
+    probability: float = one_of(0.0, 0.05, 0.2)
+    ends: Sequence[str] = drawn(lambda rng: rng.sample(BAD_ENDS, rng.randint(1, len(BAD_ENDS))))
+    late_s: float = one_of(0.01, 0.1, 0.5)
+    slowness: float = one_of(1.0, 1.0, 5.0, 40.0)
 
-    @classmethod
-    def draw(cls, rng: random.Random) -> Copies:
-        ends = [end.value for end in CopyEnd if end is not CopyEnd.DONE]
-        return cls(
-            probability=rng.choice((0.0, 0.05, 0.2)),
-            ends=tuple(rng.sample(ends, rng.randint(1, len(ends)))),
-            late_s=rng.choice((0.01, 0.1, 0.5)),
-            slowness=rng.choice((1.0, 1.0, 5.0, 40.0)),
-        )
-
-    def install(self, world: World) -> None:
-        rng = self.rng(world)
-
-        def change(copy: SimCopy, course: CopyCourse) -> None:
-            del copy
-            if world.are_faults_over():
-                return
-            course.duration_s *= self.slowness
-            if rng.random() < self.probability:
-                course.end = CopyEnd(rng.choice(self.ends))
-                course.share = rng.random()
-                course.late_s = self.late_s
-                course.num_pieces += 1
-
-        world.fabric.faults.append(change)
+    def change(self, course: CopyCourse, rng: random.Random) -> None:
+        course.duration_s *= self.slowness
+        if rng.random() < self.probability:
+            course.end = CopyEnd(rng.choice(self.ends))
+            course.share = rng.random()
+            course.late_s = self.late_s
+            course.num_pieces += 1
 
 
-@dataclass(frozen=True, slots=True)
-class Drip(Fault):
+@dataclass(frozen=True)
+class Drip(CopyFault):
     """Copies make a little progress all the time, and do not end in time."""
 
-    name = "drip"
-    probability: float
-    num_pieces: int
-    duration_s: float
+    probability: float = one_of(0.1, 0.5)
+    duration_s: float = one_of(0.9, 4.0)
+    """Longer than the progress deadline, or than the total one."""
 
-    @classmethod
-    def draw(cls, rng: random.Random) -> Drip:
-        # Longer than the progress deadline, or than the total one.
-        return cls(rng.choice((0.1, 0.5)), 40, rng.choice((0.9, 4.0)))
-
-    def install(self, world: World) -> None:
-        rng = self.rng(world)
-
-        def change(copy: SimCopy, course: CopyCourse) -> None:
-            del copy
-            if not world.are_faults_over() and rng.random() < self.probability:
-                course.num_pieces = self.num_pieces
-                course.duration_s = self.duration_s
-
-        world.fabric.faults.append(change)
+    def change(self, course: CopyCourse, rng: random.Random) -> None:
+        if rng.random() < self.probability:
+            course.num_pieces = 40
+            course.duration_s = self.duration_s
 
 
 # Requests.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Aborts(Fault):
     """Clients go away, and sources preempt requests, at any stage."""
 
-    name = "aborts"
-    probability: float
-    delay_s_max: float
-    is_preemption: bool
-
-    @classmethod
-    def draw(cls, rng: random.Random) -> Aborts:
-        return cls(rng.choice((0.3, 0.9)), rng.choice((0.002, 0.01, 0.2)), rng.random() < 0.3)
+    probability: float = one_of(0.3, 0.9)
+    delay_s_max: float = one_of(0.002, 0.01, 0.2)
+    is_preemption: bool = chance(0.3)
 
     def install(self, world: World) -> None:
         rng = self.rng(world)
@@ -484,52 +409,37 @@ class Aborts(Fault):
         world.router.on_attempt.append(on_attempt)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Pressure(Fault):
     """Other work has filled the page pools; there is always room for one prompt."""
 
-    name = "pressure"
-    source_share: float
-    target_share: float
-
-    @classmethod
-    def draw(cls, rng: random.Random) -> Pressure:
-        return cls(rng.choice((0.0, 0.5, 0.8)), rng.choice((0.0, 0.5, 0.8)))
+    source_share: float = one_of(0.0, 0.5, 0.8)
+    target_share: float = one_of(0.0, 0.5, 0.8)
 
     def install(self, world: World) -> None:
         for instance in world.instances.values():
             instance.taken_share = self.source_share if instance.is_source else self.target_share
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Retries(Fault):
     """The router retries a request under a new transfer id when a leg fails."""
 
-    name = "retries"
-    attempts_max: int
-    delay_s: float
-
-    @classmethod
-    def draw(cls, rng: random.Random) -> Retries:
-        return cls(rng.choice((2, 3)), rng.choice((0.0, 0.05)))
+    attempts_max: int = one_of(2, 3)
+    delay_s: float = one_of(0.0, 0.05)
 
     def install(self, world: World) -> None:
         world.router.attempts_max = self.attempts_max
         world.router.retry_s = self.delay_s
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankMismatch(Fault):
     """One rank of a group has another prompt than the others, so its digest and bytes differ."""
 
-    name = "rank_mismatch"
-    probability: float
-    source_share: float
+    probability: float = one_of(0.3, 1.0)
+    source_share: float = one_of(0.0, 0.5, 1.0)
     """How often the rank is one of the source's."""
-
-    @classmethod
-    def draw(cls, rng: random.Random) -> RankMismatch:
-        return cls(rng.choice((0.3, 1.0)), rng.choice((0.0, 0.5, 1.0)))
 
     def install(self, world: World) -> None:
         rng = self.rng(world)
@@ -545,17 +455,12 @@ class RankMismatch(Fault):
         world.router.draw_odd_rank = draw_odd_rank
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tokeniser(Fault):
     """The two sides tokenise a prompt differently."""
 
-    name = "tokeniser"
-    probability: float
-    has_other_length: bool
-
-    @classmethod
-    def draw(cls, rng: random.Random) -> Tokeniser:
-        return cls(rng.choice((0.3, 1.0)), rng.random() < 0.5)
+    probability: float = one_of(0.3, 1.0)
+    has_other_length: bool = chance(0.5)
 
     def install(self, world: World) -> None:
         world.router.mismatch = (self.probability, self.has_other_length)
@@ -566,9 +471,11 @@ def _instance(world: World, share: float) -> SimInstance:
     return world.instances[names[int(share * len(names))]]
 
 
+_BASES = (FrameFault, CopyFault)
 FAULTS: dict[str, type[Fault]] = {
-    fault.name: fault for fault in sorted(Fault.__subclasses__(), key=lambda fault: fault.name)
+    fault.name: fault for base in (Fault, *_BASES) for fault in base.__subclasses__() if fault not in _BASES
 }
+FAULTS = dict(sorted(FAULTS.items()))
 
 
 def draw_faults(rng: random.Random) -> dict[str, Fault]:

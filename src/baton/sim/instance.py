@@ -9,7 +9,7 @@ from functools import partial
 
 from baton.plan.ownership import Spec
 from baton.plan.steps import ALWAYS_PACK, NEVER_PACK
-from baton.protocol.handshake import SESSION, Party
+from baton.protocol.handshake import MEMBER, SESSION, Party
 from baton.protocol.source_rank import SourceRankState
 from baton.session.config import DriverConfig
 from baton.session.coordinator import CoordinatorDriver
@@ -76,11 +76,9 @@ class Incarnation:
         for rank, process in enumerate(processes):
             self._start_rank(process, rank, taken_share, lingers)
             self.hosts[rank].after_call = partial(after_call, rank)
-            introductions = (
-                self.drivers[rank].config.introduction(),
-                self.network.parties[coordinator.name].introduction,
-            )
-            join_member(self.hosts[rank], coordinator, introductions, MEMBER_S)
+            party = Party(self.drivers[rank].config.introduction(), SECRET, MEMBER, versions=versions)
+            self.network.parties[self.hosts[rank].name] = party
+            join_member(self.hosts[rank], coordinator, MEMBER_S)
 
     def _process(self, name: str, on_death: Callable[[Incarnation], None]) -> SimProcess:
         offset_s, rate = self.context.draw_clock()
@@ -98,7 +96,7 @@ class Incarnation:
         party = Party(
             introduction=self.config.introduction(),
             secret=SECRET,
-            accepts=frozenset({SESSION}),
+            accepts=frozenset({SESSION, MEMBER}),
             versions=versions,
         )
         self.network.listeners[address_of(self.name)] = host
@@ -123,6 +121,8 @@ class Incarnation:
             is_running=process.is_running,
         )
         pools, config = Pools(pool.memory, transport, STAGING_BYTES), replace(self.config, rank=rank)
+        if self.context.rng(f"attach/{self.name}").random() < self.context.options.epochless_share:
+            config = replace(config, epoch=0)
         host.driver = self.drivers[rank] = RankDriver(config, host, transport, pools)
         self.hosts[rank], self.pools[rank], self.transports[rank] = host, pool, transport
         process.at_death.append(lambda: transport.die(lingers()))

@@ -10,18 +10,19 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from baton.errors import RemoteProtocolError
 from baton.protocol.handshake import NONCE_BYTES, Ended, Established, Party, Secure, accepting, dialling
-from baton.protocol.messages import AnyMessage, Goodbye, Introduction, Refused
+from baton.protocol.messages import Goodbye, Introduction, Message, Refused
 from baton.protocol.outcomes import Cause, Stage, Why
 from baton.protocol.wire import CHANNEL_BYTES, Codec, Plain, decode, encode
 from baton.session.links import Link
 from baton.session.ports import Driver
 from baton.sim.core import Context, ScheduledCall, SimProcess
 
+INF = float("inf")
 POST_S = 0.00002
 LATENCY_S = 0.0004
 HANDSHAKE_S = 1.0
@@ -36,7 +37,7 @@ NUM_KEPT = 20
 class LinkEnd(Protocol):
     """One end of a link, as its host uses it."""
 
-    def send(self, message: AnyMessage) -> None:
+    def send(self, message: Message) -> None:
         """Sends a message to the other end."""
 
     def hang_up(self) -> None:
@@ -69,12 +70,16 @@ class Host:
     def token(self, num_bytes: int) -> bytes:
         return self.rng.randbytes(num_bytes)
 
+    def introduce_as(self, introduction: Introduction) -> None:
+        parties = self.network.parties
+        parties[self.name] = replace(parties[self.name], introduction=introduction)
+
     def dial(self, address: str, instance: str) -> int:
         number = self.new_link()
         self.network.dial(self, number, address, instance)
         return number
 
-    def send(self, link: int, message: AnyMessage) -> None:
+    def send(self, link: int, message: Message) -> None:
         end = self.links.get(link)
         if end is not None:
             end.send(message)
@@ -96,7 +101,7 @@ class Host:
         schedule.at(self._posted_s, self.process.call, self.enter, call)
 
     def serving(self) -> None:
-        if self.name in self.network.parties:
+        if self.network.parties[self.name].accepts:
             self.network.registry.register(self)
 
     def end(self, cause: str) -> None:
@@ -194,7 +199,7 @@ class SessionEnd:
     """Whether the handshake is done."""
     arrival_s: float = 0.0
     """When the last frame that this end sent arrives."""
-    sent: list[AnyMessage] = field(default_factory=list)
+    sent: list[Message] = field(default_factory=list)
 
     @property
     def names(self) -> tuple[str, str]:
@@ -202,7 +207,7 @@ class SessionEnd:
         assert self.peer is not None
         return self.host.process.instance, self.peer.host.process.instance
 
-    def send(self, message: AnyMessage) -> None:
+    def send(self, message: Message) -> None:
         if self.is_open and self.link.is_standing:
             self._notify("sent", message)
             if isinstance(message, Refused | Goodbye):
@@ -222,14 +227,14 @@ class SessionEnd:
             self._on_event(event)
         self._reply()
 
-    def deliver(self, message: AnyMessage) -> None:
+    def deliver(self, message: Message) -> None:
         """Hands a message to the driver."""
         driver = self.host.driver
         if self.is_open and self.is_linked and driver is not None:
             self._notify("received", message)
             self._call_driver(driver.received, self.number, message)
 
-    def _notify(self, event: str, message: AnyMessage) -> None:
+    def _notify(self, event: str, message: Message) -> None:
         context = self.network.context
         if context.trace.is_on:
             transfer = getattr(message, "transfer", "")
@@ -273,7 +278,7 @@ class SessionEnd:
         if replies := self.link.replies():
             self.network.send_frame(self, replies)
 
-    def _on_event(self, event: AnyMessage | Established | Ended) -> None:
+    def _on_event(self, event: Message | Established | Ended) -> None:
         driver = self.host.driver
         assert driver is not None
         match event:
@@ -303,7 +308,7 @@ class MemberEnd:
     is_open: bool = True
     arrival_s: float = 0.0
 
-    def send(self, message: AnyMessage) -> None:
+    def send(self, message: Message) -> None:
         if not self.is_open or self.peer is None:
             return
         context = self.host.context
@@ -335,14 +340,28 @@ class MemberEnd:
             self.host.enter(driver.lost, self.number, self.host.link_lost(text))
 
 
-def join_member(
-    rank: Host, coordinator: Host, introductions: tuple[Introduction, Introduction], delay_s: float
-) -> None:
-    """Makes a member link; the introductions are the rank's and the coordinator's."""
+def join_member(rank: Host, coordinator: Host, delay_s: float) -> None:
+    """Makes a member link, with the production handshake at once; what is refused there becomes no link."""
+    network, channel = rank.network, coordinator.token(16)
+    nonces = rank.context.rng(f"member/{rank.name}")
+    links = [
+        Link(dialling(network.parties[rank.name], rank.process.instance, nonces.randbytes(NONCE_BYTES), INF)),
+        Link(accepting(network.parties[coordinator.name], nonces.randbytes(NONCE_BYTES), channel, INF)),
+    ]
+    established: dict[int, Introduction] = {}
+    data, receiver = links[0].begin(0.0), 1
+    while data:
+        for event in links[receiver].receive(data, 0.0):
+            if isinstance(event, Established):
+                established[receiver] = event.introduction
+        data, receiver = links[receiver].replies(), 1 - receiver
+    if len(established) < len(links):
+        rank.process.call_after(delay_s, rank.end, "the coordinator refused this rank at the handshake")
+        return
     ends = [MemberEnd(host, host.new_link(), delay_s) for host in (rank, coordinator)]
     ends[0].peer, ends[1].peer = ends[1], ends[0]
-    channel = coordinator.token(16)
-    for end, introduction in zip(ends, (introductions[1], introductions[0]), strict=True):
+    for index, end in enumerate(ends):
+        introduction = established[index]
         end.host.links[end.number] = end
         end.host.process.at_death.append(end.hang_up)
         driver = end.host.driver
@@ -357,7 +376,7 @@ class SimFrame:
     sender: SessionEnd
     receiver: SessionEnd
     data: bytes
-    message: AnyMessage | None
+    message: Message | None
     """None for a frame of a handshake."""
     arrivals: list[float]
     """When it arrives; none if it is lost, several if it is duplicated."""
@@ -376,7 +395,7 @@ class Network:
         self.listeners: dict[str, Host] = {}
         """By address; the last to listen has it."""
         self.parties: dict[str, Party] = {}
-        """By the name of a coordinator's host: what it says in a handshake."""
+        """By the name of a host: what it says in a handshake."""
         self.ends: list[SessionEnd] = []
         self.cuts: set[tuple[str, str]] = set()
         """Ordered pairs of instances between which nothing passes."""
@@ -386,7 +405,7 @@ class Network:
         """How long a job that a driver runs aside takes at most, and its result as long again."""
         self.slowest_s = 0.0
         """The longest that a frame took."""
-        self.past: deque[tuple[str, str, AnyMessage]] = deque(maxlen=200)
+        self.past: deque[tuple[str, str, Message]] = deque(maxlen=200)
         """Messages of links that are gone, with sender and receiver."""
 
     def dial(self, host: Host, number: int, address: str, instance: str) -> None:
@@ -411,7 +430,7 @@ class Network:
         for side in (end, accepted):
             side.host.process.call_after(HANDSHAKE_S * 1.01, side.expire)
 
-    def send_frame(self, sender: SessionEnd, data: bytes, message: AnyMessage | None = None) -> None:
+    def send_frame(self, sender: SessionEnd, data: bytes, message: Message | None = None) -> None:
         receiver = sender.peer
         if receiver is None:
             return

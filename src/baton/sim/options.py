@@ -61,8 +61,12 @@ class Options:
     """Requests with checksums."""
     fence_share: float = 0.3
     """Target pages that the device still writes to when they are named."""
+    withdraw_share: float = 0.0
+    """Requests that the source preempts in the middle of their prefill and resumes with other pages."""
     address_share: float = 0.2
     """Sources that a target knows by address, not by name."""
+    epochless_share: float = 0.5
+    """Ranks that learn the epoch of their coordinator when they attach."""
     pages_s_max: float = 0.3
     """How long a target waits for pages before it declines."""
     is_packing: bool = False

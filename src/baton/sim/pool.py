@@ -7,24 +7,27 @@ copy which still reads it copies junk.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from baton.errors import EngineError
 from baton.plan.execution import Bytes
-from baton.plan.ownership import Spec, buffers
+from baton.plan.ownership import Spec, buffers, page_spaces, space_sizes
 from baton.plan.tokens import Ints
-from baton.sim.content import SIDE, num_pages, page_bases, pages_needed, pages_of_bytes
+from baton.sim.content import SIDE, page_bases, pages_needed, pages_of_bytes
 from baton.sim.families import TOKENS_MAX
 
 FREE = 0
 BALLAST = -1
+GAP = -2
+"""Bytes of a buffer that belong to no page."""
 JUNK = 0xA5
 
 
 class PagePool:
-    """A rank's buffers, and the owner of every page of every group."""
+    """A rank's buffers, and the owner of every page of every page space."""
 
     def __init__(self, spec: Spec, rank: int) -> None:
         self.spec = spec
@@ -32,19 +35,26 @@ class PagePool:
         self.memory: dict[str, Bytes] = {
             name: np.full(size, JUNK, dtype=np.uint8) for name, size in buffers(spec, rank, SIDE).items()
         }
-        self.owner = np.zeros(num_pages(spec), dtype=np.int64)
+        self.spaces = page_spaces(spec, rank)
+        sizes = space_sizes(spec, rank)
+        # The last one is for bytes of no page, which have the number -1.
+        self.owner = np.zeros(sum(sizes.values()) + 1, dtype=np.int64)
+        self.owner[-1] = GAP
         self.num_writes = {name: np.zeros(len(raw), dtype=np.int64) for name, raw in self.memory.items()}
-        self._free = {group: list(range(spec.storage.pages_of(group))) for group in spec.cache.groups}
+        self._free = {space: list(range(size)) for space, size in sizes.items()}
 
     def can_take(self, wanted: Mapping[str, int]) -> bool:
-        return all(len(self._free[group]) >= count for group, count in wanted.items())
+        together = Counter[str]()
+        for group, count in wanted.items():
+            together[self.spaces[group]] += count
+        return all(len(self._free[space]) >= count for space, count in together.items())
 
     def take(self, wanted: Mapping[str, int], tag: int, rng: random.Random) -> dict[str, Ints]:
         """Allocates pages for an owner, scattered or in order."""
         tables: dict[str, Ints] = {}
-        bases = page_bases(self.spec)
+        bases = page_bases(self.spec, self.rank)
         for group, count in sorted(wanted.items()):
-            free = self._free[group]
+            free = self._free[self.spaces[group]]
             if rng.random() < 0.5:
                 rng.shuffle(free)
             ids = [free.pop() for _ in range(count)]
@@ -58,7 +68,7 @@ class PagePool:
 
     def give_back(self, group: str, ids: Iterable[int], tag: int) -> None:
         """Frees pages of an owner and overwrites them with junk."""
-        base = page_bases(self.spec)[group]
+        base = page_bases(self.spec, self.rank)[group]
         for page in ids:
             if self.owner[base + page] != tag:
                 raise EngineError(
@@ -66,27 +76,30 @@ class PagePool:
                     f"{self.owner[base + page]}, not by {tag} which gives it back"
                 )
             self.owner[base + page] = FREE
-            self._free[group].append(page)
+            self._free[self.spaces[group]].append(page)
             for name, owners in pages_of_bytes(self.spec, self.rank).items():
                 self.memory[name][owners == base + page] = JUNK
 
     def fill(self, share: float, rng: random.Random) -> None:
         """Takes a share of the pages away for good, as other work would; room for one prompt stays."""
-        for group, free in sorted(self._free.items()):
-            total = self.spec.storage.pages_of(group)
-            spare = total - min(int(total * share), total - _room(self.spec, group))
+        bases = page_bases(self.spec, self.rank)
+        for space, free in sorted(self._free.items()):
+            total = space_sizes(self.spec, self.rank)[space]
+            room = sum(_room(self.spec, group) for group, other in self.spaces.items() if other == space)
+            spare = total - min(int(total * share), total - room)
             rng.shuffle(free)
-            gone, self._free[group] = free[spare:], free[:spare]
-            self.owner[np.array(gone, dtype=np.int64) + page_bases(self.spec)[group]] = BALLAST
+            gone, self._free[space] = free[spare:], free[:spare]
+            self.owner[np.array(gone, dtype=np.int64) + bases[space]] = BALLAST
 
     def owners(self) -> list[int]:
         """The owners that hold a page, sorted."""
         return sorted(set(self.owner[self.owner > FREE].tolist()))
 
     def num_dirty_bytes(self) -> int:
-        """Bytes of free pages that were written after the pages were given back."""
+        """Bytes of free pages that were written after they were given back, and of gaps between pages."""
+        is_clean = (self.owner == FREE) | (self.owner == GAP)
         return sum(
-            int(np.count_nonzero(self.memory[name][self.owner[pages] == FREE] != JUNK))
+            int(np.count_nonzero(self.memory[name][is_clean[pages]] != JUNK))
             for name, pages in pages_of_bytes(self.spec, self.rank).items()
         )
 

@@ -50,6 +50,8 @@ class Attempt:
     target_prompt: SimPrompt
     odd_rank: tuple[str, int] | None = None
     """A side, and the position in its group of the one rank that has another prompt than the others."""
+    progress_s: Mapping[str, float] = field(default_factory=dict)
+    """By side: the progress deadline that its engine names."""
 
     def prompt_at(self, side: str, position: int) -> SimPrompt:
         """The prompt that one rank of a side's group has."""
@@ -69,6 +71,7 @@ class ClientRequest:
     prompts: tuple[SimPrompt, SimPrompt]
     """As the source and as the target tokenise it; the same unless a fault changes that."""
     ends: Ends
+    progress_s: Mapping[str, float] = field(default_factory=dict)
     attempts: list[Attempt] = field(default_factory=list)
     is_done: bool = False
 
@@ -118,9 +121,11 @@ class Router:
         self.num_waiting -= 1
         self.begin(self._draw_ends(), self._draw_prompts())
 
-    def begin(self, ends: Ends, prompts: tuple[SimPrompt, SimPrompt]) -> Attempt:
+    def begin(
+        self, ends: Ends, prompts: tuple[SimPrompt, SimPrompt], progress_s: Mapping[str, float] | None = None
+    ) -> Attempt:
         """Takes a request."""
-        request = ClientRequest(len(self.requests) + 1, prompts, ends)
+        request = ClientRequest(len(self.requests) + 1, prompts, ends, progress_s or {})
         self.requests.append(request)
         return self._attempt(request)
 
@@ -134,6 +139,7 @@ class Router:
             source_prompt=request.prompts[0],
             target_prompt=request.prompts[1],
             odd_rank=self.draw_odd_rank(ends),
+            progress_s=request.progress_s,
         )
         request.attempts.append(attempt)
         self.attempts.append(attempt)

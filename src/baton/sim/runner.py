@@ -19,7 +19,9 @@ from baton.sim.world import World
 
 def options_of(seed: int, **changes: Any) -> Options:
     """The options that a seed draws, with some of them set."""
-    return replace(_draw_options(random.Random(f"{seed}/options")), **changes)
+    rng = random.Random(f"{seed}/options")
+    options = _draw_options(rng)
+    return replace(options, **{"withdraw_share": rng.choice((0.0, 0.0, 0.5, 1.0)), **changes})
 
 
 def _draw_options(rng: random.Random) -> Options:

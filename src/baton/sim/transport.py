@@ -99,7 +99,7 @@ class CopyCourse:
 class SimCopy:
     """One submitted batch: pieces that land one by one, and one completion."""
 
-    outbox: Outbox
+    sender: SimTransport
     ticket: Ticket
     peer: Peer
     batch: Batch
@@ -110,7 +110,7 @@ class SimCopy:
     written: Ints
     """...and where it is written."""
     deadline_s: float
-    receiver: tuple[Inbox, InvitedPeer] | None = None
+    receiver: tuple[SimTransport, InvitedPeer] | None = None
     """Set once it moves."""
     is_moving: bool = False
     is_hung: bool = False
@@ -128,7 +128,7 @@ class SimCopy:
         self.is_dropped = self.is_dropped or bool(self.pending)
         for _, call in self.pending.values():
             call.cancel()
-        self.outbox.fabric.num_pending -= len(self.pending)
+        self.sender.fabric.num_pending -= len(self.pending)
         self.pending.clear()
 
 
@@ -138,7 +138,7 @@ class CopyObserver(Protocol):
     def on_submit(self, copy: SimCopy) -> None:
         """A batch was queued."""
 
-    def on_write(self, copy: SimCopy, inbox: Inbox, index: Ints, read: Ints) -> None:
+    def on_write(self, copy: SimCopy, target: SimTransport, index: Ints, read: Ints) -> None:
         """A piece is about to be written: bytes of the target's region, and of the source's."""
 
     def on_end(self, copy: SimCopy, how: str) -> None:
@@ -156,7 +156,7 @@ class Fabric:
     """Whether nothing passes from one node to another now."""
     faults: list[Callable[[SimCopy, CopyCourse], None]] = field(default_factory=list)
     """Each may change the course of a batch that begins to move."""
-    inboxes: dict[str, Inbox] = field(default_factory=dict)
+    transports: dict[str, SimTransport] = field(default_factory=dict)
     """The living transports by incarnation."""
     copy_s: float = 0.0005
     corrupt: Callable[[Bytes], Bytes] | None = None
@@ -196,7 +196,7 @@ class InvitedPeer:
     granted: dict[int, tuple[int, Ints]] = field(default_factory=dict)
     """By grant: the region and its bytes."""
     num_granted: int = 0
-    caller: tuple[Outbox, int] | None = None
+    caller: tuple[SimTransport, int] | None = None
     """The transport that is connected, and its number for this connection."""
     is_revoked: bool = False
     mapped: set[int] = field(default_factory=set)
@@ -239,23 +239,128 @@ class InvitedPeer:
         return [copy for copy in self.copies if copy.pending]
 
 
-@dataclass(slots=True, eq=False)
-class Inbox:
-    """The target's half of a transport: the invited peers, and the memory that they write."""
+class SimTransport:
+    """One rank's transport, for the life of its process; `wake` is called when `poll` has an event."""
 
-    fabric: Fabric
-    node: str
-    incarnation: str
-    capabilities: Capabilities
-    memory: dict[int, Bytes]
-    """Registered buffers by number."""
-    events: list[Event]
-    peers: dict[int, InvitedPeer] = field(default_factory=dict)
-    is_alive: bool = True
-    num_strangers: int = 0
-    num_refused: int = 0
+    name = NAME
 
-    def invited(self, peer: Peer) -> InvitedPeer:
+    def __init__(
+        self,
+        fabric: Fabric,
+        node: str,
+        strength: Strength,
+        *,
+        instance: str,
+        wake: Callable[[], None],
+        is_running: Callable[[], bool],
+    ) -> None:
+        self.incarnation = fabric.new_incarnation()
+        self.capabilities = Capabilities(
+            reach=Reach.PROCESS,
+            places=frozenset({Place.HOST}),
+            batch_spans_max=2**31,
+            can_refuse_strangers=True,
+            can_enforce_grants=strength.can_enforce_grants,
+            can_revoke=strength.can_revoke,
+            can_announce=strength.can_announce,
+            needs_allocate=False,
+        )
+        self.fabric = fabric
+        self.node = node
+        self.instance = instance
+        """Name and epoch of the instance."""
+        self.wake = wake
+        self.is_running = is_running
+        """Whether the process runs."""
+        self.is_alive = True
+        self.memory: dict[int, Bytes] = {}
+        """Registered buffers by number."""
+        self.peers: dict[int, InvitedPeer] = {}
+        """Who may write here."""
+        self.targets: dict[int, Description] = {}
+        """Where this transport writes, by number of the connection."""
+        self.copies: dict[int, SimCopy] = {}
+        self.events: list[Event] = []
+        self._numbers = count(1)
+        self._regions: dict[int, Region] = {}
+        self._num_strangers = 0
+        self._num_refused = 0
+        fabric.transports[self.incarnation] = self
+
+    def allocate(self, num_bytes: int) -> Bytes:
+        return np.zeros(num_bytes, dtype=np.uint8)
+
+    def register(self, buffer: object) -> Region:
+        assert isinstance(buffer, np.ndarray), "simulated memory is numpy"
+        raw = buffer.reshape(-1).view(np.uint8)
+        if not len(raw):
+            raise TransportError("an empty buffer cannot be registered")
+        number = next(self._numbers)
+        region = Region(RemoteRegion(self.incarnation, number, len(raw)), Place.HOST)
+        self._regions[number], self.memory[number] = region, raw
+        return region
+
+    def unregister(self, region: Region) -> None:
+        number = self._check_registered(region)
+        is_read = any(copy.batch.source == region for copy in self.copies.values())
+        granted = (of for invited in self.peers.values() for of, _ in invited.granted.values())
+        if is_read or number in granted:
+            raise TransportError(f"region {number} is in use; let tickets and grants end first")
+        del self._regions[number], self.memory[number]
+
+    def _check_registered(self, region: Region) -> int:
+        if self._regions.get(region.number) != region:
+            raise TransportError(f"region {region.number} is not registered with this transport")
+        return region.number
+
+    def poll(self) -> list[Event]:
+        events = list(self.events)
+        self.events.clear()
+        return events
+
+    def fileno(self) -> int:
+        raise TransportError("a simulated transport has no file descriptor; it calls back when to poll")
+
+    def counters(self) -> Counters:
+        return Counters(self._num_strangers, self._num_refused)
+
+    def close(self) -> None:
+        if self.is_alive:
+            for number, description in list(self.targets.items()):
+                self.disconnect(Peer(number, description.incarnation))
+            self.die(lingers=False)
+
+    def die(self, lingers: bool) -> None:
+        """The process is gone with its memory; its copies under way still land if they linger."""
+        self.fabric.transports.pop(self.incarnation, None)
+        self.is_alive = False
+        rng = self.fabric.rng
+        for invited in self.peers.values():
+            for copy in list(invited.copies):
+                # Those who write here notice soon.
+                copy.drop()
+                delay_s, is_quiet = GONE_S_MAX * rng.random(), rng.random() < 0.5
+                self.fabric.schedule.after(delay_s, copy.sender.fail, copy, is_quiet, "the target is gone")
+        for number in self.targets:
+            self._hang_up(number)
+        for copy in self.copies.values():
+            copy.is_ended = True
+            if not lingers:
+                copy.drop()
+
+    # As a target: the invited peers, and the memory that they write.
+
+    def invite(self) -> Invitation:
+        number = next(self._numbers)
+        peer = Peer(number, self.incarnation)
+        secret = f"{self.fabric.rng.getrandbits(64):016x}"
+        self.peers[number] = InvitedPeer(peer, secret)
+        return Invitation(peer, Description(NAME, self.incarnation, self.node, number, secret))
+
+    def grant(self, peer: Peer, region: Region, ranges: Ranges) -> int:
+        return self._invited(peer).add(region, ranges)
+
+    def _invited(self, peer: Peer) -> InvitedPeer:
         invited = self.peers.get(peer.number)
         if invited is None:
             raise TransportError(f"peer {peer.number} was not invited, or was revoked")
@@ -265,12 +370,12 @@ class Inbox:
         """The invited peer that a description is for."""
         invited = self.peers.get(description.peer)
         if invited is None or invited.secret != description.secret or invited.is_revoked:
-            self.num_strangers += 1
+            self._num_strangers += 1
             return None
         return invited
 
     def ungrant(self, peer: Peer, grant: int) -> RevokeResult:
-        invited = self.invited(peer)
+        invited = self._invited(peer)
         number, index = invited.remove(grant)
         if not self.capabilities.can_revoke:
             is_near = invited.caller is not None or bool(invited.under_way())
@@ -293,7 +398,7 @@ class Inbox:
             return Unknown("the peer has not hung up, or its writes have not drained")
         for copy in list(invited.copies):
             copy.drop()
-            schedule.after(copy_s, copy.outbox.fail, copy, True, "revoked by the target")
+            schedule.after(copy_s, copy.sender.fail, copy, True, "revoked by the target")
         del self.peers[peer.number]
         return Quiet()
 
@@ -305,11 +410,11 @@ class Inbox:
         """Closes this half of the connection; the peer disconnects when it gets that."""
         if invited.caller is None or not self.is_alive:
             return
-        outbox, number = invited.caller
-        if self.fabric.is_cut(self.node, outbox.node) or not outbox.is_running():
+        caller, number = invited.caller
+        if self.fabric.is_cut(self.node, caller.node) or not caller.is_running():
             self.fabric.schedule.after(RETRY_S, self._ask_to_leave, invited)
         else:
-            outbox.leave(number)
+            caller.leave(number)
 
     def write(self, copy: SimCopy, invited: InvitedPeer, piece: Ints) -> str:
         """Writes a piece; returns the reason if it is refused."""
@@ -320,7 +425,7 @@ class Inbox:
             return f"region {number} is not registered"
         is_strict = self.capabilities.can_enforce_grants
         if not (invited.may_write(number, index) if is_strict else invited.may_map(number)):
-            self.num_refused += 1
+            self._num_refused += 1
             invited.is_revoked = True
             return "a write outside of what was granted was refused"
         read = copy.read[piece]
@@ -333,45 +438,26 @@ class Inbox:
         if self.capabilities.can_announce:
             self.events.append(Landed(invited.peer, copy.batch.tag, len(copy.written)))
 
-    def die(self) -> None:
-        """The process is gone with its memory; the writers notice soon."""
-        self.is_alive = False
-        rng = self.fabric.rng
-        for invited in self.peers.values():
-            for copy in list(invited.copies):
-                copy.drop()
-                delay_s, is_quiet = GONE_S_MAX * rng.random(), rng.random() < 0.5
-                self.fabric.schedule.after(delay_s, copy.outbox.fail, copy, is_quiet, "the target is gone")
+    # As a source: its connections and batches.
 
-
-@dataclass(slots=True, eq=False)
-class Outbox:
-    """The source's half of a transport: its connections and batches."""
-
-    fabric: Fabric
-    node: str
-    instance: str
-    """Name and epoch of the instance."""
-    memory: dict[int, Bytes]
-    """Registered buffers by number."""
-    events: list[Event]
-    wake: Callable[[], None]
-    """Called when there is an event to poll."""
-    is_running: Callable[[], bool]
-    """Whether the process runs."""
-    targets: dict[int, Description] = field(default_factory=dict)
-    copies: dict[int, SimCopy] = field(default_factory=dict)
-    is_alive: bool = True
-
-    def connect(self, number: int, description: Description) -> None:
+    def connect(self, description: Description) -> Peer:
+        if description.transport != NAME:
+            raise TransportError(f"{NAME} cannot connect to a peer that speaks {description.transport}")
+        number = next(self._numbers)
         self.targets[number] = description
-        inbox = self.fabric.inboxes.get(description.incarnation)
-        invited = inbox.admit(description) if inbox else None
+        _, invited = self._find(description)
         if invited is not None:
             invited.caller = (self, number)
+        return Peer(number, description.incarnation)
 
-    def disconnect(self, number: int) -> None:
+    def _find(self, description: Description) -> tuple[SimTransport | None, InvitedPeer | None]:
+        """The target of a description, and this transport as its peer, if the target lives and invited it."""
+        target = self.fabric.transports.get(description.incarnation)
+        return target, target.admit(description) if target else None
+
+    def disconnect(self, peer: Peer) -> None:
         """Ends a connection and every ticket on it."""
+        number = peer.number
         if number not in self.targets:
             raise TransportError(f"peer {number} is not connected")
         for copy in [copy for copy in self.copies.values() if copy.peer.number == number]:
@@ -388,22 +474,25 @@ class Outbox:
 
     def _hang_up(self, number: int) -> None:
         description = self.targets[number]
-        inbox = self.fabric.inboxes.get(description.incarnation)
-        invited = inbox.peers.get(description.peer) if inbox else None
+        target = self.fabric.transports.get(description.incarnation)
+        invited = target.peers.get(description.peer) if target else None
         if invited is not None and invited.caller == (self, number):
             invited.caller = None
 
-    def submit(self, ticket: Ticket, peer: Peer, batch: Batch, fence: Fence, deadline_s: float) -> None:
+    def submit(self, peer: Peer, batch: Batch, fence: Fence, deadline_s: float = DEADLINE_S) -> Ticket:
+        number = self._check_registered(batch.source)
+        ticket = Ticket(next(self._numbers))
         check_batch(batch, deadline_s)
         if peer.number not in self.targets:
             raise TransportError(f"peer {peer.number} is not connected")
         read, written = _bytes_of(batch.spans)
-        copy = SimCopy(self, ticket, peer, batch, self.memory[batch.source.number], read, written, deadline_s)
+        copy = SimCopy(self, ticket, peer, batch, self.memory[number], read, written, deadline_s)
         self.copies[ticket.number] = copy
         self.fabric.observer.on_submit(copy)
         if batch.target.incarnation != peer.incarnation:
             self._end(copy, FailedQuiet(ticket, "the region is of another incarnation"))
         fence.call_when_ready(partial(self._begin, copy))
+        return ticket
 
     def cancel(self, ticket: Ticket) -> None:
         """Cancels a batch that waits; one that moves may complete first."""
@@ -415,16 +504,6 @@ class Outbox:
         elif not copy.is_hung and self.fabric.rng.random() < 0.6:
             delay_s = self.fabric.copy_s * self.fabric.rng.random()
             self.fabric.schedule.after(delay_s, self.fail, copy, True, "cancelled")
-
-    def die(self, lingers: bool) -> None:
-        """The process is gone; its copies under way still land if they linger."""
-        self.is_alive = False
-        for number in self.targets:
-            self._hang_up(number)
-        for copy in self.copies.values():
-            copy.is_ended = True
-            if not lingers:
-                copy.drop()
 
     def fail(self, copy: SimCopy, is_quiet: bool, cause: str) -> None:
         """Fails a batch unless it has ended; quiet means that nothing of it lands any more."""
@@ -448,14 +527,12 @@ class Outbox:
         if copy.is_ended or not self.is_alive:
             return
         copy.is_moving = True
-        description = self.targets[copy.peer.number]
-        inbox = self.fabric.inboxes.get(description.incarnation)
-        invited = inbox.admit(description) if inbox else None
+        target, invited = self._find(self.targets[copy.peer.number])
         schedule = self.fabric.schedule
-        if inbox is None or invited is None:
+        if target is None or invited is None:
             schedule.after(self.fabric.copy_s, self.fail, copy, True, "no target that invited this peer")
             return
-        copy.receiver = (inbox, invited)
+        copy.receiver = (target, invited)
         copy.progress_s = schedule.now
         invited.copies.append(copy)
         self._schedule_pieces(copy, self.fabric.draw_course(copy))
@@ -496,11 +573,11 @@ class Outbox:
         piece, _ = copy.pending.pop(number)
         self.fabric.num_pending -= 1
         assert copy.receiver is not None
-        inbox, invited = copy.receiver
-        if self.fabric.is_cut(self.node, inbox.node):
+        target, invited = copy.receiver
+        if self.fabric.is_cut(self.node, target.node):
             self._schedule_piece(copy, piece, RETRY_S)
             return
-        if cause := inbox.write(copy, invited, piece):
+        if cause := target.write(copy, invited, piece):
             copy.drop()
             self.fail(copy, True, cause)
             return
@@ -535,125 +612,3 @@ def _bytes_of(spans: Spans) -> tuple[Ints, Ints]:
     ends = np.cumsum(lengths)
     within = np.arange(int(ends[-1])) - np.repeat(ends - lengths, lengths)
     return np.repeat(spans.source, lengths) + within, np.repeat(spans.target, lengths) + within
-
-
-class SimTransport:
-    """One rank's transport, for the life of its process; `wake` is called when `poll` has an event."""
-
-    name = NAME
-
-    def __init__(
-        self,
-        fabric: Fabric,
-        node: str,
-        strength: Strength,
-        *,
-        instance: str,
-        wake: Callable[[], None],
-        is_running: Callable[[], bool],
-    ) -> None:
-        self.incarnation = fabric.new_incarnation()
-        self.capabilities = Capabilities(
-            reach=Reach.PROCESS,
-            places=frozenset({Place.HOST}),
-            batch_spans_max=2**31,
-            can_refuse_strangers=True,
-            can_enforce_grants=strength.can_enforce_grants,
-            can_revoke=strength.can_revoke,
-            can_announce=strength.can_announce,
-            needs_allocate=False,
-        )
-        self._fabric = fabric
-        self._numbers = count(1)
-        self._regions: dict[int, Region] = {}
-        self._memory: dict[int, Bytes] = {}
-        self._events: list[Event] = []
-        self.inbox = Inbox(fabric, node, self.incarnation, self.capabilities, self._memory, self._events)
-        self.outbox = Outbox(fabric, node, instance, self._memory, self._events, wake, is_running)
-        fabric.inboxes[self.incarnation] = self.inbox
-
-    def allocate(self, num_bytes: int) -> Bytes:
-        return np.zeros(num_bytes, dtype=np.uint8)
-
-    def register(self, buffer: object) -> Region:
-        assert isinstance(buffer, np.ndarray), "simulated memory is numpy"
-        raw = buffer.reshape(-1).view(np.uint8)
-        if not len(raw):
-            raise TransportError("an empty buffer cannot be registered")
-        number = next(self._numbers)
-        region = Region(RemoteRegion(self.incarnation, number, len(raw)), Place.HOST)
-        self._regions[number], self._memory[number] = region, raw
-        return region
-
-    def unregister(self, region: Region) -> None:
-        number = region.number
-        if self._regions.get(number) != region:
-            raise TransportError(f"region {number} is not registered with this transport")
-        is_read = any(copy.batch.source == region for copy in self.outbox.copies.values())
-        granted = (of for invited in self.inbox.peers.values() for of, _ in invited.granted.values())
-        if is_read or number in granted:
-            raise TransportError(f"region {number} is in use; let tickets and grants end first")
-        del self._regions[number], self._memory[number]
-
-    def invite(self) -> Invitation:
-        number = next(self._numbers)
-        peer = Peer(number, self.incarnation)
-        secret = f"{self._fabric.rng.getrandbits(64):016x}"
-        self.inbox.peers[number] = InvitedPeer(peer, secret)
-        return Invitation(peer, Description(NAME, self.incarnation, self.inbox.node, number, secret))
-
-    def grant(self, peer: Peer, region: Region, ranges: Ranges) -> int:
-        return self.inbox.invited(peer).add(region, ranges)
-
-    def ungrant(self, peer: Peer, grant: int) -> RevokeResult:
-        return self.inbox.ungrant(peer, grant)
-
-    def revoke(self, peer: Peer) -> RevokeResult:
-        return self.inbox.revoke(peer)
-
-    def is_unchecked(self, peer: Peer, region: Region) -> bool:
-        return self.inbox.is_unchecked(peer, region)
-
-    def connect(self, description: Description) -> Peer:
-        if description.transport != NAME:
-            raise TransportError(f"{NAME} cannot connect to a peer that speaks {description.transport}")
-        number = next(self._numbers)
-        self.outbox.connect(number, description)
-        return Peer(number, description.incarnation)
-
-    def disconnect(self, peer: Peer) -> None:
-        self.outbox.disconnect(peer.number)
-
-    def submit(self, peer: Peer, batch: Batch, fence: Fence, deadline_s: float = DEADLINE_S) -> Ticket:
-        if self._regions.get(batch.source.number) != batch.source:
-            raise TransportError(f"region {batch.source.number} is not registered with this transport")
-        ticket = Ticket(next(self._numbers))
-        self.outbox.submit(ticket, peer, batch, fence, deadline_s)
-        return ticket
-
-    def cancel(self, ticket: Ticket) -> None:
-        self.outbox.cancel(ticket)
-
-    def poll(self) -> list[Event]:
-        events = list(self._events)
-        self._events.clear()
-        return events
-
-    def fileno(self) -> int:
-        raise TransportError("a simulated transport has no file descriptor; it calls back when to poll")
-
-    def counters(self) -> Counters:
-        return Counters(self.inbox.num_strangers, self.inbox.num_refused)
-
-    def close(self) -> None:
-        if not self.inbox.is_alive:
-            return
-        for number in list(self.outbox.targets):
-            self.outbox.disconnect(number)
-        self.die(lingers=False)
-
-    def die(self, lingers: bool) -> None:
-        """The process is gone; its copies under way still land if they linger."""
-        self._fabric.inboxes.pop(self.incarnation, None)
-        self.inbox.die()
-        self.outbox.die(lingers)

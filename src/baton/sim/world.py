@@ -19,7 +19,7 @@ from baton.sim.network import Network
 from baton.sim.options import Options
 from baton.sim.pool import PagePool
 from baton.sim.router import Attempt, Router
-from baton.sim.transport import Fabric, Inbox, SimCopy, SimTransport
+from baton.sim.transport import Fabric, SimCopy, SimTransport
 
 CHECK_S = 0.01
 """How often the world checks whether everything is settled."""
@@ -133,23 +133,23 @@ class PageObserver:
             copy.mark = int(pool.owners_of(name, copy.read[:1])[0])
         self.context.notify("on_submit", copy, pool, name)
 
-    def on_write(self, copy: SimCopy, inbox: Inbox, index: Ints, read: Ints) -> None:
+    def on_write(self, copy: SimCopy, target: SimTransport, index: Ints, read: Ints) -> None:
         write = CopyWrite(
             copy=copy,
-            pool=self._pools[inbox.incarnation],
-            buffer=self._names.get(_address(inbox.memory[copy.batch.target.number]), ""),
+            pool=self._pools[target.incarnation],
+            buffer=self._names.get(_address(target.memory[copy.batch.target.number]), ""),
             index=index,
             source=self._pools[copy.batch.source.remote.incarnation],
             source_buffer=self._names.get(_address(copy.memory), ""),
             read=read,
         )
-        self.context.note(inbox.node, "write", detail=f"{len(index)} bytes of {write.buffer or 'staging'}")
+        self.context.note(target.node, "write", detail=f"{len(index)} bytes of {write.buffer or 'staging'}")
         self.context.notify("on_write", write)
         if write.buffer:
             np.add.at(write.pool.num_writes[write.buffer], index, 1)
 
     def on_end(self, copy: SimCopy, how: str) -> None:
-        self.context.note(copy.outbox.node, "copied", detail=f"{copy.ticket.number} {how}")
+        self.context.note(copy.sender.node, "copied", detail=f"{copy.ticket.number} {how}")
         self.context.notify("on_copy_end", copy, how)
 
 

@@ -3,6 +3,9 @@
 import json
 import shutil
 import socket
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 from tests.engine.checkpoint.packed import pack
 from tests.engine.tiny import tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from baton.engine.checkpoint import open_checkpoint
 from baton.engine.checkpoint.tokenizer import eos_ids, load_tokenizer
@@ -90,6 +93,48 @@ def test_tokenizer_of_a_folder(trained: Tokenizer, tmp_path: Path):
         assert found.decode(ids) == text
     chat = [{"role": "user", "content": "hi"}]
     assert found.apply_chat_template(chat, tokenize=False) == "[user]hi<|end|>"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "stated", ["TokenizersBackend", "PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer", None]
+)
+def test_a_stated_class_gives_the_tokenizer_of_transformers(
+    family: str, stated: str | None, trained: Tokenizer, tmp_path: Path
+):
+    folder = folder_with(trained, tmp_path)
+    for name, changes in {"config.json": {"model_type": family}, "tokenizer_config.json": {}}.items():
+        content = json.loads((folder / name).read_text()) | changes
+        content.pop("tokenizer_class", None)
+        if stated and name == "tokenizer_config.json":
+            content["tokenizer_class"] = stated
+        (folder / name).write_text(json.dumps(content))
+    expected = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    found = load_tokenizer(open_checkpoint(str(folder)))
+    assert type(found) is type(expected)
+    assert found.get_vocab() == expected.get_vocab()
+    assert [found(text)["input_ids"] for text in TEXTS] == [expected(text)["input_ids"] for text in TEXTS]
+    assert found.special_tokens_map == expected.special_tokens_map
+
+
+STARTING = """
+import sys
+from baton.engine.checkpoint.tokenizer import load_tokenizer
+from baton.engine.config import EngineConfig, derive_sizes
+print(load_tokenizer(derive_sizes(EngineConfig(sys.argv[1])).checkpoint) is not None)
+print("torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_a_start_does_without_the_compiler_of_torch(trained: Tokenizer, tmp_path: Path):
+    """It takes as long to import as all of torch."""
+    folder = folder_with(trained, tmp_path)
+    run = partial(subprocess.run, capture_output=True, text=True, check=True)
+    assert run([sys.executable, "-c", STARTING, str(folder)]).stdout == "True\nFalse\n"
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tokenizer_class": None}))
+    assert run([sys.executable, "-c", STARTING, str(folder)]).stdout == "True\nTrue\n"
 
 
 def test_tokenizer_of_a_folder_that_is_broken(trained: Tokenizer, tmp_path: Path):

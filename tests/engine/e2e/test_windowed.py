@@ -187,13 +187,12 @@ def test_pages_freed_too_early_are_seen(pool: InstancePool, monkeypatch: pytest.
 def test_a_window_that_is_to_arrive_in_nobodys_pages_is_refused(
     pool: InstancePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pair = pool.pair(*sides("mistral", "tp1", "tp1"))
+    # A pair of its own: the refused transfer has page 0 for a while, and the scheduler does not know it.
+    pair = pool.pair(*(replace(side, name=f"spoiled-{side.name}") for side in sides("mistral", "tp1", "tp1")))
     monkeypatch.setattr(PageGeometry, "num_out_of_window", _early)
-    # The table of one prompt names page 0 twice, those of two prompts name it both: whichever is seen first.
-    in_use = f"page 0 of group '{GROUP}' on rank 0 is in use"
-    twice = f"'{GROUP}' .* gives page 0 to two places"
-    with pytest.raises(EngineError, match=f"{in_use}|{twice}"):
-        check_pair(pair, "mistral", "early")
+    # Alone: where several are refused at once, one may fail because the paths of another were replaced.
+    with pytest.raises(EngineError, match=f"'{GROUP}' .* gives page 0 to two places"):
+        ask_one(pair, greedy(prompt(LONG), NUM_TOKENS, salt="early"))
 
 
 def test_prefixes_are_not_kept_and_it_is_said(pool: InstancePool) -> None:

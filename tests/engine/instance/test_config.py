@@ -43,6 +43,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"queue_max": -1}, "queue_max is -1"),
     ({"silence_s": 0.5}, "silence_s is 0.5; give at least 1 s"),
     ({"silence_s": math.nan}, "silence_s is nan"),
+    ({"progress_s": 0.0}, "progress_s is 0.0; give a finite number of seconds above 0"),
+    ({"progress_s": math.inf}, "progress_s is inf"),
+    ({"ungranted_share_max": 0.0}, "ungranted_share_max is 0.0; give a share in "),
+    ({"ungranted_share_max": 1.5}, "ungranted_share_max is 1.5"),
     ({"silence_s": math.inf}, "silence_s is inf"),
 ]
 
@@ -82,6 +86,18 @@ def test_staging_holds_what_the_pages_do() -> None:
     narrow = derive_sizes(EngineConfig(model, pool_tokens=1024, kv_cache_dtype="bf16"))
     assert narrow.staging_bytes == wide.staging_bytes == 2 * sum(buffers(narrow.spec, 0, "this").values())
     assert derive_sizes(EngineConfig(model, staging_mb=3)).staging_bytes == 3 << 20
+
+
+def test_a_context_that_is_asked_for_is_given_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.engine.config.POOL_BYTES_DEFAULT", 1)
+    model = str(tiny("llama"))
+    assert derive_sizes(EngineConfig(model)).context_max == 1024
+    asked = derive_sizes(EngineConfig(model, context_max=3000))
+    assert asked.context_max == 3000
+    assert asked.num_pages["tokens"] * 16 >= 2 * 3000
+    assert derive_sizes(EngineConfig(model, context_max=300, pool_tokens=300)).context_max == 300
+    with pytest.raises(ConfigError, match="a context of 3000 tokens does not fit into a KV cache of 2999"):
+        derive_sizes(EngineConfig(model, context_max=3000, pool_tokens=2999))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

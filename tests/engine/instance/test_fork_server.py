@@ -187,8 +187,13 @@ def test_what_is_imported_before_the_forks_asks_for_no_device_and_starts_no_thre
 ORPHANS = f"""
 import os, signal, sys, threading
 sys.path.insert(0, {str(ROOT)!r})
+if "early" in sys.argv:
+    from baton.engine.fork_server import FORK_SERVERS
+    FORK_SERVERS.fork_early(dict(os.environ))
+    server = FORK_SERVERS.get(dict(os.environ))
 from tests.engine.instance.test_fork_server import ENVIRONMENT, PRELOAD, Forked, ForkServer
-server = ForkServer(ENVIRONMENT, PRELOAD)
+if "early" not in sys.argv:
+    server = ForkServer(ENVIRONMENT, PRELOAD)
 forked = []
 starting = threading.Thread(target=lambda: forked.append(Forked(server, "linger")))
 starting.start()
@@ -201,8 +206,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_nothing_outlives_the_parent_whoever_else_holds_its_descriptors():
-    words = [sys.executable, "-c", ORPHANS]
+@pytest.mark.parametrize("start", ["new", "early"])
+def test_nothing_outlives_the_parent_whoever_else_holds_its_descriptors(start: str):
+    words = [sys.executable, "-c", ORPHANS, start]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT) as parent:
         assert parent.stdout is not None
         holder, *pids = map(int, parent.stdout.readline().split())
@@ -211,3 +217,42 @@ def test_nothing_outlives_the_parent_whoever_else_holds_its_descriptors():
             assert not is_gone(holder)
         finally:
             os.kill(holder, signal.SIGKILL)
+
+
+EARLY = f"""
+import os, sys, threading
+sys.path.insert(0, {str(ROOT)!r})
+from baton import settings
+from baton.engine.fork_server import FORK_SERVERS
+environment = settings.rank_environment(1)
+if "thread" in sys.argv:
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+FORK_SERVERS.fork_early(environment)
+print(len(FORK_SERVERS._servers))
+if FORK_SERVERS._servers:
+    server = FORK_SERVERS.get(environment)
+    assert FORK_SERVERS.get(environment | {{"OMP_NUM_THREADS": "2"}}) is not server
+    FORK_SERVERS.fork_early(environment)  # the modules are there: no second one
+    from tests.engine.instance.test_fork_server import LIMIT_S, Forked
+    told, failed, killed = (Forked(server, name) for name in ("tell", "fail", "kill"))
+    print(told.connection.recv()[3].strip(), told.process.wait(LIMIT_S))
+    print(failed.process.wait(LIMIT_S), failed.words().splitlines()[-1], killed.process.wait(LIMIT_S))
+    print(open(f"/proc/{{server._process.pid}}/comm").read().strip(), len(FORK_SERVERS._servers))
+    server._process.kill()
+    print(server._process.wait(LIMIT_S), FORK_SERVERS.get(environment) is server)
+"""
+
+
+@pytest.mark.slow
+def test_a_command_forks_its_server_before_it_has_threads():
+    run = partial(subprocess.run, capture_output=True, text=True, check=False, env=ENVIRONMENT, timeout=120)
+    found = run([sys.executable, "-c", EARLY])
+    assert found.stderr == ""
+    assert found.stdout.splitlines() == [
+        "1",
+        "baton rank 7 0",
+        "1 ValueError: it cannot be -9",
+        "baton fork 2",
+        "-9 False",
+    ]
+    assert run([sys.executable, "-c", EARLY, "thread"]).stdout == "0\n"

@@ -8,8 +8,9 @@ import torch
 from tests.engine.model.reference import CPU, Altered, DiskCheckpoint, Plan, Ranks, prompts, whole_logits
 from tests.engine.tiny import FAMILIES, tiny
 
+from baton.engine.models import moe
 from baton.engine.models.base import Cut, Share
-from baton.engine.models.build import build, describe, missing, supported
+from baton.engine.models.build import _families, build, describe, missing
 from baton.errors import ConfigError, EngineError
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -38,7 +39,7 @@ def test_older_names_and_lists_are_read() -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"model_type": "gpt2"}, f"'gpt2' is not supported; use a model of one of {', '.join(supported())}"),
+        ({"model_type": "gpt2"}, f"'gpt2' is not supported; use a model of one of {', '.join(_families())}"),
         ({}, "model_type None is not supported"),
         (config_of("llama", hidden_size=None), "hidden_size is missing"),
         (config_of("llama", num_key_value_heads=4), "must be a multiple of the 4 kv heads"),
@@ -149,19 +150,27 @@ def test_no_position_past_the_maximum_context_is_computed(models: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
-def test_the_chosen_experts_are_told_on_every_rank(family: str, models: Path) -> None:
+def test_every_rank_chooses_the_same_experts(
+    family: str, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint = DiskCheckpoint(tiny(family, models))
-    heard: list[tuple[int, torch.Tensor]] = []
-    ranks = Ranks(checkpoint, Plan(tp=2), on_experts=lambda layer, ids: heard.append((layer, ids)))
+    chosen: list[torch.Tensor] = []
+    add_routed = moe.add_routed
+
+    def record(fed: torch.Tensor, x: torch.Tensor, routed: moe.Routed, experts: moe.Experts) -> torch.Tensor:
+        chosen.append(routed[1])
+        return add_routed(fed, x, routed, experts)
+
+    monkeypatch.setattr(moe, "add_routed", record)
+    ranks = Ranks(checkpoint, Plan(tp=2))
     whole_logits(ranks, prompts(checkpoint.config["vocab_size"], [6]), num_chunk=6)
-    layers = [1, 2, 3] if family == "deepseek_v3" else [0, 1, 2, 3]
-    assert sorted({layer for layer, _ in heard}) == layers
-    first, second = heard[0], heard[1]
-    assert first[0] == second[0] == layers[0]
-    assert torch.equal(first[1], second[1])
-    assert first[1].shape == (4, 2)
+    num_layers = 3 if family == "deepseek_v3" else 4
+    assert len(chosen) % (2 * num_layers) == 0
+    for first, second in zip(chosen[::2], chosen[1::2], strict=True):
+        assert torch.equal(first, second)
+        assert first.shape[1] == 2
     assert all(
-        len(set(row)) == 2 and min(row) >= 0 and max(row) < 6 for _, ids in heard for row in ids.tolist()
+        len(set(row)) == 2 and min(row) >= 0 and max(row) < 6 for ids in chosen for row in ids.tolist()
     )
 
 

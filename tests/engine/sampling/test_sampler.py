@@ -11,7 +11,7 @@ from tests.engine.sampling.oracle import Case
 from baton.engine import sampler as sampling
 from baton.engine.commands import SampledToken, StartSequence
 from baton.engine.sampler import Sampler, Want, uniform
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling_params import REPETITION_MAX, REPETITION_MIN, SamplingParams, check_params
 from baton.errors import EngineError
 
 VOCAB_SIZE = 12
@@ -267,6 +267,18 @@ def test_placeholders_of_embeddings_have_no_logit():
     params = SamplingParams(temperature=0, repetition_penalty=2.0)
     one.begin(StartSequence(1, 0, [-1, VOCAB_SIZE, 1], 3, params))
     assert one.sample(torch.tensor([LOGITS]), [Want(1, 1, 3)]) == [[SampledToken(10)]]
+
+
+@pytest.mark.parametrize("repetition", [REPETITION_MIN, REPETITION_MAX])
+@pytest.mark.parametrize("scale", [-1e9, 0.0, 1e9])
+def test_no_penalty_that_is_accepted_leaves_a_row_without_a_token(repetition: float, scale: float):
+    extreme = {"frequency_penalty": -2.0, "presence_penalty": -2.0, "logit_bias": {2: 100.0, 3: -100.0}}
+    params = SamplingParams(temperature=0.5, repetition_penalty=repetition, **extreme)
+    check_params(params, VOCAB_SIZE)
+    one = Sampler(VOCAB_SIZE, (0,))
+    one.begin(StartSequence(1, 0, [*range(VOCAB_SIZE)] * 2, VOCAB_SIZE, params))
+    ((sampled,),) = one.sample(torch.tensor([LOGITS]) * scale, [Want(1, 1, 2 * VOCAB_SIZE)])
+    assert 0 <= sampled.token < VOCAB_SIZE
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

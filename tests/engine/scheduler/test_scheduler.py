@@ -320,6 +320,29 @@ def test_sources_without_a_grant_hold_half_of_the_pool() -> None:
     assert [span[0] for span in spans(step(scheduler))] == [4, 2, 3]
 
 
+@pytest.mark.parametrize(("share", "first"), [(0.25, [1]), (0.5, [1, 2]), (0.75, [1, 2, 3])])
+def test_the_share_of_sources_without_a_grant_is_a_setting(share: float, first: list[int]) -> None:
+    config = SchedulerConfig(chunk_tokens=8, batch_tokens_max=32, sequences_max=8, ungranted_share_max=share)
+    scheduler = make_scheduler(config, tokens=8)
+    for number in (1, 2, 3):
+        scheduler.add(make(number, 8, SequenceRole.SOURCE))
+    assert [span[0] for span in spans(step(scheduler))] == first
+
+
+def test_sources_that_hit_one_prefix_hold_its_pages_once() -> None:
+    """Prompts of 4 pages, 3 of them hits: two sources hold 5 distinct pages of 18, so a third may start."""
+    config = SchedulerConfig(chunk_tokens=16, batch_tokens_max=64, sequences_max=8)
+    scheduler = make_scheduler(config, tokens=18)
+    prompt = tuple(range(16))
+    scheduler.add(Sequence(1, prompt, SamplingParams(max_tokens=1)))
+    step(scheduler)
+    for number in (2, 3, 4):
+        tail = range(50 * number, 50 * number + 4)
+        source = Sequence(number, (*prompt[:12], *tail), SamplingParams(), role=SequenceRole.SOURCE)
+        scheduler.add(source)
+        assert step(scheduler) is not None, f"sequence {number} waits"
+
+
 def test_a_prompt_of_more_than_half_goes_alone() -> None:
     scheduler = make_scheduler(tokens=8)
     scheduler.add(make(1, 24, SequenceRole.SOURCE))

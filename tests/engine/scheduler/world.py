@@ -233,7 +233,7 @@ class World:
                 self.memory.check(lent.pages, lent.sent, lent.sequence.num_prompt, name)
         ungranted = [lent.sequence for lent in sources if not lent.sequence.is_granted]
         for group, pool in self.scheduler.kv_cache.pools.items():
-            num_held = sum(len(sequence.held_pages(group)) for sequence in ungranted)
+            num_held = len({page for sequence in ungranted for page in sequence.held_pages(group)})
             assert len(ungranted) < 2 or num_held <= pool.num_pages // 2, "ungranted sources hold over a half"
 
     def settle(self) -> None:

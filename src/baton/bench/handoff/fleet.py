@@ -19,7 +19,7 @@ from baton.bench.handoff.records import HandOver, Received, Sent, TransferOrder
 from baton.bench.handoff.schedule import PrefillTiming, schedule
 from baton.bench.handoff.workload import SIDES, Workload, num_ranks, sampler_rank, spec_of
 from baton.errors import EngineError
-from baton.plan.execution import Verdict
+from baton.plan.content import Verdict
 from baton.protocol.timings import Timings
 from baton.supervisor import ChildProcess, baton_command
 
@@ -33,9 +33,9 @@ ONE_THREAD = ("env", "OMP_NUM_THREADS=1")
 class RankProcess(ChildProcess):
     """One rank; `ask` calls a method of `baton.bench.handoff.rank.BenchRank` in it."""
 
-    def __init__(self, side: str, rank: int) -> None:
+    def __init__(self, side: str, rank: int, module: str) -> None:
         self.side, self.rank, self.incarnation = side, rank, ""
-        argv = [*ONE_THREAD, sys.executable, "-m", "baton.bench.handoff.rank"]
+        argv = [*ONE_THREAD, sys.executable, "-m", module]
         super().__init__(f"{side} rank {rank}", argv, has_stdin=True)
 
 
@@ -73,6 +73,8 @@ class Fleet:
     timings: Timings = field(default_factory=Timings)
     sides: dict[str, list[RankProcess]] = field(default_factory=dict)
     registry: RegistryProcess | None = None
+    rank_module: str = "baton.bench.handoff.rank"
+    """What a rank process runs."""
     secret: bytes = field(default_factory=lambda: secrets.token_hex(32).encode())
     _stack: ExitStack = field(default_factory=ExitStack)
     _num_transfers: int = 0
@@ -107,28 +109,10 @@ class Fleet:
             rank.close()
         self.sides.clear()
 
-    def end(self, side: str) -> None:
-        """Kills the processes of one side, stopped or not."""
-        for rank in self.sides.pop(side):
-            rank.kill()
-            rank.close()
-
-    def mend(self) -> None:
-        """Restarts each side of which a rank has ended."""
-        for side in SIDES:
-            ranks = self.sides.get(side, [])
-            if not ranks or not all(rank.is_running for rank in ranks):
-                if side in self.sides:
-                    self.end(side)
-                self.start(side)
-
-    def start(self, side: str) -> None:
-        """Starts the ranks of one side."""
-        self._launch(side)
-        self._configure(side)
-
     def _launch(self, side: str) -> None:
-        self.sides[side] = [RankProcess(side, number) for number in range(num_ranks(self.workload, side))]
+        self.sides[side] = [
+            RankProcess(side, number, self.rank_module) for number in range(num_ranks(self.workload, side))
+        ]
 
     def _configure(self, side: str) -> None:
         """Sends every rank its configuration; rank 0 hosts the coordinator."""

@@ -17,12 +17,12 @@ from typing import Any
 
 import msgspec
 
-from baton.bench.handoff.content import RankPools, compare, fill
 from baton.bench.handoff.records import Received, RecordingTransport, Sent, TransferOrder
 from baton.bench.handoff.stress import StressOptions, StressRun
 from baton.bench.handoff.workload import Workload, own_layers, pages_of, sampler_rank, spec_of
+from baton.plan.content import RankPools, compare, fill
 from baton.plan.ownership import buffers
-from baton.protocol.outcomes import Aux, Failed, Ready, State
+from baton.protocol.outcomes import Aux, Failed, State
 from baton.protocol.timings import Timings
 from baton.session.endpoint import Endpoint, EndpointConfig
 from baton.session.handles import Digest, Handle, Receiving, Request, Sending, prompt_digest
@@ -200,35 +200,6 @@ class BenchRank:
         handle.abort("aborted by the benchmark")
         return True
 
-    def wait(self, transfer: str, timeout_s: float) -> dict[str, Any]:
-        """The outcome of a transfer and its time, or `waiting` when the time is up."""
-        state = self.handles[transfer].wait(timeout_s)
-        return {**outcome_json(state), "at_s": monotonic(), "is_released": self.handles[transfer].is_released}
-
-    def wait_released(self, transfer: str, timeout_s: float) -> bool:
-        """Whether the pages of a transfer were released in time."""
-        return self.handles[transfer].wait_released(timeout_s)
-
-    def held(self) -> list[str]:
-        """The transfers whose pages have not been released."""
-        return [transfer for transfer, handle in self.handles.items() if not handle.is_released]
-
-    def num_copying(self) -> int:
-        """At a source: copies that have not ended."""
-        return int(self.transport.num_open)
-
-    def num_read(self, transfer: str) -> int:
-        """At a source: pages that a copy of a transfer reads or will read."""
-        return sum(len(pages) for pages in self._sending(transfer).reading().values())
-
-    def counts(self) -> dict[str, int]:
-        """Open objects of this rank, and of the coordinator if it runs here."""
-        return dict(self.endpoint.counts())
-
-    def num_descriptors(self) -> int:
-        """Open file descriptors of this process."""
-        return len(os.listdir("/proc/self/fd"))
-
     def close(self) -> bool:
         """Leaves the instance."""
         self.endpoint.close()
@@ -253,18 +224,6 @@ class BenchRank:
 def outcome_text(state: State) -> str:
     """An outcome in one word; a failure with its cause."""
     return f"failed: {state.cause}" if isinstance(state, Failed) else type(state).__name__.lower()
-
-
-def outcome_json(state: State) -> dict[str, Any]:
-    """An outcome as plain data."""
-    match state:
-        case Failed(cause=cause):
-            place = {"instance": cause.instance, "rank": cause.rank, "text": cause.text}
-            return {"state": "failed", "why": cause.why.value, "stage": cause.stage.value, **place}
-        case Ready(aux=aux):
-            return {"state": "ready", "from": aux.fields.get("from")}
-        case _:
-            return {"state": type(state).__name__.lower()}
 
 
 def _transport(workload: Workload, side: str) -> tuple[RecordingTransport, Any]:
@@ -317,18 +276,18 @@ def _lines() -> Iterator[str]:
         yield line
 
 
-def main() -> None:
-    """The first line of stdin is the configuration, each further one a call."""
+def main(rank_type: type[BenchRank] = BenchRank) -> None:
+    """Runs a rank: the first line of stdin is the configuration, each further one a call."""
     lines = _lines()
     first = next(lines, None)
     if first is None:
         return
-    rank = BenchRank(msgspec.json.decode(first, type=BenchRankConfig))
+    rank = rank_type(msgspec.json.decode(first, type=BenchRankConfig))
     reply(rank.address())
     serve_calls(rank, lines)
     rank.close()
+    os._exit(0)  # a library's threads must not keep a measured machine busy
 
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # a library's threads must not keep a measured machine busy

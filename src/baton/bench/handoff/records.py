@@ -113,11 +113,6 @@ class RecordingTransport:
                     self._note(event.ticket, now_s, isinstance(event, Done))
         return events
 
-    @property
-    def num_open(self) -> int:
-        """Batches that have not ended."""
-        return len(self._open)
-
     def take(self) -> list[CopyTiming]:
         """The batches that ended since the last call, in order of their end."""
         with self._lock:

@@ -29,7 +29,7 @@ from baton.errors import EngineError
 from baton.observe import Timeline, trace
 from baton.observe.picture import draw
 from baton.observe.plotting import NO_MATPLOTLIB
-from baton.plan.execution import Verdict
+from baton.plan.content import Verdict
 from baton.plan.printer import human_bytes
 from baton.plan.routes import resolve
 

@@ -45,14 +45,14 @@ class PrefillStep:
     sends: Range
 
 
-def schedule(workload: Workload, pace: PrefillTiming, dp: int = 0) -> dict[int, list[PrefillStep]]:
-    """The steps of every source rank of a dp group, in seconds from the start of the request."""
+def schedule(workload: Workload, pace: PrefillTiming) -> dict[int, list[PrefillStep]]:
+    """The steps of every source rank of dp group 0, in seconds from the start of the request."""
     layout = spec_of(workload, "source").layout
     stages = layout.stages(spec_of(workload, "source").cache.num_layers, "source")
     chunks = _chunks(workload.num_tokens, pace.chunk_tokens)
     begins = _begins(pace.layer_s, workload.num_tokens, chunks, [stop - start for start, stop in stages])
     by_rank = {}
-    for rank in layout.group(dp):
+    for rank in layout.group(0):
         stage = layout.coordinates(rank)["pp"]
         steps: list[PrefillStep] = []
         for chunk, tokens in enumerate(chunks):

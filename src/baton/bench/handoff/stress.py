@@ -102,7 +102,6 @@ class StressRun:
 
     def changed(self, handle: Handle) -> None:
         """Called on any thread when a handle changes."""
-        del handle
         self._changed.set()
 
     def run(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from baton.bench.handoff.records import HandOver
 from baton.bench.handoff.run import HandoffOptions, calibrate, check_ready, link_notes, ms, pace_of, title_of
 from baton.bench.handoff.run import total as total_verdict
 from baton.bench.handoff.workload import SideSpec, Workload
-from baton.plan.execution import Verdict
+from baton.plan.content import Verdict
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 POLICIES = ("cost", "adaptive", "fixed:1", "fixed:2", "fixed:4", "fixed:8", "off")

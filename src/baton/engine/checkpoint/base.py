@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from baton.errors import ConfigError
+from baton.plan.ranges import Range
 
 Index: TypeAlias = tuple[slice, ...]
 """One slice per dim, of step 1; dims after the last slice are whole."""
@@ -22,31 +24,30 @@ _SAMPLE_BYTES = 64
 _CONFIG_NOISE = frozenset({"_name_or_path", "transformers_version", "_attn_implementation", "baton"})
 
 
-class Checkpoint(Protocol):
+class Checkpoint(ABC):
     """A model's config and weights; tensors carry the names that Hugging Face gives them."""
+
+    path: Path | None
+    """The folder or file that it lies in; None where nothing lies anywhere."""
+    config: Mapping[str, Any]
+    """What config.json says, or would say."""
+    generation_config: Mapping[str, Any]
+    """What generation_config.json says; empty without one."""
 
     @property
     def title(self) -> str:
         """What messages call it."""
+        return f"checkpoint {self.path}"
 
-    @property
-    def path(self) -> Path | None:
-        """The folder or file that it lies in; None where nothing lies anywhere."""
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """What config.json says, or would say."""
-
-    @property
-    def generation_config(self) -> Mapping[str, Any]:
-        """What generation_config.json says; empty without one."""
-
+    @abstractmethod
     def names(self) -> Iterable[str]:
         """Every tensor, in the order of storage."""
 
+    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...] | None:
         """A tensor's shape, or None where there is no such tensor."""
 
+    @abstractmethod
     def dtype(self, name: str) -> torch.dtype | None:
         """The type that `read` gives unless told, or None where there is no such tensor."""
 
@@ -59,12 +60,38 @@ class Checkpoint(Protocol):
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """A slice of a tensor, contiguous and the caller's own; nothing else is read."""
+        shape = self.shape(name)
+        if shape is None:
+            raise ConfigError(
+                f"{self.title} has no tensor {name}, which its config asks for; "
+                "the files are incomplete or belong to another config: fetch the checkpoint again"
+            )
+        return self.read_ranges(name, bounds(shape, index, name), device, dtype)
+
+    @abstractmethod
+    def read_ranges(
+        self, name: str, ranges: Sequence[Range], device: torch.device | None, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        """The same of a tensor that is there, by the half-open range of each dim."""
 
     def fingerprint(self) -> str:
         """Hex, equal for equal configs and weights, wherever they lie and however the files are cut."""
+        stated = {key: value for key, value in self.config.items() if key not in _CONFIG_NOISE}
+        digest = hashlib.sha256(json.dumps(stated, sort_keys=True, default=str).encode())
+        ordered = sorted(self.names())
+        # The content of some tensors counts: evenly spread where there are very many.
+        looked_at = set(ordered[:: -(-len(ordered) // _SAMPLED_TENSORS_MAX) or 1])
+        for name in ordered:
+            kind, sample = self.sample(name, is_read=name in looked_at)
+            digest.update(repr((name, kind, tuple(self.shape(name) or ()), sample)).encode())
+        return digest.hexdigest()
+
+    @abstractmethod
+    def sample(self, name: str, *, is_read: bool) -> tuple[str, bytes]:
+        """The stored type of a tensor, and some bytes of it if they are to be read."""
 
 
-def bounds(shape: Sequence[int], index: Index, name: str) -> tuple[tuple[int, int], ...]:
+def bounds(shape: Sequence[int], index: Index, name: str) -> tuple[Range, ...]:
     """The half-open range of each dim that `index` asks for."""
     assert len(index) <= len(shape), f"{name} has {len(shape)} dims, {len(index)} slices were asked for"
     whole = (slice(None),) * (len(shape) - len(index))
@@ -73,38 +100,7 @@ def bounds(shape: Sequence[int], index: Index, name: str) -> tuple[tuple[int, in
     return tuple((start, max(start, stop)) for start, stop, _ in found)
 
 
-def absent(title: str, name: str) -> ConfigError:
-    """The error for a tensor that a model asks for in vain."""
-    return ConfigError(
-        f"{title} has no tensor {name}, which its config asks for; "
-        "the files are incomplete or belong to another config: fetch the checkpoint again"
-    )
-
-
-class Fingerprint:
-    """Config and tensors, in the order of their names, boiled down to one number."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        told = {key: value for key, value in config.items() if key not in _CONFIG_NOISE}
-        self._hash = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode())
-
-    def add(self, name: str, kind: str, shape: Sequence[int], sample: bytes) -> None:
-        """One tensor: its name, stored type and shape, and some bytes of it."""
-        self._hash.update(repr((name, kind, tuple(shape), sample)).encode())
-
-    def hex(self) -> str:
-        """What has been added so far."""
-        return self._hash.hexdigest()
-
-
-def sampled(names: Iterable[str]) -> tuple[list[str], frozenset[str]]:
-    """All names sorted, and the ones whose content counts: evenly spread where there are very many."""
-    ordered = sorted(names)
-    step = -(-len(ordered) // _SAMPLED_TENSORS_MAX) or 1
-    return ordered, frozenset(ordered[::step])
-
-
-def sample_ranges(num_bytes: int) -> list[tuple[int, int]]:
+def sample_ranges(num_bytes: int) -> list[Range]:
     """Where a tensor of so many bytes is looked at: its beginning, its middle and its end."""
     starts = {0, num_bytes // 2, max(0, num_bytes - _SAMPLE_BYTES)}
     return [(start, min(num_bytes, start + _SAMPLE_BYTES)) for start in sorted(starts)]

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from baton.engine.checkpoint.base import CONFIG, Fingerprint, Index, absent, bounds, read_object
+from baton.engine.checkpoint.base import CONFIG, Checkpoint, read_object
 from baton.errors import ConfigError
-from baton.plan.models import card_names
+from baton.plan.models import card_names, read_card
+from baton.plan.ranges import Range
 
 SCHEME = "dummy:"
 
@@ -33,13 +32,15 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 @dataclass(frozen=True, slots=True)
-class DummyWeights:
+class DummyWeights(Checkpoint):
     """A checkpoint that lies nowhere."""
 
+    path = None
     text: str
     config: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
     num_columns_max: int
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def open(cls, text: str) -> DummyWeights:
@@ -53,22 +54,10 @@ class DummyWeights:
         """What messages call it."""
         return f"{SCHEME}{self.text}"
 
-    @property
-    def path(self) -> Path | None:
-        """It lies nowhere."""
-        return None
-
-    @property
-    def generation_config(self) -> Mapping[str, Any]:
-        """Random weights have none."""
-        return {}
-
     def names(self) -> Iterable[str]:
-        """Every tensor."""
         return self.shapes.keys()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """A tensor's shape, or None."""
         return self.shapes.get(name)
 
     def dtype(self, name: str) -> torch.dtype | None:
@@ -76,20 +65,11 @@ class DummyWeights:
         stated = str(self.config.get("dtype") or self.config.get("torch_dtype"))
         return _DTYPES.get(stated, torch.bfloat16) if name in self.shapes else None
 
-    def read(
-        self,
-        name: str,
-        index: Index = (),
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+    def read_ranges(
+        self, name: str, ranges: Sequence[Range], device: torch.device | None, dtype: torch.dtype | None
     ) -> torch.Tensor:
-        """A slice of a tensor, made on the device that it is for."""
-        shape = self.shapes.get(name)
-        if shape is None:
-            raise absent(self.title, name)
-        where = device or torch.device("cpu")
-        *leading, (first, last) = bounds(shape, index, name)
+        shape, where = self.shapes[name], device or torch.device("cpu")
+        *leading, (first, last) = ranges
         sizes = [stop - start for start, stop in (*leading, (first, last))]
         kind = dtype or self.dtype(name)
         if 0 in sizes:
@@ -99,12 +79,8 @@ class DummyWeights:
         starts = (_row_numbers(shape, leading, where) * _ROW_STRIDE + _seed(name)) % _NUM_WINDOWS
         return table.to(kind)[first:].unfold(0, last - first, 1)[starts].reshape(sizes)
 
-    def fingerprint(self) -> str:
-        """Equal for equal configs."""
-        identity = Fingerprint(self.config)
-        for name, shape in sorted(self.shapes.items()):
-            identity.add(name, "dummy", shape, b"")
-        return identity.hex()
+    def sample(self, name: str, *, is_read: bool) -> tuple[str, bytes]:
+        return "dummy", b""
 
 
 @cache
@@ -113,9 +89,7 @@ def _table(num_numbers: int, device: torch.device) -> torch.Tensor:
     return torch.randn(num_numbers, generator=generator).to(device)
 
 
-def _row_numbers(
-    shape: tuple[int, ...], leading: list[tuple[int, int]], device: torch.device
-) -> torch.Tensor:
+def _row_numbers(shape: tuple[int, ...], leading: list[Range], device: torch.device) -> torch.Tensor:
     """The rows of the slice, numbered as in the whole tensor with all dims but the last flattened."""
     rows = torch.zeros(1, dtype=torch.int64, device=device)
     for size, (start, stop) in zip(shape[:-1], leading, strict=True):
@@ -133,22 +107,21 @@ def _is_norm(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def _config(text: str) -> dict[str, Any]:
-    if text in card_names():
-        if text not in CARD_SHAPES:
-            raise ConfigError(
-                f"{SCHEME}{text}: the card has the shape of the cache only; use a config.json, "
-                f"or one of {', '.join(sorted(CARD_SHAPES))}"
-            )
-        card = json.loads(
-            (resources.files("baton.plan.models") / "cards" / f"{text}.json").read_text("utf-8")
+    cards = {name: read_card(name) for name in card_names()}
+    complete = [name for name, card in cards.items() if "vocab_size" in card]
+    if text in complete:
+        return cards[text]
+    if text in cards:
+        raise ConfigError(
+            f"{SCHEME}{text}: the card has the shape of the cache only; use a config.json, "
+            f"or one of {', '.join(complete)}"
         )
-        return {**card, **CARD_SHAPES[text]}
     path = Path(text).expanduser()
     if path.is_dir():
         path = path / CONFIG
     if not path.is_file():
         raise ConfigError(
-            f"{SCHEME}{text}: is neither a built-in card ({', '.join(sorted(CARD_SHAPES))}) "
+            f"{SCHEME}{text}: is neither a built-in card ({', '.join(complete)}) "
             "nor a config.json or a folder with one"
         )
     return read_object(path)
@@ -170,86 +143,3 @@ def _shapes(config: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...]]
     if filled.tie_word_embeddings:
         shapes.pop("lm_head.weight", None)
     return shapes
-
-
-# What built-in cards leave out of a model's config, since a cache does not depend on it.
-
-
-_LLAMA3 = {
-    "vocab_size": 128256,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 8192,
-}
-_QWEN3 = {
-    "vocab_size": 151936,
-    "rope_theta": 1000000.0,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-}
-_QWEN3_MOE = {**_QWEN3, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
-
-CARD_SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "deepseek-v3": {
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "q_lora_rank": 1536,
-        "qk_nope_head_dim": 128,
-        "v_head_dim": 128,
-        "n_routed_experts": 256,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 8,
-        "n_group": 8,
-        "topk_group": 4,
-        "first_k_dense_replace": 3,
-        "routed_scaling_factor": 2.5,
-        "norm_topk_prob": True,
-        "vocab_size": 129280,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 4096,
-    },
-    "llama-3-8b": {**_LLAMA3, "intermediate_size": 14336},
-    "llama-3-70b": {**_LLAMA3, "intermediate_size": 28672},
-    "llama-3-405b": {**_LLAMA3, "intermediate_size": 53248, "max_position_embeddings": 131072},
-    "mistral-7b-v0.1": {
-        "vocab_size": 32000,
-        "intermediate_size": 14336,
-        "rope_theta": 10000.0,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 32768,
-    },
-    "qwen2.5-72b": {
-        "vocab_size": 152064,
-        "intermediate_size": 29568,
-        "rope_theta": 1000000.0,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131072,
-    },
-    "qwen3-8b": {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288},
-    "qwen3-32b": {**_QWEN3, "hidden_size": 5120, "intermediate_size": 25600},
-    "qwen3-30b-a3b": {
-        **_QWEN3_MOE,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "moe_intermediate_size": 768,
-    },
-    "qwen3-235b-a22b": {
-        **_QWEN3_MOE,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "moe_intermediate_size": 1536,
-    },
-    "smollm2-135m": {
-        "vocab_size": 49152,
-        "intermediate_size": 1536,
-        "rope_theta": 100000.0,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
-}

@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from baton.engine.checkpoint.base import Fingerprint, Index, absent, bounds, sample_ranges, sampled
+from baton.engine.checkpoint.base import Checkpoint, sample_ranges
 from baton.errors import ConfigError
+from baton.plan.ranges import Range
 
 SUFFIX = ".gguf"
 
@@ -53,11 +54,12 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class GgufFile:
+class GgufFile(Checkpoint):
     """A checkpoint in one file."""
 
     path: Path
     config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
     header: GgufHeader = field(repr=False)
     tensors: Mapping[str, Packed] = field(repr=False)
 
@@ -81,26 +83,15 @@ class GgufFile:
             packed = _packed(header.tensors[ROPE_FACTORS], ROPE_FACTORS, None, header)
             factors = _numbers(_raw(header, packed), packed.listed.kind).tolist()
             config["rope_scaling"] = llama3_scaling(factors, config["rope_theta"], where)
-        return cls(path, config, header, tensors)
-
-    @property
-    def title(self) -> str:
-        """What messages call it."""
-        return f"checkpoint {self.path}"
-
-    @property
-    def generation_config(self) -> Mapping[str, Any]:
-        """The tokens that end an answer or a turn, all that a GGUF file says of it."""
-        found = [self.header.metadata.get(key) for key in _ENDS]
+        # The tokens that end an answer or a turn: all that the file says of generating.
+        found = [header.metadata.get(key) for key in _ENDS]
         ends = list(dict.fromkeys(token for token in found if token is not None))
-        return {"eos_token_id": ends} if ends else {}
+        return cls(path, config, {"eos_token_id": ends} if ends else {}, header, tensors)
 
     def names(self) -> Iterable[str]:
-        """Every tensor, by the names of Hugging Face."""
         return self.tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """A tensor's shape, or None."""
         found = self.tensors.get(name)
         return found.listed.shape if found else None
 
@@ -109,19 +100,11 @@ class GgufFile:
         found = self.tensors.get(name)
         return _FLOATS.get(found.listed.kind, torch.float32) if found else None
 
-    def read(
-        self,
-        name: str,
-        index: Index = (),
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+    def read_ranges(
+        self, name: str, ranges: Sequence[Range], device: torch.device | None, dtype: torch.dtype | None
     ) -> torch.Tensor:
-        """A slice of a tensor, the caller's own."""
-        packed = self.tensors.get(name)
-        if packed is None:
-            raise absent(self.title, name)
-        *leading, (first, last) = bounds(packed.listed.shape, index, name)
+        packed = self.tensors[name]
+        *leading, (first, last) = ranges
         shape = (*(stop - start for start, stop in leading), last - first)
         if 0 in shape:
             return torch.empty(shape, device=device, dtype=dtype or self.dtype(name))
@@ -139,17 +122,10 @@ class GgufFile:
         kept = numbers[..., first - before * packed.block : last - before * packed.block]
         return kept.to(device=device, dtype=dtype, copy=True).contiguous()
 
-    def fingerprint(self) -> str:
-        """Equal for equal configs and weights."""
-        identity = Fingerprint(self.config)
-        ordered, looked_at = sampled(self.tensors)
-        for name in ordered:
-            packed = self.tensors[name]
-            start = packed.listed.start
-            parts = [self.header.memory[start + a : start + b] for a, b in sample_ranges(packed.num_bytes)]
-            sample = b"".join(parts) if name in looked_at else b""
-            identity.add(name, str(packed.listed.kind), packed.listed.shape, sample)
-        return identity.hex()
+    def sample(self, name: str, *, is_read: bool) -> tuple[str, bytes]:
+        packed = self.tensors[name]
+        start, ranges = packed.listed.start, sample_ranges(packed.num_bytes) if is_read else ()
+        return str(packed.listed.kind), b"".join(self.header.memory[start + a : start + b] for a, b in ranges)
 
 
 def _packed(listed: Listed, name: str, head_dim: int | None, header: GgufHeader) -> Packed:

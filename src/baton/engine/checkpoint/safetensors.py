@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,14 @@ from safetensors import safe_open
 
 from baton.engine.checkpoint.base import (
     CONFIG,
-    Fingerprint,
-    Index,
-    absent,
-    bounds,
+    Checkpoint,
     read_config,
     read_generation_config,
     read_object,
     sample_ranges,
-    sampled,
 )
 from baton.errors import ConfigError
+from baton.plan.ranges import Range
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -53,7 +50,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class SafetensorsFolder:
+class SafetensorsFolder(Checkpoint):
     """A checkpoint as the Hugging Face Hub has them."""
 
     path: Path
@@ -70,17 +67,10 @@ class SafetensorsFolder:
             tensors |= _header(file)
         return cls(folder, config, read_generation_config(folder), tensors)
 
-    @property
-    def title(self) -> str:
-        """What messages call it."""
-        return f"checkpoint {self.path}"
-
     def names(self) -> Iterable[str]:
-        """Every tensor."""
         return self.tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """A tensor's shape, or None."""
         found = self.tensors.get(name)
         return found.shape if found else None
 
@@ -89,41 +79,23 @@ class SafetensorsFolder:
         found = self.tensors.get(name)
         return _DTYPES[found.kind] if found else None
 
-    def read(
-        self,
-        name: str,
-        index: Index = (),
-        *,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
+    def read_ranges(
+        self, name: str, ranges: Sequence[Range], device: torch.device | None, dtype: torch.dtype | None
     ) -> torch.Tensor:
-        """A slice of a tensor, the caller's own."""
-        stored = self.tensors.get(name)
-        if stored is None:
-            raise absent(self.title, name)
-        cut = tuple(slice(start, stop) for start, stop in bounds(stored.shape, index, name))
-        with safe_open(stored.file, framework="pt", device="cpu") as file:
+        cut = tuple(slice(start, stop) for start, stop in ranges)
+        with safe_open(self.tensors[name].file, framework="pt", device="cpu") as file:
             found: torch.Tensor = file.get_slice(name)[cut] if cut else file.get_tensor(name)
             # The copy is made while the file is mapped; without one the weights would stay pages of the file.
             return found.to(device=device, dtype=dtype, copy=True).contiguous()
 
-    def fingerprint(self) -> str:
-        """Equal for equal configs and weights, sharded or not."""
-        identity = Fingerprint(self.config)
-        ordered, looked_at = sampled(self.tensors)
-        for name in ordered:
-            stored = self.tensors[name]
-            identity.add(name, stored.kind, stored.shape, _sample(stored) if name in looked_at else b"")
-        return identity.hex()
-
-
-def _sample(stored: StoredTensor) -> bytes:
-    with stored.file.open("rb", buffering=0) as file:
+    def sample(self, name: str, *, is_read: bool) -> tuple[str, bytes]:
+        stored = self.tensors[name]
         parts = []
-        for start, stop in sample_ranges(stored.num_bytes):
-            file.seek(stored.start + start)
-            parts.append(file.read(stop - start))
-        return b"".join(parts)
+        with stored.file.open("rb", buffering=0) as file:
+            for start, stop in sample_ranges(stored.num_bytes) if is_read else ():
+                file.seek(stored.start + start)
+                parts.append(file.read(stop - start))
+        return stored.kind, b"".join(parts)
 
 
 def _files(folder: Path) -> list[Path]:

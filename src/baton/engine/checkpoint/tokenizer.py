@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from baton.engine.checkpoint.base import Checkpoint
 from baton.engine.checkpoint.gguf import GgufFile
@@ -19,6 +20,7 @@ _BYTES = "gpt2"
 _PIECES = "llama"
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _ONE_FILE = "tokenizer.json"
+_SETTINGS = "tokenizer_config.json"
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
@@ -27,7 +29,32 @@ def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
         return _of_gguf(checkpoint)
     if checkpoint.path is None or not any((checkpoint.path / name).is_file() for name in _FILES):
         return None
-    return _of_folder(checkpoint.path)
+    return _of_folder(checkpoint.path, **_stated_class(checkpoint))
+
+
+def _stated_class(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Where the tokenizer names its class, only the name of the model's type is needed to load it.
+
+    Otherwise `transformers` reads the model's config, and imports its modeling code and the compiler of
+    PyTorch for that: 2 to 3 s of a core.
+    """
+    assert checkpoint.path is not None
+    try:
+        stated = json.loads((checkpoint.path / _SETTINGS).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if (
+        not isinstance(stated, dict)
+        or "auto_map" in stated
+        or not isinstance(stated.get("tokenizer_class"), str)
+    ):
+        return {}
+    config = PreTrainedConfig()
+    config.name_or_path = str(checkpoint.path)
+    for name in ("model_type", "model_name"):
+        if name in checkpoint.config:
+            setattr(config, name, checkpoint.config[name])
+    return {"config": config}
 
 
 def eos_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:

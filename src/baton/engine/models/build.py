@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from baton.engine.checkpoint import Checkpoint
 from baton.engine.models import families
 from baton.engine.models.base import Cut, Share, Stage
 from baton.engine.models.blueprint import Blueprint, Family
@@ -21,10 +22,9 @@ from baton.engine.models.config import ModelFields
 from baton.engine.models.layers import NormSpec, VocabularyEmbedding, VocabularyHead, load_draft
 from baton.engine.models.weights import (
     DryLoader,
-    ExpertsHook,
     Linear,
     Loader,
-    WeightSource,
+    ShapesOnly,
     cut_evenly,
     laid_out,
     rows,
@@ -78,37 +78,32 @@ def describe(config: Mapping[str, Any], max_context: int | None = None) -> Archi
 
 
 def build(
-    checkpoint: WeightSource,
+    checkpoint: Checkpoint,
     cut: Cut,
     *,
     max_context: int | None = None,
-    on_experts: ExpertsHook | None = None,
     has_draft: bool = False,
 ) -> Stage:
     """What one rank runs, with its slices of the weights and nothing else read.
 
-    No position may reach `max_context`, if given; `on_experts` is called with the experts that each row
-    chose; with `has_draft` the last stage has the model's draft layer.
+    No position may reach `max_context`, if given; with `has_draft` the last stage has the model's draft
+    layer.
     """
     blueprint = _blueprint(checkpoint.config, has_draft)
-    return _load(blueprint, Loader(checkpoint, cut, max_context, on_experts))
+    return _load(blueprint, Loader(checkpoint, cut, max_context))
 
 
-def missing(checkpoint: WeightSource, cut: Cut | None = None, *, has_draft: bool = False) -> None:
+def missing(checkpoint: Checkpoint, cut: Cut | None = None, *, has_draft: bool = False) -> None:
     """Raises ConfigError where tensors of a rank, or of the model, are missing or of a wrong shape."""
     blueprint = _blueprint(checkpoint.config, has_draft)
     loader = DryLoader(checkpoint, cut or _whole(blueprint))
-    _load(blueprint, loader)
+    with ShapesOnly():
+        _load(blueprint, loader)
     if loader.problems:
         listed = "; ".join(loader.problems[:PROBLEMS_SHOWN])
         further = len(loader.problems) - PROBLEMS_SHOWN
         more = f"; and {further} more" if further > 0 else ""
         raise ConfigError(f"the checkpoint does not match its config: {listed}{more}")
-
-
-def supported() -> tuple[str, ...]:
-    """The model_types that can be built."""
-    return tuple(_families())
 
 
 def _whole(blueprint: Blueprint) -> Cut:

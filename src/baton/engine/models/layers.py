@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton.engine.models.base import Attention, Layer
+from baton.engine.models.fused import kernels_for
 from baton.engine.models.weights import Linear, Loader, OutputSlice, TensorSlice, load_fused
 
 
@@ -137,6 +138,10 @@ class RmsNorm:
         self._shape = (weight.shape[-1],)
 
     def __call__(self, x: Tensor) -> Tensor:
+        kernels = kernels_for(x) if x.dim() == 2 else None
+        if kernels is not None:
+            normed: Tensor = kernels.rms_norm(x, self.weight, self.eps)
+            return normed
         if x.dtype == self.weight.dtype:
             return torch.rms_norm(x, self._shape, self.weight, self.eps)
         return torch.rms_norm(x.to(self.weight.dtype), self._shape, self.weight, self.eps).to(x.dtype)
@@ -227,28 +232,15 @@ class SandwichSpec:
 
 
 @dataclass(slots=True)
-class Sandwich:
-    """A layer on one rank; see `baton.engine.models.base.Layer`."""
+class Sandwich(Decoder):
+    """A layer on one rank."""
 
-    index: int
-    mixer_norm: RmsNorm
-    mixer: Mixer
     mixed_norm: RmsNorm
-    mlp_norm: RmsNorm
-    mlp: Mlp
     fed_norm: RmsNorm
-
-    def mix(self, x: Tensor, attention: Attention) -> Tensor:
-        """This rank's part of the mixer's output."""
-        return self.mixer.mix(self.mixer_norm(x), attention)
 
     def join_mix(self, x: Tensor, mixed: Tensor) -> Tensor:
         """The residual stream after the mixer."""
         return x + self.mixed_norm(mixed)
-
-    def feed(self, x: Tensor) -> Tensor:
-        """This rank's part of the MLP's output."""
-        return self.mlp.feed(self.mlp_norm(x))
 
     def join_feed(self, x: Tensor, fed: Tensor) -> Tensor:
         """The residual stream after the MLP."""

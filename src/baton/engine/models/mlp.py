@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 from torch.nn import functional
 
+from baton.engine.models.fused import kernels_for
 from baton.engine.models.weights import (
     InputSlice,
     Linear,
@@ -64,32 +66,22 @@ class Dense:
         return fed if self.output_factor == 1.0 else fed * self.output_factor
 
 
-# What a config's hidden_act names; each works in place on its argument where it can.
-
-
-def _silu(x: Tensor) -> Tensor:
-    return functional.silu(x)
-
-
-def _gelu(x: Tensor) -> Tensor:
-    return functional.gelu(x)
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return functional.gelu(x, approximate="tanh")
-
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": _silu,
-    "swish": _silu,
-    "gelu": _gelu,
-    "gelu_pytorch_tanh": _gelu_tanh,
+    "silu": functional.silu,
+    "swish": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
 }
+"""By what a config's hidden_act names."""
 NAMES = {name: name for name in ACTIVATIONS}
 
 
 def gated(x: Tensor, activation: str) -> Tensor:
     """x is gates beside values, (rows, 2 n): activated gates times values, (rows, n)."""
+    kernels = kernels_for(x) if ACTIVATIONS[activation] is functional.silu and x.dim() == 2 else None
+    if kernels is not None:
+        fed: Tensor = kernels.silu_gate(x)
+        return fed
     gate, up = x.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate).mul_(up)
 

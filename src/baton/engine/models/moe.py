@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from baton.engine.models.layers import Mlp, MlpSpec
 from baton.engine.models.mlp import gated
-from baton.engine.models.weights import ExpertsHook, Linear, Loader, TensorSlice, cut_evenly, laid_out, rows
+from baton.engine.models.weights import Linear, Loader, TensorSlice, cut_evenly, laid_out, rows
 from baton.plan.ranges import Range
 
 
@@ -43,13 +43,11 @@ class MoeSpec:
             correction = loader.take(TensorSlice(name, (self.num_experts,)), torch.float32)
         shared = self.shared.load(loader, index, f"{prefix}.{self.shared_name}") if self.shared else None
         return Moe(
-            index=index,
-            spec=self,
-            router=router.float() if self.is_routed_in_float32 else router,
+            rule=self.rule,
+            router=Linear(router.float() if self.is_routed_in_float32 else router),
             correction=correction,
             experts=self._experts(loader, f"{prefix}.experts", span),
             shared=shared,
-            on_experts=loader.on_experts,
         )
 
     def _experts(self, loader: Loader, prefix: str, span: Range) -> Experts:
@@ -91,36 +89,21 @@ class Experts:
 class Moe:
     """One mixture on one rank."""
 
-    index: int
-    spec: MoeSpec
-    router: Tensor
-    correction: Tensor | None
-    experts: Experts
-    shared: Mlp | None
-    on_experts: ExpertsHook | None
+    rule: Rule
+    router: Linear
+    experts: Experts | ClampedExperts
+    correction: Tensor | None = None
+    shared: Mlp | None = None
 
     def feed(self, x: Tensor) -> Tensor:
         """This rank's part of the output for normed rows x."""
-        logits = functional.linear(x.to(self.router.dtype), self.router).float()
-        weights, chosen = self.spec.rule.route(logits, self.correction)
-        if self.on_experts is not None:
-            self.on_experts(self.index, chosen)
+        logits = self.router(x.to(self.router.weight.dtype)).float()
+        weights, chosen = self.rule.route(logits, self.correction)
         fed = self.shared.feed(x) if self.shared is not None else torch.zeros_like(x)
         return add_routed(fed, x, (weights.to(x.dtype), chosen), self.experts)
 
 
-class RoutedExperts(Protocol):
-    """Some of the routed experts of a mixture."""
-
-    @property
-    def span(self) -> Range:
-        """Which of them."""
-
-    def run(self, i: int, block: Tensor) -> Tensor:
-        """The i-th of the span on rows, which may be overwritten."""
-
-
-def add_routed(fed: Tensor, x: Tensor, routed: Routed, experts: RoutedExperts) -> Tensor:
+def add_routed(fed: Tensor, x: Tensor, routed: Routed, experts: Experts | ClampedExperts) -> Tensor:
     """Adds the output of a rank's experts, for the rows routed to them, to `fed`."""
     weights, chosen = routed
     first, last = experts.span
@@ -148,9 +131,8 @@ Routed: TypeAlias = tuple[Tensor, Tensor]
 class Rule(Protocol):
     """From a router's logits (rows, experts) in float32 to experts."""
 
-    @property
-    def has_correction(self) -> bool:
-        """Whether the router has a learned correction that counts in the choice, not in the weights."""
+    has_correction: ClassVar[bool]
+    """Whether the router has a learned correction that counts in the choice, not in the weights."""
 
     def route(self, logits: Tensor, correction: Tensor | None) -> Routed:
         """The experts of each row."""
@@ -165,11 +147,7 @@ class Softmax:
     factor: float = 1.0
     num_groups: int = 1
     num_groups_chosen: int = 1
-
-    @property
-    def has_correction(self) -> bool:
-        """No."""
-        return False
+    has_correction: ClassVar[bool] = False
 
     def route(self, logits: Tensor, correction: Tensor | None) -> Routed:
         """Groups rank by their best expert; experts of the other groups count as impossible."""
@@ -192,11 +170,7 @@ class Sigmoid:
     factor: float
     num_groups: int
     num_groups_chosen: int
-
-    @property
-    def has_correction(self) -> bool:
-        """Yes."""
-        return True
+    has_correction: ClassVar[bool] = True
 
     def route(self, logits: Tensor, correction: Tensor | None) -> Routed:
         """Groups rank by their two best experts together; weights are the scores without correction."""
@@ -242,13 +216,13 @@ class ClampedSpec:
     limit: float
     """Values are cut off here on both sides, gates above."""
 
-    def load(self, loader: Loader, index: int, prefix: str) -> Clamped:
+    def load(self, loader: Loader, _index: int, prefix: str) -> Moe:
         """This rank's experts; `prefix` names the module."""
         router = f"{prefix}.router"
         weight = loader.take(TensorSlice(f"{router}.weight", (self.num_experts, self.hidden_size)))
         bias = loader.take(TensorSlice(f"{router}.bias", (self.num_experts,)))
         experts = self._experts(loader, f"{prefix}.experts", cut_evenly(self.num_experts, loader.cut.width))
-        return Clamped(index, self, Linear(weight, bias), experts, loader.on_experts)
+        return Moe(self.rule, Linear(weight, bias), experts)
 
     def _experts(self, loader: Loader, prefix: str, span: Range) -> ClampedExperts:
         def taken(name: str, *shape: int) -> Tensor:
@@ -284,21 +258,3 @@ class ClampedExperts:
         gate, up = both[..., 0::2].clamp(max=limit), both[..., 1::2].clamp(-limit, limit)
         gated = (up + 1) * (gate * torch.sigmoid(gate * self.spec.gain))
         return functional.linear(gated, self.output[i], self.output_bias[i])
-
-
-@dataclass(frozen=True, slots=True)
-class Clamped:
-    """One mixture on one rank."""
-
-    index: int
-    spec: ClampedSpec
-    router: Linear
-    experts: ClampedExperts
-    on_experts: ExpertsHook | None
-
-    def feed(self, x: Tensor) -> Tensor:
-        """This rank's part of the output for normed rows x."""
-        weights, chosen = self.spec.rule.route(self.router(x).float(), None)
-        if self.on_experts is not None:
-            self.on_experts(self.index, chosen)
-        return add_routed(torch.zeros_like(x), x, (weights.to(x.dtype), chosen), self.experts)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.models.config import ModelFields
+from baton.engine.models.fused import kernels_for
 from baton.plan.models.fields import shown
 
 THETA = 10_000.0
@@ -68,9 +69,15 @@ class Rope:
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """x (rows, heads, channels) turned by each row's position; channels past the spec's are kept."""
-        dim, turns = self.spec.dim, self._rotation(positions)
+        dim = self.spec.dim
+        is_plain = dim == x.shape[-1] and not self.spec.is_paired_in and not self.spec.is_paired_out
+        kernels = kernels_for(x) if is_plain else None
+        if kernels is not None:
+            rotated: Tensor = kernels.rotate(x, positions, self._table)
+            return rotated
+        turns = self._rotation(positions)
         cos, sin = turns.cos, turns.sin
-        if dim == x.shape[-1] and not self.spec.is_paired_in and not self.spec.is_paired_out:
+        if is_plain:
             # The same in fewer calls, each of which a GPU waits for where steps are short.
             turned = x * turns.cos_twice
             (a, b), (out_a, out_b) = x.chunk(2, dim=-1), turned.chunk(2, dim=-1)

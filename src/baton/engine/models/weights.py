@@ -6,37 +6,22 @@ so that the parent refuses a checkpoint before any worker starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
+from baton.engine.checkpoint import Checkpoint
 from baton.engine.models.base import Cut, Share
 from baton.engine.models.rope import Rope, RopeSpec
 from baton.errors import ConfigError, EngineError
 from baton.plan.layout import parse_layout
 from baton.plan.ranges import Range, even_cuts
-
-
-class WeightSource(Protocol):
-    """A model on disk, under Hugging Face parameter names."""
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        """What config.json holds."""
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """The shape of a tensor, None where there is no such tensor."""
-
-    def read(self, name: str, index: tuple[slice, ...] = (), *, device: torch.device | None = None) -> Tensor:
-        """That part of a tensor, in whatever float dtype it is stored; nothing else is read."""
-
-
-ExpertsHook = Callable[[int, Tensor], None]
-"""Is called with a layer's index and the expert ids (rows, experts per token) chosen there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +52,15 @@ def columns(name: str, shape: tuple[int, int], span: Range) -> TensorSlice:
     return TensorSlice(name, shape, (slice(0, shape[0]), slice(*span)))
 
 
+_ELEMENTWISE = {"add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "exp", "neg", "cos", "sin"}
+
+
 class Loader:
     """Reads pieces for one rank, in its dtype and on its device."""
 
-    def __init__(
-        self,
-        checkpoint: WeightSource,
-        cut: Cut,
-        max_context: int | None = None,
-        on_experts: ExpertsHook | None = None,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, cut: Cut, max_context: int | None = None) -> None:
         self.cut = cut
         self.max_context = max_context
-        self.on_experts = on_experts
         self._checkpoint = checkpoint
         self._ropes: dict[RopeSpec, Rope] = {}
 
@@ -127,7 +108,7 @@ class Loader:
 class DryLoader(Loader):
     """Reads nothing, and collects the problems that a real loader would meet."""
 
-    def __init__(self, checkpoint: WeightSource, cut: Cut) -> None:
+    def __init__(self, checkpoint: Checkpoint, cut: Cut) -> None:
         super().__init__(checkpoint, Cut(cut.layers, cut.heads, cut.width, cut.dtype, torch.device("meta")))
         self.problems: list[str] = []
 
@@ -138,8 +119,35 @@ class DryLoader(Loader):
             self.problems.append(problem)
         return torch.empty(piece.sizes, dtype=dtype or self.cut.dtype, device=self.cut.device)
 
+    def rope(self, spec: RopeSpec) -> Rope:
+        """The rotation of one position: it depends on no tensor."""
+        return Rope(replace(spec, num_positions=1), self.cut.dtype, torch.device("cpu"))
 
-def shape_problem(checkpoint: WeightSource, piece: TensorSlice) -> str:
+
+class ShapesOnly(TorchFunctionMode):
+    """While layers load stand-ins, gives what they compute of them as a stand-in of the right shape.
+
+    PyTorch does the same, and imports its compiler for that: 2 s of a core at every start. Ops that are not
+    known here are left to it.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.cat and len(args) == 1 and not kwargs and all(each.is_meta for each in args[0]):
+            first = args[0][0]
+            num_rows = sum(len(tensor) for tensor in args[0])
+            return torch.empty((num_rows, *first.shape[1:]), dtype=first.dtype, device=first.device)
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        is_elementwise = func.__name__.strip("_") in _ELEMENTWISE and not kwargs
+        if is_elementwise and tensors and all(tensor.is_meta for tensor in tensors):
+            shape = np.broadcast_shapes(*(tuple(tensor.shape) for tensor in tensors))
+            return torch.empty(shape, dtype=tensors[0].dtype, device=tensors[0].device)
+        return func(*args, **kwargs)
+
+
+def shape_problem(checkpoint: Checkpoint, piece: TensorSlice) -> str:
     """What is wrong with a piece's tensor, empty where nothing is."""
     found = checkpoint.shape(piece.name)
     if found is None:

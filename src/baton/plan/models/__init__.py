@@ -9,10 +9,10 @@ cached only where a draft runs.
 from __future__ import annotations
 
 from baton.plan.cache import Cache
-from baton.plan.models.config import card_names, read_parts
+from baton.plan.models.config import card_names, read_card, read_parts
 from baton.plan.models.parts import stack
 
-__all__ = ["active_parameters", "card_names", "load_cache"]
+__all__ = ["active_parameters", "card_names", "load_cache", "read_card"]
 
 
 def load_cache(text: str) -> Cache:

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from baton.errors import ConfigError
 from baton.plan.cache import Cache
@@ -33,6 +34,12 @@ def card_names() -> tuple[str, ...]:
     return tuple(sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)))
 
 
+def read_card(name: str) -> dict[str, Any]:
+    """A built-in card: the config of a model, at least as far as its cache depends on it."""
+    card: dict[str, Any] = json.loads((_CARDS / (name + _SUFFIX)).read_text("utf-8"))
+    return card
+
+
 def read_parts(text: str) -> tuple[ModelPart, ...]:
     """The parts that MODEL text joins with `+`; a path may itself contain one."""
     path = _config_path(text)
@@ -46,7 +53,7 @@ def _read_part(part: str, text: str) -> ModelPart:
     if path:
         return _read_file(path)
     if part in card_names():
-        return read_config(json.loads((_CARDS / (part + _SUFFIX)).read_text("utf-8")), f"card {part}")
+        return read_config(read_card(part), f"card {part}")
     if ":" in part:
         return parse_spec(part)
     raise _unknown(part, text)

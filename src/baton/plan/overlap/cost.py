@@ -19,7 +19,7 @@ predicted.
 import numpy as np
 import numpy.typing as npt
 
-from baton.plan.overlap.base import Groups, LayerTimes, Policy, refuse_option
+from baton.plan.overlap import Groups, LayerTimes, Policy, refuse_option
 
 TIE_RELATIVE = 1e-12
 """Sums of some hundred floats agree to about 1e-14; a smaller difference is rounding, not a better cut."""

@@ -4,7 +4,7 @@ import math
 import re
 
 from baton.errors import ConfigError
-from baton.plan.overlap.base import Groups, LayerTimes, Policy, equal_groups, refuse_option
+from baton.plan.overlap import Groups, LayerTimes, Policy, equal_groups, refuse_option
 
 # One spelling per size, so that logs and configurations compare as text.
 SIZE_PATTERN = re.compile(r"[1-9][0-9]{0,5}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from baton.errors import ConfigError
 from baton.sim.core import Violation
-from baton.sim.scenarios import failures, messages, requests
+from baton.sim.scenarios import failures, messages, preemption, requests
 from baton.sim.scenarios.run import SCENARIOS, ScenarioRun
 from baton.sim.world import World
 
-__all__ = ["SCENARIOS", "failures", "messages", "requests", "run_scenario"]
+__all__ = ["SCENARIOS", "failures", "messages", "preemption", "requests", "run_scenario"]
 
 
 def run_scenario(name: str, seed: int = 0, *, is_traced: bool = False) -> tuple[World, Violation | None]:

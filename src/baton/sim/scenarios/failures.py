@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from baton.protocol.messages import Abort, Commit, Grant, Landed, Paths, Unquiet
 from baton.protocol.outcomes import Failed, Ready, Why
+from baton.sim.network import join_member
 from baton.sim.scenarios.run import PLAIN, SIDES, WEAK, ScenarioRun, Side, lost, scenario
 from baton.sim.transport import CopyEnd
 
@@ -17,16 +18,18 @@ PATIENT = replace(PLAIN, timings=replace(PLAIN.timings, copy_s=2.0, progress_s=4
 # Deaths.
 
 
-@scenario("target-dies-before", "the target dies before it asks")
+@scenario()
 def target_dies_before(run: ScenarioRun) -> Iterator[None]:
+    """The target dies before it asks."""
     run.at(0.005, run.kill, "D0", 1)
     run.request_at(0.01)
     yield
     run.expect_failed(1, "source", Why.DEADLINE)
 
 
-@scenario("target-dies-granted", "the target dies after it granted")
+@scenario()
 def target_dies_granted(run: ScenarioRun) -> Iterator[None]:
+    """The target dies after it granted."""
     run.request_at(0.01)
     run.when("sent", Grant, run.kill, "D0", 0)
     run.request_at(0.2)
@@ -35,8 +38,9 @@ def target_dies_granted(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(2)
 
 
-@scenario("target-dies-copying", "the target dies while a source writes to it")
+@scenario()
 def target_dies_copying(run: ScenarioRun) -> Iterator[None]:
+    """The target dies while a source writes to it."""
     run.request_at(0.01)
     run.when_written(run.kill, "D0", 1)
     run.request_at(0.2)
@@ -45,8 +49,9 @@ def target_dies_copying(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(2)
 
 
-@scenario("source-dies-before", "the source dies before its first layer")
+@scenario()
 def source_dies_before(run: ScenarioRun) -> Iterator[None]:
+    """The source dies before its first layer."""
     run.request_at(0.01)
     run.when("received", Grant, run.kill, "P0", 0)
     run.request_at(0.2)
@@ -55,8 +60,9 @@ def source_dies_before(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(2)
 
 
-@scenario("source-dies-copying", "the source dies in the middle of a layer")
+@scenario()
 def source_dies_copying(run: ScenarioRun) -> Iterator[None]:
+    """The source dies in the middle of a layer."""
     run.request_at(0.01)
     run.when_written(run.kill, "P0", 1)
     run.request_at(0.2)
@@ -65,8 +71,9 @@ def source_dies_copying(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(2)
 
 
-@scenario("source-dies-committed", "the source dies after its last write")
+@scenario()
 def source_dies_committed(run: ScenarioRun) -> Iterator[None]:
+    """The source dies after its last write."""
     run.request_at(0.01)
     run.when("sent", Commit, run.kill, "P0", 0, nth=2)
     run.request_at(0.2)
@@ -77,8 +84,10 @@ def source_dies_committed(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(2)
 
 
-@scenario("source-restarts", "the source comes back at its address with new memory")
+@scenario()
 def source_restarts(run: ScenarioRun) -> Iterator[None]:
+    """The source comes back at its address with new memory."""
+
     def echo_all() -> None:
         """The new incarnation gets every message that the dead one got."""
         for end in run.world.network.standing():
@@ -105,9 +114,46 @@ def source_restarts(run: ScenarioRun) -> Iterator[None]:
 # Aborts.
 
 
-@scenario("target-aborts", "the target aborts while a source writes to it")
+def _outlive(run: ScenarioRun) -> None:
+    """Rank 1 of the target hangs while its instance dies, and is the first to attach to the next one."""
+    instance = run.world.instances["D0"]
+    incarnation, start, parties = instance.incarnation, instance.start, run.world.network.parties
+    assert incarnation is not None
+    host = incarnation.hosts[1]
+    party = parties[host.name]
+
+    def start_and_attach() -> None:
+        start()
+        assert instance.incarnation is not None
+        assert instance.incarnation.coordinator is not None
+        successor, parties[host.name] = parties[host.name], party
+        join_member(host, instance.incarnation.coordinator, 0.0)
+        parties[host.name] = successor
+        run.world.schedule.after(0.05, host.process.resume)
+        instance.start = start  # type: ignore[method-assign]
+
+    instance.start = start_and_attach  # type: ignore[method-assign]
+    host.process.halt()
+    incarnation.processes.remove(host.process)
+    del host.process.at_death[0]  # its end is none of the next incarnation
+    run.kill("D0", 0)
+
+
+@scenario(options=replace(PLAIN, epochless_share=1.0))
+def rank_outlives(run: ScenarioRun) -> Iterator[None]:
+    """A rank that learned its epoch outlives its instance and attaches to the next one."""
+    run.request_at(0.01)
+    run.at(0.15, _outlive, run)
+    run.request_at(0.4)
+    yield
+    run.check(run.world.instances["D0"].num_lives == 2, "the target did not come back once")
+    run.expect_ready(1, 2)
+
+
+@scenario()
 @scenario("target-aborts-weak", "the same without revocation", options=replace(PLAIN, strength=WEAK))
 def target_aborts(run: ScenarioRun) -> Iterator[None]:
+    """The target aborts while a source writes to it."""
     run.request_at(0.01)
     run.when_written(run.abort, 1, "target")
     run.request_at(0.02)
@@ -117,12 +163,9 @@ def target_aborts(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(2, 3)
 
 
-@scenario(
-    "abort-unpacking",
-    "the target aborts while it unpacks",
-    options=replace(PLAIN, is_packing=True),
-)
+@scenario(options=replace(PLAIN, is_packing=True))
 def abort_unpacking(run: ScenarioRun) -> Iterator[None]:
+    """The target aborts while it unpacks."""
     run.world.network.job_s = 0.05
     run.request_at(0.01)
     run.when("received", Landed, run.abort, 1, "target")
@@ -130,8 +173,9 @@ def abort_unpacking(run: ScenarioRun) -> Iterator[None]:
     run.expect_both_failed(1, Why.ABORTED)
 
 
-@scenario("source-preempts", "the source takes pages away while they are copied")
+@scenario()
 def source_preempts(run: ScenarioRun) -> Iterator[None]:
+    """The source takes pages away while they are copied."""
     run.request_at(0.01)
     run.when_written(run.abort, 1, "source")
     run.request_at(0.05)
@@ -140,16 +184,18 @@ def source_preempts(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(2)
 
 
-@scenario("abort-unmet", "the target aborts before it has reached the source, which learns of it")
+@scenario()
 def abort_unmet(run: ScenarioRun) -> Iterator[None]:
+    """The target aborts before it has reached the source, which learns of it."""
     run.request_at(0.01)
     run.at(0.0115, run.abort, 1, "target")
     yield
     run.expect_both_failed(1, Why.ABORTED)
 
 
-@scenario("abort-storm", "a dozen clients go away at once")
+@scenario()
 def abort_storm(run: ScenarioRun) -> Iterator[None]:
+    """A dozen clients go away at once."""
     for number in range(12):
         run.request_at(0.01 + 0.0005 * number, 4)
         run.at(0.012 + 0.0009 * number, run.abort, number + 1, *SIDES[number % 2 :])
@@ -161,8 +207,9 @@ def abort_storm(run: ScenarioRun) -> Iterator[None]:
 # Ranks and copies that fail.
 
 
-@scenario("rank-fails", "one of several source ranks fails to copy")
+@scenario()
 def rank_fails(run: ScenarioRun) -> Iterator[None]:
+    """One of several source ranks fails to copy."""
     run.change_copies("P0/1", CopyEnd.ERROR, times=1)
     run.request_at(0.01)
     run.request_at(0.1)
@@ -170,13 +217,9 @@ def rank_fails(run: ScenarioRun) -> Iterator[None]:
     _expect_rank_1_failed(run)
 
 
-@scenario(
-    "rank-hangs",
-    "one of several source ranks hangs, and its copy lands later",
-    source=Side("pp2.tp2"),
-    options=replace(PLAIN, strength=WEAK),
-)
+@scenario(source=Side("pp2.tp2"), options=replace(PLAIN, strength=WEAK))
 def rank_hangs(run: ScenarioRun) -> Iterator[None]:
+    """One of several source ranks hangs, and its copy lands later."""
     run.change_copies("P0/1", CopyEnd.HANG, times=1, late_s=0.2)
     run.request_at(0.01)
     run.request_at(0.6)
@@ -193,12 +236,10 @@ def _expect_rank_1_failed(run: ScenarioRun) -> None:
     run.expect_ready(2)
 
 
-@scenario(
-    "rank-joins-late",
-    "a source rank begins to prefill after the target has aborted",
-    options=replace(PLAIN, strength=WEAK, slowness=0.1),
-)
+@scenario(options=replace(PLAIN, strength=WEAK, slowness=0.1))
 def rank_joins_late(run: ScenarioRun) -> Iterator[None]:
+    """A source rank begins to prefill after the target has aborted."""
+
     def halt_rank() -> None:
         process = next(process for process in run.world.instances["P0"].processes if process.name == "P0/1")
         process.halt()
@@ -215,8 +256,9 @@ def rank_joins_late(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(2)
 
 
-@scenario("one-hangs", "one copy of a chunk fails at once while others hang", options=PATIENT)
+@scenario(options=PATIENT)
 def one_hangs(run: ScenarioRun) -> Iterator[None]:
+    """One copy of a chunk fails at once while others hang."""
     run.change_copies("P0/0", CopyEnd.HANG, times=4, late_s=0.1)
     run.change_copies("P0/0", CopyEnd.ERROR, times=1)
     run.request_at(0.01)
@@ -224,12 +266,9 @@ def one_hangs(run: ScenarioRun) -> Iterator[None]:
     run.expect_both_failed(1, Why.COPY_FAILED)
 
 
-@scenario(
-    "doubt-stays",
-    "a source that could not vouch for a grant does not call it quiet when asked again",
-    options=replace(PLAIN, strength=WEAK),
-)
+@scenario(options=replace(PLAIN, strength=WEAK))
 def doubt_stays(run: ScenarioRun) -> Iterator[None]:
+    """A source that could not vouch for a grant does not call it quiet when asked again."""
     run.change_copies("P0", CopyEnd.LATE, times=1, late_s=0.4)
     run.change_frames(Abort, lost)
     run.change_frames(Unquiet, lost)
@@ -242,8 +281,9 @@ def doubt_stays(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(2)
 
 
-@scenario("paths-lost", "a grant arrives without its paths", options=replace(PLAIN, verified_share=1.0))
+@scenario(options=replace(PLAIN, verified_share=1.0))
 def paths_lost(run: ScenarioRun) -> Iterator[None]:
+    """A grant arrives without its paths."""
     run.change_frames(Paths, lost, times=2)
     for number in range(3):
         run.request_at(0.01 + 0.1 * number)
@@ -255,14 +295,12 @@ def paths_lost(run: ScenarioRun) -> Iterator[None]:
 # Found by a seed.
 
 
-@scenario(
-    "turned-out-in-flight",
-    "a writer is revoked while half of another transfer's copy has landed (seed 1018420)",
-    source=Side("tp1"),
-    target=Side("tp1"),
-)
+@scenario(source=Side("tp1"), target=Side("tp1"))
 def turned_out_in_flight(run: ScenarioRun) -> Iterator[None]:
-    """The second transfer's copies would have ended before their source learns of the revocation."""
+    """A writer is revoked while half of another transfer's copy has landed (seed 1018420).
+
+    The second transfer's copies would have ended before their source learns of the revocation.
+    """
 
     def recover() -> None:
         run.world.fabric.faults.clear()
@@ -280,11 +318,7 @@ def turned_out_in_flight(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(3)
 
 
-@scenario(
-    "granted-while-draining",
-    "a grant arrives at a source that turned its ranks away (seed 1016035)",
-    options=PATIENT,
-)
+@scenario(options=PATIENT)
 @scenario(
     "asked-while-draining",
     "a source that turned its ranks away is asked for the dp group",
@@ -292,6 +326,8 @@ def turned_out_in_flight(run: ScenarioRun) -> Iterator[None]:
     options=PATIENT,
 )
 def granted_while_draining(run: ScenarioRun) -> Iterator[None]:
+    """A grant arrives at a source that turned its ranks away (seed 1016035)."""
+
     def drain() -> None:
         incarnation = run.world.instances["P0"].incarnation
         assert incarnation is not None

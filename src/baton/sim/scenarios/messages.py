@@ -8,7 +8,7 @@ from functools import partial
 
 from baton.errors import ConfigError
 from baton.plan.execution import Bytes
-from baton.protocol.messages import Abort, AnyMessage, AuxRecord, Commit, Grant, Landed, OutcomeQuery, Settled
+from baton.protocol.messages import Abort, AuxRecord, Commit, Grant, Landed, Message, OutcomeQuery, Settled
 from baton.protocol.outcomes import Why
 from baton.sim.checkers import AllOpened
 from baton.sim.network import SimFrame
@@ -19,16 +19,18 @@ AHEAD = replace(PLAIN, strength=UNENFORCED)
 AHEAD_WEAK = replace(PLAIN, strength=WEAK, faults_s=0.6)
 
 
-@scenario("verdict-lost", "the outcome is lost once")
+@scenario()
 def verdict_lost(run: ScenarioRun) -> Iterator[None]:
+    """The outcome is lost once."""
     run.change_frames(Settled, lost)
     run.request_at(0.01)
     yield
     run.expect_ready(1)
 
 
-@scenario("verdict-slow", "the outcome arrives after the progress deadline of a committed source")
+@scenario()
 def verdict_slow(run: ScenarioRun) -> Iterator[None]:
+    """The outcome arrives after the progress deadline of a committed source."""
     run.change_frames(Commit, later(0.5), times=2)
     run.change_frames(Settled, later(0.35), times=10)
     run.request_at(0.01)
@@ -36,8 +38,9 @@ def verdict_slow(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(1)
 
 
-@scenario("messages-twice", "every message arrives twice")
+@scenario()
 def messages_twice(run: ScenarioRun) -> Iterator[None]:
+    """Every message arrives twice."""
     for kind in (Grant, Landed, Commit, AuxRecord, Settled):
         run.change_frames(kind, again(0.003), times=100)
     run.request_at(0.01)
@@ -45,24 +48,27 @@ def messages_twice(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(1)
 
 
-@scenario("commit-first", "the commit overtakes the chunks")
+@scenario()
 def commit_first(run: ScenarioRun) -> Iterator[None]:
+    """The commit overtakes the chunks."""
     run.change_frames(Landed, later(0.03), times=2)
     run.request_at(0.01)
     yield
     run.expect_ready(1)
 
 
-@scenario("aux-last", "the aux record arrives last")
+@scenario()
 def aux_last(run: ScenarioRun) -> Iterator[None]:
+    """The aux record arrives last."""
     run.change_frames(AuxRecord, later(0.05))
     run.request_at(0.01)
     yield
     run.expect_ready(1)
 
 
-@scenario("late-target", "the decode leg arrives long after the prefill is done")
+@scenario()
 def late_target(run: ScenarioRun) -> Iterator[None]:
+    """The decode leg arrives long after the prefill is done."""
     target = run.world.instances["D0"]
     run.reroute("D0", lambda attempt: run.at(0.3, type(target).arrive, target, attempt))
     run.request_at(0.01)
@@ -70,8 +76,9 @@ def late_target(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(1)
 
 
-@scenario("grant-overtaken", "an abort overtakes its grant")
+@scenario()
 def grant_overtaken(run: ScenarioRun) -> Iterator[None]:
+    """An abort overtakes its grant."""
     run.change_frames(Grant, later(0.05))
     run.when("sent", Grant, run.abort, 1, "target")
     run.request_at(0.01)
@@ -80,8 +87,9 @@ def grant_overtaken(run: ScenarioRun) -> Iterator[None]:
     run.check(run.num_writes == 0, f"{run.num_writes} pieces were written under a grant that was over")
 
 
-@scenario("quiet-asked-then-grant", "a grant arrives after its target asked for quiet")
+@scenario()
 def quiet_asked_then_grant(run: ScenarioRun) -> Iterator[None]:
+    """A grant arrives after its target asked for quiet."""
     run.change_frames(Grant, later(0.5))
     run.change_frames(Abort, lost, times=3)
     run.when("sent", Grant, run.abort, 1, "target")
@@ -92,8 +100,9 @@ def quiet_asked_then_grant(run: ScenarioRun) -> Iterator[None]:
     run.check(run.num_writes == 0, f"{run.num_writes} pieces were written after quiet was said")
 
 
-@scenario("quiet-then-grant", "a grant arrives again after quiet was said")
+@scenario()
 def quiet_then_grant(run: ScenarioRun) -> Iterator[None]:
+    """A grant arrives again after quiet was said."""
     run.change_frames(Grant, again(0.25))
     run.when("received", Grant, run.abort, 1, "target")
     run.request_at(0.01)
@@ -103,9 +112,10 @@ def quiet_then_grant(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(2)
 
 
-@scenario("old-channel", "a grant is lost with its connection, and arrives by the next one")
+@scenario()
 def old_channel(run: ScenarioRun) -> Iterator[None]:
-    kept: list[AnyMessage] = []
+    """A grant is lost with its connection, and arrives by the next one."""
+    kept: list[Message] = []
     network = run.world.network
 
     def keep(frame: SimFrame) -> None:
@@ -134,8 +144,10 @@ def old_channel(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(2)
 
 
-@scenario("bad-wire", "a wire flips bits, and checksums show it", options=replace(PLAIN, verified_share=1.0))
+@scenario(options=replace(PLAIN, verified_share=1.0))
 def bad_wire(run: ScenarioRun) -> Iterator[None]:
+    """A wire flips bits, and checksums show it."""
+
     def flip(carried: Bytes) -> Bytes:
         corrupted = carried.copy()
         corrupted[0] ^= 1
@@ -195,31 +207,35 @@ def _refuse_pages(run: ScenarioRun) -> None:
     half.agree = refuse  # type: ignore[method-assign, assignment]
 
 
-@scenario("granted-ahead", "ranks that have copied before do not wait", options=AHEAD)
+@scenario(options=AHEAD)
 def granted_ahead(run: ScenarioRun) -> Iterator[None]:
+    """Ranks that have copied before do not wait."""
     _request_three(run)
     yield
     _expect_ahead(run)
     run.expect_ready(1, 2, 3)
 
 
-@scenario("written-unopened", "everything is written before a rank has opened", options=AHEAD)
+@scenario(options=AHEAD)
 def written_unopened(run: ScenarioRun) -> Iterator[None]:
+    """Everything is written before a rank has opened."""
     _request_three(run, partial(_halt_rank, run))
     yield
     _expect_ahead(run)
     run.expect_ready(1, 2, 3)
 
 
-@scenario("unopened", "a rank cannot open a grant that was sent ahead", options=AHEAD)
+@scenario(options=AHEAD)
 def unopened(run: ScenarioRun) -> Iterator[None]:
+    """A rank cannot open a grant that was sent ahead."""
     _request_three(run, partial(_refuse_pages, run))
     yield
     _expect_second_failed(run, Why.REFUSED_LAYOUT)
 
 
-@scenario("unopened-late", "the same without revocation, and copies land later", options=AHEAD_WEAK)
+@scenario(options=AHEAD_WEAK)
 def unopened_late(run: ScenarioRun) -> Iterator[None]:
+    """The same without revocation, and copies land later."""
     _request_three(run, partial(_refuse_pages, run))
     run.when("sent", Grant, partial(run.change_copies, "P0", CopyEnd.LATE, late_s=0.2), nth=2)
     run.at(0.29, run.world.fabric.faults.clear)
@@ -227,30 +243,25 @@ def unopened_late(run: ScenarioRun) -> Iterator[None]:
     _expect_second_failed(run, Why.REFUSED_LAYOUT, Why.COPY_FAILED)
 
 
-@scenario("unopened-target-aborts", "the target aborts before its ranks have opened", options=AHEAD_WEAK)
+@scenario(options=AHEAD_WEAK)
 def unopened_target_aborts(run: ScenarioRun) -> Iterator[None]:
+    """The target aborts before its ranks have opened."""
     _request_three(run, partial(run.abort, 2, "target"))
     yield
     _expect_second_failed(run, Why.ABORTED)
 
 
-@scenario(
-    "unopened-source-aborts",
-    "the source aborts after everything is written and before a target rank has opened",
-    options=AHEAD_WEAK,
-)
+@scenario(options=AHEAD_WEAK)
 def unopened_source_aborts(run: ScenarioRun) -> Iterator[None]:
+    """The source aborts after everything is written and before a target rank has opened."""
     _request_three(run, partial(_halt_rank, run))
     run.when("sent", Grant, partial(run.world.schedule.after, 0.02, run.abort, 2, "source"), nth=2)
     yield
     _expect_second_failed(run, Why.ABORTED)
 
 
-@scenario(
-    "committed-source-aborts",
-    "a committed source aborts, and cannot ask for the outcome",
-    options=AHEAD_WEAK,
-)
+@scenario(options=AHEAD_WEAK)
 def committed_source_aborts(run: ScenarioRun) -> Iterator[None]:
+    """A committed source aborts, and cannot ask for the outcome."""
     run.change_frames(OutcomeQuery, lost, times=100)
     yield from unopened_source_aborts(run)

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from baton.errors import ConfigError
 from baton.protocol.messages import Grant, Paths, Settled
-from baton.protocol.outcomes import Ready, Why
+from baton.protocol.outcomes import Failed, Ready, Why
 from baton.session.handles import Digest, Request
+from baton.sim.engines import Job, PrefillScript, SourceEngine
 from baton.sim.faults import Skew
 from baton.sim.router import Attempt
 from baton.sim.scenarios.run import PLAIN, WEAK, ScenarioRun, Side, scenario
@@ -30,8 +31,9 @@ def _send_again(run: ScenarioRun) -> None:
         run.world.instances[name].arrive(duplicate)
 
 
-@scenario("id-replayed", "a transfer id comes again after its end")
+@scenario()
 def id_replayed(run: ScenarioRun) -> Iterator[None]:
+    """A transfer id comes again after its end."""
     run.request_at(0.01)
     run.when("received", Settled, _send_again, run)
     yield
@@ -39,8 +41,9 @@ def id_replayed(run: ScenarioRun) -> Iterator[None]:
     run.expect_both_failed(2, Why.REFUSED_LIVE_ID)
 
 
-@scenario("id-live", "a transfer id comes again while it is live")
+@scenario()
 def id_live(run: ScenarioRun) -> Iterator[None]:
+    """A transfer id comes again while it is live."""
     run.request_at(0.01)
     run.at(0.0135, _send_again, run)
     yield
@@ -48,12 +51,9 @@ def id_live(run: ScenarioRun) -> Iterator[None]:
     run.expect_both_failed(2, Why.REFUSED_LIVE_ID)
 
 
-@scenario(
-    "id-reused",
-    "an id is used again long after its end, and its old messages arrive once more",
-    options=replace(PLAIN, faults_s=FORGOTTEN_S),
-)
+@scenario(options=replace(PLAIN, faults_s=FORGOTTEN_S))
 def id_reused(run: ScenarioRun) -> Iterator[None]:
+    """An id is used again long after its end, and its old messages arrive once more."""
     network = run.world.network
 
     def remember() -> None:
@@ -76,12 +76,10 @@ def id_reused(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(1, 2)
 
 
-@scenario(
-    "id-aborted-again",
-    "a source aborts and begins again under the same id while the grant is on its way to its ranks",
-    options=replace(PLAIN, strength=WEAK, slowness=0.1),
-)
+@scenario(options=replace(PLAIN, strength=WEAK, slowness=0.1))
 def id_aborted_again(run: ScenarioRun) -> Iterator[None]:
+    """A source aborts and begins again under the same id while the grant is on its way to its ranks."""
+
     def begin_again() -> None:
         run.abort(1, "source")
         duplicate = replace(run.attempt(1), tag=2)
@@ -98,8 +96,10 @@ def id_aborted_again(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(3)
 
 
-@scenario("two-attempts", "the router retries a request while its first attempt is under way")
+@scenario()
 def two_attempts(run: ScenarioRun) -> Iterator[None]:
+    """The router retries a request while its first attempt is under way."""
+
     def retry() -> None:
         router = run.world.router
         router.attempts_max = 2
@@ -114,8 +114,9 @@ def two_attempts(run: ScenarioRun) -> Iterator[None]:
 # Prompts and peers that do not match.
 
 
-@scenario("other-prompt", "the sides tokenise a prompt differently")
+@scenario()
 def other_prompt(run: ScenarioRun) -> Iterator[None]:
+    """The sides tokenise a prompt differently."""
     run.at(0.01, lambda: run.request(is_same=False))
     run.request_at(0.05)
     yield
@@ -123,8 +124,9 @@ def other_prompt(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(2)
 
 
-@scenario("other-length", "the sides tokenise a prompt to different lengths")
+@scenario()
 def other_length(run: ScenarioRun) -> Iterator[None]:
+    """The sides tokenise a prompt to different lengths."""
     run.at(0.01, lambda: run.request(8, target_tokens=11))
     run.request_at(0.05)
     yield
@@ -132,8 +134,9 @@ def other_length(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(2)
 
 
-@scenario("version-mismatch", "a peer of another version is refused with the reason")
+@scenario()
 def version_mismatch(run: ScenarioRun) -> Iterator[None]:
+    """A peer of another version is refused with the reason."""
     run.world.instances["P0"].versions = (7, 9)
     run.request_at(0.01)
     yield
@@ -141,10 +144,9 @@ def version_mismatch(run: ScenarioRun) -> Iterator[None]:
     run.expect_failed(1, "source", Why.DEADLINE)
 
 
-@scenario(
-    "layout-mismatch", "a peer with another cache is refused with the reason", target=Side("pp2", "latent")
-)
+@scenario(target=Side("pp2", "latent"))
 def layout_mismatch(run: ScenarioRun) -> Iterator[None]:
+    """A peer with another cache is refused with the reason."""
     run.request_at(0.01)
     yield
     run.expect_failed(1, "target", Why.REFUSED_LAYOUT)
@@ -152,8 +154,9 @@ def layout_mismatch(run: ScenarioRun) -> Iterator[None]:
     run.check(run.num_writes == 0, "something was written between instances that have no plan")
 
 
-@scenario("clocks-apart", "every process has a clock of its own")
+@scenario()
 def clocks_apart(run: ScenarioRun) -> Iterator[None]:
+    """Every process has a clock of its own."""
     Skew(1e6, 0.05).install(run.world)
     for number in range(3):
         run.request_at(0.01 + 0.03 * number)
@@ -161,8 +164,9 @@ def clocks_apart(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(1, 2, 3)
 
 
-@scenario("idle", "connections died while there was nothing to copy", options=replace(PLAIN, faults_s=30.5))
+@scenario(options=replace(PLAIN, faults_s=30.5))
 def idle(run: ScenarioRun) -> Iterator[None]:
+    """Connections died while there was nothing to copy."""
     run.request_at(0.01)
     run.at(30.0, run.change_copies, "P0", CopyEnd.ERROR)
     run.request_at(30.1)
@@ -176,8 +180,10 @@ def idle(run: ScenarioRun) -> Iterator[None]:
 # Pages.
 
 
-@scenario("wild-pages", "a target names pages that it does not have")
+@scenario()
 def wild_pages(run: ScenarioRun) -> Iterator[None]:
+    """A target names pages that it does not have."""
+
     def name_wild_pages() -> None:
         incarnation = run.world.instances["D0"].incarnation
         assert incarnation is not None
@@ -194,8 +200,10 @@ def wild_pages(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(1)
 
 
-@scenario("slow-target", "a transfer waits for pages, and gets them", target=SMALL)
+@scenario(target=SMALL)
 def slow_target(run: ScenarioRun) -> Iterator[None]:
+    """A transfer waits for pages, and gets them."""
+
     def hold() -> None:
         """The first transfer holds all pages of the target for a while."""
         run.world.fabric.copy_s = 0.05
@@ -208,8 +216,9 @@ def slow_target(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(1, 2)
 
 
-@scenario("no-room", "a target that has no pages in time says so", target=SMALL)
+@scenario(target=SMALL)
 def no_room(run: ScenarioRun) -> Iterator[None]:
+    """A target that has no pages in time says so."""
     run.world.fabric.copy_s = 0.3
     run.at(0.45, setattr, run.world.fabric, "copy_s", 0.0005)
     run.request_at(0.01, 16)
@@ -220,13 +229,15 @@ def no_room(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(3)
 
 
-@scenario("stuck-transfers", "pages of stuck transfers come back by themselves")
+@scenario()
 @scenario(
     "stuck-transfers-weak",
     "the same without revocation",
     options=replace(PLAIN, strength=WEAK, faults_s=1.6),
 )
 def stuck_transfers(run: ScenarioRun) -> Iterator[None]:
+    """Pages of stuck transfers come back by themselves."""
+
     def halt_source() -> None:
         """The source halts with three grants, and resumes when nobody waits any more."""
         for process in run.world.instances["P0"].processes:
@@ -241,14 +252,12 @@ def stuck_transfers(run: ScenarioRun) -> Iterator[None]:
         run.expect_failed(number, "target", Why.PEER_LOST)
 
 
-@scenario(
-    "circular-wait",
-    "source and target are full of each other's work",
-    source=Side("tp2", num_pages=8),
-    target=Side("pp2", num_pages=8),
-)
+@scenario(source=Side("tp2", num_pages=8), target=Side("pp2", num_pages=8))
 def circular_wait(run: ScenarioRun) -> Iterator[None]:
-    """The two sides get the same requests in opposite order, and have room for one and two of them."""
+    """Source and target are full of each other's work.
+
+    The two sides get the same requests in opposite order, and have room for one and two of them.
+    """
     target = run.world.instances["D0"]
     waiting: list[Attempt] = []
 
@@ -266,20 +275,16 @@ def circular_wait(run: ScenarioRun) -> Iterator[None]:
     run.check(num_ready >= 1, "no transfer succeeded")
 
 
-@scenario(
-    "one-caller",
-    "one rank names the pages of all, in any dp group",
-    target=Side("dp2.tp2"),
-    options=replace(PLAIN, one_call_share=1.0),
-)
+@scenario(target=Side("dp2.tp2"), options=replace(PLAIN, one_call_share=1.0))
 def one_caller(run: ScenarioRun) -> Iterator[None]:
+    """One rank names the pages of all, in any dp group."""
     for number in range(6):
         run.request_at(0.01 + 0.01 * number, 8)
     yield
     run.expect_ready(*range(1, 7))
 
 
-@scenario("sizes", "prompts shorter than a page, of whole pages, and in between")
+@scenario()
 @scenario(
     "sizes-held", "the same with prefixes that the target holds", options=replace(PLAIN, held_share=1.0)
 )
@@ -296,6 +301,7 @@ def one_caller(run: ScenarioRun) -> Iterator[None]:
     target=Side("cp2:stripe1", page=3, num_pages=32),
 )
 def sizes(run: ScenarioRun) -> Iterator[None]:
+    """Prompts shorter than a page, of whole pages, and in between."""
     for number, num_tokens in enumerate((1, 3, 4, 8, 9, 24)):
         run.request_at(0.01 + 0.02 * number, num_tokens)
     yield
@@ -305,8 +311,9 @@ def sizes(run: ScenarioRun) -> Iterator[None]:
 # Ranks of one group that disagree.
 
 
-@scenario("rank-mismatch", "one source rank prefilled another prompt than the others")
+@scenario()
 def rank_mismatch(run: ScenarioRun) -> Iterator[None]:
+    """One source rank prefilled another prompt than the others."""
     run.world.router.draw_odd_rank = lambda ends: ("source", 1) if not run.world.router.attempts else None
     run.request_at(0.01)
     run.request_at(0.1)
@@ -315,13 +322,12 @@ def rank_mismatch(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(2)
 
 
-@scenario(
-    "rank-mismatch-finished",
-    "one source rank ends its answer, and another prefilled another prompt",
-    options=replace(PLAIN, finish_share=1.0, faults_s=0.6),
-)
+@scenario(options=replace(PLAIN, finish_share=1.0, faults_s=0.6))
 def rank_mismatch_finished(run: ScenarioRun) -> Iterator[None]:
-    """The target asks before the answer ends or after it, and the odd rank joins early or late."""
+    """One source rank ends its answer, and another prefilled another prompt.
+
+    The target asks before the answer ends or after it, and the odd rank joins early or late.
+    """
     target = run.world.instances["D0"]
 
     def arrive_late(attempt: Attempt) -> None:
@@ -344,14 +350,12 @@ def rank_mismatch_finished(run: ScenarioRun) -> Iterator[None]:
         run.expect_both_failed(number, Why.REFUSED_PROMPT)
 
 
-@scenario(
-    "rank-mismatch-target",
-    "one target rank asks for another prompt than the others",
-    target=Side("tp4"),
-    options=replace(PLAIN, faults_s=0.6),
-)
+@scenario(target=Side("tp4"), options=replace(PLAIN, faults_s=0.6))
 def rank_mismatch_target(run: ScenarioRun) -> Iterator[None]:
-    """The odd rank asks first, in between and last."""
+    """One target rank asks for another prompt than the others.
+
+    The odd rank asks first, in between and last.
+    """
     router = run.world.router
     router.draw_odd_rank = lambda ends: ("target", len(router.attempts)) if len(router.attempts) < 4 else None
     for number in range(5):
@@ -362,8 +366,9 @@ def rank_mismatch_target(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(5)
 
 
-@scenario("finished", "the answer ends at the source", options=replace(PLAIN, finish_share=1.0))
+@scenario(options=replace(PLAIN, finish_share=1.0))
 def finished(run: ScenarioRun) -> Iterator[None]:
+    """The answer ends at the source."""
     run.request_at(0.01)
     yield
     run.expect_finished(1)
@@ -378,8 +383,9 @@ def _arrive_at_rival(run: ScenarioRun) -> None:
     run.world.instances["D1"].arrive(rival)
 
 
-@scenario("rival-target", "a second target asks for the same transfer", num_targets=2)
+@scenario(num_targets=2)
 def rival_target(run: ScenarioRun) -> Iterator[None]:
+    """A second target asks for the same transfer."""
     run.request_at(0.01)
     run.when("sent", Grant, _arrive_at_rival, run)
     yield
@@ -387,13 +393,9 @@ def rival_target(run: ScenarioRun) -> Iterator[None]:
     run.expect_failed(2, "target", Why.REFUSED_LIVE_ID)
 
 
-@scenario(
-    "rival-asks-late",
-    "a second target asks while the source stops its ranks",
-    source=Side("dp2.tp2"),
-    num_targets=2,
-)
+@scenario(source=Side("dp2.tp2"), num_targets=2)
 def rival_asks_late(run: ScenarioRun) -> Iterator[None]:
+    """A second target asks while the source stops its ranks."""
     run.change_copies("P0", CopyEnd.HANG)
     run.request_at(0.01)
     run.at(0.03, run.abort, 1, "target")
@@ -401,3 +403,37 @@ def rival_asks_late(run: ScenarioRun) -> Iterator[None]:
     yield
     run.expect_both_failed(1, Why.ABORTED)
     run.expect_failed(2, "target", Why.ABORTED, Why.REFUSED_LIVE_ID)
+
+
+# Progress deadlines.
+
+
+def _slow_down(run: ScenarioRun, step_s: float) -> None:
+    """The last step of every prefill takes this long."""
+    engine = run.world.instances["P0"].engine
+    assert isinstance(engine, SourceEngine)
+    draw = engine._draw_script
+
+    def draw_slow(job: Job) -> PrefillScript:
+        script = draw(job)
+        return replace(script, compute_s=(*script.compute_s[:-1], step_s))
+
+    engine._draw_script = draw_slow  # type: ignore[method-assign]
+
+
+@scenario()
+def slow_step(run: ScenarioRun) -> Iterator[None]:
+    """A prefill step takes longer than the progress deadline of all but two requests."""
+    step_s = 2 * PLAIN.timings.progress_s
+    run.at(0.005, _slow_down, run, step_s)
+    run.request_at(0.01, progress_s={"source": step_s + 0.3})
+    run.request_at(0.02, progress_s={"target": step_s + 0.3})
+    run.request_at(0.03)
+    run.request_at(0.04, progress_s={"source": 0.2, "target": 0.3})
+    yield
+    run.expect_ready(1, 2)
+    for number, patience_s in ((3, PLAIN.timings.progress_s), (4, 0.3)):
+        run.expect_both_failed(number, Why.DEADLINE)
+        outcome = run.outcome(number, "target")
+        text = f"no progress for {patience_s:g} s; raise progress_s"
+        run.check(isinstance(outcome, Failed) and text in outcome.cause.text, text, number)

@@ -6,14 +6,14 @@ how it ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from baton.plan.layout import parse_layout
 from baton.plan.ownership import Spec
 from baton.plan.storage import Storage
-from baton.protocol.messages import AnyMessage
+from baton.protocol.messages import Message
 from baton.protocol.outcomes import Failed, Finished, Outcome, Ready, Why
 from baton.sim.checkers import attach_checkers
 from baton.sim.core import Violation
@@ -75,19 +75,26 @@ SCENARIOS: dict[str, Scenario] = {}
 
 
 def scenario(
-    name: str,
-    text: str,
+    name: str = "",
+    text: str = "",
     *,
     source: Side = Side("tp2"),  # noqa: B008 - frozen
     target: Side = Side("pp2"),  # noqa: B008 - frozen
     options: Options = PLAIN,
     num_targets: int = 1,
 ) -> Callable[[Script], Script]:
-    """Registers a generator function as a scenario; one function may serve several."""
+    """Registers a generator function as a scenario; one function may serve several.
+
+    Name and text are those of the function, unless they are given.
+    """
 
     def register(script: Script) -> Script:
-        assert name not in SCENARIOS
-        SCENARIOS[name] = Scenario(name, text, script, source, target, options, num_targets)
+        summary = (script.__doc__ or "").partition("\n")[0].removesuffix(".")
+        known = name or script.__name__.replace("_", "-")
+        assert known not in SCENARIOS
+        SCENARIOS[known] = Scenario(
+            known, text or summary[0].lower() + summary[1:], script, source, target, options, num_targets
+        )
         return script
 
     return register
@@ -122,11 +129,9 @@ class ScenarioRun:
         return violation
 
     def _on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
-        del rank
         self.outcomes.setdefault((job.attempt.tag, job.side), []).append(outcome)
 
     def _on_write(self, write: object) -> None:
-        del write
         self.num_writes += 1
 
     # For scripts.
@@ -135,35 +140,41 @@ class ScenarioRun:
         self.world.schedule.at(time_s, act, *args)
 
     def request(
-        self, num_tokens: int = 8, *, target_tokens: int | None = None, is_same: bool = True
+        self,
+        num_tokens: int = 8,
+        *,
+        target_tokens: int | None = None,
+        is_same: bool = True,
+        progress_s: Mapping[str, float] | None = None,
     ) -> Attempt:
-        """Sends a request now; the sides may tokenise it differently."""
+        """Sends a request now; the sides may tokenise it differently, and name progress deadlines."""
         number = len(self.world.router.requests)
         prompt = SimPrompt(1000 + num_tokens + number, num_tokens)
         other = SimPrompt(prompt.salt if is_same else prompt.salt + 7, target_tokens or num_tokens)
         groups = [self.world.instances[name].spec.layout.size("dp") for name in ("P0", "D0")]
         ends = Ends("P0", "D0", number % groups[0], number % groups[1])
-        return self.world.router.begin(ends, (prompt, other))
+        return self.world.router.begin(ends, (prompt, other), progress_s)
 
-    def request_at(self, time_s: float, num_tokens: int = 8) -> None:
+    def request_at(
+        self, time_s: float, num_tokens: int = 8, progress_s: Mapping[str, float] | None = None
+    ) -> None:
         """Sends a request later."""
         router = self.world.router
         router.num_waiting += 1
 
         def request() -> None:
             router.num_waiting -= 1
-            self.request(num_tokens)
+            self.request(num_tokens, progress_s=progress_s)
 
         self.world.schedule.at(time_s, request)
 
     def when(
-        self, event: str, kind: type[AnyMessage], act: Callable[..., Any], *args: Any, nth: int = 1
+        self, event: str, kind: type[Message], act: Callable[..., Any], *args: Any, nth: int = 1
     ) -> None:
         """Acts when the nth message of a kind is `sent` or `received` by a session link."""
         num_seen = 0
 
-        def on_message(end: object, message: AnyMessage) -> None:
-            del end
+        def on_message(end: object, message: Message) -> None:
             nonlocal num_seen
             if isinstance(message, kind):
                 num_seen += 1
@@ -176,7 +187,6 @@ class ScenarioRun:
         """Acts when the first piece of a copy lands."""
 
         def on_write(write: object) -> None:
-            del write
             if self.num_writes == 1:
                 self.world.schedule.after(0.0, act, *args)
 
@@ -195,7 +205,7 @@ class ScenarioRun:
         self.world.router.abort(self.attempt(number), sides)
 
     def change_frames(
-        self, kind: type[AnyMessage], change: Callable[[SimFrame], None], *, times: int = 1
+        self, kind: type[Message], change: Callable[[SimFrame], None], *, times: int = 1
     ) -> None:
         """Changes the first frames that carry a message of a kind."""
         left = times
@@ -214,7 +224,7 @@ class ScenarioRun:
 
         def change_some(copy: SimCopy, course: CopyCourse) -> None:
             nonlocal left
-            if left and copy.outbox.node.startswith(node):
+            if left and copy.sender.node.startswith(node):
                 left -= 1
                 course.end, course.share = end, 0.5
                 for name, value in changes.items():

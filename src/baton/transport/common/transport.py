@@ -136,6 +136,8 @@ class BaseTransport(ABC, Generic[ConnectionT, WriterT]):
         return np.zeros(num_bytes, dtype=np.uint8)
 
     def register(self, buffer: object) -> Region:
+        with self.lock:
+            self._check_open()
         memory = memory_of(buffer)
         if memory.place not in self.capabilities.places:
             places = ", ".join(sorted(place.value for place in self.capabilities.places))

@@ -15,20 +15,8 @@ from torch import Tensor
 from baton.errors import TransportError
 from baton.plan.dtypes import item_bytes
 from baton.plan.steps import Pack, Spans, Unpack
-from baton.plan.tokens import Ints
-from baton.transport.packing.casts import Cast, ScaledCasts, Scales, cast_rows, cut_by_page
+from baton.transport.packing.casts import Cast, cast_rows
 from baton.transport.packing.moves import Uploads, equal_rows, make_move
-
-__all__ = [
-    "Prepared",
-    "PreparedScaled",
-    "Scales",
-    "cut_by_page",
-    "pack",
-    "prepare",
-    "prepare_scaled",
-    "unpack",
-]
 
 
 def pack(step: Pack, source: Tensor, staging: Tensor) -> None:
@@ -36,16 +24,13 @@ def pack(step: Pack, source: Tensor, staging: Tensor) -> None:
     prepare(step, source.device).run(source, staging)
 
 
-def unpack(step: Unpack, staging: Tensor, target: Tensor, scales: Scales | None = None) -> None:
+def unpack(step: Unpack, staging: Tensor, target: Tensor) -> None:
     """Scatters staging into a target buffer, changing the dtype on the way."""
-    if scales is None:
-        prepare(step, target.device).run(staging, target)
-    else:
-        prepare_scaled(step, target.device, scales.pages).run(staging, target, scales.values)
+    prepare(step, target.device).run(staging, target)
 
 
 def prepare(step: Pack | Unpack, device: torch.device) -> Prepared:
-    """A step ready to run on a device any number of times; fp8 is cast without scales."""
+    """A step ready to run on a device any number of times."""
     dtypes = step.dtypes if isinstance(step, Unpack) else ("fp8", "fp8")
     uploads = Uploads(device)
     if dtypes[0] == dtypes[1]:
@@ -56,13 +41,6 @@ def prepare(step: Pack | Unpack, device: torch.device) -> Prepared:
     items = (item_bytes(dtypes[0]), item_bytes(dtypes[1]))
     casts: list[_Part] = [Cast(rows, dtypes, uploads) for rows in cast_rows(step.spans, dtypes, device)]
     return Prepared(casts, _Reach(step.spans, items), uploads)
-
-
-def prepare_scaled(step: Unpack, device: torch.device, pages: Ints) -> PreparedScaled:
-    """An Unpack to or from fp8 with a scale per page; `pages` holds the page of every span."""
-    uploads = Uploads(device)
-    items = (item_bytes(step.dtypes[0]), item_bytes(step.dtypes[1]))
-    return PreparedScaled(ScaledCasts(step, pages, uploads), _Reach(step.spans, items), uploads)
 
 
 class _Part(Protocol):
@@ -110,25 +88,3 @@ class Prepared:
             self._uploads.order()
             for part in self._parts:
                 part.run(source, target)
-
-
-class PreparedScaled:
-    """An Unpack to or from fp8 under scales, with its index on the device."""
-
-    def __init__(self, casts: ScaledCasts, reach: _Reach, uploads: Uploads) -> None:
-        self._casts = casts
-        self._reach = reach
-        self._uploads = uploads
-
-    def run(self, staging: Tensor, target: Tensor, values: Tensor) -> None:
-        """Moves every span, reading the pages' scales (from fp8) or writing them (to fp8)."""
-        self._reach.check(staging, target, self._uploads.device)
-        assert values.dtype == torch.float32, "a scale is a float32"
-        if self._casts.num_pages_min > len(values):
-            raise TransportError(
-                f"a span is of page {self._casts.num_pages_min - 1}, but there are scales for {len(values)}; "
-                "give one for every page"
-            )
-        with torch.inference_mode():
-            self._uploads.order()
-            self._casts.run(staging, target, values)

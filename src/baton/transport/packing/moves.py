@@ -38,13 +38,12 @@ ELEMENTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of `source_bytes` that become `target_bytes`: their offsets at both ends, and their spans."""
+    """Rows of `source_bytes` that become `target_bytes`: their offsets at both ends."""
 
     source: Ints
     target: Ints
     source_bytes: int
     target_bytes: int
-    span: Ints
 
     def __len__(self) -> int:
         return len(self.source)
@@ -81,12 +80,12 @@ def _cut(spans: Spans, chosen: Ints, source_bytes: int, items: tuple[int, int]) 
     target_bytes = source_bytes // items[0] * items[1]
     counts = spans.length[chosen] // source_bytes
     if (counts == 1).all():
-        return Rows(spans.source[chosen], spans.target[chosen], source_bytes, target_bytes, chosen)
+        return Rows(spans.source[chosen], spans.target[chosen], source_bytes, target_bytes)
     span = np.repeat(chosen, counts)
     nth = np.arange(len(span), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
     source = spans.source[span] + nth * source_bytes
     target = spans.target[span] + nth * target_bytes
-    return Rows(source, target, source_bytes, target_bytes, span)
+    return Rows(source, target, source_bytes, target_bytes)
 
 
 def blocks(rows: Rows, bytes_max: int) -> list[Rows]:
@@ -94,7 +93,7 @@ def blocks(rows: Rows, bytes_max: int) -> list[Rows]:
     count = max(1, bytes_max // max(rows.source_bytes, rows.target_bytes))
     ends = (rows.source_bytes, rows.target_bytes)
     parts = [slice(first, first + count) for first in range(0, len(rows), count)]
-    return [Rows(rows.source[part], rows.target[part], *ends, rows.span[part]) for part in parts]
+    return [Rows(rows.source[part], rows.target[part], *ends) for part in parts]
 
 
 def nested(source: Ints, target: Ints) -> tuple[Level, ...] | None:

@@ -1,4 +1,7 @@
-"""Qwen3-Next: gated delta nets with a layer of gated attention every few, and a mixture on most layers."""
+"""Qwen3-Next: gated delta nets with a layer of gated attention every few, and a mixture on most layers.
+
+Qwen3.5 text is the same with projections side by side, dense or with a mixture on every layer.
+"""
 
 from __future__ import annotations
 
@@ -106,6 +109,16 @@ def _read(fields: ModelFields) -> Blueprint:
     return replace(assemble_hybrid(fields, mlps, is_packed=True), num_experts=sparse.num_experts)
 
 
+def _read_dense(fields: ModelFields) -> Blueprint:
+    return assemble_hybrid(fields, [read_dense(fields)] * fields.num_layers, is_packed=False)
+
+
+def _read_moe(fields: ModelFields) -> Blueprint:
+    mlp = read_mixture(fields, is_normed=True)
+    made = assemble_hybrid(fields, [mlp] * fields.num_layers, is_packed=False)
+    return replace(made, num_experts=mlp.num_experts)
+
+
 HYBRID_DEFAULTS = {
     **COMMON_DEFAULTS,
     "max_position_embeddings": 32_768,
@@ -128,4 +141,9 @@ DEFAULTS = {
     "num_experts_per_tok": 10,
     "norm_topk_prob": True,
 }
-FAMILIES = {"qwen3_next": Family(_read, DEFAULTS)}
+MOE_DEFAULTS = {**HYBRID_DEFAULTS, "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8}
+FAMILIES = {
+    "qwen3_5_moe_text": Family(_read_moe, MOE_DEFAULTS),
+    "qwen3_5_text": Family(_read_dense, {**HYBRID_DEFAULTS, "num_key_value_heads": 4}),
+    "qwen3_next": Family(_read, DEFAULTS),
+}

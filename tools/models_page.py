@@ -1,4 +1,4 @@
-"""Print the built-in cards as Markdown: `python -m baton.plan.models > docs/models.md`."""
+"""Prints the built-in cards as Markdown: `.venv/bin/python tools/models_page.py > docs/models.md`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.plan.ranges import size, text
 _RANGES_SHOWN = 4
 _TITLE = """# Built-in models
 
-Written by `python -m baton.plan.models`; change the cards, not this page. Sizes are for a cache in bf16;
+Written by `make docs`; change the cards, not this page. Sizes are for a cache in bf16;
 parts whose type the model fixes keep theirs. Draft layers are not included: add them as in
 `deepseek-v3+draft.latent:layers=1,dim=576`.
 """

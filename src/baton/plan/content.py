@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,15 +17,22 @@ from numpy.typing import NDArray
 from baton.plan.cache import Component
 from baton.plan.checker import Holdings, has_tokens
 from baton.plan.dtypes import convert, item_bytes
-from baton.plan.execution import Verdict
+from baton.plan.execution import Bytes
 from baton.plan.ownership import Spec, placements
 from baton.plan.routes import Prompt
 from baton.plan.tokens import Ints
 
-Bytes: TypeAlias = NDArray[np.uint8]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _EXPONENT_KEPT = 0xBF
 """Conversion may change a NaN, so elements that are converted are kept finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How many bytes a target should have received, and how many of them are right."""
+
+    num_bytes: int
+    num_right: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +104,10 @@ def _layers(rank_pools: RankPools, prompt: Prompt, pages: Mapping[str, Ints]) ->
         pool = rank_pools.pools[place.buffer]
         shape = (spec.storage.pages_of(component.group), len(held.units), place.page_entries, row_bytes)
         strides = (place.stride("page"), place.stride("unit"), place.strides.get("token", 0), 1)
-        for local, layer in enumerate(sorted(held.layers)):
-            first = pool[place.offset + local * place.stride("layer") :]
+        layers = sorted(held.layers)
+        starts = place.layer_starts(np.arange(len(layers))).tolist()
+        for start, layer in zip(starts, layers, strict=True):
+            first = pool[start:]
             view = np.lib.stride_tricks.as_strided(first, shape, strides)
             units = np.array(sorted(held.units))
             table = pages[component.group][index]

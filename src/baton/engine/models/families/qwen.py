@@ -1,4 +1,7 @@
-"""Qwen3-MoE: Qwen3 with a mixture of experts on all layers, or on every n-th."""
+"""Qwen2, 2.5 and 3: Llama with a bias on queries, keys and values, or with a norm on queries and keys.
+
+Qwen3-MoE has a mixture of experts on all layers, or on every n-th.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,38 @@ from baton.engine.models.blueprint import (
     assemble,
     read_activation,
     read_dense,
+    read_gqa,
+    read_windows,
 )
 from baton.engine.models.config import ModelFields
-from baton.engine.models.families.qwen3 import read_normed_gqa
+from baton.engine.models.gqa import GqaSpec
 from baton.engine.models.moe import MoeSpec, Softmax
 
 
-def _read(fields: ModelFields) -> Blueprint:
+def _read(fields: ModelFields, mixer: GqaSpec) -> Blueprint:
+    """Layers with this attention, some of them with a window."""
+    mixers = [replace(mixer, window=window) for window in read_windows(fields)]
+    return assemble(fields, mixers, [read_dense(fields)] * fields.num_layers)
+
+
+def _read_qwen2(fields: ModelFields) -> Blueprint:
+    return _read(fields, replace(read_gqa(fields), has_input_bias=True))
+
+
+def _read_normed_gqa(fields: ModelFields) -> GqaSpec:
+    """Attention with a norm per head and a bias where the config asks for one."""
+    has_bias = fields.flag("attention_bias")
+    eps = fields.real("rms_norm_eps")
+    return replace(read_gqa(fields), has_input_bias=has_bias, has_output_bias=has_bias, norm_eps=eps)
+
+
+def _read_qwen3(fields: ModelFields) -> Blueprint:
+    return _read(fields, _read_normed_gqa(fields))
+
+
+def _read_qwen3_moe(fields: ModelFields) -> Blueprint:
     window = fields.number_or_none("sliding_window") if fields.flag("use_sliding_window") else None
-    mixer = replace(read_normed_gqa(fields), window=window)
+    mixer = replace(_read_normed_gqa(fields), window=window)
     sparse, dense = _read_moe(fields), read_dense(fields)
     skipped = set(fields.numbers("mlp_only_layers"))
     step = fields.number("decoder_sparse_step")
@@ -43,12 +69,22 @@ def _read_moe(fields: ModelFields) -> MoeSpec:
 
 
 DEFAULTS = {
+    **COMMON_DEFAULTS,
     "max_position_embeddings": 32_768,
-    "num_key_value_heads": 4,
+    "num_key_value_heads": 32,
     "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+MOE_DEFAULTS = {
+    **DEFAULTS,
+    "num_key_value_heads": 4,
     "decoder_sparse_step": 1,
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
 }
-FAMILIES = {"qwen3_moe": Family(_read, {**COMMON_DEFAULTS, **DEFAULTS})}
+FAMILIES = {
+    "qwen2": Family(_read_qwen2, DEFAULTS),
+    "qwen3": Family(_read_qwen3, {**DEFAULTS, "head_dim": 128}),
+    "qwen3_moe": Family(_read_qwen3_moe, MOE_DEFAULTS),
+}

@@ -1,0 +1,240 @@
+"""vLLM's KV cache as Baton sees it: components, storage, layout and pools.
+
+vLLM has its cache in one allocation, or few: layer l's page for block b begins at an offset of its own plus
+b times a stride. A component is what layers of one shape and one cache group keep; it declares where its
+layers lie. Cache groups may overlay each other: a block id belongs to one group at a time.
+
+A page is a block of one head and is never taken apart (granule = block): what is inside is the business of
+vLLM's kernel. So both sides need the same block size and the same kernel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from baton.errors import ConfigError
+from baton.plan import Cache, Component, Spec, Storage, TensorView, declare, parse_layout
+from baton.plan.cache import Dim, Full, Units, Window
+from baton.plan.ranges import merged
+
+DTYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.uint8: "fp8",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
+_LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayer:
+    """The cache of one attention layer, as a worker has registered it."""
+
+    name: str
+    """vLLM's name of the layer."""
+    index: int
+    """The number of the layer in the model."""
+    group: int
+    num_blocks: int
+    num_heads: int
+    """On this rank; 0 if every rank has all of it."""
+    block_tokens: int
+    channels: int
+    dtype: str
+    window: int
+    """In tokens; 0 if there is none."""
+    view: TensorView
+    """Where it lies in its buffer."""
+    buffer: str
+    buffer_bytes: int
+
+    @property
+    def component(self) -> str:
+        """The name of its component: layers of one kind, shape and cache group have one together."""
+        kind = _LAYER_NUMBER.sub(".*.", self.name, count=1).strip(".")
+        return f"{kind}/{self.group}/{self.channels}"
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Where a worker is among those of its engine, and how many KV heads the model has."""
+
+    pp: int
+    tp: int
+    pp_size: int
+    tp_size: int
+    num_kv_heads: int
+
+    @property
+    def rank(self) -> int:
+        return self.pp * self.tp_size + self.tp
+
+
+def group_name(group: int) -> str:
+    """The page table of a KV cache group."""
+    return f"blocks.{group}"
+
+
+def layer_index(name: str) -> int:
+    """The number of a layer, from its name."""
+    match = _LAYER_NUMBER.search(name)
+    if match is None:
+        raise ConfigError(f"layer {name!r} has no number in its name, so its place in the model is not known")
+    return int(match[1])
+
+
+def describe_layers(
+    kv_caches: Mapping[str, torch.Tensor], groups: Sequence[Any], num_blocks: int
+) -> tuple[CacheLayer, ...]:
+    """The layers that vLLM has registered, by number; ConfigError on a cache that cannot be handed over.
+
+    `groups` are the `kv_cache_groups` of vLLM's KVCacheConfig.
+    """
+    buffers, layers = buffer_names(kv_caches), []
+    for number, group in enumerate(groups):
+        for name in group.layer_names:
+            if name in kv_caches:
+                cache = kv_caches[name]
+                layer = _describe(name, cache, number, group.kv_cache_spec, num_blocks)
+                storage = cache.untyped_storage()
+                layers.append(
+                    replace(layer, buffer=buffers[storage.data_ptr()], buffer_bytes=storage.nbytes())
+                )
+    unknown = sorted(set(kv_caches) - {layer.name for layer in layers})
+    if unknown:
+        raise ConfigError(f"layer {unknown[0]!r} is in no KV cache group; its cache cannot be handed over")
+    if not layers:
+        raise ConfigError("this worker has no KV cache to hand over")
+    return tuple(sorted(layers, key=lambda layer: (layer.index, layer.name)))
+
+
+def buffer_names(kv_caches: Mapping[str, torch.Tensor]) -> dict[int, str]:
+    """By address: the name of every allocation, in the order in which their layers are registered."""
+    addresses = dict.fromkeys(cache.untyped_storage().data_ptr() for cache in kv_caches.values())
+    return {address: f"cache.{number}" for number, address in enumerate(addresses)}
+
+
+def _describe(name: str, cache: torch.Tensor, group: int, group_spec: Any, num_blocks: int) -> CacheLayer:
+    spec = getattr(group_spec, "kv_cache_specs", {}).get(name, group_spec)
+    kind = type(spec).__name__
+    if "Attention" not in kind and "SlidingWindow" not in kind:
+        raise ConfigError(f"layer {name}: caches of kind {kind} cannot be handed over yet")
+    if cache.dim() not in (3, 4):
+        raise ConfigError(f"layer {name}: a cache of blocks, heads, tokens and channels is needed")
+    if cache.dtype not in DTYPES:
+        raise ConfigError(f"layer {name}: caches of {cache.dtype} cannot be handed over")
+    if cache.stride()[-2:] != (cache.shape[-1], 1):
+        raise ConfigError(
+            f"layer {name}: the tokens of a head lie apart (strides {tuple(cache.stride())}); "
+            "start vLLM with VLLM_KV_CACHE_LAYOUT=LBHNC"
+        )
+    if cache.shape[0] != num_blocks:
+        raise ConfigError(
+            f"layer {name}: {cache.shape[0]} kernel blocks for {num_blocks} blocks; start vLLM with "
+            f"--block-size {cache.shape[-2]}"
+        )
+    return CacheLayer(
+        name=name,
+        index=layer_index(name),
+        group=group,
+        num_blocks=num_blocks,
+        num_heads=0 if "MLA" in kind else cache.shape[1],
+        block_tokens=cache.shape[-2],
+        channels=cache.shape[-1],
+        dtype=DTYPES[cache.dtype],
+        window=window_of(spec),
+        view=TensorView.of(cache),
+        buffer="",
+        buffer_bytes=0,
+    )
+
+
+def window_of(spec: Any) -> int:
+    """The sliding window of a KV cache spec in tokens; 0 if its blocks are kept for the whole request."""
+    return int(spec.sliding_window or 0) if "SlidingWindow" in type(spec).__name__ else 0
+
+
+def make_spec(stages: Sequence[Sequence[CacheLayer]], mesh: Mesh) -> Spec:
+    """The spec of an engine, from the layers of each of its pipeline stages."""
+    starts = [min(layer.index for layer in stage) for stage in stages]
+    layers = [layer for stage in stages for layer in stage]
+    num_layers = max(layer.index for layer in layers) + 1
+    ends = [*starts[1:], num_layers]
+    sizes = [end - start for start, end in zip([0, *starts[1:]], ends, strict=True)]
+    layout = parse_layout(f"pp{mesh.pp_size}:{'-'.join(map(str, sizes))}.tp{mesh.tp_size}")
+    parts: dict[str, list[CacheLayer]] = {}
+    for layer in layers:
+        parts.setdefault(layer.component, []).append(layer)
+    components = [_component(name, parts[name], mesh) for name in sorted(parts)]
+    blocks = {(layer.block_tokens, layer.num_blocks) for layer in layers}
+    if len(blocks) > 1:
+        sizes_text = ", ".join(str(tokens) for tokens, _ in sorted(blocks))
+        raise ConfigError(f"KV cache groups with blocks of {sizes_text} tokens cannot be handed over yet")
+    block_tokens, num_blocks = blocks.pop()
+    storage = Storage(
+        page_tokens=block_tokens,
+        dtype=layers[0].dtype,
+        granule=block_tokens,
+        num_pages_default=num_blocks,
+    )
+    spec = Spec(layout, Cache(num_layers, tuple(components)), storage)
+    placements = []
+    for stage, stage_layers in enumerate(stages):
+        for name in sorted(parts):
+            held = [layer for layer in stage_layers if layer.component == name]
+            if len({layer.buffer for layer in held}) > 1:
+                raise ConfigError(f"{name}: its layers lie in several allocations; that is not supported yet")
+            if held:
+                axes = ("page", "unit")[: len(held[0].view.shape) - 2]
+                placements.append(
+                    declare(
+                        spec,
+                        name,
+                        axes,
+                        [layer.view for layer in held],
+                        buffer=held[0].buffer,
+                        buffer_bytes=held[0].buffer_bytes,
+                        stage=stage,
+                    )
+                )
+    return replace(spec, storage=storage.with_placements(placements))
+
+
+def _component(name: str, layers: Sequence[CacheLayer], mesh: Mesh) -> Component:
+    shapes = {(layer.num_heads, layer.channels, layer.dtype, layer.window) for layer in layers}
+    if len(shapes) > 1:
+        raise ConfigError(f"{name}: layers with unlike heads, dtypes or windows in one cache group")
+    layer = layers[0]
+    units = None
+    if layer.num_heads:
+        is_mirrored = mesh.num_kv_heads < mesh.tp_size
+        units = Units(mesh.num_kv_heads if is_mirrored else layer.num_heads * mesh.tp_size)
+    # Without the last token of the prompt, a window reaches one token less far back.
+    extent = Window(max(1, layer.window - 1)) if layer.window else Full()
+    return Component(
+        name=name,
+        layers=merged([(layer.index, layer.index + 1) for layer in layers]),
+        units=units,
+        dims=(Dim("channel", layer.channels),),
+        extent=extent,
+        group=group_name(layer.group),
+        bundle=name,
+        dtype=layer.dtype,
+    )
+
+
+def make_pools(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The pools of a rank, by name: vLLM's own memory as bytes."""
+    names, pools = buffer_names(kv_caches), dict[str, Any]()
+    for cache in kv_caches.values():
+        storage = cache.untyped_storage()
+        memory = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage)
+        pools[names[storage.data_ptr()]] = memory if memory.is_cuda else memory.numpy()
+    return pools

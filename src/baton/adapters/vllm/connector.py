@@ -1,0 +1,285 @@
+"""The class that vLLM calls, in its scheduler and in every worker.
+
+Worker 0 of an engine hosts the coordinator. The others learn its address and epoch over vLLM's own groups.
+Data-parallel engines share no group: each is an instance of its own, with a port of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+from baton.adapters.vllm.cache import Mesh, describe_layers, make_pools, make_spec, window_of
+from baton.adapters.vllm.config import ROLES, ConnectorConfig
+from baton.adapters.vllm.scheduler import SchedulerSide, WindowPins
+from baton.adapters.vllm.worker import WorkerSide
+from baton.errors import ConfigError
+from baton.session import Endpoint, EndpointConfig
+from baton.session.allocation import CacheAllocation
+from baton.transport import NOW, CudaFence, Fence
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # vLLM 0.31 has no such label
+    CacheHitSource = None
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+ATTACH_S_MAX = 120.0
+"""How long the other workers may take to attach once worker 0 waits for them."""
+
+logger = logging.getLogger("vllm.baton")
+
+
+class BatonConnector(KVConnectorBase_V1, SupportsHMA):
+    """Baton's hand-overs as a vLLM KV connector."""
+
+    _cache_hit_source = CacheHitSource and CacheHitSource.P2P
+    """The label of what was handed over in vLLM's metrics."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._config = ConnectorConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
+        _check_supported(vllm_config)
+        self._groups: tuple[int, ...] = kv_cache_config.transfer_group_ids
+        self._worker: WorkerSide | None = None
+        self._scheduler: SchedulerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            sockets = self._sockets()
+            address = f"{sockets.host}:{sockets.port}" if sockets.port else ""
+            self._scheduler = SchedulerSide(self._groups, address)
+        else:
+            self._transport = self._config.open_transport()
+            self._allocation: CacheAllocation | None = None
+
+    def _sockets(self) -> Any:
+        transfer, parallel = self._kv_transfer_config, self._vllm_config.parallel_config
+        return self._config.sockets(transfer.kv_role, transfer.kv_port, parallel.data_parallel_index)
+
+    def _url(self) -> str:
+        """Where routers reach this engine: the server's URL, and which of its data-parallel engines."""
+        parallel, url = self._vllm_config.parallel_config, self._config.url.rstrip("/")
+        return f"{url}/dp{parallel.data_parallel_index}" if url and parallel.data_parallel_size > 1 else url
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        """Heads outside of tokens, so that tensor parallelism may differ between the sides."""
+        model = vllm_config.model_config
+        return None if model is None or model.use_mla else "LBHNC"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """A layer's hook is Python, which a full graph would skip."""
+        return True
+
+    # The scheduler's side.
+
+    @property
+    def scheduler_side(self) -> SchedulerSide:
+        assert self._scheduler is not None, "a worker was asked what the scheduler decides"
+        return self._scheduler
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        windows = {}
+        for group in self._groups:
+            spec = self._kv_cache_config.kv_cache_groups[group].kv_cache_spec
+            if window := window_of(spec):
+                windows[group] = window
+        if windows:
+            self.scheduler_side.pins = WindowPins(kv_cache_manager, windows, spec.block_size)
+
+    def on_new_request(self, request: Request) -> None:
+        self.scheduler_side.add_request(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        num_tokens = self.scheduler_side.num_to_load(request, num_computed_tokens)
+        return num_tokens, num_tokens > 0
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """All of them; vLLM would zero the blocks of the others after they were written (not 0.31)."""
+        return self._groups
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        ids = self._kv_cache_config.select_transfer_block_ids(blocks.get_block_ids())
+        self.scheduler_side.allocated(request, ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
+        return self.scheduler_side.build_step(scheduler_output)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler_side.finished(request)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.scheduler_side.finished(request)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        self.scheduler_side.sent(connector_output.finished_sending or ())
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler_side.has_messages
+
+    # The worker's side.
+
+    @property
+    def worker_side(self) -> WorkerSide:
+        assert self._worker is not None, "a KV cache is registered before the first step"
+        return self._worker
+
+    def get_mem_pool_context(self) -> CacheAllocation | None:
+        """Where the transport copies only between its own memory, vLLM's cache is allocated there."""
+        if self._transport.capabilities.needs_allocate and not torch.cuda.is_available():
+            self._allocation = CacheAllocation(self._transport)
+        return self._allocation
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Opens this worker's endpoint over vLLM's memory."""
+        cache, pp, tp = self._kv_cache_config, get_pp_group(), get_tp_group()
+        layers = describe_layers(kv_caches, cache.kv_cache_groups, cache.num_blocks)
+        num_kv_heads = self._vllm_config.model_config.get_total_num_kv_heads()
+        mesh = Mesh(pp.rank_in_group, tp.rank_in_group, pp.world_size, tp.world_size, num_kv_heads)
+        stages: list[Any] = [layers]
+        if mesh.pp_size > 1:
+            stages = [None] * mesh.pp_size
+            torch.distributed.all_gather_object(stages, layers, group=pp.cpu_group)
+        spec, pools = make_spec(stages, mesh), make_pools(kv_caches)
+        transport, options = self._transport, self._config
+        if self._allocation is not None and not self._allocation.num_bytes:
+            raise ConfigError(
+                f"transport '{transport.name}' copies only between memory that it allocated, and vLLM has "
+                "allocated its cache in another way; use tcp"
+            )
+        hosting = EndpointConfig(
+            instance=options.instance or str(self._kv_transfer_config.engine_id),
+            spec=spec,
+            rank=mesh.rank,
+            secret=options.secret(),
+            role=ROLES[self._kv_transfer_config.kv_role],
+            registry=options.registry,
+            url=self._url(),
+            fingerprint=_fingerprint(self._vllm_config, options.fingerprint),
+            ungranted_share_max=options.ungranted_share_max,
+            sockets=self._sockets(),
+            timings=options.timings(),
+        )
+        endpoint = Endpoint(hosting, pools, transport) if mesh.rank == 0 else None
+        known = (endpoint.address, endpoint.config.epoch) if endpoint else None
+        coordinator, epoch = pp.broadcast_object(tp.broadcast_object(known, src=0), src=0)
+        if endpoint is None:
+            attaching = replace(hosting, coordinator=coordinator, epoch=epoch)
+            endpoint = Endpoint(attaching, pools, transport)
+        elif not endpoint.wait_ready(ATTACH_S_MAX):
+            raise ConfigError(f"not every worker of {spec.layout} has attached within {ATTACH_S_MAX:g} s")
+        logger.info(
+            "baton: rank %d of %s is at %s, transport %s", mesh.rank, spec.layout, coordinator, transport.name
+        )
+        is_on_gpu = next(iter(kv_caches.values())).is_cuda
+        self._worker = WorkerSide(
+            endpoint,
+            layers,
+            self._groups,
+            policy=options.overlap,
+            is_verified=options.verify,
+            trace=options.trace_file(hosting.instance, mesh.rank),
+            fence=_cuda_fence if is_on_gpu else _host_fence,
+        )
+
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        self.worker_side.preempt(kv_connector_metadata)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Loads begin here: vLLM calls `start_load_kv` after the forward."""
+        super().bind_connector_metadata(connector_metadata)
+        self.worker_side.begin_step(connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Nothing: see `bind_connector_metadata`."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request runs when all its layers are there."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        self.worker_side.layer_done(layer_name)
+
+    def wait_for_save(self) -> None:
+        self.worker_side.end_step()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending, results.finished_recving
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        step = self._connector_metadata
+        is_idle = step is not None and not step.has_forward
+        results = self.worker_side.take_results(finished_req_ids, is_idle=is_idle)
+        return KVConnectorTransferResults(results.sent, results.received, results.failed)
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """Nothing: the workers have found each other."""
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+
+
+def _host_fence() -> Fence:
+    return NOW
+
+
+def _cuda_fence() -> Fence:
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return CudaFence(event)
+
+
+def _check_supported(vllm_config: VllmConfig) -> None:
+    """Raises ConfigError on parallelism that the connector does not know."""
+    parallel = vllm_config.parallel_config
+    sizes: Iterable[tuple[str, int]] = (
+        ("decode context parallel", parallel.decode_context_parallel_size),
+        ("prefill context parallel", parallel.prefill_context_parallel_size),
+    )
+    for name, size in sizes:
+        if size > 1:
+            raise ConfigError(f"{name} of size {size}: the KV cache cannot be handed over yet; use size 1")
+    if parallel.enable_dbo:
+        raise ConfigError("dual batch overlap calls each layer twice in a step; start without --enable-dbo")
+
+
+def _fingerprint(vllm_config: VllmConfig, weights: str) -> str:
+    """What two engines have to agree on beside the layout of their caches."""
+    model = vllm_config.model_config
+    described = {
+        key: value for key, value in model.hf_text_config.to_dict().items() if not key.startswith("_name")
+    }
+    described |= {"quantization": model.quantization, "weights": weights}
+    text = json.dumps(described, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

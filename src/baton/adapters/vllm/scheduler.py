@@ -1,0 +1,229 @@
+"""The connector in vLLM's scheduler: which prompts are sent and loaded, decided from requests alone.
+
+A request belongs to a hand-over by its `kv_transfer_params`:
+
+    prefill    {"do_remote_decode": true, "transfer_id": "t1"}
+    decode     {"do_remote_prefill": true, "transfer_id": "t1", "source": "host:port"}
+
+Both may be sent at once, in either order. A prefill without a transfer id gets one, and its response has the
+parameters for decode, as with connectors that pull.
+
+What is handed over is the prompt without its last token. Decode computes that one, as it does after a hit in
+its prefix cache, and so has the logits of the first output token. Prefill's own output is not used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.adapters.vllm.metadata import BlockIds, Cancel, Chunk, Decline, Load, StepMetadata, Transfer
+from baton.session import prompt_digest
+
+TRANSFER_CHARS_MAX = 128
+
+logger = logging.getLogger("vllm.baton")
+
+
+@dataclass(slots=True)
+class PrefillRequest:
+    """A prompt that this engine prefills for another."""
+
+    transfer: Transfer
+    num_sent: int = 0
+    """Tokens that the workers were given to send."""
+    is_begun: bool = False
+
+
+@dataclass(slots=True)
+class DecodeRequest:
+    """A prompt that another engine prefills for this one."""
+
+    transfer: Transfer
+    source: str
+    is_over: bool = False
+    """Whether it was asked for, or declined: what is missing from then on is computed here."""
+
+
+@dataclass(slots=True)
+class WindowPins:
+    """Keeps blocks of sliding windows that are being sent.
+
+    When a request goes on or ends, vLLM frees blocks that have left its window. The first of them may still
+    be read: decode needs the window of the prompt's last token.
+    """
+
+    manager: Any
+    """vLLM's KVCacheManager."""
+    windows: Mapping[int, int]
+    """By KV cache group: its window in tokens."""
+    block_tokens: int
+    _pinned: dict[str, list[Any]] = field(default_factory=dict)
+
+    def pin(self, request: str, num_tokens: int) -> None:
+        """Keeps the windows at the end of `num_tokens`; the last block is the request's to write."""
+        groups = self.manager.get_blocks(request).blocks
+        pinned = self._pinned.setdefault(request, [])
+        for group, window in self.windows.items():
+            first, last = max(0, num_tokens - window) // self.block_tokens, num_tokens // self.block_tokens
+            kept = [block for block in groups[group][first:last] if not block.is_null]
+            self.manager.block_pool.touch(kept)
+            pinned += kept
+
+    def release(self, request: str) -> None:
+        """The request was sent; without pins this does nothing."""
+        self.manager.block_pool.free_blocks(reversed(self._pinned.pop(request, [])))
+
+
+class SchedulerSide:
+    """Every request of one engine that is part of a hand-over."""
+
+    def __init__(self, groups: Sequence[int], address: str) -> None:
+        self.pins: WindowPins | None = None
+        """Where there are windows."""
+        self._groups = tuple(groups)
+        """The KV cache groups that are handed over."""
+        self._address = address
+        """Of this engine's coordinator, for responses; empty where it is not known beforehand."""
+        self._outgoing: dict[str, PrefillRequest] = {}
+        self._incoming: dict[str, DecodeRequest] = {}
+        self._step = StepMetadata()
+
+    def add_request(self, request: Any) -> None:
+        """Notes a new request; one whose parameters cannot be used is served without a hand-over."""
+        params = request.kv_transfer_params or {}
+        is_outgoing, is_incoming = params.get("do_remote_decode"), params.get("do_remote_prefill")
+        # The only token of a prompt is computed by decode.
+        if not (is_outgoing or is_incoming) or request.num_prompt_tokens == 1:
+            return
+        name = request.request_id
+        problem = _problem(params, request)
+        if problem:
+            logger.warning("baton: request %s is served without a hand-over: %s", name, problem)
+            return
+        transfer = Transfer(
+            str(params.get("transfer_id") or name), request.num_prompt_tokens - 1, _digest(request)
+        )
+        if is_incoming:
+            self._incoming[name] = DecodeRequest(transfer, params["source"])
+        else:
+            self._outgoing[name] = PrefillRequest(transfer)
+
+    # Decode.
+
+    def num_to_load(self, request: Any, num_held: int) -> int:
+        """How many tokens after the first `num_held` another engine gives; without side effects."""
+        prompt = self._incoming.get(request.request_id)
+        if prompt is None or prompt.is_over:
+            return 0
+        return max(0, prompt.transfer.num_tokens - num_held)
+
+    def allocated(self, request: Any, blocks: BlockIds, num_external: int) -> None:
+        """vLLM gave blocks to a request; it waits for `num_external` tokens."""
+        prompt = self._incoming.get(request.request_id)
+        if prompt is None or prompt.is_over:
+            return
+        prompt.is_over = True
+        if not num_external:
+            self._decline(prompt, "decode has all of the prompt")
+            return
+        num_held = prompt.transfer.num_tokens - num_external
+        load = Load(request.request_id, prompt.transfer, prompt.source, num_held, blocks)
+        self._step.loads.append(load)
+
+    def _decline(self, prompt: DecodeRequest, text: str) -> None:
+        self._step.declines.append(Decline(prompt.transfer.id, prompt.source, text))
+
+    # Prefill.
+
+    def build_step(self, scheduled: Any) -> StepMetadata:
+        """The metadata of a step, from vLLM's SchedulerOutput."""
+        step, self._step = self._step, StepMetadata()
+        step.has_forward = scheduled.total_num_scheduled_tokens > 0
+        for request in scheduled.preempted_req_ids or ():
+            if (prompt := self._outgoing.get(request)) is not None and prompt.is_begun:
+                step.preempted.append(request)
+                # All of it is computed again, into other blocks; what has landed is passed over.
+                prompt.num_sent = 0
+        for request, num_computed, new_blocks in _scheduled_requests(scheduled):
+            prompt = self._outgoing.get(request)
+            if prompt is None:
+                continue
+            stop = num_computed + scheduled.num_scheduled_tokens[request]
+            stop = min(stop, prompt.transfer.num_tokens)
+            if stop <= prompt.num_sent:
+                continue
+            # Tokens of a prefix hit are sent with the first chunk: another request may compute them now.
+            blocks = tuple(new_blocks[group] for group in self._groups) if new_blocks else ()
+            step.chunks.append(Chunk(request, prompt.transfer, (prompt.num_sent, stop), blocks))
+            prompt.num_sent, prompt.is_begun = stop, True
+            if self.pins is not None and stop == prompt.transfer.num_tokens:
+                self.pins.pin(request, stop)
+        return step
+
+    def sent(self, requests: Iterable[str]) -> None:
+        """All workers have sent these prompts, or given them up."""
+        if self.pins is not None:
+            for request in requests:
+                self.pins.release(request)
+
+    def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended: whether its blocks are still in use, and the parameters for decode."""
+        name = request.request_id
+        incoming = self._incoming.pop(name, None)
+        if incoming is not None and not incoming.is_over:
+            self._decline(incoming, "the request ended before it had blocks")
+        outgoing = self._outgoing.pop(name, None)
+        if outgoing is None:
+            return False, None
+        if not outgoing.is_begun:
+            self._step.cancels.append(Cancel(outgoing.transfer, "the request ended before it was computed"))
+            return False, None
+        params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": outgoing.transfer.id}
+        return True, params | ({"source": self._address} if self._address else {})
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether there is something to tell the workers, for which an idle engine has to step."""
+        return bool(self._step.loads or self._step.declines or self._step.cancels)
+
+
+def _scheduled_requests(scheduled: Any) -> Iterator[tuple[str, int, BlockIds | None]]:
+    """By request of a step: its computed tokens and its new blocks, all of them where it is new."""
+    for new in scheduled.scheduled_new_reqs:
+        yield new.req_id, new.num_computed_tokens, new.block_ids
+    cached = scheduled.scheduled_cached_reqs
+    yield from zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)
+
+
+def _problem(params: dict[str, Any], request: Any) -> str:
+    """Why a request cannot be part of a hand-over; empty if it can."""
+    if params.get("do_remote_decode") and params.get("do_remote_prefill"):
+        return "do_remote_decode and do_remote_prefill are both set; set one"
+    transfer = params.get("transfer_id")
+    if params.get("do_remote_prefill"):
+        source = params.get("source")
+        if not isinstance(source, str) or not source:
+            return f"source is {source!r}; give the prefill engine's host:port, or its name in the registry"
+        if transfer is None:
+            return "there is no transfer_id; give the one of the prefill request"
+    if transfer is not None and not (isinstance(transfer, str) and 0 < len(transfer) <= TRANSFER_CHARS_MAX):
+        return f"transfer_id is {transfer!r:.60}; use a string of 1 to {TRANSFER_CHARS_MAX} characters"
+    if request.prompt_token_ids is None:
+        return "the prompt consists of embeddings"
+    return ""
+
+
+def _digest(request: Any) -> bytes:
+    """What shaped the cache: the whole prompt, adapter, salt and what was embedded in it."""
+    adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+    embedded = hashlib.blake2b()
+    for feature in request.mm_features or ():
+        position = feature.mm_position
+        embedded.update(f"{feature.identifier}:{position.offset}:{position.length};".encode())
+    salt = request.cache_salt or ""
+    embeddings = embedded.digest() if request.mm_features else b""
+    return prompt_digest(request.prompt_token_ids, adapter=adapter, salt=salt, embeddings=embeddings).value

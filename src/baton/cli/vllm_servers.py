@@ -1,0 +1,134 @@
+"""The servers of `baton up --engine vllm`: their layouts, ports, devices and command lines."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from baton.cli.side_args import SideArgs
+from baton.errors import ConfigError, EngineError
+from baton.supervisor import Service
+
+HOST = "127.0.0.1"
+PORTS = range(18_000, 32_000)
+"""Below those that the kernel gives to outgoing connections: a server takes minutes to listen on its own."""
+NUM_TRIES = 1000
+SIZES = {
+    "tp": "--tensor-parallel-size",
+    "pp": "--pipeline-parallel-size",
+    "dp": "--data-parallel-size",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VllmServer:
+    """One server, before it is started."""
+
+    role: str
+    name: str
+    sizes: Mapping[str, int]
+    """Of its parallelism: tp, pp and dp, those that are given."""
+    port: int
+    kv_port: int
+    """Of its first engine; the others follow."""
+    devices: tuple[str, ...]
+    """GPUs that are its own; none on CPUs."""
+
+    @property
+    def num_engines(self) -> int:
+        return self.sizes.get("dp", 1)
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def route_words(self) -> tuple[str, str]:
+        """This server as an option of `baton route`."""
+        if self.role == "decode":
+            return "--decode", self.url
+        return "--prefill", f"{self.url},source={HOST}:{self.kv_port},dp={self.num_engines}"
+
+    def service(
+        self, program: str, model: str, connector: Mapping[str, object], args: Sequence[str]
+    ) -> Service:
+        """`vllm serve` with the connector; `args` are vLLM's own options."""
+        is_prefill = self.role == "prefill"
+        options = {**connector, **({"ungranted_share_max": 1.0} if is_prefill else {})}
+        transfer = {
+            "kv_connector": "BatonConnector",
+            "kv_connector_module_path": "baton.adapters.vllm",
+            "kv_role": "kv_producer" if is_prefill else "kv_consumer",
+            "kv_port": self.kv_port,
+            "engine_id": self.name,
+            "kv_connector_extra_config": options,
+        }
+        sizes = [word for name, size in self.sizes.items() for word in (SIZES[name], str(size))]
+        words = ("serve", model, "--host", HOST, *sizes, "--kv-transfer-config", json.dumps(transfer), *args)
+        env = {"CUDA_VISIBLE_DEVICES": ",".join(self.devices)} if self.devices else {}
+        return Service(self.name, words, "", self.port, program, env)
+
+
+def parse_sizes(option: str, layout: str) -> dict[str, int]:
+    """The sizes of a layout like tp2 or dp2.pp2.tp2."""
+    sizes: dict[str, int] = {}
+    for part in layout.split("."):
+        match = re.fullmatch(r"(tp|pp|dp)([1-9][0-9]{0,3})", part)
+        if match is None or match[1] in sizes:
+            raise ConfigError(
+                f"{option} {layout!r} is not a layout of vLLM; write it like tp2 or dp2.pp2.tp2"
+            )
+        sizes[match[1]] = int(match[2])
+    return sizes
+
+
+def plan_servers(instances: Sequence[tuple[str, str, str]], devices: Sequence[str]) -> list[VllmServer]:
+    """Ports and devices for (role, name, layout) of every server; raises where there are not enough."""
+    parsed = [(role, name, parse_sizes(f"--{role}", layout)) for role, name, layout in instances]
+    counts = [prod(sizes.values()) for _, _, sizes in parsed]
+    if devices and sum(counts) > len(devices):
+        raise ConfigError(
+            f"the servers need {sum(counts)} GPUs and there are {len(devices)} ({', '.join(devices)}); "
+            "use smaller layouts, or start the servers and `baton route` yourself"
+        )
+    servers, taken = [], set[int]()
+    for (role, name, sizes), count in zip(parsed, counts, strict=True):
+        port, kv_port = _free_ports(1, taken), _free_ports(sizes.get("dp", 1), taken)
+        own, devices = tuple(devices[:count]), devices[count:]
+        servers.append(VllmServer(role, name, sizes, port, kv_port, own))
+    return servers
+
+
+def parse_vllm_args(option: str, text: str | None) -> SideArgs:
+    """Options of `vllm serve` for one side."""
+    try:
+        return SideArgs(tuple(shlex.split(text or "")))
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: {error}") from None
+
+
+def _free_ports(count: int, taken: set[int]) -> int:
+    """The first of `count` consecutive free ports; all of them are added to `taken`."""
+    chance = random.SystemRandom()
+    for _ in range(NUM_TRIES):
+        first = chance.choice(PORTS)
+        ports = range(first, first + count)
+        if taken.isdisjoint(ports) and all(map(_is_free, ports)):
+            taken.update(ports)
+            return first
+    raise EngineError(f"no {count} free ports in a row between {PORTS.start} and {PORTS.stop} on {HOST}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((HOST, port))
+        except OSError:
+            return False
+    return True

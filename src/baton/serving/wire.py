@@ -1,0 +1,373 @@
+"""What a router exchanges with the instances of an engine: the requests of an attempt, and their streams.
+
+`Wire` is all that the router knows of an engine's HTTP. `BatonWire` is that of `baton serve`; vLLM's is in
+`baton.serving.vllm`. Choosing, waiting, retrying and forwarding are the router's, and the same for both.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from baton.errors import BatonError
+from baton.serving.fleet import FleetInstance, InfoReader, ServerInfo
+from baton.serving.http import ApiError, EventReader, ResumedChoice, RouterHints, SentEvent, TokenNote
+from baton.serving.policies import RawPrompt
+
+CHAT_PATH = "/v1/chat/completions"
+NUM_CHOICES_MAX = 4096
+ROOM_BITS = 63
+
+_BOOTSTRAP_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+_SPACE = b" \t\r\n"
+_EMPTY = msgspec.Raw(b"")
+_ERROR = b'{"error"'
+_encoder = msgspec.json.Encoder()
+
+
+# ---- the seam
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseState:
+    """What a client has of its response when an attempt begins."""
+
+    id: str
+    created: int
+    has_begun: bool
+    """Whether anything was streamed: the attempt goes on from there."""
+    progress: StreamProgress
+
+
+@dataclass(frozen=True, slots=True)
+class Legs:
+    """The requests of one attempt: to the instance that answers, and to the one that prefills for it."""
+
+    path: str
+    server_body: bytes
+    prefill_body: bytes
+    num_jobs: int
+    """Prompts that are handed off, where there is a prefill instance."""
+    stream_filter: StreamFilter | None
+    """None where the response is not a stream."""
+
+
+class Wire(InfoReader, Protocol):
+    """An engine's HTTP, as far as it differs from another's."""
+
+    def read(self, path: str, raw: bytes) -> RoutableRequest:
+        """Reads a client's request; an ApiError where it cannot be routed."""
+
+    def progress(self, request: RoutableRequest) -> StreamProgress:
+        """The progress of a response that has not begun."""
+
+    def legs(self, request: RoutableRequest, state: ResponseState, source: str | None) -> Legs:
+        """The requests of a new attempt; `source` is the prefill instance's coordinator, if there is one."""
+
+    def resume_problem(self, request: RoutableRequest, progress: StreamProgress) -> str:
+        """Why a stream that has begun cannot go on elsewhere; empty where it can."""
+
+    def status(self, status: int) -> int:
+        """The status to act on where an instance answered with this one."""
+
+
+class BatonWire:
+    """Instances of `baton serve`."""
+
+    info_path = "/server_info"
+    key_remedy = "give both the same secret"
+
+    def __init__(self, first_token: Literal["", "prefill", "decode"] = "") -> None:
+        self._first_token = first_token
+
+    def read_info(self, instance: FleetInstance, body: bytes) -> ServerInfo:
+        return msgspec.json.decode(body, type=ServerInfo)
+
+    def read(self, path: str, raw: bytes) -> RoutableRequest:
+        return read_routable(path, raw)
+
+    def progress(self, request: RoutableRequest) -> StreamProgress:
+        return StreamProgress(request.num_choices)
+
+    def legs(self, request: RoutableRequest, state: ResponseState, source: str | None) -> Legs:
+        """Both get the client's body with the router's hints and rooms that were never used before."""
+        progress = state.progress
+        hints = RouterHints(
+            id=state.id,
+            created=state.created,
+            tokens=request.is_stream,
+            resume=progress.resume if state.has_begun else (),
+            done=progress.done if state.has_begun else {},
+            first_token=self._first_token,
+        )
+        num_rooms = len(hints.resume) if state.has_begun else request.num_prompts
+        body = _baton_body(request, hints, source, num_rooms)
+        stream_filter = None
+        if request.is_stream:
+            stream_filter = StreamFilter(progress, 1 if hints.resume else request.n)
+        return Legs(request.path, body, body, num_rooms, stream_filter)
+
+    def resume_problem(self, request: RoutableRequest, progress: StreamProgress) -> str:
+        return ""
+
+    def status(self, status: int) -> int:
+        return status
+
+
+class _RoomFields(msgspec.Struct, frozen=True):
+    bootstrap_host: str | list[str]
+    bootstrap_port: int | list[int]
+    bootstrap_room: int | list[int]
+
+
+@lru_cache(maxsize=1024)
+def _split_coordinator(coordinator: str) -> tuple[str, int]:
+    host, _, port = coordinator.rpartition(":")
+    if not (port.isascii() and port.isdigit()):
+        raise BatonError(f"an instance has coordinator {coordinator!a}; it has to be host:port")
+    return host.strip("[]"), int(port)
+
+
+def _baton_body(request: RoutableRequest, hints: RouterHints, source: str | None, num_rooms: int) -> bytes:
+    private = b'"baton":' + _encoder.encode(hints)
+    if source is None or not num_rooms:
+        return request.body_with(private)
+    host, port = _split_coordinator(source)
+    rooms = [secrets.randbits(ROOM_BITS) for _ in range(num_rooms)]
+    if request.is_list or num_rooms > 1:
+        fields = _RoomFields([host] * num_rooms, [port] * num_rooms, rooms)
+    else:
+        fields = _RoomFields(host, port, rooms[0])
+    return request.body_with(_encoder.encode(fields)[1:-1] + b"," + private)
+
+
+# ---- what routing reads of a body
+#
+# The rest of the body is passed on as it came. The router adds fields by splicing them in before the last
+# brace. A client may not send those fields itself: with two of one name it would be for the reader to choose.
+
+
+class _Body(msgspec.Struct):
+    """The instance checks types: a value of a wrong type is passed on and refused there."""
+
+    bootstrap_host: Any = msgspec.UNSET
+    bootstrap_port: Any = msgspec.UNSET
+    bootstrap_room: Any = msgspec.UNSET
+    kv_transfer_params: Any = msgspec.UNSET
+    baton: Any = msgspec.UNSET
+    model: Any = None
+    prompt: msgspec.Raw = _EMPTY
+    messages: msgspec.Raw = _EMPTY
+    tools: msgspec.Raw = _EMPTY
+    stream: Any = False
+    stream_options: Any = None
+    n: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+
+
+_body_decoder = msgspec.json.Decoder(_Body)
+
+
+class RoutableRequest(msgspec.Struct, frozen=True):
+    """One request of a client, as far as routing needs it."""
+
+    path: str
+    body: bytes
+    """Without its last brace."""
+    model: str | None
+    prompt: RawPrompt
+    num_prompts: int
+    is_list: bool
+    """Whether rooms are lists too."""
+    n: int
+    num_tokens_max: int | None
+    is_stream: bool
+    wants_usage: bool
+    can_hand_off: bool = True
+    """False where its form allows no hand-off: one instance answers it alone."""
+
+    @property
+    def num_choices(self) -> int:
+        return self.num_prompts * self.n
+
+    def body_with(self, fields: bytes) -> bytes:
+        """The body with these fields added: members of a JSON object, without braces."""
+        comma = b"" if self.body.strip(_SPACE) == b"{" else b","
+        return b"%s%s%s}" % (self.body, comma, fields)
+
+
+def read_routable(path: str, raw: bytes, private: Sequence[str] = _BOOTSTRAP_FIELDS) -> RoutableRequest:
+    """Reads a body; an ApiError where it is not a JSON object or has fields that only a router may add."""
+    try:
+        body = _body_decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        text = f"the body cannot be read ({error}); send a JSON object"
+        raise ApiError(400, text, code="bad_json") from None
+    for name in private:
+        if getattr(body, name) is not msgspec.UNSET:
+            text = f"{name} is chosen by the router; leave it out"
+            raise ApiError(403, text, param=name, code="room_not_allowed")
+    if body.baton is not msgspec.UNSET:
+        fields = msgspec.json.decode(raw)
+        fields.pop("baton", None)
+        raw = msgspec.json.encode(fields)
+    num_prompts, is_list, prompt = _read_prompt(body)
+    n, options = _count(body.n) or 1, body.stream_options
+    return RoutableRequest(
+        path=path,
+        body=raw.rstrip(_SPACE)[:-1],
+        model=body.model if isinstance(body.model, str) else None,
+        prompt=prompt,
+        num_prompts=num_prompts,
+        is_list=is_list,
+        n=n if n <= NUM_CHOICES_MAX else 1,  # which an instance refuses
+        num_tokens_max=_count(body.max_completion_tokens) or _count(body.max_tokens),
+        is_stream=body.stream is True,
+        wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
+    )
+
+
+def _count(value: Any) -> int | None:
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return value if is_count else None
+
+
+def _read_prompt(body: _Body) -> tuple[int, bool, RawPrompt]:
+    messages = bytes(body.messages)
+    if messages:
+        # Without the closing bracket, the next turn of a chat begins with all of this one.
+        return 1, False, RawPrompt(messages.rstrip(_SPACE)[:-1], seed=bytes(body.tools))
+    raw = bytes(body.prompt).strip(_SPACE)
+    if not raw.startswith(b"["):
+        return 1, False, RawPrompt(raw[:-1])
+    inside = raw[1:-1].strip(_SPACE)
+    if inside[:1] not in (b'"', b"["):
+        return 1, False, RawPrompt(inside, is_ids=True)
+    num_prompts = len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
+    if num_prompts > NUM_CHOICES_MAX:
+        text = f"{num_prompts} prompts; send at most {NUM_CHOICES_MAX} in a request"
+        raise ApiError(400, text, param="prompt")
+    return max(1, num_prompts), True, RawPrompt(inside, is_ids=inside[:1] == b"[")
+
+
+# ---- streams
+
+
+class StreamProgress:
+    """The tokens of every choice that the client has been streamed, over all attempts."""
+
+    def __init__(self, num_choices: int) -> None:
+        self.done: dict[int, int] = {}
+        """By finished choice: its number of tokens."""
+        self.has_usage = False
+        """Whether the client has the event after the last choice."""
+        self.is_exact = True
+        """Whether all tokens are known that the client has text of."""
+        self._tokens: dict[int, list[int]] = {index: [] for index in range(num_choices)}
+
+    def add(self, note: TokenNote) -> None:
+        """An event was read, whose tokens the client is about to get."""
+        tokens = self._tokens.get(note.index)
+        if tokens is None:
+            return
+        tokens.extend(note.tokens)
+        if note.finish is not None:
+            self.done[note.index] = len(tokens)
+
+    def has_begun(self, index: int) -> bool:
+        """Whether the client has a token of this choice."""
+        return bool(self._tokens.get(index))
+
+    @property
+    def resume(self) -> tuple[ResumedChoice, ...]:
+        """The choices that are not finished, with their tokens."""
+        return tuple(
+            ResumedChoice(index, tuple(tokens))
+            for index, tokens in self._tokens.items()
+            if index not in self.done
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self.done) == len(self._tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all unfinished choices: what has to be computed again to resume."""
+        return sum(len(tokens) for index, tokens in self._tokens.items() if index not in self.done)
+
+
+class EventSplitter(Protocol):
+    """Splits a byte stream into events, each with a note of the tokens that it adds."""
+
+    def feed(self, data: bytes) -> Iterator[SentEvent]:
+        """The events that these bytes complete."""
+
+
+class StreamFilter:
+    """Takes the token notes out of one attempt's stream; only whole events go on to the client.
+
+    Events before a choice's first token (its role) are held until that token: an attempt that resumes a
+    choice without tokens begins it again, and a client has to see one beginning.
+    """
+
+    def __init__(
+        self, progress: StreamProgress, n: int, reader: EventSplitter | None = None, num_early: int = 1
+    ) -> None:
+        self.error: bytes | None = None
+        """The error event that ended the stream."""
+        self.is_done = False
+        """Whether the stream has come to its proper end."""
+        self._progress = progress
+        self._n = n
+        self._reader: EventSplitter = reader or EventReader()
+        self._num_early = num_early
+        """Tokens of a choice that may come before decode has the cache."""
+        self._num_tokens: dict[int, int] = {}
+        self._admitted: set[int] = set()
+        self._held: dict[int, bytes] = {}
+
+    def feed(self, data: bytes) -> bytes:
+        """What the client gets of these bytes."""
+        out: list[bytes] = []
+        for event in self._reader.feed(data):
+            if event.note is not None:
+                out.append(self._forward(event.note, event.raw))
+                continue
+            payload = event.data
+            if payload is not None and payload.startswith(_ERROR):
+                self.error = payload
+                break
+            out.append(event.raw)
+            self._progress.has_usage |= payload is not None and self._progress.is_finished
+            if event.is_done:
+                self.is_done = True
+                break
+        return b"".join(out)
+
+    def are_admitted(self, num_jobs: int) -> bool:
+        """Whether decode has the cache of every job: it is past the tokens that may come before."""
+        return len(self._admitted) >= num_jobs
+
+    def _forward(self, note: TokenNote, raw: bytes) -> bytes:
+        """What the client gets now of this event and of those held before it."""
+        index = note.index
+        held = self._held.pop(index, b"") if self._held else b""
+        if not note.tokens and note.finish is None and not self._progress.has_begun(index):
+            self._held[index] = held + raw
+            return b""
+        self._record(note)
+        return held + raw
+
+    def _record(self, note: TokenNote) -> None:
+        self._progress.add(note)
+        num_tokens = self._num_tokens.get(note.index, 0) + len(note.tokens)
+        self._num_tokens[note.index] = num_tokens
+        if num_tokens > self._num_early or note.finish is not None:
+            self._admitted.add(note.index // self._n)

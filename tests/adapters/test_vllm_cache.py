@@ -1,0 +1,106 @@
+"""vLLM's cache as a spec: stages, heads, windows, latents and groups that overlay each other."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from baton.adapters.vllm.cache import CacheLayer, Mesh, describe_layers, layer_index, make_pools, make_spec
+from baton.errors import ConfigError
+from baton.plan import plan
+from baton.plan.ownership import buffers, placements
+
+HEADS, TOKENS, CHANNELS, BLOCKS = 4, 16, 8, 12
+
+
+class FullAttentionSpec:
+    """Named as vLLM's classes are."""
+
+
+class MLAAttentionSpec:
+    pass
+
+
+class SlidingWindowSpec:
+    sliding_window = 64
+
+
+def name(layer: int) -> str:
+    return f"model.layers.{layer}.self_attn.attn"
+
+
+def stage(layers: range, heads: int = HEADS, spec: object = None) -> tuple[CacheLayer, ...]:
+    raw = torch.zeros(len(layers), BLOCKS, heads, TOKENS, CHANNELS)
+    caches = dict(zip(map(name, layers), raw.unbind(0), strict=True))
+    group = SimpleNamespace(layer_names=list(caches), kv_cache_spec=spec or FullAttentionSpec())
+    return describe_layers(caches, [group], BLOCKS)
+
+
+def test_stage_sizes_are_those_of_the_registered_layers() -> None:
+    """vLLM gives the extra layer to an earlier stage, where Baton's default would not."""
+    spec = make_spec([stage(range(3)), stage(range(3, 5))], Mesh(1, 0, 2, 1, HEADS))
+    assert str(spec.layout) == "pp2:3-2.tp1"
+    (component,) = spec.cache.components
+    assert component.layers == ((0, 5),)
+    assert buffers(spec, 0, "pool") == {"cache.0": 3 * BLOCKS * HEADS * TOKENS * CHANNELS * 4}
+
+
+@pytest.mark.parametrize(("tp", "local", "units"), [(1, 4, 4), (2, 2, 4), (4, 1, 4), (8, 1, 4)])
+def test_heads_are_cut_and_mirrored_as_vllm_does(tp: int, local: int, units: int) -> None:
+    spec = make_spec([stage(range(2), local)], Mesh(0, 0, 1, tp, HEADS))
+    assert spec.cache.components[0].num_units == units
+    one = make_spec([stage(range(2))], Mesh(0, 0, 1, 1, HEADS))
+    assert plan(spec, one).routes
+    assert plan(one, spec).routes
+
+
+def test_a_latent_is_the_same_on_all_ranks() -> None:
+    spec = make_spec([stage(range(2), 1, MLAAttentionSpec())], Mesh(0, 0, 1, 2, 1))
+    assert spec.cache.components[0].units is None
+
+
+def test_a_window_is_that_of_the_last_token() -> None:
+    """Decode computes the last token itself; before it, one token less is in its window."""
+    spec = make_spec([stage(range(2), spec=SlidingWindowSpec())], Mesh(0, 0, 1, 1, HEADS))
+    assert spec.cache.components[0].extent.window == 63
+
+
+def test_groups_may_overlay_each_other() -> None:
+    """As for Gemma 3: layer i of one group lies where layer i of the other does."""
+    raw = torch.zeros(2, BLOCKS, HEADS, TOKENS, CHANNELS)
+    caches = {name(0): raw[0], name(1): raw[1], name(2): raw[0], name(3): raw[1]}
+    groups = [
+        SimpleNamespace(layer_names=[name(0), name(1)], kv_cache_spec=SlidingWindowSpec()),
+        SimpleNamespace(layer_names=[name(2), name(3)], kv_cache_spec=FullAttentionSpec()),
+    ]
+    layers = describe_layers(caches, groups, BLOCKS)
+    spec = make_spec([layers], Mesh(0, 0, 1, 1, HEADS))
+    assert spec.cache.groups == ("blocks.0", "blocks.1")
+    first, second = placements(spec, 0, "pool").values()
+    assert (first.buffer, first.offset) == (second.buffer, second.offset) == ("cache.0", 0)
+    assert {key: pool.nbytes for key, pool in make_pools(caches).items()} == {"cache.0": raw.nbytes}
+
+
+def test_layers_of_a_kind_in_several_allocations_are_refused() -> None:
+    caches = {name(layer): torch.zeros(BLOCKS, HEADS, TOKENS, CHANNELS) for layer in range(2)}
+    group = SimpleNamespace(layer_names=list(caches), kv_cache_spec=FullAttentionSpec())
+    layers = describe_layers(caches, [group], BLOCKS)
+    with pytest.raises(ConfigError, match="several allocations"):
+        make_spec([layers], Mesh(0, 0, 1, 1, HEADS))
+
+
+def test_groups_with_unlike_blocks_are_refused() -> None:
+    raw, small = torch.zeros(BLOCKS, HEADS, TOKENS, CHANNELS), torch.zeros(BLOCKS, HEADS, 8, CHANNELS)
+    groups = [
+        SimpleNamespace(layer_names=[name(0)], kv_cache_spec=FullAttentionSpec()),
+        SimpleNamespace(layer_names=[name(1)], kv_cache_spec=SlidingWindowSpec()),
+    ]
+    layers = describe_layers({name(0): raw, name(1): small}, groups, BLOCKS)
+    with pytest.raises(ConfigError, match="blocks of 8, 16 tokens"):
+        make_spec([layers], Mesh(0, 0, 1, 1, HEADS))
+
+
+def test_a_layer_without_a_number_is_refused() -> None:
+    assert layer_index("language_model.model.layers.17.self_attn.attn") == 17
+    with pytest.raises(ConfigError, match="no number"):
+        layer_index("model.attn")

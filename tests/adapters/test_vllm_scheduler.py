@@ -1,0 +1,185 @@
+"""What the connector decides in vLLM's scheduler."""
+
+import logging
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.adapters.vllm_requests import decode_params, prefill_params, request, step
+
+from baton.adapters.vllm.metadata import Cancel, Decline
+from baton.adapters.vllm.scheduler import SchedulerSide, WindowPins
+
+PROMPT = list(range(100, 400))
+
+
+@pytest.fixture
+def side() -> SchedulerSide:
+    return SchedulerSide((0,), "127.0.0.1:9001")
+
+
+def test_a_prompt_leaves_in_chunks_without_its_last_token(side: SchedulerSide) -> None:
+    side.add_request(request("r", PROMPT, prefill_params("t")))
+    (first,) = step(side, new={"r": (0, 128, [4])}).chunks
+    (second,) = step(side, cached={"r": (128, 128, [9])}).chunks
+    (third,) = step(side, cached={"r": (256, 44, [2])}).chunks
+    assert [first.tokens, second.tokens, third.tokens] == [(0, 128), (128, 256), (256, 299)]
+    assert [first.new_blocks, second.new_blocks, third.new_blocks] == [([4],), ([9],), ([2],)]
+    assert first.transfer.num_tokens == 299
+    assert step(side, cached={"r": (300, 1, None)}).chunks == []
+
+
+def test_a_prefix_hit_is_sent_with_the_first_chunk_of_the_request(side: SchedulerSide) -> None:
+    side.add_request(request("r", PROMPT, prefill_params("t")))
+    (chunk,) = step(side, new={"r": (256, 44, [7, 8, 3])}).chunks
+    assert (chunk.tokens, chunk.new_blocks) == ((0, 299), ([7, 8, 3],))
+
+
+def test_a_prompt_that_is_all_hit_but_its_last_token_is_sent_whole(side: SchedulerSide) -> None:
+    side.add_request(request("r", PROMPT[:257], prefill_params("t")))
+    (chunk,) = step(side, new={"r": (256, 1, [7, 8, 3])}).chunks
+    assert chunk.tokens == (0, 256)
+
+
+def test_decode_asks_once_for_what_its_prefix_cache_lacks(side: SchedulerSide) -> None:
+    asking = request("r", PROMPT, decode_params("t", "p:1"))
+    side.add_request(asking)
+    assert side.num_to_load(asking, 128) == side.num_to_load(asking, 128) == 171
+    side.allocated(asking, ([5, 6, 7],), 171)
+    assert side.has_messages
+    (load,) = step(side).loads
+    assert (load.source, load.num_held, load.blocks) == ("p:1", 128, ([5, 6, 7],))
+    # After a failure, or a preemption, vLLM asks again: then it computes.
+    assert side.num_to_load(asking, 0) == 0
+    side.allocated(asking, ([5, 6, 7],), 0)
+    assert not side.has_messages
+    assert side.finished(asking) == (False, None)
+    assert not side.has_messages
+
+
+@pytest.mark.parametrize("num_held", [299, 299 // 128 * 128])
+def test_decode_declines_what_it_does_not_load(side: SchedulerSide, num_held: int) -> None:
+    """All of it is held; or vLLM does not load, as for prompt logprobs."""
+    asking = request("r", PROMPT, decode_params("t", "p:1"))
+    side.add_request(asking)
+    assert side.num_to_load(asking, num_held) == 299 - num_held
+    side.allocated(asking, ([5, 6, 7],), 0)
+    assert [decline.transfer for decline in step(side).declines] == ["t"]
+
+
+def test_a_decode_request_that_ends_without_blocks_declines(side: SchedulerSide) -> None:
+    asking = request("r", PROMPT, decode_params("t", "p:1"))
+    side.add_request(asking)
+    assert side.finished(asking) == (False, None)
+    assert side.has_messages
+    assert step(side).declines == [Decline("t", "p:1", "the request ended before it had blocks")]
+    assert not side.has_messages
+
+
+def test_a_prefill_request_that_ends_in_the_queue_is_cancelled(side: SchedulerSide) -> None:
+    asking = request("r", PROMPT, prefill_params("t"))
+    side.add_request(asking)
+    assert side.finished(asking) == (False, None)
+    (cancel,) = step(side).cancels
+    assert isinstance(cancel, Cancel)
+    assert cancel.transfer.id == "t"
+
+
+def test_blocks_of_a_sent_prompt_stay_and_the_response_names_the_source(side: SchedulerSide) -> None:
+    asking = request("r", PROMPT, {"do_remote_decode": True})
+    side.add_request(asking)
+    step(side, new={"r": (0, 300, [1, 2, 3])})
+    delays_free, params = side.finished(asking)
+    assert delays_free
+    assert params == decode_params("r", "127.0.0.1:9001") | {"do_remote_decode": False}
+
+
+def test_a_preempted_prompt_is_sent_again_from_its_first_token(side: SchedulerSide) -> None:
+    side.add_request(request("r", PROMPT, prefill_params("t")))
+    step(side, new={"r": (0, 128, [4])})
+    assert step(side, preempted=("r", "other")).preempted == ["r"]
+    (chunk,) = step(side, cached={"r": (0, 300, [1, 2, 3])}).chunks
+    assert (chunk.tokens, chunk.new_blocks) == ((0, 299), ([1, 2, 3],))
+
+
+@pytest.mark.parametrize(("tokens", "params"), [(PROMPT, None), ([5], prefill_params("t"))])
+def test_without_parameters_or_with_one_token_nothing_is_sent(
+    side: SchedulerSide, tokens: list[int], params: Any
+) -> None:
+    plain = request("r", tokens, params)
+    side.add_request(plain)
+    assert side.num_to_load(plain, 0) == 0
+    assert step(side, new={"r": (0, 300, [1, 2, 3])}).chunks == []
+    assert side.finished(plain) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("params", "problem"),
+    [
+        (decode_params("t", ""), "source is ''"),
+        ({"do_remote_prefill": True, "transfer_id": "t"}, "source is None"),
+        ({"do_remote_prefill": True, "source": "p:1"}, "no transfer_id"),
+        (prefill_params("x" * 129), "1 to 128 characters"),
+        ({"do_remote_decode": True, "transfer_id": 7}, "transfer_id is 7"),
+        (prefill_params("t") | decode_params("t"), "both set"),
+    ],
+)
+def test_parameters_that_cannot_be_used_are_said_and_left(
+    side: SchedulerSide, caplog: Any, params: dict[str, Any], problem: str
+) -> None:
+    asking = request("r", PROMPT, params)
+    with caplog.at_level(logging.WARNING):
+        side.add_request(asking)
+    assert problem in caplog.text
+    assert side.num_to_load(asking, 0) == 0
+    assert step(side, new={"r": (0, 300, [1, 2, 3])}).chunks == []
+
+
+def test_the_digest_stands_for_all_that_shaped_the_cache(side: SchedulerSide) -> None:
+    picture = SimpleNamespace(identifier="a", mm_position=SimpleNamespace(offset=3, length=5))
+    requests = [
+        request("1", PROMPT, prefill_params("1")),
+        request("2", [*PROMPT[:-1], 7], prefill_params("2")),
+        request("3", PROMPT, prefill_params("3"), cache_salt="s"),
+        request("4", PROMPT, prefill_params("4"), lora_request=SimpleNamespace(lora_name="l")),
+        request("5", PROMPT, prefill_params("5"), mm_features=[picture]),
+    ]
+    for asking in requests:
+        side.add_request(asking)
+    chunks = step(side, new={asking.request_id: (0, 300, [1, 2, 3]) for asking in requests}).chunks
+    assert len({chunk.transfer.digest for chunk in chunks}) == len(requests)
+
+
+class BlockPool:
+    """Counts references as vLLM's does."""
+
+    def __init__(self) -> None:
+        self.counts: dict[int, int] = {}
+
+    def touch(self, blocks: Iterable[SimpleNamespace]) -> None:
+        for block in blocks:
+            self.counts[block.id] = self.counts.get(block.id, 0) + 1
+
+    def free_blocks(self, blocks: Iterable[SimpleNamespace]) -> None:
+        for block in blocks:
+            self.counts[block.id] -= 1
+
+
+def test_the_window_of_a_prompt_is_kept_until_it_was_sent(side: SchedulerSide) -> None:
+    """Of 299 tokens with a window of 60, blocks 14 to 17 are full and in reach of the last token."""
+    pool = BlockPool()
+    blocks = [SimpleNamespace(id=number, is_null=number < 13) for number in range(19)]
+    manager = SimpleNamespace(
+        block_pool=pool, get_blocks=lambda name: SimpleNamespace(blocks=(blocks, blocks))
+    )
+    side.pins = WindowPins(manager, {1: 60}, block_tokens=16)
+    asking = request("r", PROMPT, prefill_params("t"))
+    side.add_request(asking)
+    step(side, new={"r": (0, 128, [*range(8)])})
+    assert pool.counts == {}
+    step(side, cached={"r": (128, 172, [*range(8, 19)])})
+    assert pool.counts == {14: 1, 15: 1, 16: 1, 17: 1}
+    side.finished(asking)
+    side.sent({"r", "another"})
+    assert set(pool.counts.values()) == {0}
