@@ -28,7 +28,9 @@ def convert(raw: NDArray[np.uint8], source: str, target: str) -> NDArray[np.uint
     """The bytes of `raw` read as one dtype and written as another."""
     if source == target:
         return raw
-    return _written(_read(raw, source), target)
+    # Overflows become infinities; some processors report signalling NaNs.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _written(_read(raw, source), target)
 
 
 def _read(raw: NDArray[np.uint8], dtype: str) -> NDArray[np.float32]:
@@ -48,8 +50,7 @@ def _written(values: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
         case "fp32":
             return values.view(np.uint8)
         case "fp16":
-            with np.errstate(over="ignore"):
-                return values.astype(np.float16).view(np.uint8)
+            return values.astype(np.float16).view(np.uint8)
         case "bf16":
             return _encode_bf16(values).view(np.uint8)
         case _:

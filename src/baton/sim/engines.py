@@ -260,7 +260,10 @@ class SourceEngine(SimEngine):
         return True
 
     def _is_ungranted(self, job: Job) -> bool:
-        return job.preemption is None and any(
+        """Whether it counts; a preempted job does until the pages of all its ranks are free."""
+        if job.preemption is not None and len(job.preemption.freed) == len(job.ranks):
+            return False
+        return any(
             rank not in job.outcomes and not self.incarnation.is_granted(rank, job.transfer)
             for rank in job.ranks
         )
