@@ -300,7 +300,7 @@ def disconnect_ends_its_tickets(world: World) -> None:
     tickets.append(ended.send(source, one_span(1), fence=HostFence()))
     kept = other.send(source, one_span(MIB))
     world.source.transport.disconnect(ended.peer)
-    assert len(completions(world.source, [*tickets, kept])) == 5
+    assert len(completions(world.source, [*tickets, kept], 30.0)) == 5
     with pytest.raises(TransportError):
         ended.send(source, one_span(1))
 
