@@ -63,7 +63,7 @@ class UnixWriter(ABC):
 
     def check_quiet(self, grant: Grant) -> RevokeResult:
         """Unknown while a peer that mapped a region lives: the target cannot see its stores."""
-        return self.settle(self.watcher.call(self._check_mapped))
+        return self.settle(self.watcher.call(self.check_mapped))
 
     def revoke(self, cause: str) -> RevokeResult:
         """Asks a living writer to leave, which a stopped one cannot."""
@@ -85,7 +85,7 @@ class UnixWriter(ABC):
     def shut_out(self) -> RevokeResult:
         """On the watcher's thread: hands out nothing more, and asks the peer to leave."""
         self.is_revoked = True
-        result = self._check_mapped()
+        result = self.check_mapped()
         if self.sock is not None:
             with suppress(OSError):
                 self.sock.shutdown(socket.SHUT_WR)
@@ -99,12 +99,13 @@ class UnixWriter(ABC):
         self.refusals.add_write()
         send_message(sock, UnixMessage(MessageKind.REFUSED, text=cause))
 
-    def _check_mapped(self) -> RevokeResult:
+    def check_mapped(self) -> RevokeResult:
+        """On the watcher's thread: whether nothing can be stored into what was handed out."""
         if not self.mapped or self.has_left:
             return Quiet()
         if self.pidfd is None:
             return Unknown("the writer's process cannot be watched from here; it has the memory mapped")
-        if _has_events(self.pidfd, select.POLLIN):
+        if has_events(self.pidfd, select.POLLIN):
             return Quiet()
         return Unknown("the writer's process is alive and has the memory mapped")
 
@@ -229,13 +230,13 @@ def _open_pidfd(sock: socket.socket) -> int | None:
     with suppress(OSError):
         pidfd = os.pidfd_open(pid)
         # If the process ended before pidfd_open, its pid may be another's now; then the socket hung up first.
-        if not _has_events(sock.fileno(), select.POLLRDHUP):
+        if not has_events(sock.fileno(), select.POLLRDHUP):
             return pidfd
         os.close(pidfd)
     return None
 
 
-def _has_events(fd: int, mask: int) -> bool:
+def has_events(fd: int, mask: int) -> bool:
     poller = select.poll()
     poller.register(fd, mask)
     return bool(poller.poll(0))
