@@ -64,11 +64,27 @@ def test_it_says_what_it_needs():
         open_transport("cuda_ipc")
 
 
-def test_memory_that_cannot_be_shared_is_refused_at_its_grant():
+def test_memory_that_cannot_be_shared_is_not_registered(monkeypatch: pytest.MonkeyPatch):
+    def refuse(memory: Memory) -> None:
+        raise TransportError("this memory cannot be shared")
+
     with host_pair() as pair:
-        region = pair.target.register(np.zeros(100, dtype=np.uint8))
+        monkeypatch.setattr(pair.target.device_memory, "export", refuse)
+        buffer = pair.target.allocate(100)
         with pytest.raises(TransportError, match="cannot be shared"):
-            pair.connect(region)
+            pair.target.register(buffer)
+        assert pair.target.regions.find(1) is None
+
+
+def test_memory_that_cannot_be_mapped_fails_quietly():
+    with host_pair() as pair:
+        region = pair.target.register(np.zeros(100, dtype=np.uint8))  # not allocated to be shared
+        peer, _ = pair.connect(region)
+        loaded = pair.source.register(np.ones(100, dtype=np.uint8))
+        pair.source.submit(peer, Batch(loaded, region.remote, one_span(100)), NOW)
+        failed = pair.outcome()
+        assert isinstance(failed, FailedQuiet)
+        assert "cannot be mapped" in failed.cause
 
 
 class FailingStream(HostStream):

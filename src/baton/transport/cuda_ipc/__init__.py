@@ -35,7 +35,6 @@ from baton.transport.base import (
     Peer,
     Place,
     Quiet,
-    Ranges,
     Reach,
     Region,
     RevokeResult,
@@ -58,7 +57,7 @@ class CudaIpcWriter(UnixWriter):
     """One invited peer."""
 
     exported: dict[int, ExportedRegion]
-    """The regions of which something was granted to any peer."""
+    """The transport's regions."""
 
     def check_mapped(self) -> RevokeResult:
         """Unknown also while a forked child of a dead peer lives: it may hold the peer's device files."""
@@ -108,11 +107,17 @@ class CudaIpcTransport(UnixTransport[CudaIpcConnection, CudaIpcWriter]):
     def allocate(self, num_bytes: int) -> Bytes:
         raise TransportError("cuda_ipc moves cuda memory and allocates none; register a CUDA tensor")
 
-    def grant(self, peer: Peer, region: Region, ranges: Ranges) -> int:
-        """Exports the region at its first grant, so that memory that cannot be shared fails here."""
-        if region.number not in self.exported and (memory := self.regions.find(region.number)):
+    def register(self, buffer: object) -> Region:
+        """Memory that no other process can map fails here, not at the first hand-over."""
+        region = super().register(buffer)
+        memory = self.regions.find(region.number)
+        assert memory is not None
+        try:
             self.exported[region.number] = self.device_memory.export(memory)
-        return super().grant(peer, region, ranges)
+        except TransportError:
+            super().unregister(region)
+            raise
+        return region
 
     def unregister(self, region: Region) -> None:
         super().unregister(region)
