@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from baton.transport import (
     FailedUnknown,
     Quiet,
     Unknown,
+    cuda_ipc,
     open_transport,
 )
 from baton.transport.common.regions import Memory
@@ -62,6 +65,12 @@ def send(pair: Pair, num_bytes: int, **how: Any) -> Any:
 def test_it_says_what_it_needs():
     with pytest.raises(ConfigError, match=r"cuda_ipc needs a GPU.*use shm"):
         open_transport("cuda_ipc")
+
+
+def test_the_kernel_was_made_from_its_source():
+    folder = Path(cuda_ipc.__file__).parent
+    digest = hashlib.sha256((folder / "copy_spans.cu").read_bytes()).hexdigest()[:16]
+    assert digest in (folder / "copy_spans.ptx").read_text().splitlines()[1], "its head says how to make it"
 
 
 def test_memory_that_cannot_be_shared_is_not_registered(monkeypatch: pytest.MonkeyPatch):
