@@ -33,6 +33,7 @@ from baton.transport import (
     open_transport,
 )
 from baton.transport.common.regions import Memory
+from baton.transport.cuda_ipc import source as ipc_source
 
 torch = pytest.importorskip("torch", reason="torch is not installed here")
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
@@ -194,7 +195,8 @@ class SlowStream(HostStream):
     delay_s = 0.3
 
 
-def test_the_contract_catches_a_source_that_leaves_early():
+def test_the_contract_catches_a_source_that_leaves_early(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ipc_source, "SHORT_BYTES", 0)  # the worker waits for what is short
     with World("cuda_ipc-host") as world:
         world.source.close()
         world.source = End(LeavesEarly(SlowStream))

@@ -24,12 +24,15 @@ __device__ void copy_row(char *target, const char *source, long long num_bytes)
     }
 }
 
-// The table has one column for each row: its source, target and length, `stride` numbers apart.
-extern "C" __global__ void copy_spans(const long long *table, long long stride, char *target, const char *source)
+// A row of the table is source, target, length and nothing: 32 bytes, which a block reads from the host at once.
+extern "C" __global__ void copy_spans(const long long *table, char *target, const char *source)
 {
-    const char *from = source + table[blockIdx.x];
-    char *to = target + table[stride + blockIdx.x];
-    const long long num_bytes = table[2 * stride + blockIdx.x];
+    __shared__ long long row[4];
+    if (threadIdx.x < 4) row[threadIdx.x] = table[4ll * blockIdx.x + threadIdx.x];
+    __syncthreads();
+    const char *from = source + row[0];
+    char *to = target + row[1];
+    const long long num_bytes = row[2];
     const unsigned long long bits = (unsigned long long)from | (unsigned long long)to | num_bytes;
     if (bits % 16 == 0)
         copy_row<uint4>(to, from, num_bytes);

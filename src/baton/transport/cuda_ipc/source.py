@@ -1,8 +1,8 @@
 """The source's half: maps the target's regions and has streams copy into them.
 
 Three threads meet here. The connection's worker maps regions and starts copies, part by part. The completer
-sleeps in the event behind each part, in their order, and ends tickets. The watcher checks the deadlines while
-a batch is in flight.
+waits for the event behind each part, in their order, and ends tickets; the worker does that itself for a
+short batch that is alone. The watcher checks the deadlines while a batch is in flight.
 
 A batch that is given up ends as FailedQuiet when the parts of it that were started are complete: they cannot
 be taken back from a stream. It ends as FailedUnknown if the device fails or shows no progress for the
@@ -15,6 +15,7 @@ import logging
 import select
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -80,8 +81,8 @@ class DeviceMemory(Protocol):
         """A stream of its own on the device of this memory."""
 
 
-SHORT_BYTES = 32 << 20
-"""A part up to this size is done before a sleeping thread would wake up."""
+SHORT_BYTES = 16 << 20
+"""What is copied before a sleeping thread would wake up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +99,10 @@ class Flight:
             return self.fence is not None and not self.fence.query()
         except RuntimeError:
             return False  # the device failed
+
+
+def _run(action: Callable[[], None]) -> None:
+    action()
 
 
 class CudaIpcConnection(UnixConnection):
@@ -142,14 +147,14 @@ class CudaIpcConnection(UnixConnection):
         return True
 
     def carry(self, job: Job, event: CudaEvent | None) -> None:
-        assert self._completer is not None, "nothing begins once the connection is lost"
         flight = Flight(job, event)
         with self._changed:
             job.progress_s = self._progress_s = time.monotonic()
             self._flights.add(flight)
             self.watcher.start_timer(self._tick)
+        run = self._runner(flight)
         try:
-            cause = self._start(flight, self._completer)
+            cause = self._start(flight, run)
         except TimeoutError as error:
             cause = str(error)
         except OSError as error:
@@ -159,9 +164,20 @@ class CudaIpcConnection(UnixConnection):
             cause = str(error)
         except RuntimeError as error:  # what torch raises if the device fails
             cause = self._fail(str(error))
-        self._completer.put(partial(self._end, flight, cause))
+        run(partial(self._end, flight, cause))
 
-    def _start(self, flight: Flight, completer: WorkerThread) -> str:
+    def _runner(self, flight: Flight) -> Callable[[Callable[[], None]], None]:
+        """Where the ends of parts are waited for: here if a batch is short, ready and alone.
+
+        The completer would take longer to wake up than such a batch takes to be copied.
+        """
+        assert self._completer is not None, "nothing begins once the connection is lost"
+        is_short = flight.job.batch.spans.num_bytes <= SHORT_BYTES
+        if is_short and len(self._flights) == 1 and not flight.is_waiting_for_fence():
+            return _run
+        return self._completer.put
+
+    def _start(self, flight: Flight, run: Callable[[Callable[[], None]], None]) -> str:
         """Gives a batch to the stream, part by part; returns why it was given up, or nothing."""
         job, spans = flight.job, flight.job.batch.spans
         source = self.tickets.regions.find(job.batch.source.number)
@@ -180,7 +196,7 @@ class CudaIpcConnection(UnixConnection):
             flight.is_started = True
             stream.copy(part, source.address, target)
             event = stream.record(is_blocking=num_bytes > SHORT_BYTES)
-            completer.put(partial(self._complete, flight, event, num_bytes))
+            run(partial(self._complete, flight, event, num_bytes))
         return ""
 
     def _map(self, job: Job, device: str, stream: CopyStream) -> int:
@@ -211,9 +227,9 @@ class CudaIpcConnection(UnixConnection):
             return self.lost
 
     def _complete(self, flight: Flight, event: CudaEvent, num_bytes: int) -> None:
-        """On the completer: waits until a part is copied."""
+        """Waits until a part is copied."""
         try:
-            if flight.fence is not None:
+            if flight.is_waiting_for_fence() and flight.fence is not None:
                 flight.fence.synchronize()  # sleeps; the event may spin
             event.synchronize()
         except RuntimeError as error:
@@ -224,7 +240,7 @@ class CudaIpcConnection(UnixConnection):
             self._changed.notify_all()
 
     def _end(self, flight: Flight, cause: str) -> None:
-        """On the completer, when all parts that were started are complete."""
+        """All parts that were started are complete."""
         job, batch = flight.job, flight.job.batch
         completion: Completion = Done(job.ticket)
         if self._failure and flight.is_started:
@@ -240,9 +256,9 @@ class CudaIpcConnection(UnixConnection):
             except OSError as error:
                 self.lose(f"the target is gone: {error}")
                 completion = FailedQuiet(job.ticket, self.lost)
+        self.tickets.end(job, completion)
         with self._changed:
             self._flights.discard(flight)
-        self.tickets.end(job, completion)
 
     def _fail(self, cause: str) -> str:
         self._failure = self._failure or f"the device failed: {cause}"
