@@ -4,7 +4,7 @@ torch's own way to share a tensor counts its users in a shared file and takes me
 has said so; a receiver that was killed never does. The driver needs nothing of that: a mapping ends with its
 process.
 
-Few or long spans go to the copy engines, one call each. A call costs the host 5 to 8 us, in which an H200
+Few or long spans are copied by the driver, one call each. A call costs the host 5 to 8 us, in which an H200
 copies 10 MiB on the device, so many short spans are copied by one kernel (copy_spans.cu). It reads their
 offsets from pinned memory, which saves a copy of the table.
 """
@@ -29,9 +29,9 @@ from baton.transport.common.regions import Memory
 from baton.transport.cuda_ipc.source import PART_SPANS, ExportedRegion
 from baton.transport.fences import CudaEvent
 
-ENGINE_SPANS_MAX = 4
-ENGINE_BYTES_MIN = 8 << 20
-"""Spans of this mean length go to the copy engines, however many they are."""
+DIRECT_SPANS_MAX = 4
+DIRECT_BYTES_MIN = 8 << 20
+"""Spans of this mean length are copied by the driver, however many they are."""
 
 _cuda: Any = torch.cuda  # its calls are not typed
 _DRIVER = "libcuda.so.1"
@@ -154,7 +154,7 @@ class CudaCopyStream:
 
     def copy(self, spans: Spans, source: int, target: int) -> None:
         num_spans = len(spans)
-        if num_spans > ENGINE_SPANS_MAX and spans.num_bytes < ENGINE_BYTES_MIN * num_spans:
+        if num_spans > DIRECT_SPANS_MAX and spans.num_bytes < DIRECT_BYTES_MIN * num_spans:
             self._launch(spans, source, target)
             return
         triples = zip(spans.source.tolist(), spans.target.tolist(), spans.length.tolist(), strict=True)
