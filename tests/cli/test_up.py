@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.cli.models import speaking_model
@@ -16,6 +17,7 @@ from baton.cli.deployment import (
     health_stage,
     instance_services,
     is_log,
+    kv_transport,
     pair_line,
     plan_instances,
     plan_pairs,
@@ -159,6 +161,27 @@ def test_the_command_lines_of_the_services() -> None:
     (alone,) = instance_services(DeploymentOptions("demo", ("pp2",)), "http://127.0.0.1:8400")
     assert alone.name == "both-0"
     assert alone.arguments[:3] == ("serve", "--role", "both")
+
+
+@pytest.mark.parametrize(
+    ("given", "transport"),
+    [
+        ({}, None),
+        ({"device": "cuda"}, "cuda_ipc"),
+        ({"device": "cuda", "transport": "tcp"}, "tcp"),
+        ({"device": "cuda", "link": "25GB/s"}, None),
+        ({"device": "cuda", "prefill_args": parse_side_args("--prefill-args", "--link 25GB/s")}, None),
+        ({"device": "cuda", "decode_args": parse_side_args("--decode-args", "--device cpu")}, None),
+        ({"device": "cuda", "decode_args": parse_side_args("--decode-args", "--transport shm")}, None),
+        ({"device": "cuda", "decodes": ()}, None),
+    ],
+)
+def test_gpus_of_one_host_copy_to_each_other(given: dict[str, Any], transport: str | None) -> None:
+    options = DeploymentOptions(**{"model": "demo", "prefills": ("tp1",), "decodes": ("tp1",), **given})
+    assert kv_transport(options) == transport
+    first, *_ = instance_services(options, "http://127.0.0.1:8400")
+    named = [first.arguments[i + 1] for i, word in enumerate(first.arguments) if word == "--transport"]
+    assert named == ([transport] if transport else [])
 
 
 def test_health_in_words() -> None:

@@ -132,7 +132,7 @@ def million_small_writes_are_there_when_announced(world: World) -> None:
     num_slots, batch_slots = 1_000_000, 1000
     slots = np.random.default_rng(5).permutation(num_slots)
     link = world.link(world.target(), num_slots * 8)
-    source = world.source.transport.register(np.arange(1, num_slots + 1, dtype=np.int64))
+    source = world.source.keep(np.arange(1, num_slots + 1, dtype=np.int64))
     can_announce = world.capabilities.can_announce
     watch: Callable[[], list[str]] | None = None
     if can_announce:
@@ -236,7 +236,7 @@ def regions_change_while_busy(world: World) -> None:
     tickets = [link.send(source, one_span(16 * MIB)) for _ in range(10)]
     tickets.append(link.send(source, one_span(16 * MIB), fence=fence))
     for _ in range(50):
-        world.source.transport.unregister(world.source.transport.register(np.zeros(5000)))
+        world.source.forget(world.source.keep(np.zeros(5000)).number)
         number = link.target.call("expose", 5000).number
         link.target.call("forget", number)
     with pytest.raises(TransportError):

@@ -188,6 +188,7 @@ def spans_of(source: Any, target: Any, length: Any) -> Spans:
 
 def apply(spans: Spans, source: np.ndarray, target: np.ndarray) -> None:
     """Copies a batch the plain way, span by span."""
+    source = np.asarray(source)
     triples = zip(spans.source.tolist(), spans.target.tolist(), spans.length.tolist(), strict=True)
     for read, write, length in triples:
         target[write : write + length] = source[read : read + length]

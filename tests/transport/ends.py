@@ -33,6 +33,7 @@ from baton.transport import (
     Invitation,
     Landed,
     Peer,
+    Place,
     Ranges,
     Region,
     RemoteRegion,
@@ -58,24 +59,40 @@ class End:
 
     transport: Transport
     regions: dict[int, Region] = field(default_factory=dict)
-    buffers: dict[int, np.ndarray] = field(default_factory=dict)
+    buffers: dict[int, Any] = field(default_factory=dict)
+    """Arrays, or what looks like one on a device."""
     peers: dict[int, Peer] = field(default_factory=dict)
     waiting: list[Event] = field(default_factory=list)
 
     def expose(self, num_bytes: int, fill: int = 0) -> RemoteRegion:
         """A target region, every byte of which is `fill`."""
+        if self.is_on_device:
+            return self.keep(np.full(num_bytes, fill, dtype=np.uint8)).remote
         buffer = self.transport.allocate(num_bytes)
         buffer[:] = fill
-        return self._keep(buffer).remote
+        return self.keep(buffer).remote
 
     def load(self, num_bytes: int, seed: int) -> Region:
         """A source region with random content."""
         content = np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
-        return self._keep(content)
+        return self.keep(content)
 
-    def _keep(self, buffer: np.ndarray) -> Region:
-        region = self.transport.register(buffer)
-        self.regions[region.number], self.buffers[region.number] = region, buffer
+    @property
+    def is_on_device(self) -> bool:
+        return Place.HOST not in self.transport.capabilities.places
+
+    def keep(self, buffer: np.ndarray) -> Region:
+        """Registers a buffer, or what a device has of its content."""
+        if self.is_on_device:
+            from tests.transport.device_array import DeviceArray  # imports torch
+
+            array = DeviceArray(buffer)
+            region = self.transport.register(array.tensor)
+            self.buffers[region.number] = array
+        else:
+            region = self.transport.register(buffer)
+            self.buffers[region.number] = buffer
+        self.regions[region.number] = region
         return region
 
     def forget(self, number: int) -> None:
@@ -105,7 +122,7 @@ class End:
         return self.buffers[number][start:stop].tobytes()
 
     def digest(self, number: int) -> str:
-        return hashlib.blake2b(self.buffers[number]).hexdigest()
+        return hashlib.blake2b(np.asarray(self.buffers[number])).hexdigest()
 
     def connect(self, description: Description) -> Peer:
         return self.transport.connect(description)
@@ -125,7 +142,6 @@ class End:
 
     def check_landed(self, number: int, slots: np.ndarray, batch_slots: int, timeout_s: float) -> list[str]:
         """At each Landed with tag k: whether the k-th run of 8-byte slots holds what it should, at once."""
-        words = self.buffers[number].view(np.int64)
         faults: list[str] = []
         num_batches = len(slots) // batch_slots
         seen = 0
@@ -135,16 +151,20 @@ class End:
                 if not isinstance(event, Landed):
                     continue
                 seen += 1
-                if not self._holds(words, slots[event.tag * batch_slots :][:batch_slots]):
+                if not self.check_slots(number, slots[event.tag * batch_slots :][:batch_slots]):
                     faults.append(f"batch {event.tag} was announced before it was there")
         return faults if seen == num_batches else [*faults, f"{seen} of {num_batches} batches announced"]
 
     def check_slots(self, number: int, slots: np.ndarray) -> bool:
-        return self._holds(self.buffers[number].view(np.int64), slots)
-
-    @staticmethod
-    def _holds(words: np.ndarray, slots: np.ndarray) -> bool:
+        words = np.asarray(self.buffers[number]).view(np.int64)
         return bool((words[slots] == slots + 1).all())
+
+    def fork(self) -> int:
+        """A child that does nothing; whoever asked for it ends it."""
+        pid = os.fork()
+        if not pid:
+            signal.pause()
+        return pid
 
     def usage(self) -> Usage:
         used = resource.getrusage(resource.RUSAGE_SELF)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import json
 import os
 import select
@@ -85,12 +86,15 @@ def serve_forks(control: socket.socket) -> None:
         request, descriptors, _, _ = socket.recv_fds(control, 1 << 16, 1)
         if not request:
             return
+        arguments = json.loads(request)
+        if arguments[0] == "cuda_ipc":
+            importlib.import_module("baton.transport.cuda_ipc.device")  # torch, once for all children
         pid = os.fork()
         if pid == 0:
             control.close()
             os.setsid()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            serve(Connection(descriptors[0]), open_end(*json.loads(request)))
+            serve(Connection(descriptors[0]), open_end(*arguments))
             return
         os.close(descriptors[0])
         control.send(str(pid).encode())

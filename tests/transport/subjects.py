@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from tests.transport.faulty import Faulty, FaultyConfig
+from tests.transport.host_ipc import HostIpc
 
 from baton.transport import Batch, Transport, open_transport, transport_names
 from baton.transport.shm import ShmConfig, ShmTransport
@@ -42,6 +43,7 @@ def open_faulty(name: str, **options: Any) -> Transport:
 SUBJECTS: dict[str, Callable[..., Transport]] = {
     **{name: partial(open_transport, name) for name in transport_names()},
     "shm-staged": open_staged,
+    "cuda_ipc-host": HostIpc,
     **{f"throttled-{name}": partial(open_throttled, name) for name in ("memory", "shm", "tcp")},
     **{f"faulty-{name}": partial(open_faulty, name) for name in ("memory", "shm", "tcp")},
 }

@@ -7,7 +7,7 @@ from tests.transport.contract import CHECKS, Check, Variant, World
 from tests.transport.subjects import SUBJECTS
 
 # Our own transports run in `make test`; other libraries and wrappers in `make test-all`.
-OURS = ("memory", "shm", "tcp")
+OURS = ("memory", "shm", "tcp", "cuda_ipc", "cuda_ipc-host")
 PARAMETERS = [name if name in OURS else pytest.param(name, marks=pytest.mark.contract) for name in SUBJECTS]
 VARIANTS = [(check, variant) for check in CHECKS.values() for variant in check.variants]
 

@@ -21,7 +21,7 @@ from baton.transport import (
     Transport,
     open_transport,
 )
-from baton.transport.shm import target as shm_target
+from baton.transport.common import unix_target
 
 MIB = 1 << 20
 
@@ -120,7 +120,7 @@ def test_a_writer_that_never_mapped_is_quiet_while_it_lives():
 
 
 def test_death_is_seen_without_peer_pidfds(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(shm_target, "_SO_PEERPIDFD", 9999)  # as before Linux 6.5
+    monkeypatch.setattr(unix_target, "_SO_PEERPIDFD", 9999)  # as before Linux 6.5
     target = open_transport("shm")
     region = target.register(target.allocate(MIB))
     with World("shm") as world:

@@ -1,11 +1,13 @@
 """What a transport is measured against: the same spans, moved by the barest means in the same run.
 
 `memcpy` for every transport; for tcp, mooncake and nixl also their own sockets or library, called as their
-users call them. A baseline is a context manager; `once()` moves the spans and returns when they have arrived.
+users call them; for cuda_ipc a copy inside the GPU. A baseline is a context manager; `once()` moves the spans
+and returns when they have arrived.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import socket
@@ -16,6 +18,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from baton.bench.target_process import on_gpu
 from baton.errors import TransportError
 from baton.plan.steps import Spans
 from baton.supervisor import ChildProcess, reply
@@ -233,8 +236,22 @@ def _receive_nixl(num_bytes: int) -> None:
     sys.stdin.read()
 
 
+class DeviceCopy(Baseline):
+    """One contiguous copy of as many bytes on a GPU, by torch."""
+
+    def __init__(self, spans: Spans, num_bytes: int) -> None:
+        self.cuda = importlib.import_module("torch").cuda
+        self.source = on_gpu(np.ones(spans.num_bytes, dtype=np.uint8))
+        self.target = on_gpu(np.zeros(spans.num_bytes, dtype=np.uint8))
+
+    def once(self) -> None:
+        self.target.copy_(self.source)
+        self.cuda.current_stream().synchronize()
+
+
 BASELINES: dict[str, type[Baseline]] = {
     "memcpy": Memcpy,
+    "cuda_ipc": DeviceCopy,
     "tcp": BareSockets,
     "mooncake": BareMooncake,
     "nixl": BareNixl,

@@ -7,6 +7,7 @@ the child's stdin and stdout; the transport's own traffic does not use them.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import sys
 from time import monotonic_ns
@@ -20,7 +21,9 @@ from baton.transport import (
     Description,
     Invitation,
     Landed,
+    Place,
     Ranges,
+    Region,
     RemoteRegion,
     Transport,
     open_transport,
@@ -35,7 +38,10 @@ class TransferTarget:
 
     def __init__(self, transport: Transport, num_bytes: int) -> None:
         self.transport = transport
-        self.buffer = transport.allocate(num_bytes)
+        is_on_host = Place.HOST in transport.capabilities.places
+        self.buffer: Any = (
+            transport.allocate(num_bytes) if is_on_host else on_gpu(np.zeros(num_bytes, dtype=np.uint8))
+        )
         self.region = transport.register(self.buffer)
 
     def invite(self) -> dict[str, Any]:
@@ -46,7 +52,8 @@ class TransferTarget:
 
     def digest(self) -> str:
         """A hash of the region's bytes."""
-        return hashlib.blake2b(self.buffer, digest_size=16).hexdigest()
+        content = self.buffer if isinstance(self.buffer, np.ndarray) else self.buffer.cpu().numpy()
+        return hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def landed_at(self, tag: int) -> int:
         """When the batch of this tag landed, on the clock that all processes of a host share."""
@@ -68,6 +75,20 @@ class TargetProcess(ChildProcess):
         """What a source needs to write into the region."""
         invitation = self.ask("invite")
         return Description.from_json(invitation["description"]), RemoteRegion.from_json(invitation["region"])
+
+
+def on_gpu(content: np.ndarray) -> Any:
+    """A CUDA tensor with this content."""
+    torch = importlib.import_module("torch")  # an optional extra, which a transport of CUDA memory needs
+    tensor = torch.from_numpy(content).cuda()
+    torch.cuda.synchronize()
+    return tensor
+
+
+def registered(transport: Transport, content: np.ndarray) -> Region:
+    """A region with this content, on the GPU if the transport moves no host memory."""
+    is_on_host = Place.HOST in transport.capabilities.places
+    return transport.register(content if is_on_host else on_gpu(content))
 
 
 def random_bytes(num_bytes: int, seed: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from baton.bench.baselines import BASELINES
 from baton.bench.record import seconds, side_by_side
-from baton.bench.target_process import TargetProcess, TransferTarget, random_bytes
+from baton.bench.target_process import TargetProcess, TransferTarget, random_bytes, registered
 from baton.errors import ConfigError, TransportError
 from baton.observe.plotting import load_pyplot
 from baton.plan.steps import Spans
@@ -122,7 +122,7 @@ class Link:
         else:
             self.target = stack.enter_context(TargetProcess(name, options, num_bytes))
             description, self.region = self.target.invite()
-        self.source: Region = self.transport.register(random_bytes(num_bytes, 2))
+        self.source: Region = registered(self.transport, random_bytes(num_bytes, 2))
         self.peer: Peer = self.transport.connect(description)
 
     def send(self, spans: Spans) -> None:

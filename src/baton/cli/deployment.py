@@ -122,10 +122,23 @@ def parse_layouts(option: str, text: str | None) -> tuple[str, ...]:
     return layouts
 
 
+def kv_transport(options: DeploymentOptions) -> str | None:
+    """The transport of the deployment; None: the default of `baton serve`.
+
+    Between GPUs of this host it is cuda_ipc, unless the link is to have a stated speed.
+    """
+    sides = [side.engine_options for side in (options.prefill_args, options.decode_args)]
+    is_given = any("transport" in side or "link_bytes_per_s" in side for side in sides)
+    if options.transport or options.link or is_given or not options.decodes:
+        return options.transport
+    devices = {side.get("device", options.device) for side in sides}
+    return "cuda_ipc" if devices == {"cuda"} else None
+
+
 def instance_services(options: DeploymentOptions, registry: str) -> list[Service]:
     """`baton serve` for every instance."""
     common = _arguments(
-        transport=options.transport,
+        transport=kv_transport(options),
         overlap=options.overlap,
         first_token=options.first_token,
         dtype=options.dtype,
@@ -213,7 +226,7 @@ def plan_instances(options: DeploymentOptions) -> list[PlannedInstance]:
     if options.link is not None:
         parse_speed(options.link)
     given = {
-        "transport": options.transport,
+        "transport": kv_transport(options),
         "policy": options.overlap,
         "dtype": options.dtype,
         "device": options.device,

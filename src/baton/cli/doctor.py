@@ -12,7 +12,7 @@ from time import perf_counter
 
 import numpy as np
 
-from baton.bench.target_process import TargetProcess, TransferTarget, random_bytes
+from baton.bench.target_process import TargetProcess, TransferTarget, random_bytes, registered
 from baton.errors import BatonError
 from baton.plan.steps import Spans
 from baton.transport import (
@@ -95,7 +95,7 @@ def _transfer(transport: Transport) -> float:
 
 def _send(transport: Transport, description: Description, region: RemoteRegion) -> tuple[float, str]:
     content = random_bytes(NUM_BYTES, os.getpid())
-    source = transport.register(content)
+    source = registered(transport, content)
     peer = transport.connect(description)
     whole = Spans(*(np.array([value], dtype=np.int64) for value in (0, 0, NUM_BYTES)))
     start = perf_counter()

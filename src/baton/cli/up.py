@@ -76,7 +76,10 @@ def up(
     ] = None,
     transport: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="KV transfer transport: NAME or NAME:OPTION=VALUE (default: shm)"),
+        typer.Option(
+            metavar="NAME",
+            help="KV transfer transport: NAME or NAME:OPTION=VALUE (default: shm; cuda_ipc between GPUs)",
+        ),
     ] = None,
     link: Link = None,
     overlap: Annotated[

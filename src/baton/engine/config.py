@@ -231,6 +231,8 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigError(f"transport {name!r} is not known; use {', '.join(transport_names())}")
     if config.device not in DEVICES:
         raise ConfigError(f"device {config.device!r} is not known; use {' or '.join(DEVICES)}")
+    if name == "cuda_ipc" and config.device != "cuda":
+        raise ConfigError(f"transport cuda_ipc moves CUDA memory; use shm with device {config.device!r}")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda: torch sees no GPU; use cpu")
     if config.role not in ROLES:

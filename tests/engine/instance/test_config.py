@@ -106,6 +106,11 @@ def test_a_gpu_that_is_not_there() -> None:
         derive_sizes(EngineConfig(str(tiny("llama")), device="cuda"))
 
 
+def test_cuda_ipc_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match="cuda_ipc moves CUDA memory; use shm with device 'cpu'"):
+        derive_sizes(EngineConfig(str(tiny("llama")), transport="cuda_ipc"))
+
+
 @pytest.mark.parametrize("url", ["", "http://127.0.0.1:8000", "https://host.name/base", "http://[::1]:80/"])
 def test_taken(url: str) -> None:
     config = EngineConfig(str(tiny("llama")), url=url, port=65535, queue_max=3, name="two words")

@@ -34,16 +34,14 @@ from baton.transport.base import (
     Reach,
     Region,
 )
-from baton.transport.common.handshake import Hello
 from baton.transport.common.regions import Memory
-from baton.transport.common.threads import Watcher
 from baton.transport.common.tickets import Job
-from baton.transport.common.transport import BaseTransport
+from baton.transport.common.unix_transport import UnixTransport
 from baton.transport.fences import CudaFence
 from baton.transport.shm.ring import CUDA, RingShape, Staging, is_staging_needed, open_copier
 from baton.transport.shm.segments import create_segment, map_segment
 from baton.transport.shm.source import ShmConnection
-from baton.transport.shm.target import SegmentRange, ShmListener, ShmWriter
+from baton.transport.shm.target import SegmentRange, ShmWriter
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class _Segment:
     num_bytes: int
 
 
-class ShmTransport(BaseTransport[ShmConnection, ShmWriter]):
+class ShmTransport(UnixTransport[ShmConnection, ShmWriter]):
     """One opened shm transport."""
 
     name = "shm"
@@ -81,8 +79,6 @@ class ShmTransport(BaseTransport[ShmConnection, ShmWriter]):
 
     def __init__(self, config: ShmConfig) -> None:
         super().__init__()
-        self.watcher = Watcher(f"shm-{self.incarnation}")
-        self.listener: ShmListener | None = None
         self.segments: dict[int, _Segment] = {}
         self.staging = Staging(RingShape(config.num_slots, config.slot_bytes), is_staging_needed, open_copier)
         self._segment_numbers = itertools.count(1)
@@ -117,10 +113,7 @@ class ShmTransport(BaseTransport[ShmConnection, ShmWriter]):
         return ShmConnection(peer, description, self.tickets, self.watcher, self.staging)
 
     def open_writer(self, peer: Peer, secret: str) -> ShmWriter:
-        if self.listener is None:
-            self.listener = self.watcher.call(
-                lambda: ShmListener(self.address(), self.watcher, self._find_writer, self.refusals)
-            )
+        self.listen()
         return ShmWriter(
             peer,
             secret,
@@ -135,24 +128,13 @@ class ShmTransport(BaseTransport[ShmConnection, ShmWriter]):
     def is_unchecked(self, peer: Peer, region: Region) -> bool:
         """Whether a peer has a region mapped; a peer that goes through a ring is held to its grants."""
         writer = self.writers.get(peer)
-        return writer is not None and region.number in writer.mapped and writer.ring_reader is None
-
-    def address(self) -> str:
-        """The abstract name of the socket."""
-        return f"baton-shm-{self.incarnation}"
+        return super().is_unchecked(peer, region) and writer is not None and writer.ring_reader is None
 
     def stop(self) -> None:
         """Ends the thread and closes the descriptors; memory is freed with its last array."""
-        if self.listener is not None:
-            self.watcher.call(self.listener.close)
-        for writer in list(self.writers.values()):
-            writer.end()
-        self.watcher.close()
+        super().stop()
         for number in list(self.segments):
             _close_segment(self.segments, number)
-
-    def _find_writer(self, hello: Hello) -> ShmWriter | None:
-        return self.writers.get(Peer(hello.peer, hello.incarnation.decode("ascii", "replace")))
 
     def _locate(self, number: int) -> SegmentRange | str:
         memory = self.regions.find(number)

@@ -15,6 +15,7 @@ from baton.transport.common.regions import Grants, Memory, Regions
 from baton.transport.common.spans import are_inside
 from baton.transport.common.tickets import EventQueue
 from baton.transport.common.transport import Refusals
+from baton.transport.common.unix_messages import MessageKind, UnixMessage, send_message
 from baton.transport.shm.ring import (
     TABLE_SPANS,
     Copiers,
@@ -27,7 +28,7 @@ from baton.transport.shm.ring import (
     send_packet,
     slot_offsets,
 )
-from baton.transport.shm.segments import MessageKind, ShmMessage, create_segment, send_message
+from baton.transport.shm.segments import create_segment
 
 SETTLE_S = 1.0
 """How long `settle` waits for a device before it returns Unknown."""
@@ -58,14 +59,14 @@ class RingReader:
         self._draining: set[int] = set()
         self._is_stopped = False
         fd = create_segment(f"baton-ring-{peer.incarnation}", staging.shape.num_bytes)
-        send_message(self.channel, ShmMessage(MessageKind.STAGED), fd)
+        send_message(self.channel, UnixMessage(MessageKind.STAGED), fd)
         self._thread = threading.Thread(target=self._run, args=(fd,), name="shm-ring-target", daemon=True)
         self._thread.start()
 
     def hand_out(self, sock: socket.socket, region_bytes: int) -> None:
         """Tells a source about its ring; the first message carries the ring's socket."""
         shape = self.staging.shape
-        message = ShmMessage(MessageKind.STAGED, (shape.num_slots, shape.slot_bytes, region_bytes, 0))
+        message = UnixMessage(MessageKind.STAGED, (shape.num_slots, shape.slot_bytes, region_bytes, 0))
         is_first = self._peer_channel.fileno() >= 0
         send_message(sock, message, self._peer_channel.fileno() if is_first else None)
         self._peer_channel.close()

@@ -25,6 +25,7 @@ from baton.plan.steps import Spans
 from baton.transport.base import DEADLINE_S, Completion, Done, FailedQuiet, FailedUnknown, Peer
 from baton.transport.common.threads import Watcher
 from baton.transport.common.tickets import CANCELLED, Job, Tickets
+from baton.transport.common.unix_messages import receive_message
 from baton.transport.fences import CudaEvent
 from baton.transport.shm.ring import (
     Copiers,
@@ -39,7 +40,6 @@ from baton.transport.shm.ring import (
     send_packet,
     slot_offsets,
 )
-from baton.transport.shm.segments import receive_message
 
 CHECK_S = 0.05
 

@@ -1,39 +1,20 @@
-"""The target's half: which peers may map the segments, and whether a peer can still write.
-
-Only the watcher's thread touches the state here, except `grants`, which has its own lock; other threads only
-look at `mapped`.
-"""
+"""The target's half: which peers may map the segments, or fill a ring."""
 
 from __future__ import annotations
 
-import os
-import select
 import socket
-import struct
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
-from baton.errors import RemoteProtocolError
-from baton.transport.base import Landed, Peer, Quiet, RevokeResult, Unknown
-from baton.transport.common.handshake import (
-    HELLO_BYTES,
-    Hello,
-    make_welcome,
-    new_challenge,
-    read_hello,
-    verify_hello,
-)
-from baton.transport.common.regions import Grant, Grants, Regions
+from baton.transport.base import Peer, Quiet, RevokeResult
+from baton.transport.common.regions import Regions
 from baton.transport.common.threads import Watcher
 from baton.transport.common.tickets import EventQueue
 from baton.transport.common.transport import Refusals
+from baton.transport.common.unix_messages import MessageKind, UnixMessage, send_message
+from baton.transport.common.unix_target import UnixWriter
 from baton.transport.shm.ring import Staging
 from baton.transport.shm.ring_reader import RingReader
-from baton.transport.shm.segments import MessageKind, ShmMessage, receive_message, send_message
-
-_SO_PEERPIDFD = 77
-_HANDSHAKES_MAX = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +28,7 @@ class SegmentRange:
     fd: int
 
 
-class ShmWriter:
+class ShmWriter(UnixWriter):
     """One invited peer."""
 
     def __init__(
@@ -62,122 +43,40 @@ class ShmWriter:
         staging: Staging,
         locate: Callable[[int], SegmentRange | str],
     ) -> None:
-        self.peer = peer
-        self.secret = secret
-        self.watcher = watcher
+        super().__init__(peer, secret, watcher=watcher, events=events, refusals=refusals)
         self.regions = regions
-        self.events = events
-        self.refusals = refusals
         self.staging = staging
         self.locate = locate
         """Finds the segment of a region, or says why a peer cannot map it."""
-        self.grants = Grants()
-        self.sock: socket.socket | None = None
-        self.pidfd: int | None = None
-        self.mapped: set[int] = set()
-        """Regions that were handed out: the target cannot see what is stored there."""
-        self.has_left = False
-        self.is_revoked = False
         self.ring_reader: RingReader | None = None
-
-    def check_quiet(self, grant: Grant) -> RevokeResult:
-        """Unknown while a peer that mapped a region lives: the target cannot see its stores."""
-        return self._settled(self.watcher.call(self._check_mapped))
-
-    def revoke(self, cause: str) -> RevokeResult:
-        """Asks a living writer to leave, which a stopped one cannot, and takes no more from its ring."""
-        result = self._settled(self.watcher.call(self._revoke))
-        if isinstance(result, Quiet):
-            self.end()
-        return result
 
     def end(self) -> None:
         """Releases the socket, the pidfd and the ring."""
-        self.watcher.call(self._release)
+        super().end()
         if self.ring_reader is not None:
             self.ring_reader.close()
 
-    def attach(self, sock: socket.socket) -> None:
-        """On the watcher's thread: takes over the socket on which the peer authenticated."""
-        self.sock = sock
-        self.pidfd = _open_pidfd(sock)
-        self.watcher.watch(sock.fileno(), select.EPOLLIN, lambda mask: self._receive(sock))
-
-    def _settled(self, result: RevokeResult) -> RevokeResult:
-        ring_reader = self.ring_reader
-        return ring_reader.settle() if ring_reader and isinstance(result, Quiet) else result
-
-    def _revoke(self) -> RevokeResult:
-        self.is_revoked = True
+    def shut_out(self) -> RevokeResult:
+        """Takes no more from the ring either."""
         if self.ring_reader is not None:
             self.ring_reader.stop()
-        result = self._check_mapped()
-        if self.sock is not None:
-            with suppress(OSError):
-                self.sock.shutdown(socket.SHUT_WR)
-        return result
+        return super().shut_out()
 
-    def _check_mapped(self) -> RevokeResult:
-        if not self.mapped or self.has_left:
-            return Quiet()
-        if self.pidfd is None:
-            return Unknown("the writer's process cannot be watched from here; it has the memory mapped")
-        if _has_events(self.pidfd, select.POLLIN):
-            return Quiet()
-        return Unknown("the writer's process is alive and has the memory mapped")
+    def hand_out(self, sock: socket.socket, number: int, *, is_staged: bool) -> None:
+        if is_staged:
+            self._hand_out_ring(sock, number)
+        else:
+            self._hand_out_segment(sock, number)
 
-    def _hang_up(self) -> None:
-        """Closes the socket; the pidfd still shows whether the writer's process lives."""
-        if self.sock is not None:
-            self.watcher.unwatch(self.sock.fileno())
-            self.sock.close()
-            self.sock = None
-
-    def _release(self) -> None:
-        self._hang_up()
-        if self.pidfd is not None:
-            os.close(self.pidfd)
-            self.pidfd = None
-
-    def _receive(self, sock: socket.socket) -> None:
-        if self.sock is not sock:
-            return
-        try:
-            message, fd = receive_message(sock)
-            if fd is not None:
-                os.close(fd)
-            if message is None:
-                self._hang_up()
-            else:
-                self._on_message(sock, message)
-        except BlockingIOError:
-            return
-        except (OSError, RemoteProtocolError):
-            self._hang_up()
-
-    def _on_message(self, sock: socket.socket, message: ShmMessage) -> None:
-        match message.kind:
-            case MessageKind.LANDED:
-                tag, num_bytes, _, _ = message.numbers
-                self.events.put(Landed(self.peer, tag, num_bytes))
-            case MessageKind.MAP:
-                number, is_staged, _, _ = message.numbers
-                if self.is_revoked or not self.grants.has_region(number):
-                    self._refuse(sock, f"nothing of region {number} was granted to this peer")
-                elif is_staged:
-                    self._hand_out_ring(sock, number)
-                else:
-                    self._hand_out_segment(sock, number)
-            case MessageKind.LEFT:
-                self.has_left = True
-                self._hang_up()
-            case _:
-                raise RemoteProtocolError(f"a source does not send {message.kind.name}")
+    def settle(self, result: RevokeResult) -> RevokeResult:
+        """Waits for the slots that were taken from the ring."""
+        ring_reader = self.ring_reader
+        return ring_reader.settle() if ring_reader and isinstance(result, Quiet) else result
 
     def _hand_out_ring(self, sock: socket.socket, number: int) -> None:
         memory = self.regions.find(number)
         if memory is None:
-            self._refuse(sock, f"region {number} is not registered")
+            self.refuse(sock, f"region {number} is not registered")
             return
         if self.ring_reader is None:
             self.ring_reader = RingReader(
@@ -193,98 +92,8 @@ class ShmWriter:
     def _hand_out_segment(self, sock: socket.socket, number: int) -> None:
         located = self.locate(number)
         if isinstance(located, str):
-            self._refuse(sock, located)
+            self.refuse(sock, located)
             return
         self.mapped.add(number)
         numbers = (located.segment, located.segment_bytes, located.offset, located.num_bytes)
-        send_message(sock, ShmMessage(MessageKind.MAPPED, numbers), located.fd)
-
-    def _refuse(self, sock: socket.socket, cause: str) -> None:
-        self.refusals.add_write()
-        send_message(sock, ShmMessage(MessageKind.REFUSED, text=cause))
-
-
-class ShmListener:
-    """The listening socket, and the connections that have not authenticated yet."""
-
-    def __init__(
-        self,
-        address: str,
-        watcher: Watcher,
-        find_writer: Callable[[Hello], ShmWriter | None],
-        refusals: Refusals,
-    ) -> None:
-        self.watcher = watcher
-        self.find_writer = find_writer
-        self.refusals = refusals
-        self.challenges: dict[socket.socket, bytes] = {}
-        self.server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.server.bind(f"\0{address}")  # an abstract name: it is in no file system
-        self.server.listen(_HANDSHAKES_MAX)
-        self.server.setblocking(False)
-        self.watcher.watch(self.server.fileno(), select.EPOLLIN, self._accept)
-
-    def close(self) -> None:
-        """On the watcher's thread: stops listening and ends unfinished handshakes."""
-        self.watcher.unwatch(self.server.fileno())
-        self.server.close()
-        for sock in list(self.challenges):
-            self._reject(sock)
-
-    def _accept(self, mask: int) -> None:
-        with suppress(OSError):
-            sock, _ = self.server.accept()
-            if len(self.challenges) >= _HANDSHAKES_MAX:
-                self._reject(next(iter(self.challenges)))
-            sock.setblocking(False)
-            self.challenges[sock] = new_challenge()
-            self.watcher.watch(sock.fileno(), select.EPOLLIN, lambda mask: self._receive_hello(sock))
-            sock.send(self.challenges[sock])
-
-    def _receive_hello(self, sock: socket.socket) -> None:
-        """A source that holds the secret of a valid invitation gets its writer, once."""
-        challenge = self.challenges.get(sock)
-        if challenge is None:
-            return
-        try:
-            hello = read_hello(sock.recv(HELLO_BYTES + 1))
-        except BlockingIOError:
-            return
-        except OSError:
-            hello = None
-        writer = self.find_writer(hello) if hello else None
-        is_new = writer is not None and not (writer.is_revoked or writer.sock is not None or writer.mapped)
-        if not hello or not writer or not is_new or not verify_hello(hello, writer.secret, challenge):
-            self.refusals.add_stranger()
-            self._reject(sock)
-            return
-        del self.challenges[sock]
-        self.watcher.unwatch(sock.fileno())
-        writer.attach(sock)
-        with suppress(OSError):
-            sock.send(make_welcome(hello, writer.secret, challenge))
-
-    def _reject(self, sock: socket.socket) -> None:
-        del self.challenges[sock]
-        self.watcher.unwatch(sock.fileno())
-        sock.close()
-
-
-def _open_pidfd(sock: socket.socket) -> int | None:
-    """A handle on the process at the other end, or None if it cannot be seen from here."""
-    with suppress(OSError):
-        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    with suppress(OSError):
-        pidfd = os.pidfd_open(pid)
-        # If the process ended before pidfd_open, its pid may be another's now; then the socket hung up first.
-        if not _has_events(sock.fileno(), select.POLLRDHUP):
-            return pidfd
-        os.close(pidfd)
-    return None
-
-
-def _has_events(fd: int, mask: int) -> bool:
-    poller = select.poll()
-    poller.register(fd, mask)
-    return bool(poller.poll(0))
+        send_message(sock, UnixMessage(MessageKind.MAPPED, numbers), located.fd)

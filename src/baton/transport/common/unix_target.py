@@ -1,0 +1,242 @@
+"""The target's half of a transport whose peers are processes of this host and map the target's memory.
+
+A peer connects to a unix socket with an abstract name, authenticates once, and asks for each region that it
+writes. The subclass hands the region out. From then on the target cannot see what the peer stores there: the
+peer is quiet when it has said that it left, or when its process has ended (by pidfd).
+
+Only the watcher's thread touches the state here, except `grants`, which has its own lock; other threads only
+look at `mapped`.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+
+from baton.errors import RemoteProtocolError
+from baton.transport.base import Landed, Peer, Quiet, RevokeResult, Unknown
+from baton.transport.common.handshake import (
+    HELLO_BYTES,
+    Hello,
+    make_welcome,
+    new_challenge,
+    read_hello,
+    verify_hello,
+)
+from baton.transport.common.regions import Grant, Grants
+from baton.transport.common.threads import Watcher
+from baton.transport.common.tickets import EventQueue
+from baton.transport.common.transport import Refusals
+from baton.transport.common.unix_messages import MessageKind, UnixMessage, receive_message, send_message
+
+_SO_PEERPIDFD = 77
+_HANDSHAKES_MAX = 128
+
+
+class UnixWriter(ABC):
+    """One invited peer."""
+
+    def __init__(
+        self, peer: Peer, secret: str, *, watcher: Watcher, events: EventQueue, refusals: Refusals
+    ) -> None:
+        self.peer = peer
+        self.secret = secret
+        self.watcher = watcher
+        self.events = events
+        self.refusals = refusals
+        self.grants = Grants()
+        self.sock: socket.socket | None = None
+        self.pidfd: int | None = None
+        self.mapped: set[int] = set()
+        """Regions that were handed out: the target cannot see what is stored there."""
+        self.has_left = False
+        self.is_revoked = False
+
+    @abstractmethod
+    def hand_out(self, sock: socket.socket, number: int, *, is_staged: bool) -> None:
+        """Answers a request for a region of which something is granted; adds it to `mapped`, or refuses."""
+
+    def check_quiet(self, grant: Grant) -> RevokeResult:
+        """Unknown while a peer that mapped a region lives: the target cannot see its stores."""
+        return self.settle(self.watcher.call(self.check_mapped))
+
+    def revoke(self, cause: str) -> RevokeResult:
+        """Asks a living writer to leave, which a stopped one cannot."""
+        result = self.settle(self.watcher.call(self.shut_out))
+        if isinstance(result, Quiet):
+            self.end()
+        return result
+
+    def end(self) -> None:
+        """Releases the socket and the pidfd."""
+        self.watcher.call(self._release)
+
+    def attach(self, sock: socket.socket) -> None:
+        """On the watcher's thread: takes over the socket on which the peer authenticated."""
+        self.sock = sock
+        self.pidfd = _open_pidfd(sock)
+        self.watcher.watch(sock.fileno(), select.EPOLLIN, lambda mask: self._receive(sock))
+
+    def shut_out(self) -> RevokeResult:
+        """On the watcher's thread: hands out nothing more, and asks the peer to leave."""
+        self.is_revoked = True
+        result = self.check_mapped()
+        if self.sock is not None:
+            with suppress(OSError):
+                self.sock.shutdown(socket.SHUT_WR)
+        return result
+
+    def settle(self, result: RevokeResult) -> RevokeResult:
+        """Not on the watcher's thread: what else has to stop before the peer is quiet."""
+        return result
+
+    def refuse(self, sock: socket.socket, cause: str) -> None:
+        self.refusals.add_write()
+        send_message(sock, UnixMessage(MessageKind.REFUSED, text=cause))
+
+    def check_mapped(self) -> RevokeResult:
+        """On the watcher's thread: whether nothing can be stored into what was handed out."""
+        if not self.mapped or self.has_left:
+            return Quiet()
+        if self.pidfd is None:
+            return Unknown("the writer's process cannot be watched from here; it has the memory mapped")
+        if has_events(self.pidfd, select.POLLIN):
+            return Quiet()
+        return Unknown("the writer's process is alive and has the memory mapped")
+
+    def _hang_up(self) -> None:
+        """Closes the socket; the pidfd still shows whether the writer's process lives."""
+        if self.sock is not None:
+            self.watcher.unwatch(self.sock.fileno())
+            self.sock.close()
+            self.sock = None
+
+    def _release(self) -> None:
+        self._hang_up()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+    def _receive(self, sock: socket.socket) -> None:
+        if self.sock is not sock:
+            return
+        try:
+            message, fd = receive_message(sock)
+            if fd is not None:
+                os.close(fd)
+            if message is None:
+                self._hang_up()
+            else:
+                self._on_message(sock, message)
+        except BlockingIOError:
+            return
+        except (OSError, RemoteProtocolError):
+            self._hang_up()
+
+    def _on_message(self, sock: socket.socket, message: UnixMessage) -> None:
+        match message.kind:
+            case MessageKind.LANDED:
+                tag, num_bytes, _, _ = message.numbers
+                self.events.put(Landed(self.peer, tag, num_bytes))
+            case MessageKind.MAP:
+                number, is_staged, _, _ = message.numbers
+                if self.is_revoked or not self.grants.has_region(number):
+                    self.refuse(sock, f"nothing of region {number} was granted to this peer")
+                else:
+                    self.hand_out(sock, number, is_staged=bool(is_staged))
+            case MessageKind.LEFT:
+                self.has_left = True
+                self._hang_up()
+            case _:
+                raise RemoteProtocolError(f"a source does not send {message.kind.name}")
+
+
+class UnixListener:
+    """The listening socket, and the connections that have not authenticated yet."""
+
+    def __init__(
+        self,
+        address: str,
+        watcher: Watcher,
+        find_writer: Callable[[Hello], UnixWriter | None],
+        refusals: Refusals,
+    ) -> None:
+        self.watcher = watcher
+        self.find_writer = find_writer
+        self.refusals = refusals
+        self.challenges: dict[socket.socket, bytes] = {}
+        self.server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.server.bind(f"\0{address}")  # an abstract name: it is in no file system
+        self.server.listen(_HANDSHAKES_MAX)
+        self.server.setblocking(False)
+        self.watcher.watch(self.server.fileno(), select.EPOLLIN, self._accept)
+
+    def close(self) -> None:
+        """On the watcher's thread: stops listening and ends unfinished handshakes."""
+        self.watcher.unwatch(self.server.fileno())
+        self.server.close()
+        for sock in list(self.challenges):
+            self._reject(sock)
+
+    def _accept(self, mask: int) -> None:
+        with suppress(OSError):
+            sock, _ = self.server.accept()
+            if len(self.challenges) >= _HANDSHAKES_MAX:
+                self._reject(next(iter(self.challenges)))
+            sock.setblocking(False)
+            self.challenges[sock] = new_challenge()
+            self.watcher.watch(sock.fileno(), select.EPOLLIN, lambda mask: self._receive_hello(sock))
+            sock.send(self.challenges[sock])
+
+    def _receive_hello(self, sock: socket.socket) -> None:
+        """A source that holds the secret of a valid invitation gets its writer, once."""
+        challenge = self.challenges.get(sock)
+        if challenge is None:
+            return
+        try:
+            hello = read_hello(sock.recv(HELLO_BYTES + 1))
+        except BlockingIOError:
+            return
+        except OSError:
+            hello = None
+        writer = self.find_writer(hello) if hello else None
+        is_new = writer is not None and not (writer.is_revoked or writer.sock is not None or writer.mapped)
+        if not hello or not writer or not is_new or not verify_hello(hello, writer.secret, challenge):
+            self.refusals.add_stranger()
+            self._reject(sock)
+            return
+        del self.challenges[sock]
+        self.watcher.unwatch(sock.fileno())
+        writer.attach(sock)
+        with suppress(OSError):
+            sock.send(make_welcome(hello, writer.secret, challenge))
+
+    def _reject(self, sock: socket.socket) -> None:
+        del self.challenges[sock]
+        self.watcher.unwatch(sock.fileno())
+        sock.close()
+
+
+def _open_pidfd(sock: socket.socket) -> int | None:
+    """A handle on the process at the other end, or None if it cannot be seen from here."""
+    with suppress(OSError):
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    with suppress(OSError):
+        pidfd = os.pidfd_open(pid)
+        # If the process ended before pidfd_open, its pid may be another's now; then the socket hung up first.
+        if not has_events(sock.fileno(), select.POLLRDHUP):
+            return pidfd
+        os.close(pidfd)
+    return None
+
+
+def has_events(fd: int, mask: int) -> bool:
+    poller = select.poll()
+    poller.register(fd, mask)
+    return bool(poller.poll(0))
