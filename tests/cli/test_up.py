@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.cli.commands import problems
 from tests.cli.models import speaking_model
 
 from baton.cli import main
@@ -22,6 +23,7 @@ from baton.cli.deployment import (
     router_service,
 )
 from baton.cli.side_args import parse_side_args
+from baton.cli.up import curl_command
 from baton.plan.storage import FUSED, HND
 from baton.supervisor import SupervisedService
 
@@ -52,6 +54,11 @@ MISUSES = {
     "an empty layout": (["--prefill", "tp1,,tp2"], "empty layout"),
     "one of several layouts": (["--prefill", "tp1", "--decode", "tp2,pp9"], "pp9"),
     "a pair without a plan": (["--prefill", "tp1,tp2", "--decode", "tp1,tp5"], "component k, this tp5"),
+    "no settings of a policy": (
+        ["--prefill", "tp1", "--overlap", "adaptive:min_token=3"],
+        "set min_tokens, max_iters, min_iters, saturation once each",
+    ),
+    "no time for a transfer": (["--prefill", "tp1", "--transfer-timeout", "0"], "total_s is 0.0"),
     "no policy": (["--prefill", "tp1", "--overlap", "wild"], "wild"),
     "no way to route": (["--prefill", "tp1", "--policy", "by_colour"], "round_robin"),
     "no speed": (["--prefill", "tp1", "--decode", "tp1", "--link", "fast"], "12.5GB/s"),
@@ -159,6 +166,51 @@ def test_the_command_lines_of_the_services() -> None:
     (alone,) = instance_services(DeploymentOptions("demo", ("pp2",)), "http://127.0.0.1:8400")
     assert alone.name == "both-0"
     assert alone.arguments[:3] == ("serve", "--role", "both")
+
+
+def test_options_reach_the_process_that_they_are_for() -> None:
+    options = DeploymentOptions(
+        "demo",
+        ("tp1",),
+        ("tp1",),
+        max_model_len=99,
+        max_num_seqs=3,
+        no_prefix_caching=True,
+        served_model_name="smol",
+        transfer_timeout=7.5,
+        local_prefill_max=0,
+        queue_timeout=2.0,
+    )
+    for service in instance_services(options, "http://127.0.0.1:8400"):
+        line = " ".join(service.arguments)
+        for words in ("--max-model-len 99", "--max-num-seqs 3", "--no-prefix-caching"):
+            assert words in line
+        assert "--served-model-name smol --" in line
+        assert "--transfer-timeout 7.5" in line
+        assert list(problems(list(service.arguments))) == []
+    router = router_service(options, "http://127.0.0.1:8400").arguments
+    assert router[-4:] == ("--local-prefill-max", "0", "--queue-timeout", "2.0")
+    assert list(problems(list(router))) == []
+    assert '"model": "smol"' in curl_command("http://127.0.0.1:8000", options)
+
+
+def test_the_sizes_are_planned_with_the_options_of_each_side(model) -> None:
+    options = DeploymentOptions(
+        str(model),
+        ("tp1",),
+        ("tp1",),
+        max_model_len=64,
+        max_num_seqs=3,
+        no_prefix_caching=True,
+        decode_args=parse_side_args(
+            "--decode-args", "--context 48 --transfer-timeout 9 --overlap adaptive:min_tokens=64"
+        ),
+    )
+    prefill, decode = plan_instances(options)
+    assert (prefill.sizes.context_max, decode.sizes.context_max) == (64, 48)
+    assert (prefill.config.sequences_max, prefill.config.has_prefix_cache) == (3, False)
+    assert (prefill.config.total_s, decode.config.total_s) == (600.0, 9.0)
+    assert decode.config.policy == "adaptive:min_tokens=64"
 
 
 def test_health_in_words() -> None:

@@ -68,9 +68,13 @@ class DeploymentOptions:
     device: str | None = None
     page_tokens: int | None = None
     pool_tokens: int | None = None
-    context: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
     chunk_tokens: int | None = None
     queue: int | None = None
+    transfer_timeout: float | None = None
+    served_model_name: str | None = None
+    no_prefix_caching: bool = False
     draft: bool = False
     verify: bool = False
     prefill_args: SideArgs = ALIKE
@@ -80,6 +84,8 @@ class DeploymentOptions:
     port: int = 8000
     policy: str | None = None
     local: str | None = None
+    local_prefill_max: int | None = None
+    queue_timeout: float | None = None
     api_key_file: Path | None = None
     tls: Tls | None = None
     """Of every process."""
@@ -87,6 +93,11 @@ class DeploymentOptions:
     """The `vllm` program, where instances run vLLM; empty: Baton's own engine."""
     vllm_args: tuple[str, ...] = ()
     """Options of `vllm serve`, for every server."""
+
+    @property
+    def model_name(self) -> str:
+        """As clients name it."""
+        return self.served_model_name or self.model
 
     def tls_arguments(self) -> list[str]:
         """As options of every process."""
@@ -132,15 +143,22 @@ def instance_services(options: DeploymentOptions, registry: str) -> list[Service
         device=options.device,
         page_tokens=options.page_tokens,
         pool_tokens=options.pool_tokens,
-        context=options.context,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
         chunk_tokens=options.chunk_tokens,
         queue=options.queue,
+        transfer_timeout=options.transfer_timeout,
+        served_model_name=options.served_model_name,
     )
     services = []
     for role, name, layout in options.instances:
         own = _arguments(role=role, model=options.model, layout=layout, registry=registry, name=name)
         link = _arguments(link=options.link if role == PREFILL else None)
-        flags = [word for word in ("--draft", "--verify") if getattr(options, word.removeprefix("--"))]
+        flags = [
+            f"--{name.replace('_', '-')}"
+            for name in ("draft", "verify", "no_prefix_caching")
+            if getattr(options, name)
+        ]
         # The last of an option counts.
         side = options.side_args(role).words
         words = ("serve", *own, *common, *link, *flags, *side, *options.tls_arguments())
@@ -159,6 +177,8 @@ def router_service(
         host=options.host,
         policy=options.policy,
         local=options.local,
+        local_prefill_max=options.local_prefill_max,
+        queue_timeout=options.queue_timeout,
         api_key_file=options.api_key_file,
     )
     return Service(ROUTER, ("route", *arguments, *options.tls_arguments()), "routing at ", options.port)
@@ -219,7 +239,10 @@ def plan_instances(options: DeploymentOptions) -> list[PlannedInstance]:
         "device": options.device,
         "page_tokens": options.page_tokens,
         "pool_tokens": options.pool_tokens,
-        "context_max": options.context,
+        "context_max": options.max_model_len,
+        "sequences_max": options.max_num_seqs,
+        "total_s": options.transfer_timeout,
+        "has_prefix_cache": False if options.no_prefix_caching else None,
         "chunk_tokens": options.chunk_tokens,
         "has_draft": options.draft,
         "is_verified": options.verify,

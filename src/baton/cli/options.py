@@ -14,7 +14,12 @@ Transport: TypeAlias = Annotated[
     str, typer.Option(metavar="NAME", help="KV transfer transport: NAME or NAME:OPTION=VALUE")
 ]
 Overlap: TypeAlias = Annotated[
-    str, typer.Option(metavar="POLICY", help="layer-group policy: cost, adaptive, fixed:N or off")
+    str,
+    typer.Option(
+        metavar="POLICY",
+        help="layer-group policy: cost, fixed:N, off or adaptive, which takes settings, as "
+        "adaptive:min_tokens=3072,max_iters=10,min_iters=4,saturation=3",
+    ),
 ]
 FirstToken: TypeAlias = Annotated[
     str,
@@ -23,6 +28,22 @@ FirstToken: TypeAlias = Annotated[
     ),
 ]
 Device: TypeAlias = Annotated[str, typer.Option(metavar="DEVICE", help="cpu or cuda")]
+ServedModelName: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="model name in the API, for requests and responses (default: --model)"),
+]
+NoPrefixCaching: TypeAlias = Annotated[
+    bool, typer.Option("--no-prefix-caching", help="do not reuse the KV cache of common prompt prefixes")
+]
+LocalPrefillMax: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="most prompt tokens that a decode instance prefills itself where that is sooner; 0: always hand "
+        "over (default: one chunk of decode)",
+    ),
+]
 Draft: TypeAlias = Annotated[
     bool, typer.Option("--draft", help="speculative decoding with the model's own draft (MTP) layer")
 ]

@@ -13,7 +13,17 @@ from typing import Annotated, Any, Literal
 import typer
 
 from baton import settings
-from baton.cli.options import ApiKeyFile, DrainS, Host, Port, SecretFile, TlsCa, TlsCert, TlsKey
+from baton.cli.options import (
+    ApiKeyFile,
+    DrainS,
+    Host,
+    LocalPrefillMax,
+    Port,
+    SecretFile,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+)
 from baton.errors import ConfigError
 from baton.serving.http import Credentials, check_binding
 from baton.serving.policies import policy_names
@@ -57,6 +67,7 @@ def route(
     local: Annotated[
         LocalMode, typer.Option(help="which prompts a decode instance prefills itself")
     ] = LocalMode.AUTO,
+    local_prefill_max: LocalPrefillMax = None,
     first_token: Annotated[
         Literal["prefill", "decode"] | None,
         typer.Option(help="which side streams the first token (default: as the instances are set)"),
@@ -67,6 +78,12 @@ def route(
     waiting: Annotated[
         int, typer.Option(min=0, metavar="N", help="maximum waiting requests; more are refused with 429")
     ] = _LIMITS.num_waiting_max,
+    queue_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0, metavar="S", help="seconds that a request may wait for an instance with room, then 429"
+        ),
+    ] = _LIMITS.wait_s_max,
     silence_s: Annotated[
         float,
         typer.Option(
@@ -93,6 +110,11 @@ def route(
     if registry is None and not (is_vllm and prefill and decode):
         remedy = "--registry URL, or a --prefill and a --decode" if is_vllm else "--registry URL"
         raise ConfigError(f"the router does not know its instances; give {remedy}")
+    if local_prefill_max is not None and local is not LocalMode.AUTO:
+        raise ConfigError(
+            f"--local-prefill-max {local_prefill_max} has no effect with --local {local.value}; "
+            "give one of them"
+        )
     if is_vllm and first_token is not None:
         raise ConfigError(f"--first-token {first_token}: with vLLM decode has the first token; leave it out")
     config = RouterConfig(
@@ -106,10 +128,12 @@ def route(
         prefill_policy=prefill_policy or policy,
         decode_policy=decode_policy or policy,
         local=local,
+        local_prefill_max=local_prefill_max,
         first_token=first_token or "",
         limits=RouterLimits(
             num_in_flight_max=in_flight,
             num_waiting_max=waiting,
+            wait_s_max=queue_timeout,
             silence_s_max=silence_s,
             stall_s_max=stall_s,
         ),

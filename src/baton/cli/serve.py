@@ -20,8 +20,10 @@ from baton.cli.options import (
     DrainS,
     FirstToken,
     Model,
+    NoPrefixCaching,
     Overlap,
     SecretFile,
+    ServedModelName,
     TlsCa,
     TlsCert,
     TlsKey,
@@ -36,6 +38,7 @@ from baton.units import parse_speed
 def serve(
     *,
     model: Model,
+    served_model_name: ServedModelName = None,
     role: Annotated[str, typer.Option(metavar="ROLE", help="prefill, decode or both")] = "both",
     layout: Annotated[str, typer.Option(metavar="LAYOUT", help="parallel layout, like pp2.tp2")] = "tp1",
     port: Annotated[
@@ -67,10 +70,19 @@ def serve(
         int, typer.Option(min=0, metavar="N", help="KV cache size in tokens; 0: what fits into 512 MiB")
     ] = 0,
     page_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="KV cache page size in tokens")] = 16,
-    context: Annotated[
+    max_model_len: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="maximum context length in tokens; 0: from the model config"),
+        typer.Option(
+            "--max-model-len",
+            "--context",
+            min=0,
+            metavar="N",
+            help="maximum context length in tokens, prompt and answer; 0: from the model config",
+        ),
     ] = 0,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, metavar="N", help="maximum sequences computed in one step")
+    ] = 64,
     chunk_tokens: Annotated[
         int, typer.Option(min=1, metavar="N", help="maximum prompt tokens prefilled in one step")
     ] = 512,
@@ -110,6 +122,7 @@ def serve(
     verify: Annotated[
         bool, typer.Option("--verify", help="verify the received KV cache with checksums")
     ] = False,
+    no_prefix_caching: NoPrefixCaching = False,
     device: Device = "cpu",
     draft: Draft = False,
     drain_s: DrainS = 30.0,
@@ -119,6 +132,10 @@ def serve(
     progress_s: Annotated[
         float, typer.Option(metavar="S", help="seconds without progress until a KV transfer fails")
     ] = Timings().progress_s,
+    transfer_timeout: Annotated[
+        float,
+        typer.Option(metavar="S", help="seconds until a KV transfer fails, with the prefill that it follows"),
+    ] = Timings().total_s,
     ungranted_share: Annotated[
         float,
         typer.Option(
@@ -160,7 +177,7 @@ def serve(
         device=device,
         page_tokens=page_tokens,
         pool_tokens=pool_tokens,
-        context_max=context,
+        context_max=max_model_len,
         chunk_tokens=chunk_tokens,
         transport=transport,
         link_bytes_per_s=parse_speed(link) if link else 0.0,
@@ -172,15 +189,20 @@ def serve(
         port=bootstrap_port,
         tls=tls,
         registry=registry,
+        sequences_max=max_num_seqs,
         queue_max=queue,
         silence_s=silence_s,
         progress_s=progress_s,
+        total_s=transfer_timeout,
         ungranted_share_max=ungranted_share,
+        has_prefix_cache=not no_prefix_caching,
         has_draft=draft,
     )
     check_config(instance)  # before the server listens and prints its URL
     keys = settings.api_keys(None if api_key_file is None else str(api_key_file))
-    config = ServerConfig(instance, host, port, keys, first_token, drain_s, tls=tls)
+    config = ServerConfig(
+        instance, host, port, keys, first_token, drain_s, served_model_name=served_model_name or "", tls=tls
+    )
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     logging.getLogger("baton.serving.server").setLevel(logging.INFO)
     try:

@@ -28,8 +28,11 @@ from baton.cli.options import (
     DecodeArgs,
     Draft,
     Link,
+    LocalPrefillMax,
     Model,
+    NoPrefixCaching,
     PrefillArgs,
+    ServedModelName,
     TlsCa,
     TlsCert,
     TlsKey,
@@ -42,8 +45,9 @@ from baton.serving.http import check_binding
 from baton.serving.policies import policy_names
 
 BATON_ONLY = (
-    *("link", "first_token", "dtype", "device", "page_tokens", "pool_tokens", "context", "chunk_tokens"),
-    *("queue", "draft"),
+    *("link", "first_token", "dtype", "device", "page_tokens", "pool_tokens", "chunk_tokens"),
+    *("max_model_len", "max_num_seqs", "queue", "transfer_timeout", "served_model_name", "local_prefill_max"),
+    *("no_prefix_caching", "draft"),
 )
 """Options that vLLM has by other names, or not at all."""
 EXAMPLE = "Explain in one sentence what a relay race is."
@@ -52,6 +56,7 @@ EXAMPLE = "Explain in one sentence what a relay race is."
 def up(
     *,
     model: Model,
+    served_model_name: ServedModelName = None,
     prefill: Annotated[
         str, typer.Option(metavar="LAYOUT,...", help="one layout per prefill instance, like pp2 or tp2,tp2")
     ],
@@ -78,10 +83,15 @@ def up(
         str | None,
         typer.Option(metavar="NAME", help="KV transfer transport: NAME or NAME:OPTION=VALUE (default: shm)"),
     ] = None,
+    local_prefill_max: LocalPrefillMax = None,
     link: Link = None,
     overlap: Annotated[
         str | None,
-        typer.Option(metavar="POLICY", help="layer-group policy: cost (default), adaptive, fixed:N or off"),
+        typer.Option(
+            metavar="POLICY",
+            help="layer-group policy: cost (default), fixed:N, off or adaptive, which takes settings, as "
+            "adaptive:min_tokens=3072,max_iters=10,min_iters=4,saturation=3",
+        ),
     ] = None,
     first_token: Annotated[
         str | None,
@@ -102,11 +112,19 @@ def up(
         int | None,
         typer.Option(min=1, metavar="N", help="KV cache size in tokens (default: what fits into 512 MiB)"),
     ] = None,
-    context: Annotated[
+    max_model_len: Annotated[
         int | None,
         typer.Option(
-            min=1, metavar="N", help="maximum context length in tokens (default: from the model config)"
+            "--max-model-len",
+            "--context",
+            min=1,
+            metavar="N",
+            help="maximum context length in tokens, prompt and answer (default: from the model config)",
         ),
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="maximum sequences computed in one step (default: 64)"),
     ] = None,
     chunk_tokens: Annotated[
         int | None,
@@ -119,6 +137,23 @@ def up(
         int | None,
         typer.Option(min=1, metavar="N", help="maximum waiting requests per instance (default: 256)"),
     ] = None,
+    queue_timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            metavar="S",
+            help="seconds that a request may wait in the router for an instance with room, then 429 "
+            "(default: as `baton route`)",
+        ),
+    ] = None,
+    transfer_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="seconds until a KV transfer fails, with the prefill that it follows (default: 600)",
+        ),
+    ] = None,
+    no_prefix_caching: NoPrefixCaching = False,
     draft: Draft = False,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
@@ -153,9 +188,13 @@ def up(
         device=device,
         page_tokens=page_tokens,
         pool_tokens=pool_tokens,
-        context=context,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
         chunk_tokens=chunk_tokens,
         queue=queue,
+        transfer_timeout=transfer_timeout,
+        served_model_name=served_model_name,
+        no_prefix_caching=no_prefix_caching,
         draft=draft,
         verify=verify,
         prefill_args=parse_args("--prefill-args", prefill_args),
@@ -163,6 +202,8 @@ def up(
         host=host,
         port=port,
         policy=policy,
+        local_prefill_max=local_prefill_max,
+        queue_timeout=queue_timeout,
         api_key_file=api_key_file,
         tls=settings.tls_files(tls_cert, tls_key, tls_ca),
         vllm=settings.vllm_command(vllm) if is_vllm else "",
@@ -249,7 +290,7 @@ def _serve(options: DeploymentOptions, lines: list[str], servers: list[VllmServe
             signal.signal(number, interrupt)
         try:
             deployment.start(servers)
-            print(f"serving {options.model} at {deployment.url}")
+            print(f"serving {options.model_name} at {deployment.url}")
             for line in lines:
                 print(f"  {line}")
             print(f"ask it with: {chat_command(deployment.url, options)}")
@@ -272,7 +313,7 @@ def chat_command(url: str, options: DeploymentOptions) -> str:
 
 def curl_command(url: str, options: DeploymentOptions) -> str:
     """A curl command for this deployment."""
-    body = {"model": options.model, "messages": [{"role": "user", "content": EXAMPLE}], "stream": True}
+    body = {"model": options.model_name, "messages": [{"role": "user", "content": EXAMPLE}], "stream": True}
     ca = ["--cacert", shlex.quote(options.tls.authority)] if options.tls else []
     words = ["curl", *ca, "-N", f"{url}/v1/chat/completions", "-H", "'Content-Type: application/json'"]
     if options.api_key_file is not None:

@@ -88,6 +88,8 @@ class EngineConfig:
     """How long a rank or a peer may be silent before it counts as lost; that it ended is seen at once."""
     progress_s: float = Timings().progress_s
     """How long a hand-over may go without progress before it fails."""
+    total_s: float = Timings().total_s
+    """How long a hand-over may take, with the prefill that it follows."""
     ungranted_share_max: float = 0.5
     """The share of the pool that prompts may hold at prefill before decode has pages for them."""
     has_prefix_cache: bool = True
@@ -99,6 +101,10 @@ class EngineConfig:
     def cache_dtype(self) -> str:
         """The dtype that the KV cache is stored in."""
         return self.kv_cache_dtype or self.dtype
+
+    def timings(self) -> Timings:
+        """Of control links and hand-overs; raises ConfigError on deadlines that cannot be."""
+        return Timings(silence_s=self.silence_s, progress_s=self.progress_s, total_s=self.total_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +229,7 @@ def check_config(config: EngineConfig) -> None:
             f"silence_s is {config.silence_s}; give at least {SILENCE_S_MIN:g} s, several heartbeats of "
             "ranks and peers"
         )
-    Timings(progress_s=config.progress_s)
+    config.timings()
     if not 0 < config.ungranted_share_max <= 1:
         raise ConfigError(f"ungranted_share_max is {config.ungranted_share_max}; give a share in (0, 1]")
     name, _ = parse_transport(config.transport)

@@ -60,7 +60,7 @@ from baton.errors import BatonError, EngineError
 from baton.plan import Spec
 from baton.plan.ownership import buffers
 from baton.protocol.outcomes import Aux
-from baton.session import Endpoint, EndpointConfig, SocketConfig, Timings
+from baton.session import Endpoint, EndpointConfig, SocketConfig
 from baton.transport import Transport, open_transport, option_names, parse_transport
 from baton.transport.throttled import throttle
 
@@ -157,7 +157,7 @@ class Worker:
                 fingerprint=self.sizes.checkpoint.fingerprint(),
                 staging_bytes=self.sizes.staging_bytes,
                 packing=config.packing,
-                timings=Timings(silence_s=config.silence_s, progress_s=config.progress_s),
+                timings=config.timings(),
                 ungranted_share_max=config.ungranted_share_max,
                 url=config.url,
                 sockets=SocketConfig(

@@ -30,6 +30,7 @@ class Timings:
     """How long a transfer that both sides have mentioned may go without progress, unless a request names
     another limit."""
     total_s: float = 600.0
+    """How long a transfer may take, with the prefill that it follows."""
     copy_s: float = 5.0
     """How long one copy may go without progress."""
     ask_again_s: float = 0.25
@@ -46,6 +47,8 @@ class Timings:
 
     def __post_init__(self) -> None:
         check_progress(self.progress_s)
+        if not 0 < self.total_s < math.inf:
+            raise ConfigError(f"total_s is {self.total_s}; give a finite number of seconds above 0")
 
 
 class Deadlines(msgspec.Struct, frozen=True):
@@ -79,7 +82,7 @@ class Deadlines(msgspec.Struct, frozen=True):
     def passed_in_all(self, now: float) -> str:
         """The total deadline alone, for a side that cannot see progress."""
         if now - self.began >= self.timings.total_s:
-            return f"not done {self.timings.total_s:g} s after it began"
+            return f"not done {self.timings.total_s:g} s after it began; raise total_s if it is only slow"
         return ""
 
     @property

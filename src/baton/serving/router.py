@@ -157,6 +157,8 @@ class RouterConfig:
     prefill_policy: str = "least_loaded"
     decode_policy: str = "least_loaded"
     local: LocalMode = LocalMode.AUTO
+    local_prefill_max: int | None = None
+    """With AUTO: the most prompt tokens that decode prefills itself; None: one of its chunks."""
     first_token: Literal["", "prefill", "decode"] = ""
     poll_s: float = 1.0
     limits: RouterLimits = field(default_factory=RouterLimits)
@@ -179,7 +181,7 @@ class Router:
         self.fleet = Fleet(config.instances)
         self.chooser = RouteChooser(self.fleet, config)
         self.queue = RouteQueue(self.chooser, config.limits)
-        self.metrics = RouterMetrics(self.fleet)
+        self.metrics = RouterMetrics(self.fleet, config.local_prefill_max)
         self.log = AttemptLog()
         self.prefill_tasks: set[asyncio.Task[None]] = set()
         self.fleet.on_end = lambda instance: self.chooser.prefixes.drop(instance.name)
@@ -743,6 +745,7 @@ class RouteChooser:
         self.token_size = TokenSize()
         self._fleet = fleet
         self._mode = config.local
+        self.local_prefill_max = config.local_prefill_max
         self._prefill_policy = Policy(config.prefill_policy)
         self._decode_policy = Policy(config.decode_policy)
         self.num_in_flight_max = config.limits.num_in_flight_max
@@ -856,7 +859,8 @@ class _Choice:
 
     def local_reason(self, prefill: FleetInstance, server: FleetInstance) -> str:
         new = self._new_tokens
-        return local_reason(prefill, server, self._num_tokens, new(prefill), new(server))
+        most = self._chooser.local_prefill_max
+        return local_reason(prefill, server, self._num_tokens, new(prefill), new(server), most)
 
     def route(self, server: FleetInstance, prefill: FleetInstance | None, reason: str) -> Route:
         """The route; its instances will have this prompt's prefix."""

@@ -105,6 +105,8 @@ class ServerConfig:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     first_token: str = "prefill"
     drain_s: float = DRAIN_S
+    served_model_name: str = ""
+    """The model's name in the API; empty: `instance.model`."""
     limits: HttpLimits = field(default_factory=HttpLimits)
     tls: Tls | None = None
     """For HTTPS; the instance has its own for control links."""
@@ -132,7 +134,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._bridge = EventBridge(self._loop)
         self._observer = RequestObserver(instance.name, instance.role)
-        self._model_name = instance.model
+        self._model_name = config.served_model_name or instance.model
         self._created = int(time.time())
         self._model: tuple[Instance, ServedModel, ReceivingInstance, TokenNames] | None = None
         self._open: dict[Generation, Instance] = {}
@@ -272,7 +274,9 @@ class Server:
 
     def _model_card(self) -> ModelCard:
         name = self._model_name
-        return ModelCard(name, self._created, root=name, max_model_len=self._context_max)
+        return ModelCard(
+            name, self._created, root=self.config.instance.model, max_model_len=self._context_max
+        )
 
     @property
     def _context_max(self) -> int | None:
