@@ -52,6 +52,33 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (default.sequences_max, default.has_prefix_cache, default.context_max) == (64, True, 98)
 
 
+@pytest.mark.parametrize(
+    ("words", "layout"),
+    [
+        ("", "tp1"),
+        ("-tp 2", "tp2"),
+        ("-dp 2 --pipeline-parallel-size 3 -tp 4", "dp2.pp3.tp4"),
+        ("--tensor-parallel-size 1 --data-parallel-size 2", "dp2"),
+        ("--layout pp2.tp2", "pp2.tp2"),
+    ],
+)
+def test_sizes_make_a_layout(monkeypatch: pytest.MonkeyPatch, words: str, layout: str) -> None:
+    assert configured(monkeypatch, *words.split()).instance.layout == layout
+
+
+def test_options_go_by_the_names_of_vllm_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    instance = configured(monkeypatch, "--block-size", "32", "--max-num-batched-tokens", "77").instance
+    assert (instance.page_tokens, instance.chunk_tokens) == (32, 77)
+
+
+def test_a_layout_and_sizes_are_refused(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["baton", "serve", "--model", "demo", "--layout", "tp3", "-tp", "2"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "--layout tp3 and sizes that make tp2; give one of them" in capsys.readouterr().err
+
+
 def test_the_model_goes_by_its_served_name() -> None:
     request: Any = None
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from typing import Annotated
 
 import typer
 
+from baton import __version__
 from baton.cli.misuse import MISUSE, misuse_text
 from baton.errors import BatonError, ConfigError, LayoutError
 
@@ -33,9 +35,10 @@ def make_app(verb: str | None = None) -> typer.Typer:
         name="baton",
         help="Hand a request's KV cache over between any two parallel layouts.",
         add_completion=False,
+        rich_markup_mode=None,  # plain help: no <bool> after flags, nothing cut off, and half the time
         pretty_exceptions_enable=False,
     )
-    app.callback()(lambda: None)  # with one verb alone, it still has to be named
+    app.callback()(_root)  # with one verb alone, it still has to be named
     for name in [verb] if verb in VERBS else VERBS:
         command = getattr(import_module(f"baton.cli.{name}"), name)
         if isinstance(command, typer.Typer):
@@ -43,6 +46,22 @@ def make_app(verb: str | None = None) -> typer.Typer:
         else:
             app.command()(command)
     return app
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"baton {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """The options of `baton` itself."""
 
 
 def main() -> None:

@@ -40,7 +40,30 @@ def serve(
     model: Model,
     served_model_name: ServedModelName = None,
     role: Annotated[str, typer.Option(metavar="ROLE", help="prefill, decode or both")] = "both",
-    layout: Annotated[str, typer.Option(metavar="LAYOUT", help="parallel layout, like pp2.tp2")] = "tp1",
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYOUT",
+            help="parallel layout, like pp2.tp2 (default: made of -tp, -pp and -dp)",
+        ),
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option("-tp", "--tensor-parallel-size", min=1, metavar="N", help="tensor parallel size")
+    ] = 1,
+    pipeline_parallel_size: Annotated[
+        int,
+        typer.Option("-pp", "--pipeline-parallel-size", min=1, metavar="N", help="pipeline parallel size"),
+    ] = 1,
+    data_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "-dp",
+            "--data-parallel-size",
+            min=1,
+            metavar="N",
+            help="data parallel size; as in vLLM, -dp 2 -tp 4 are 8 ranks",
+        ),
+    ] = 1,
     port: Annotated[
         int, typer.Option(min=0, max=65_535, metavar="PORT", help="HTTP port; 0: any free port")
     ] = 8000,
@@ -69,7 +92,12 @@ def serve(
     pool_tokens: Annotated[
         int, typer.Option(min=0, metavar="N", help="KV cache size in tokens; 0: what fits into 512 MiB")
     ] = 0,
-    page_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="KV cache page size in tokens")] = 16,
+    page_tokens: Annotated[
+        int,
+        typer.Option(
+            "--page-tokens", "--block-size", min=1, metavar="N", help="KV cache page size in tokens"
+        ),
+    ] = 16,
     max_model_len: Annotated[
         int,
         typer.Option(
@@ -84,7 +112,14 @@ def serve(
         int, typer.Option(min=1, metavar="N", help="maximum sequences computed in one step")
     ] = 64,
     chunk_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="maximum prompt tokens prefilled in one step")
+        int,
+        typer.Option(
+            "--chunk-tokens",
+            "--max-num-batched-tokens",
+            min=1,
+            metavar="N",
+            help="maximum prompt tokens prefilled in one step",
+        ),
     ] = 512,
     queue: Annotated[int, typer.Option(min=1, metavar="N", help="maximum waiting requests")] = 256,
     dtype: Annotated[
@@ -153,6 +188,7 @@ def serve(
     # Importing torch takes seconds, which --help does without. Server and workers share one import.
     from baton.engine.fork_server import FORK_SERVERS
 
+    layout = _layout(layout, tensor_parallel_size, pipeline_parallel_size, data_parallel_size)
     num_ranks = parse_layout(layout).num_ranks
     FORK_SERVERS.fork_early(settings.rank_environment(settings.default_threads(num_ranks)))
     from baton.engine.config import EngineConfig, check_config
@@ -209,6 +245,14 @@ def serve(
         asyncio.run(run_server(config, lambda line: print(line, flush=True)))
     finally:
         gc.freeze()  # a last collection over all of torch would take seconds
+
+
+def _layout(layout: str | None, tp: int, pp: int, dp: int) -> str:
+    """As it was given, or of the sizes; ranks are numbered as vLLM does."""
+    sizes = [f"{axis}{size}" for axis, size in (("dp", dp), ("pp", pp), ("tp", tp)) if size > 1]
+    if layout is not None and sizes:
+        raise ConfigError(f"--layout {layout} and sizes that make {'.'.join(sizes)}; give one of them")
+    return layout or ".".join(sizes) or "tp1"
 
 
 def _check_host(host: str, is_reached_by_peers: bool) -> None:

@@ -89,8 +89,8 @@ def up(
         str | None,
         typer.Option(
             metavar="POLICY",
-            help="layer-group policy: cost (default), fixed:N, off or adaptive, which takes settings, as "
-            "adaptive:min_tokens=3072,max_iters=10,min_iters=4,saturation=3",
+            help="layer-group policy: cost (default), fixed:N, off, or adaptive with any of its settings "
+            "(adaptive:min_tokens=3072,max_iters=10,min_iters=4,saturation=3)",
         ),
     ] = None,
     first_token: Annotated[
@@ -106,7 +106,14 @@ def up(
     ] = None,
     device: Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu (default) or cuda")] = None,
     page_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="KV cache page size in tokens (default: 16)")
+        int | None,
+        typer.Option(
+            "--page-tokens",
+            "--block-size",
+            min=1,
+            metavar="N",
+            help="KV cache page size in tokens (default: 16)",
+        ),
     ] = None,
     pool_tokens: Annotated[
         int | None,
@@ -128,7 +135,13 @@ def up(
     ] = None,
     chunk_tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="maximum prompt tokens prefilled in one step (default: 512)"),
+        typer.Option(
+            "--chunk-tokens",
+            "--max-num-batched-tokens",
+            min=1,
+            metavar="N",
+            help="maximum prompt tokens prefilled in one step (default: 512)",
+        ),
     ] = None,
     prefill_args: PrefillArgs = None,
     decode_args: DecodeArgs = None,
