@@ -10,8 +10,7 @@ import pytest
 from tests.cli.commands import problems
 from tests.cli.models import speaking_model
 
-from baton.cli import main
-from baton.cli import up as up_command
+from baton.cli import main, start
 from baton.cli.deployment import (
     DeploymentOptions,
     health_stage,
@@ -23,7 +22,7 @@ from baton.cli.deployment import (
     router_service,
 )
 from baton.cli.side_args import parse_side_args
-from baton.cli.up import curl_command
+from baton.cli.start import curl_command
 from baton.plan.storage import FUSED, HND
 from baton.supervisor import SupervisedService
 
@@ -40,7 +39,7 @@ def up(capfd, monkeypatch, model):
 
     def run(*words: str) -> tuple[int, str, str]:
         monkeypatch.delenv("BATON_API_KEY", raising=False)
-        monkeypatch.setattr(up_command, "Deployment", started)
+        monkeypatch.setattr(start, "Deployment", started)
         monkeypatch.setattr(sys, "argv", ["baton", "up", "--model", str(model), "--port", "0", *words])
         with pytest.raises(SystemExit) as caught:
             main()
@@ -62,7 +61,7 @@ MISUSES = {
     "no policy": (["--prefill", "tp1", "--overlap", "wild"], "wild"),
     "no way to route": (["--prefill", "tp1", "--policy", "by_colour"], "round_robin"),
     "no speed": (["--prefill", "tp1", "--decode", "tp1", "--link", "fast"], "12.5GB/s"),
-    "no side": (["--prefill", "tp1", "--decode", "tp1", "--first-token", "router"], "prefill or decode"),
+    "no side": (["--prefill", "tp1", "--decode", "tp1", "--first-token", "router"], "'prefill', 'decode'"),
     "no transport": (["--prefill", "tp1", "--transport", "pigeon"], "shm"),
     "no dtype": (["--prefill", "tp1", "--dtype", "fp4"], "bf16"),
     "no option of serve": (["--prefill", "tp1", "--prefill-args", "--colour red"], "--colour"),

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -26,6 +26,7 @@ from baton import settings
 from baton.cli.output import REFRESH_PER_S
 from baton.cli.side_args import ALIKE, SideArgs, check_same_transport
 from baton.cli.vllm_servers import VllmServer
+from baton.engine.config import EngineConfig, EngineSizes, check_config
 from baton.errors import ConfigError, EngineError
 from baton.plan import Spec
 from baton.plan.planner import plan
@@ -36,9 +37,6 @@ from baton.plan.steps import NEVER_PACK, PackCost
 from baton.settings import Tls
 from baton.supervisor import LAST_LINE, Service, SupervisedService, Supervisor, fetch_health
 from baton.units import parse_speed
-
-if TYPE_CHECKING:
-    from baton.engine.config import EngineConfig, EngineSizes
 
 REGISTRY, ROUTER = "registry", "router"
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
@@ -225,9 +223,6 @@ class PlannedInstance:
 
 def plan_instances(options: DeploymentOptions) -> list[PlannedInstance]:
     """Derives the sizes of every instance; raises on a model, layout or number that cannot work."""
-    # Importing torch takes seconds, which --help and other commands do without.
-    from baton.engine.config import EngineConfig, derive_sizes
-
     if options.decode_args.words and not options.decodes:
         raise ConfigError("--decode-args is for decode instances; give --decode too")
     if options.link is not None:
@@ -248,13 +243,16 @@ def plan_instances(options: DeploymentOptions) -> list[PlannedInstance]:
         "is_verified": options.verify,
     }
     overrides = {name: value for name, value in given.items() if value is not None}
-    planned = []
+    configs = []
     for role, name, layout in options.instances:
         own = overrides | dict(options.side_args(role).engine_options)
-        config = EngineConfig(options.model, layout, name, **own)
-        planned.append(PlannedInstance(name, config, derive_sizes(config)))
-    check_same_transport(instance.config.transport for instance in planned)
-    return planned
+        configs.append(EngineConfig(options.model, layout, name, **own))
+        check_config(configs[-1])
+    check_same_transport(config.transport for config in configs)
+    # Importing torch takes seconds, which a mistake need not wait for.
+    from baton.engine.sizes import derive_sizes
+
+    return [PlannedInstance(config.name, config, derive_sizes(config)) for config in configs]
 
 
 def plan_pairs(

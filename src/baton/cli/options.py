@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import typer
 
+RouterPolicy: TypeAlias = Literal["least_loaded", "prefix_aware", "round_robin"]
+"""Those of baton.serving.policies, whose import would keep --help waiting."""
 Model: TypeAlias = Annotated[
     str, typer.Option("--model", metavar="MODEL", help="checkpoint folder, .gguf file, demo, or dummy:CARD")
 ]
@@ -22,10 +24,8 @@ Overlap: TypeAlias = Annotated[
     ),
 ]
 FirstToken: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        metavar="SIDE", help="which side streams the first token: prefill, or decode after the hand-over"
-    ),
+    Literal["prefill", "decode"],
+    typer.Option(help="which side streams the first token; decode does it after the hand-over"),
 ]
 Device: TypeAlias = Annotated[str, typer.Option(metavar="DEVICE", help="cpu or cuda")]
 ServedModelName: TypeAlias = Annotated[

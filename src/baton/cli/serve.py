@@ -8,7 +8,7 @@ import ipaddress
 import logging
 import re
 import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -30,16 +30,15 @@ from baton.cli.options import (
     Transport,
 )
 from baton.errors import ConfigError
-from baton.plan import parse_layout
-from baton.protocol.timings import Timings
-from baton.units import parse_speed
 
 
 def serve(
     *,
     model: Model,
     served_model_name: ServedModelName = None,
-    role: Annotated[str, typer.Option(metavar="ROLE", help="prefill, decode or both")] = "both",
+    role: Annotated[
+        Literal["prefill", "decode", "both"], typer.Option(help="what the instance does")
+    ] = "both",
     layout: Annotated[
         str | None,
         typer.Option(
@@ -163,14 +162,14 @@ def serve(
     drain_s: DrainS = 30.0,
     silence_s: Annotated[
         float, typer.Option(metavar="S", help="seconds without a heartbeat until a rank or peer is lost")
-    ] = Timings().silence_s,
+    ] = 3.0,
     progress_s: Annotated[
         float, typer.Option(metavar="S", help="seconds without progress until a KV transfer fails")
-    ] = Timings().progress_s,
+    ] = 30.0,
     transfer_timeout: Annotated[
         float,
         typer.Option(metavar="S", help="seconds until a KV transfer fails, with the prefill that it follows"),
-    ] = Timings().total_s,
+    ] = 600.0,
     ungranted_share: Annotated[
         float,
         typer.Option(
@@ -185,16 +184,12 @@ def serve(
     tls_ca: TlsCa = None,
 ) -> None:
     """Serve a model over HTTP; as a prefill or decode instance it hands KV caches over to its peers."""
-    # Importing torch takes seconds, which --help does without. Server and workers share one import.
-    from baton.engine.fork_server import FORK_SERVERS
+    # What follows takes longer to import than --help may take; torch waits until all is checked.
+    from baton.engine.config import EngineConfig, check_config
+    from baton.plan import parse_layout
+    from baton.units import parse_speed
 
     layout = _layout(layout, tensor_parallel_size, pipeline_parallel_size, data_parallel_size)
-    num_ranks = parse_layout(layout).num_ranks
-    FORK_SERVERS.fork_early(settings.rank_environment(settings.default_threads(num_ranks)))
-    from baton.engine.config import EngineConfig, check_config
-    from baton.serving.server import ServerConfig
-    from baton.serving.server import serve as run_server
-
     tls = settings.tls_files(tls_cert, tls_key, tls_ca)
     is_reached_by_peers = role != "both" or registry is not None
     _check_host(host, is_reached_by_peers)
@@ -234,8 +229,21 @@ def serve(
         has_prefix_cache=not no_prefix_caching,
         has_draft=draft,
     )
-    check_config(instance)  # before the server listens and prints its URL
+    check_config(instance)
     keys = settings.api_keys(None if api_key_file is None else str(api_key_file))
+    settings.check_binding(host, has_api_key=bool(keys), has_secret=bool(secret))
+    settings.check_port(host, port)
+    from baton.engine.fork_server import FORK_SERVERS
+
+    # Server and workers share one import of torch.
+    FORK_SERVERS.fork_early(
+        settings.rank_environment(settings.default_threads(parse_layout(layout).num_ranks))
+    )
+    from baton.engine.sizes import check_machine
+    from baton.serving.server import ServerConfig
+    from baton.serving.server import serve as run_server
+
+    check_machine(instance)  # before the server listens and prints its URL
     config = ServerConfig(
         instance, host, port, keys, first_token, drain_s, served_model_name=served_model_name or "", tls=tls
     )

@@ -40,7 +40,7 @@ from baton.engine.commands import (
     WorkerFailed,
     WorkerReady,
 )
-from baton.engine.config import EngineConfig, WorkerConfig, derive_sizes
+from baton.engine.config import EngineConfig, WorkerConfig
 from baton.engine.connector import KVConnector, PromptSlice
 from baton.engine.cost_model import CostModel, LayerBytes
 from baton.engine.drafting import HIDDEN, PROPOSAL, DraftToken
@@ -56,6 +56,7 @@ from baton.engine.models.build import build
 from baton.engine.parallel import connect
 from baton.engine.sampler import Sampler
 from baton.engine.sampling_params import Progress, SamplingParams, ending
+from baton.engine.sizes import derive_sizes
 from baton.errors import BatonError, EngineError
 from baton.plan import Spec
 from baton.plan.ownership import buffers

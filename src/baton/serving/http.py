@@ -15,13 +15,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import ipaddress
 import logging
-import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from time import monotonic
 from typing import Annotated, Any, Literal, cast
 
@@ -29,7 +26,8 @@ import msgspec
 from aiohttp import ClientPayloadError, web
 from msgspec import Meta
 
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError
+from baton.settings import is_loopback
 
 HOST = "127.0.0.1"
 ID_HEADER = "X-Request-Id"
@@ -179,36 +177,7 @@ def read_error(status: int, body: bytes, retry_after: str | None = None) -> ApiE
     return ApiError(status, detail.message, param=detail.param, code=code, retry_after_s=after_s)
 
 
-# ---- where to listen, and which callers are trusted
-
-
-@lru_cache(maxsize=1024)
-def is_loopback(address: str | None) -> bool:
-    """Whether an IP address is this machine's own; an unreadable one is not."""
-    try:
-        parsed = ipaddress.ip_address((address or "").partition("%")[0])
-    except ValueError:
-        return False
-    mapped = getattr(parsed, "ipv4_mapped", None)
-    return bool((mapped or parsed).is_loopback)
-
-
-def check_binding(host: str, *, has_api_key: bool, has_secret: bool) -> None:
-    """Refuses an address that others can reach, unless there are an API key and a control-plane secret."""
-    try:
-        places = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"host {host!r} has no address: {error}; use {HOST} or an address here") from None
-    outside = sorted({str(place[4][0]) for place in places if not is_loopback(str(place[4][0]))})
-    absent = {"an API key (--api-key-file or BATON_API_KEY)": has_api_key}
-    absent["the control-plane secret (--secret-file or BATON_SECRET)"] = has_secret
-    wanted = [name for name, is_there in absent.items() if not is_there]
-    if outside and wanted:
-        raise ConfigError(
-            f"host {host!r} ({', '.join(outside)}) can be reached from outside and there is no "
-            f"{' and no '.join(name.removeprefix('an ').removeprefix('the ') for name in wanted)}; "
-            f"give {' and '.join(wanted)}, or listen on {HOST}"
-        )
+# ---- which callers are trusted
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +299,7 @@ class HttpServer:
         return f"{'http' if self._ssl is None else 'https'}://{name}"
 
     async def start(self, host: str, port: int) -> None:
-        """Listens; port 0 takes a free one. Call `check_binding` first."""
+        """Listens; port 0 takes a free one. Call `settings.check_binding` first."""
         limits = self.limits
         self._runner = web.AppRunner(
             self.app,

@@ -47,7 +47,6 @@ from baton.serving.http import (
     HttpServer,
     TokenNote,
     bad_field,
-    check_binding,
     data_event,
     failure,
     json_response,
@@ -78,7 +77,7 @@ from baton.serving.openai import (
 )
 from baton.serving.openapi import description
 from baton.serving.supervisor import InstanceSupervisor
-from baton.settings import Tls
+from baton.settings import Tls, check_binding
 
 FIRST_TOKEN = ("prefill", "decode")
 TIMELINE_FORMATS = ("json", "perfetto")
