@@ -141,7 +141,7 @@ def test_sides_that_differ_are_planned_as_they_are(model) -> None:
     (pair,) = plan_pairs(options, [source, target])
     assert "packed for 2 of them, converted from fp16 to fp32; " in pair_line(*pair)
     prefill, decode = instance_services(options, "http://127.0.0.1:8400")
-    assert prefill.arguments[-5:] == ("--verify", "--kv-cache-dtype", "fp16", "--link", "5MB/s")
+    assert prefill.arguments[-9:-4] == ("--verify", "--kv-cache-dtype", "fp16", "--link", "5MB/s")
     sizes = [decode.arguments[i + 1] for i, word in enumerate(decode.arguments) if word == "--page-tokens"]
     assert sizes == ["32", "64"], "the last one counts"
 
@@ -179,6 +179,8 @@ def test_options_reach_the_process_that_they_are_for() -> None:
         transfer_timeout=7.5,
         local_prefill_max=0,
         queue_timeout=2.0,
+        log_level="debug",
+        log_format="json",
     )
     for service in instance_services(options, "http://127.0.0.1:8400"):
         line = " ".join(service.arguments)
@@ -188,7 +190,8 @@ def test_options_reach_the_process_that_they_are_for() -> None:
         assert "--transfer-timeout 7.5" in line
         assert list(problems(list(service.arguments))) == []
     router = router_service(options, "http://127.0.0.1:8400").arguments
-    assert router[-4:] == ("--local-prefill-max", "0", "--queue-timeout", "2.0")
+    assert router[-8:-4] == ("--local-prefill-max", "0", "--queue-timeout", "2.0")
+    assert router[-4:] == ("--log-level", "debug", "--log-format", "json")
     assert list(problems(list(router))) == []
     assert '"model": "smol"' in curl_command("http://127.0.0.1:8000", options)
 

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from baton import settings
+from baton.cli.logs import Form, Level, is_json_log, with_service
 from baton.cli.output import REFRESH_PER_S
 from baton.cli.side_args import ALIKE, SideArgs, check_same_transport
 from baton.cli.vllm_servers import VllmServer
@@ -87,6 +88,8 @@ class DeploymentOptions:
     api_key_file: Path | None = None
     tls: Tls | None = None
     """Of every process."""
+    log_level: Level = "info"
+    log_format: Form = "text"
     vllm: str = ""
     """The `vllm` program, where instances run vLLM; empty: Baton's own engine."""
     vllm_args: tuple[str, ...] = ()
@@ -97,12 +100,13 @@ class DeploymentOptions:
         """As clients name it."""
         return self.served_model_name or self.model
 
-    def tls_arguments(self) -> list[str]:
-        """As options of every process."""
+    def process_arguments(self) -> list[str]:
+        """Options of every process: logs and certificates."""
+        logs = _arguments(log_level=self.log_level, log_format=self.log_format)
         if self.tls is None:
-            return []
+            return logs
         tls = self.tls
-        return _arguments(tls_cert=tls.certificate, tls_key=tls.key, tls_ca=tls.authority)
+        return [*logs, *_arguments(tls_cert=tls.certificate, tls_key=tls.key, tls_ca=tls.authority)]
 
     def side_args(self, role: str) -> SideArgs:
         """What is given for the instances of one role alone."""
@@ -159,7 +163,7 @@ def instance_services(options: DeploymentOptions, registry: str) -> list[Service
         ]
         # The last of an option counts.
         side = options.side_args(role).words
-        words = ("serve", *own, *common, *link, *flags, *side, *options.tls_arguments())
+        words = ("serve", *own, *common, *link, *flags, *side, *options.process_arguments())
         services.append(Service(name, words, "serving at "))
     return services
 
@@ -179,7 +183,7 @@ def router_service(
         queue_timeout=options.queue_timeout,
         api_key_file=options.api_key_file,
     )
-    return Service(ROUTER, ("route", *arguments, *options.tls_arguments()), "routing at ", options.port)
+    return Service(ROUTER, ("route", *arguments, *options.process_arguments()), "routing at ", options.port)
 
 
 def _arguments(**values: object) -> list[str]:
@@ -334,7 +338,7 @@ class Deployment:
                 self._wait_ready(show)
                 return
             registry = self._supervisor.start(
-                Service(REGISTRY, ("registry", *self.options.tls_arguments()), "registry at ")
+                Service(REGISTRY, ("registry", *self.options.process_arguments()), "registry at ")
             )
             self._supervisor.wait_until(lambda: registry.is_listening)
             for service in instance_services(self.options, registry.url):
@@ -396,7 +400,8 @@ class Deployment:
             is_log_shown = self._shows_logs and was_ready and not self._supervisor.is_closing
             is_shown = is_log_shown or not is_log(line)
         if is_shown:
-            self.console.print(Text(f"{name}: {line}", style="dim"))
+            shown = with_service(line, name) if is_json_log(line) else f"{name}: {line}"
+            self.console.print(Text(shown, style="dim"))
 
     @contextmanager
     def _progress(self) -> Iterator[Callable[[SupervisedService], None]]:
@@ -424,8 +429,8 @@ class Deployment:
 
 
 def is_log(line: str) -> bool:
-    """Whether a line starts with a date, as log lines do."""
-    return re.match(r"\d{4}-\d\d-\d\d ", line) is not None
+    """Whether a line starts with a date, as log lines do, or is JSON."""
+    return is_json_log(line) or re.match(r"\d{4}-\d\d-\d\d ", line) is not None
 
 
 def health_stage(name: str, body: bytes) -> str:

@@ -7,6 +7,8 @@ from typing import Annotated, Literal, TypeAlias
 
 import typer
 
+from baton.cli.logs import Form, Level
+
 RouterPolicy: TypeAlias = Literal["least_loaded", "prefix_aware", "round_robin"]
 """Those of baton.serving.policies, whose import would keep --help waiting."""
 Model: TypeAlias = Annotated[
@@ -78,6 +80,10 @@ DecodeArgs: TypeAlias = Annotated[
 ]
 Verify: TypeAlias = Annotated[
     bool, typer.Option("--verify", help="verify handed-over KV caches with checksums")
+]
+LogLevel: TypeAlias = Annotated[Level, typer.Option(help="least severe messages that are logged")]
+LogFormat: TypeAlias = Annotated[
+    Form, typer.Option(help="log lines as text or as one JSON object each, on stderr")
 ]
 Port: TypeAlias = Annotated[
     int, typer.Option(min=0, max=65535, metavar="PORT", help="port; 0: any free port")

@@ -7,7 +7,8 @@ import signal
 from typing import TYPE_CHECKING
 
 from baton import settings
-from baton.cli.options import Host, Port, SecretFile, TlsCa, TlsCert, TlsKey
+from baton.cli.logs import set_up_logs
+from baton.cli.options import Host, LogFormat, LogLevel, Port, SecretFile, TlsCa, TlsCert, TlsKey
 
 if TYPE_CHECKING:
     from baton.session.registry import RegistryServer
@@ -21,6 +22,8 @@ def registry(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
+    log_level: LogLevel = "info",
+    log_format: LogFormat = "text",
 ) -> None:
     """Run a registry until interrupted; instances that lose it register again by themselves."""
     secret = settings.secret(None if secret_file is None else str(secret_file))
@@ -29,6 +32,7 @@ def registry(
     # It takes longer to import than a mistake, or --help, may take.
     from baton.session.registry import RegistryServer
 
+    set_up_logs(log_level, log_format)
     server = RegistryServer(secret, ssl_context=None if tls is None else tls.accepting())
     asyncio.run(_serve(server, host, port))
 

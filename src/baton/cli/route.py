@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import signal
 from collections.abc import Callable
 from functools import partial
@@ -13,11 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from baton import settings
+from baton.cli.logs import set_up_logs
 from baton.cli.options import (
     ApiKeyFile,
     DrainS,
     Host,
     LocalPrefillMax,
+    LogFormat,
+    LogLevel,
     Port,
     RouterPolicy,
     SecretFile,
@@ -96,6 +98,8 @@ def route(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
+    log_level: LogLevel = "info",
+    log_format: LogFormat = "text",
 ) -> None:
     """Route requests until interrupted; SIGTERM drains first. Instances may come and go."""
     is_vllm = engine == "vllm"
@@ -144,7 +148,7 @@ def route(
         ),
         tls=settings.tls_files(tls_cert, tls_key, tls_ca),
     )
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    set_up_logs(log_level, log_format)
     asyncio.run(_route(partial(Router, config, secret, Credentials(keys, secret)), (host, port), drain_s))
 
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import gc
 import ipaddress
-import logging
 import re
-import sys
 from typing import Annotated, Literal
 
 import typer
 
 from baton import settings
+from baton.cli.logs import set_up_logs
 from baton.cli.options import (
     ApiKeyFile,
     Device,
     Draft,
     DrainS,
     FirstToken,
+    LogFormat,
+    LogLevel,
     Model,
     NoPrefixCaching,
     Overlap,
@@ -182,6 +183,8 @@ def serve(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
+    log_level: LogLevel = "info",
+    log_format: LogFormat = "text",
 ) -> None:
     """Serve a model over HTTP; as a prefill or decode instance it hands KV caches over to its peers."""
     # What follows takes longer to import than --help may take; torch waits until all is checked.
@@ -247,8 +250,7 @@ def serve(
     config = ServerConfig(
         instance, host, port, keys, first_token, drain_s, served_model_name=served_model_name or "", tls=tls
     )
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
-    logging.getLogger("baton.serving.server").setLevel(logging.INFO)
+    set_up_logs(log_level, log_format)
     try:
         asyncio.run(run_server(config, lambda line: print(line, flush=True)))
     finally:

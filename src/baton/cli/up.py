@@ -13,6 +13,8 @@ from baton.cli.options import (
     Draft,
     Link,
     LocalPrefillMax,
+    LogFormat,
+    LogLevel,
     Model,
     NoPrefixCaching,
     PrefillArgs,
@@ -140,6 +142,8 @@ def up(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
+    log_level: LogLevel = "info",
+    log_format: LogFormat = "text",
     engine: Annotated[
         Literal["baton", "vllm"], typer.Option(help="what the instances run: Baton's own engine, or vLLM")
     ] = "baton",
@@ -194,6 +198,8 @@ def up(
         queue_timeout=queue_timeout,
         api_key_file=api_key_file,
         tls=settings.tls_files(tls_cert, tls_key, tls_ca),
+        log_level=log_level,
+        log_format=log_format,
         vllm=settings.vllm_command(vllm) if is_vllm else "",
         vllm_args=tuple(vllm_args or ()),
     )

@@ -56,6 +56,7 @@ from baton.serving.http import (
     JSON_HEADERS,
     NO_STORE,
     PROMPT_TOKENS_HEADER,
+    ROUTE,
     STATUSES,
     ApiError,
     Credentials,
@@ -394,6 +395,7 @@ class ProxiedRequest:
 
     def __init__(self, router: Router, http_request: web.Request, request: RoutableRequest) -> None:
         self._router = router
+        self._http_request = http_request
         self._request = request
         self._id = ("chatcmpl-" if request.path == CHAT_PATH else "cmpl-") + secrets.token_hex(16)
         self._created = int(time.time())
@@ -423,7 +425,7 @@ class ProxiedRequest:
             self._count_failure(error)
             if not self._has_begun:
                 raise
-            return await self._stream.end(data_event(error.body()))
+            return await self._stream.fail(error)
         except (ConnectionError, asyncio.CancelledError):
             self._router.metrics.disconnects.inc()
             raise
@@ -473,6 +475,7 @@ class ProxiedRequest:
         legs = router.wire.legs(request, state, None if route.prefill is None else route.prefill.coordinator)
         stream_filter = legs.stream_filter
         attempt = Attempt(router, route, legs)
+        self._http_request[ROUTE] = route.text
         record = AttemptRecord(route.names, route.local_reason)
         router.log.add(self._id, record)
         if route.prefill is not None:
@@ -713,6 +716,12 @@ class Route(msgspec.Struct, frozen=True):
     @property
     def names(self) -> tuple[str, ...]:
         return (self.server.name,) if self.prefill is None else (self.server.name, self.prefill.name)
+
+    @property
+    def text(self) -> str:
+        """The instances and their layouts, in the order of the work."""
+        places = [place for place in (self.prefill, self.server) if place is not None]
+        return " to ".join(f"{place.name} ({place.roster.layout})" for place in places)
 
     def take(self) -> None:
         """The attempt begins."""

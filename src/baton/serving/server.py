@@ -132,7 +132,7 @@ class Server:
         """Set when the supervisor has given up."""
         self._loop = asyncio.get_running_loop()
         self._bridge = EventBridge(self._loop)
-        self._observer = RequestObserver(instance.name, instance.role)
+        self._observer = RequestObserver(instance.name, instance.role, instance.layout)
         self._model_name = config.served_model_name or instance.model
         self._created = int(time.time())
         self._model: tuple[Instance, ServedModel, ReceivingInstance, TokenNames] | None = None
@@ -435,7 +435,7 @@ class Generation:
             if stream.response is None:
                 raise
             # The status is out: report the error in the stream, which then ends without [DONE].
-            return await stream.end(data_event(error.body()))
+            return await stream.fail(error)
 
     async def _stream(self, stream: EventStream, form: ResponseFormat) -> web.StreamResponse:
         held: dict[int, ChoiceDelta] = {}
@@ -533,7 +533,7 @@ class Generation:
             case RequestError(cause, text):
                 code = cause.why.name if cause is not None else "ENGINE"
                 self._error = self._error or failure(code, text)
-                self._observer.failed(self.parsed, code)
+                self._observer.failed(self.parsed, job_index, code, text)
                 self._job_over(job_index)
             case RequestFinished(story):
                 self._traces[job_index] = story
