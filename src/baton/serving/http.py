@@ -494,7 +494,9 @@ def _client_id(request: web.Request) -> str:
 def _unknown_path(request: web.Request, error: web.HTTPException) -> ApiError:
     where = f"{request.method} {request.path!a}"
     if error.status == 404:
-        return ApiError(404, f"{where} is not served here; docs/http.md lists what is", code="unknown_url")
+        return ApiError(
+            404, f"{where} is not served here; GET /openapi.json lists what is", code="unknown_url"
+        )
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
         return ApiError(405, f"{where}: use {allowed}", code="method_not_allowed", allow=allowed)
