@@ -119,7 +119,6 @@ def test_defaults_are_those_of_the_parts() -> None:
     assert {
         "in_flight": limits.num_in_flight_max,
         "waiting": limits.num_waiting_max,
-        "queue_timeout": limits.wait_s_max,
         "silence_s": limits.silence_s_max,
         "stall_s": limits.stall_s_max,
         "policy": config.decode_policy,

@@ -178,7 +178,6 @@ def test_options_reach_the_process_that_they_are_for() -> None:
         served_model_name="smol",
         transfer_timeout=7.5,
         local_prefill_max=0,
-        queue_timeout=2.0,
         log_level="debug",
         log_format="json",
     )
@@ -190,7 +189,7 @@ def test_options_reach_the_process_that_they_are_for() -> None:
         assert "--transfer-timeout 7.5" in line
         assert list(problems(list(service.arguments))) == []
     router = router_service(options, "http://127.0.0.1:8400").arguments
-    assert router[-8:-4] == ("--local-prefill-max", "0", "--queue-timeout", "2.0")
+    assert router[-6:-4] == ("--local-prefill-max", "0")
     assert router[-4:] == ("--log-level", "debug", "--log-format", "json")
     assert list(problems(list(router))) == []
     assert '"model": "smol"' in curl_command("http://127.0.0.1:8000", options)

@@ -84,7 +84,6 @@ class DeploymentOptions:
     policy: str | None = None
     local: str | None = None
     local_prefill_max: int | None = None
-    queue_timeout: float | None = None
     api_key_file: Path | None = None
     tls: Tls | None = None
     """Of every process."""
@@ -180,7 +179,6 @@ def router_service(
         policy=options.policy,
         local=options.local,
         local_prefill_max=options.local_prefill_max,
-        queue_timeout=options.queue_timeout,
         api_key_file=options.api_key_file,
     )
     return Service(ROUTER, ("route", *arguments, *options.process_arguments()), "routing at ", options.port)

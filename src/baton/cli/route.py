@@ -74,12 +74,6 @@ def route(
     waiting: Annotated[
         int, typer.Option(min=0, metavar="N", help="maximum waiting requests; more are refused with 429")
     ] = 1024,
-    queue_timeout: Annotated[
-        float,
-        typer.Option(
-            min=0, metavar="S", help="seconds that a request may wait for an instance with room, then 429"
-        ),
-    ] = 30.0,
     silence_s: Annotated[
         float,
         typer.Option(
@@ -142,7 +136,6 @@ def route(
         limits=RouterLimits(
             num_in_flight_max=in_flight,
             num_waiting_max=waiting,
-            wait_s_max=queue_timeout,
             silence_s_max=silence_s,
             stall_s_max=stall_s,
         ),

@@ -121,15 +121,6 @@ def up(
         int | None,
         typer.Option(min=1, metavar="N", help="maximum waiting requests per instance (default: 256)"),
     ] = None,
-    queue_timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            metavar="S",
-            help="seconds that a request may wait in the router for an instance with room, then 429 "
-            "(default: as `baton route`)",
-        ),
-    ] = None,
     transfer_timeout: Annotated[
         float | None,
         typer.Option(
@@ -195,7 +186,6 @@ def up(
         port=port,
         policy=policy,
         local_prefill_max=local_prefill_max,
-        queue_timeout=queue_timeout,
         api_key_file=api_key_file,
         tls=settings.tls_files(tls_cert, tls_key, tls_ca),
         log_level=log_level,

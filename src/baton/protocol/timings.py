@@ -30,7 +30,6 @@ class Timings:
     """How long a transfer that both sides have mentioned may go without progress, unless a request names
     another limit."""
     total_s: float = 600.0
-    """How long a transfer may take, with the prefill that it follows."""
     copy_s: float = 5.0
     """How long one copy may go without progress."""
     ask_again_s: float = 0.25
