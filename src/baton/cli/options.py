@@ -21,8 +21,8 @@ Overlap: TypeAlias = Annotated[
     str,
     typer.Option(
         metavar="POLICY",
-        help="layer-group policy: cost, fixed:N, off, or adaptive with any of its settings "
-        "(adaptive:min_tokens=3072,max_iters=10,min_iters=4,saturation=3)",
+        help="layer-group policy: cost, fixed:N, off or adaptive; adaptive takes settings, as "
+        "adaptive:min_tokens=3072 and, after commas, max_iters=10, min_iters=4, saturation=3",
     ),
 ]
 FirstToken: TypeAlias = Annotated[
