@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 from baton.plan import Cache, Component, Spec, parse_layout, plan
 from baton.plan.cache import Dim, Full, Units
 from baton.plan.ownership import buffers
 from baton.plan.wire import storage_from_bytes
+from tests.cli.commands import in_shell, problems
 
 ROOT = Path(__file__).parent.parent
 
@@ -30,6 +34,65 @@ def test_the_readme_shows_real_output() -> None:
 def test_the_readme_opens_with_the_two_commands() -> None:
     first = blocks("README.md", "")[0]
     assert [line.split("#")[0].strip() for line in first.splitlines()] == ["make demo", "make test"]
+
+
+def baton_commands(page: str) -> Iterator[tuple[bool, list[str]]]:
+    """Every `baton` command of a page, and whether the shell has found the program by then."""
+    is_found = False
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        if language not in ("", "bash"):
+            continue
+        for line in block.replace("\\\n", " ").splitlines():
+            is_found = is_found or line.startswith(". .venv/bin/activate")
+            if not line.startswith("$"):
+                for words in in_shell(line):
+                    yield is_found, words
+
+
+def hidden(page: str) -> list[list[str]]:
+    return [words for is_found, words in baton_commands(page) if not is_found]
+
+
+def test_the_commands_of_the_readme_run_as_written() -> None:
+    page = (ROOT / "README.md").read_text()
+    commands = [words for _, words in baton_commands(page)]
+    assert {"demo", "generate", "chat", "up", "bench", "sim"} <= {words[0] for words in commands}
+    wrong = [problem for words in commands if words[0] != "bench" for problem in problems(words)]
+    assert (hidden(page), wrong) == ([], [])
+    assert hidden(page.replace(". .venv/bin/activate", "")), "the check sees a shell without baton"
+
+
+IMPORTED_AS = {"prometheus-client": "prometheus_client"}
+OPTIONAL = {"matplotlib", "mooncake", "nixl", "triton", "vllm"}
+"""Imported where they are there: for pictures, transports and GPUs, and under vLLM."""
+COMES_ALONG = {"tokenizers", "yarl"}
+"""With transformers and aiohttp."""
+
+
+def third_parties(source: str) -> set[str]:
+    """Top-level packages that a module imports, also by `import_module` with a literal name."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import():
+                names |= {alias.name for alias in node.names}
+            case ast.ImportFrom(module=str(module), level=0):
+                names.add(module)
+            case ast.Call(
+                func=ast.Attribute(attr="import_module") | ast.Name(id="import_module"),
+                args=[ast.Constant(value=str(module)), *_],
+            ):
+                names.add(module)
+    return {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) - {"baton", "__future__"}
+
+
+def test_what_is_imported_is_installed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.split(r"[>=<!]", requirement)[0] for requirement in listed}
+    installed = {IMPORTED_AS.get(name, name) for name in names}
+    imported = set().union(*(third_parties(path.read_text()) for path in (ROOT / "src").rglob("*.py")))
+    assert imported - OPTIONAL - COMES_ALONG == installed
+    assert third_parties("import importlib\nimportlib.import_module('gguf.quants')") == {"gguf"}
 
 
 def test_the_python_example_runs(capsys) -> None:

@@ -1,18 +1,24 @@
-"""Settings beside the command line: environment variables, secret, API keys, certificates, cache folder."""
+"""Settings beside the command line: environment variables, secret, API keys, addresses, certificates."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import secrets
 import shutil
+import socket
 import ssl
 import stat
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, EngineError
 
+LOOPBACK = "127.0.0.1"
+REGISTRY_PORT = 8400
 SECRET_VARIABLE = "BATON_SECRET"
 API_KEY_VARIABLE = "BATON_API_KEY"
 CACHE_VARIABLE = "BATON_CACHE"
@@ -95,6 +101,56 @@ def vllm_environment() -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
     }
     return {name: os.environ.get(name) or value for name, value in defaults.items()}
+
+
+@lru_cache(maxsize=1024)
+def is_loopback(address: str | None) -> bool:
+    """Whether an IP address is this machine's own; an unreadable one is not."""
+    try:
+        parsed = ipaddress.ip_address((address or "").partition("%")[0])
+    except ValueError:
+        return False
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return bool((mapped or parsed).is_loopback)
+
+
+def check_binding(host: str, *, has_api_key: bool, has_secret: bool) -> None:
+    """Refuses an address that others can reach, unless there are an API key and a control-plane secret."""
+    outside = sorted({str(place[4][0]) for place in _places(host, 0) if not is_loopback(str(place[4][0]))})
+    absent = {"an API key (--api-key-file or BATON_API_KEY)": has_api_key}
+    absent["the control-plane secret (--secret-file or BATON_SECRET)"] = has_secret
+    wanted = [name for name, is_there in absent.items() if not is_there]
+    if outside and wanted:
+        raise ConfigError(
+            f"host {host!r} ({', '.join(outside)}) can be reached from outside and there is no "
+            f"{' and no '.join(name.removeprefix('an ').removeprefix('the ') for name in wanted)}; "
+            f"give {' and '.join(wanted)}, or listen on {LOOPBACK}"
+        )
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises EngineError if the port is in use, before anything takes its time to start."""
+    for family, kind, protocol, _, address in _places(host, port):
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            try:
+                probe.bind(address)
+            except OSError as error:
+                raise EngineError(
+                    f"cannot listen on {host}:{port}: {error.strerror}; name another port with --port, or 0 "
+                    "for a free one"
+                ) from None
+
+
+def _places(host: str, port: int) -> list[tuple[Any, ...]]:
+    try:
+        return [*socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"host {host!r} has no address: {error}; use {LOOPBACK} or an address here"
+        ) from None
 
 
 def cache_folder() -> Path:

@@ -18,7 +18,7 @@ def options(verb: str) -> dict[str, bool]:
         name: not getattr(parameter, "is_flag", False)
         for parameter in command.params
         for name in parameter.opts
-        if name.startswith("--")
+        if name.startswith("-")
     } | {"--help": False}
 
 
@@ -39,7 +39,7 @@ def problems(words: list[str]) -> Iterator[str]:
     given, num_words = [], 0
     while rest:
         word = rest.pop(0)
-        if not word.startswith("--"):
+        if not word.startswith("-"):
             num_words += 1
             continue
         name, equals, _ = word.partition("=")
@@ -49,7 +49,7 @@ def problems(words: list[str]) -> Iterator[str]:
         elif name.endswith("-args") and rest:
             yield from problems(["serve", *shlex.split(rest.pop(0))])
         elif known[name] and not equals:
-            if not rest or rest[0].startswith("--"):
+            if not rest or rest[0].startswith("-"):
                 yield f"baton {verb} {name} has no value"
             else:
                 rest.pop(0)

@@ -44,13 +44,15 @@ def value(words: list[str], option: str) -> str:
 
 
 def test_the_checker_sees_what_is_wrong() -> None:
-    assert list(problems(["serve", "--role", "prefill", "--port=1"])) == []
+    assert list(problems(["serve", "--role", "prefill", "--port=1", "-tp", "2"])) == []
     for words, said in (
         (["sirve"], "no baton sirve"),
         (["serve", "--rolle", "prefill"], "no --rolle"),
         (["serve", "--role", "--port", "1"], "--role has no value"),
         (["serve", "--port", "1", "--port", "2"], "twice"),
         (["route", "now"], "takes 0 words"),
+        (["serve", "-tp"], "-tp has no value"),
+        (["serve", "-tpp", "2"], "no -tpp"),
         (["up", "--decode-args", "--page-tokens 64 --colour red"], "baton serve has no --colour"),
     ):
         assert any(said in problem for problem in problems(words)), words

@@ -76,7 +76,7 @@ MISUSES = {
     "too many stages": (["--prefill", "pp9"], "pp9"),
     "no policy": (["--overlap", "wild"], "wild"),
     "no speed": (["--decode", "tp1", "--link", "fast"], "12.5GB/s"),
-    "no side": (["--decode", "tp1", "--first-token", "router"], "prefill or decode"),
+    "no side": (["--decode", "tp1", "--first-token", "router"], "'prefill', 'decode'"),
     "no transport": (["--transport", "pigeon"], "shm"),
     "no device": (["--device", "abacus"], "cpu or cuda"),
     "no option of serve": (["--prefill-args", "--colour red"], "--prefill-args: No such option: --colour"),

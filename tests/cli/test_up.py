@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cli.commands import problems
 from tests.cli.models import speaking_model
 
-from baton.cli import main
-from baton.cli import up as up_command
+from baton.cli import main, start
 from baton.cli.deployment import (
     DeploymentOptions,
     health_stage,
@@ -24,6 +24,7 @@ from baton.cli.deployment import (
     router_service,
 )
 from baton.cli.side_args import parse_side_args
+from baton.cli.start import curl_command
 from baton.plan.storage import FUSED, HND
 from baton.supervisor import SupervisedService
 
@@ -40,7 +41,7 @@ def up(capfd, monkeypatch, model):
 
     def run(*words: str) -> tuple[int, str, str]:
         monkeypatch.delenv("BATON_API_KEY", raising=False)
-        monkeypatch.setattr(up_command, "Deployment", started)
+        monkeypatch.setattr(start, "Deployment", started)
         monkeypatch.setattr(sys, "argv", ["baton", "up", "--model", str(model), "--port", "0", *words])
         with pytest.raises(SystemExit) as caught:
             main()
@@ -54,10 +55,15 @@ MISUSES = {
     "an empty layout": (["--prefill", "tp1,,tp2"], "empty layout"),
     "one of several layouts": (["--prefill", "tp1", "--decode", "tp2,pp9"], "pp9"),
     "a pair without a plan": (["--prefill", "tp1,tp2", "--decode", "tp1,tp5"], "component k, this tp5"),
+    "no settings of a policy": (
+        ["--prefill", "tp1", "--overlap", "adaptive:min_token=3"],
+        "set min_tokens, max_iters, min_iters, saturation once each",
+    ),
+    "no time for a transfer": (["--prefill", "tp1", "--transfer-timeout", "0"], "total_s is 0.0"),
     "no policy": (["--prefill", "tp1", "--overlap", "wild"], "wild"),
     "no way to route": (["--prefill", "tp1", "--policy", "by_colour"], "round_robin"),
     "no speed": (["--prefill", "tp1", "--decode", "tp1", "--link", "fast"], "12.5GB/s"),
-    "no side": (["--prefill", "tp1", "--decode", "tp1", "--first-token", "router"], "prefill or decode"),
+    "no side": (["--prefill", "tp1", "--decode", "tp1", "--first-token", "router"], "'prefill', 'decode'"),
     "no transport": (["--prefill", "tp1", "--transport", "pigeon"], "shm"),
     "no dtype": (["--prefill", "tp1", "--dtype", "fp4"], "bf16"),
     "no option of serve": (["--prefill", "tp1", "--prefill-args", "--colour red"], "--colour"),
@@ -137,7 +143,7 @@ def test_sides_that_differ_are_planned_as_they_are(model) -> None:
     (pair,) = plan_pairs(options, [source, target])
     assert "packed for 2 of them, converted from fp16 to fp32; " in pair_line(*pair)
     prefill, decode = instance_services(options, "http://127.0.0.1:8400")
-    assert prefill.arguments[-5:] == ("--verify", "--kv-cache-dtype", "fp16", "--link", "5MB/s")
+    assert prefill.arguments[-9:-4] == ("--verify", "--kv-cache-dtype", "fp16", "--link", "5MB/s")
     sizes = [decode.arguments[i + 1] for i, word in enumerate(decode.arguments) if word == "--page-tokens"]
     assert sizes == ["32", "64"], "the last one counts"
 
@@ -182,6 +188,53 @@ def test_gpus_of_one_host_copy_to_each_other(given: dict[str, Any], transport: s
     first, *_ = instance_services(options, "http://127.0.0.1:8400")
     named = [first.arguments[i + 1] for i, word in enumerate(first.arguments) if word == "--transport"]
     assert named == ([transport] if transport else [])
+
+
+def test_options_reach_the_process_that_they_are_for() -> None:
+    options = DeploymentOptions(
+        "demo",
+        ("tp1",),
+        ("tp1",),
+        max_model_len=99,
+        max_num_seqs=3,
+        no_prefix_caching=True,
+        served_model_name="smol",
+        transfer_timeout=7.5,
+        local_prefill_max=0,
+        log_level="debug",
+        log_format="json",
+    )
+    for service in instance_services(options, "http://127.0.0.1:8400"):
+        line = " ".join(service.arguments)
+        for words in ("--max-model-len 99", "--max-num-seqs 3", "--no-prefix-caching"):
+            assert words in line
+        assert "--served-model-name smol --" in line
+        assert "--transfer-timeout 7.5" in line
+        assert list(problems(list(service.arguments))) == []
+    router = router_service(options, "http://127.0.0.1:8400").arguments
+    assert router[-6:-4] == ("--local-prefill-max", "0")
+    assert router[-4:] == ("--log-level", "debug", "--log-format", "json")
+    assert list(problems(list(router))) == []
+    assert '"model": "smol"' in curl_command("http://127.0.0.1:8000", options)
+
+
+def test_the_sizes_are_planned_with_the_options_of_each_side(model) -> None:
+    options = DeploymentOptions(
+        str(model),
+        ("tp1",),
+        ("tp1",),
+        max_model_len=64,
+        max_num_seqs=3,
+        no_prefix_caching=True,
+        decode_args=parse_side_args(
+            "--decode-args", "--context 48 --transfer-timeout 9 --overlap adaptive:min_tokens=64"
+        ),
+    )
+    prefill, decode = plan_instances(options)
+    assert (prefill.sizes.context_max, decode.sizes.context_max) == (64, 48)
+    assert (prefill.config.sequences_max, prefill.config.has_prefix_cache) == (3, False)
+    assert (prefill.config.total_s, decode.config.total_s) == (600.0, 9.0)
+    assert decode.config.policy == "adaptive:min_tokens=64"
 
 
 def test_health_in_words() -> None:

@@ -17,8 +17,7 @@ import pytest
 from tests.faults.stages import is_alive
 from tests.serve.parts import ask, until
 
-from baton.cli import main
-from baton.cli import up as up_command
+from baton.cli import main, start
 from baton.cli.deployment import DeploymentOptions, router_service, vllm_services
 from baton.cli.side_args import SideArgs
 from baton.cli.vllm_servers import parse_sizes, plan_servers
@@ -83,7 +82,7 @@ def test_misuse_is_refused_before_anything_starts(misuse: str, program: Path, ca
     monkeypatch.delenv("BATON_API_KEY", raising=False)
     monkeypatch.setenv("BATON_VLLM", str(program))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,5" if "GPU" in misuse else "")
-    monkeypatch.setattr(up_command, "Deployment", None)
+    monkeypatch.setattr(start, "Deployment", None)
     command = ["baton", "up", "--engine", "vllm", "--model", "m", "--port", "0", *words]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as caught:

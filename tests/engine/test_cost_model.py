@@ -44,8 +44,8 @@ def completion_s(step: StepPrediction, groups: Groups, compute: float = 1.0, tra
     return times_completion_s(step.layer_times(compute, transfer), groups)
 
 
-def plan(step: StepPrediction, policy: str = "cost", avg_tokens: int = 4096) -> Groups:
-    return GroupPlanner().plan(policy, step, avg_tokens)
+def plan(step: StepPrediction, policy: str = "cost", num_tokens: int = 4096) -> Groups:
+    return GroupPlanner().plan(policy, step, num_tokens)
 
 
 def random_step(rng: random.Random, num_layers: int) -> StepPrediction:

@@ -15,9 +15,9 @@ from torch import Tensor
 from baton.engine.attention.pools import CachePools
 from baton.engine.checkpoint import open_checkpoint
 from baton.engine.commands import Batch, ScheduledSequence
-from baton.engine.config import engine_storage
 from baton.engine.model_runner import ModelRunner, open_decoding, why_not_captured, why_not_paged
 from baton.engine.models.build import build, describe
+from baton.engine.pages import engine_storage
 from baton.engine.parallel import Mesh
 from baton.plan import Spec, parse_layout
 from baton.plan.models.config import read_cache

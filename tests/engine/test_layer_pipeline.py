@@ -69,10 +69,17 @@ class DeviceClock:
 class StubConnector:
     """Records what is offered."""
 
-    def __init__(self, *, is_pipelined: bool = True, layer_s: float = 1e-6) -> None:
+    def __init__(
+        self,
+        *,
+        is_pipelined: bool = True,
+        layer_s: float = 1e-6,
+        policy: str = "fixed:1",
+        num_tokens: int = NUM_TOKENS,
+    ) -> None:
         self.costs = CostModel()
         self.costs.add_step(NUM_TOKENS, StepTiming(layer_s))
-        command = SendKV(1, 0, "t", b"", NUM_TOKENS, 0, {}, is_pipelined, "fixed:1")
+        command = SendKV(1, 0, "t", b"", num_tokens, 0, {}, is_pipelined, policy)
         self.transfer = OutgoingTransfer(command)
         self.num_begun = 0
         self.offers: list[tuple[tuple[int, int], Fence]] = []
@@ -170,6 +177,27 @@ def test_on_a_host_every_layer_leaves_at_once() -> None:
     for layer in range(NUM_LAYERS):
         pipeline.layer_done(layer)
         assert connector.layers_offered[-1] == (layer, layer + 1)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "layers_offered", "reason"),
+    [
+        (3072, EVERY_LAYER, ""),
+        (3071, [(0, NUM_LAYERS)], "adaptive: a prompt of 3071 tokens is shorter than min_tokens, 3072"),
+    ],
+)
+def test_a_policy_judges_the_whole_prompt_not_the_chunk(
+    num_tokens: int, layers_offered: list[tuple[int, int]], reason: str
+) -> None:
+    """The step computes 64 of its tokens."""
+    connector = StubConnector(policy="adaptive", num_tokens=num_tokens)
+    pipeline = make(connector, HostClock())
+    pipeline.before_forward(BATCH)
+    for layer in range(NUM_LAYERS):
+        pipeline.layer_done(layer)
+    pipeline.after_forward()
+    assert connector.layers_offered == layers_offered
+    assert pipeline.unpipelined == reason
 
 
 class StubEvent:

@@ -13,10 +13,10 @@ from torch import Tensor
 from baton.engine.attention.pools import CachePools
 from baton.engine.checkpoint import open_checkpoint
 from baton.engine.commands import Batch, PageCopy, ScheduledSequence
-from baton.engine.config import engine_storage
 from baton.engine.model_runner import ModelRunner
 from baton.engine.models.base import Stage
 from baton.engine.models.build import build
+from baton.engine.pages import engine_storage
 from baton.engine.parallel import Mesh
 from baton.errors import EngineError
 from baton.plan import Spec, parse_layout

@@ -21,6 +21,7 @@ from baton.plan.overlap import (
     exposed_s,
     measure,
     policy_names,
+    why_whole,
 )
 
 Seconds = tuple[float, ...]
@@ -249,10 +250,10 @@ def test_unequal_groups_beat_every_equal_size(transfer_s: float, overhead_s: flo
 
 
 @given(layer_times(24), st.integers(0, 20_000), st.integers(1, 50))
-def test_cost_is_never_worse_than_another_policy(times: LayerTimes, avg_tokens: int, size: int) -> None:
+def test_cost_is_never_worse_than_another_policy(times: LayerTimes, num_tokens: int, size: int) -> None:
     least = completion_s(times, cost(times))
     for policy in ("adaptive", f"fixed:{size}", "off"):
-        assert least <= completion_s(times, choose(policy, times, avg_tokens))
+        assert least <= completion_s(times, choose(policy, times, num_tokens))
 
 
 @given(layer_times(24, real_seconds))
@@ -289,7 +290,7 @@ def test_cost_stops_where_more_groups_cannot_be_sooner(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "avg_tokens", "size"),
+    ("num_layers", "num_tokens", "size"),
     [
         (80, 3072, 8),
         (80, 6144, 11),  # n = 7
@@ -305,8 +306,8 @@ def test_cost_stops_where_more_groups_cannot_be_sooner(monkeypatch: pytest.Monke
         (1, 9216, 1),
     ],
 )
-def test_adaptive_golden_rows(num_layers: int, avg_tokens: int, size: int) -> None:
-    groups = choose("adaptive", equal_layers(num_layers, 1.0, 1.0, 0.0), avg_tokens)
+def test_adaptive_golden_rows(num_layers: int, num_tokens: int, size: int) -> None:
+    groups = choose("adaptive", equal_layers(num_layers, 1.0, 1.0, 0.0), num_tokens)
     assert groups[0] == (0, size)
 
 
@@ -320,6 +321,41 @@ def test_adaptive_makes_more_groups_than_n_where_it_does_not_divide() -> None:
 def test_adaptive_below_its_threshold_is_off() -> None:
     times = equal_layers(80, 1.0, 1.0, 0.0)
     assert choose("adaptive", times, 3071) == choose("off", times, 3071) == ((0, 80),)
+
+
+@pytest.mark.parametrize(
+    ("option", "num_tokens", "size"),
+    [
+        ("min_tokens=1024", 1024, 8),
+        ("min_tokens=1024", 3072, 20),
+        ("min_tokens=1024,saturation=5", 3072, 11),  # half way: n = 7
+        ("max_iters=20", 3072, 4),
+        ("max_iters=20,min_iters=2", 9216, 40),
+        ("min_iters=1", 9216, 80),
+        ("min_tokens=3072,max_iters=10,min_iters=4,saturation=3", 6144, 11),
+    ],
+)
+def test_adaptive_settings(option: str, num_tokens: int, size: int) -> None:
+    groups = choose(f"adaptive:{option}", equal_layers(80, 1.0, 1.0, 0.0), num_tokens)
+    assert groups[0] == (0, size)
+
+
+@pytest.mark.parametrize(
+    ("policy", "num_layers", "num_tokens", "reason"),
+    [
+        ("adaptive", 80, 3071, "a prompt of 3071 tokens is shorter than min_tokens, 3072"),
+        ("adaptive:min_tokens=64", 80, 63, "a prompt of 63 tokens is shorter than min_tokens, 64"),
+        ("adaptive", 4, 9216, "4 layers are not split"),
+        ("adaptive:min_iters=1", 80, 9216, "ask for one group"),
+        ("fixed:8", 6, 64, "a group has 8 layers, and there are 6"),
+        ("cost", 6, 64, "one group is done soonest"),
+        ("off", 6, 64, "layers are not grouped"),
+        ("cost", 1, 64, "there is one layer"),
+    ],
+)
+def test_why_layers_are_left_in_one_group(policy: str, num_layers: int, num_tokens: int, reason: str) -> None:
+    assert len(choose(policy, equal_layers(num_layers, 0.0, 0.0, 1.0), num_tokens)) == 1
+    assert reason in why_whole(policy, num_layers, num_tokens)
 
 
 def test_adaptive_refuses_a_negative_length() -> None:
@@ -357,7 +393,14 @@ BAD_NAMES = ("fast", "", ":3", "Cost", " cost", "cost ", "base", "__init__", "os
         *((name, "write one of adaptive, cost, fixed:N, off") for name in BAD_NAMES),
         ("cost:3", "write 'cost'"),
         ("cost:", "write 'cost'"),
-        ("adaptive:8", "write 'adaptive'"),
+        ("adaptive:8", "set min_tokens, max_iters, min_iters, saturation once each"),
+        ("adaptive:", "set min_tokens"),
+        ("adaptive:min_tokens=8,min_tokens=9", "'min_tokens' is given twice"),
+        ("adaptive:min_tokens", "min_tokens is ''; give a whole number"),
+        ("adaptive:max_iters=0", "max_iters is '0'; give a whole number"),
+        ("adaptive:saturation=1", "saturation is 1; give at least 1.01"),
+        ("adaptive:saturation=nan", "saturation is 'nan'; give a number"),
+        ("adaptive:max_iters=2,min_iters=3", "min_iters is 3; give at most max_iters, 2"),
         ("off:1", "write 'off'"),
     ],
 )

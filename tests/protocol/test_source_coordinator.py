@@ -94,7 +94,11 @@ HALF = replace(RUNNING, joined=frozenset({0}), committed=frozenset({0}))
 COMMITTED = replace(RUNNING, state=S.COMMITTED, committed=RANKS)
 GIVING_UP = Failed(
     Cause(
-        Why.DEADLINE, Stage.COMMIT, SOURCE, -1, f"no verdict: not done {TIMINGS.total_s:g} s after it began"
+        Why.DEADLINE,
+        Stage.COMMIT,
+        SOURCE,
+        -1,
+        f"no verdict: not done {TIMINGS.total_s:g} s after it began; raise total_s if it is only slow",
     )
 )
 TOO_LATE = 90.0 + TIMINGS.total_s
@@ -144,7 +148,11 @@ NO_GRANT = cause(
     Stage.OFFER,
     f"no grant: no progress for {TIMINGS.offer_s:g} s; raise offer_s if it is only slow",
 )
-TOO_LONG = cause(Why.DEADLINE, Stage.OFFER, f"no grant: not done {TIMINGS.total_s:g} s after it began")
+TOO_LONG = cause(
+    Why.DEADLINE,
+    Stage.OFFER,
+    f"no grant: not done {TIMINGS.total_s:g} s after it began; raise total_s if it is only slow",
+)
 STUCK = cause(
     Why.DEADLINE, Stage.COPY, f"no progress for {TIMINGS.progress_s:g} s; raise progress_s if it is only slow"
 )

@@ -7,10 +7,11 @@ import json
 import logging
 
 import pytest
+from aiohttp import web
 from tests.serving.http_world import API_KEY, SECRET, client, raw, site
 
 from baton.errors import BatonError
-from baton.serving.http import Credentials, HttpLimits, HttpServer, router_key
+from baton.serving.http import Credentials, EventStream, HttpLimits, HttpServer, failure, router_key
 
 
 async def problem_of(response) -> dict:
@@ -108,9 +109,68 @@ def test_failures_are_told_in_one_line_and_bugs_keep_their_words(caplog: pytest.
     with caplog.at_level(logging.INFO, logger="baton.serving.http"):
         asyncio.run(play())
     lines = [record.getMessage() for record in caplog.records if record.name == "baton.serving.http"]
-    assert sum("/fail/{how}: 500 ENGINE" in line for line in lines) == 1
-    assert sum("/echo: 415" in line for line in lines) == 1
+    assert sum("/fail/{how}: 500 in" in line and "reason ENGINE a rank ended" in line for line in lines) == 1
+    assert sum("/echo: 415 in" in line for line in lines) == 1
     assert "private" not in caplog.text
+
+
+def test_a_request_is_one_line_with_its_path_and_the_names_that_it_has(caplog: pytest.LogCaptureFixture):
+    async def play():
+        async with site() as found, client(found) as http:
+            async with http.post("/echo", data=b"x", headers={"X-Request-Id": "mine-7"}) as response:
+                assert response.headers["X-Request-Id"] == "mine-7"
+            async with http.post("/echo", data=b"x", headers={"X-Request-Id": "no spaces here"}) as response:
+                assert "X-Request-Id" not in response.headers
+            async with http.get("/nothing/here", headers={"X-Request-Id": "mine-8"}) as response:
+                assert (response.status, response.headers["X-Request-Id"]) == (404, "mine-8")
+            async with http.get("/caller"):
+                pass
+
+    with caplog.at_level(logging.INFO, logger="baton.serving.http"):
+        asyncio.run(play())
+    records = [record for record in caplog.records if record.name == "baton.serving.http"]
+    assert [
+        (f["method"], f["path"], f["status"], f.get("client_id")) for f in (r.fields for r in records)
+    ] == [
+        ("POST", "/echo", 200, "mine-7"),
+        ("POST", "/echo", 200, None),
+        ("GET", "/nothing/here", 404, "mine-8"),
+    ]
+    assert records[0].getMessage().startswith("POST /echo: 200 in ")
+    assert records[2].getMessage().endswith(" s, client_id mine-8, reason unknown_url")
+
+
+def test_responses_have_their_ids_and_failed_streams_their_cause_in_the_log(caplog: pytest.LogCaptureFixture):
+    async def stream(request: web.Request) -> web.StreamResponse:
+        events = EventStream(request, "cmpl-1", 5.0)
+        await events.write(b"data: 1\n\n")
+        return await events.fail(failure("PEER_LOST", "prefill-0 has ended"))
+
+    async def whole(request: web.Request) -> web.StreamResponse:
+        return web.Response(headers={"X-Request-Id": "cmpl-2"})
+
+    async def play():
+        server = HttpServer(Credentials())
+        server.app.router.add_post("/stream", stream)
+        server.app.router.add_post("/whole", whole)
+        await server.start("127.0.0.1", 0)
+        async with client(server) as http, http.post("/stream", headers={"X-Request-Id": "mine"}) as response:
+            assert response.headers["X-Request-Id"] == "mine"
+            assert b"PEER_LOST" in await response.read()
+        async with client(server) as http:
+            async with http.post("/whole", headers={"X-Request-Id": "mine"}) as response:
+                assert response.headers["X-Request-Id"] == "mine"
+            async with http.post("/whole") as response:
+                assert response.headers["X-Request-Id"] == "cmpl-2"
+        await server.close()
+
+    with caplog.at_level(logging.INFO, logger="baton.serving.http"):
+        asyncio.run(play())
+    record, *others = [record for record in caplog.records if record.name == "baton.serving.http"]
+    assert record.levelname == "WARNING"
+    assert "request cmpl-1, client_id mine, reason PEER_LOST prefill-0 has ended" in record.getMessage()
+    names = [(other.fields["request"], other.fields.get("client_id")) for other in others]
+    assert names == [("cmpl-2", "mine"), ("cmpl-2", None)]
 
 
 def test_what_is_no_http_is_refused_and_no_key_is_logged(caplog: pytest.LogCaptureFixture):

@@ -19,7 +19,6 @@ from baton.serving.http import (
     RouterHints,
     TokenNote,
     bad_field,
-    check_binding,
     data_event,
     failure,
     is_loopback,
@@ -27,6 +26,7 @@ from baton.serving.http import (
     read_error,
     router_key,
 )
+from baton.settings import check_binding
 
 SECRET = b"0123456789abcdef"
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+from dataclasses import replace
 
 import pytest
 from tests.serving.parsed import asked
@@ -13,6 +15,7 @@ from baton.engine.requests import EngineRequest, InboundHandoff, OutboundHandoff
 from baton.engine.trace import RequestTrace
 from baton.serving.metrics import ServerMetrics
 from baton.serving.observing import NUM_TIMELINES_MAX, RequestObserver, Side
+from baton.serving.openai import ParsedRequest
 from baton.serving.openapi import description
 from baton.serving.server import EventBridge
 
@@ -66,8 +69,42 @@ def test_metrics_of_a_hand_over():
     assert "baton_exposed_seconds_total 1.0" in text
 
 
+def handed(transfer: str, source: str | None) -> ParsedRequest:
+    parsed = asked({"prompt": "a", "baton": {"id": "cmpl-1"}})
+    handoff = OutboundHandoff(transfer) if source is None else InboundHandoff(transfer, source)
+    (job,) = parsed.jobs
+    return replace(parsed, jobs=(replace(job, request=replace(job.request, handoff=handoff)),))
+
+
+def test_a_hand_over_is_a_line_on_each_side(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, logger="baton.serving.handover"):
+        RequestObserver("p", "prefill", "pp2").traced(handed("7", None), 0, story())
+        target = RequestObserver("d", "decode", "tp3")
+        target.traced(handed("7", "p:1"), 0, story())
+        target.failed(handed("8", "p:1"), 0, "DEADLINE", "no progress for 30 s")
+        target.traced(asked({"prompt": "a"}), 0, story())  # nothing was handed over
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        (
+            "INFO",
+            "hand-over 7 done: request cmpl-1, layout pp2, side source, bytes 150 B, groups 2, exposed 1 s, "
+            "efficiency 0.6",
+        ),
+        (
+            "INFO",
+            "hand-over 7 done: request cmpl-1, layout tp3, side target, source p:1, tth 5.5 s, held_tokens 0",
+        ),
+        (
+            "WARNING",
+            "hand-over 8 failed: request cmpl-1, layout tp3, side target, source p:1, "
+            "cause DEADLINE: no progress for 30 s",
+        ),
+    ]
+    assert caplog.records[0].fields["bytes"] == 150
+    assert caplog.records[0].fields["exposed_s"] == pytest.approx(1.0)
+
+
 def test_only_the_latest_timelines_are_kept():
-    observer = RequestObserver("here", "both")
+    observer = RequestObserver("here", "both", "tp1")
     many_parsed = [
         asked({"prompt": "a", "baton": {"id": f"cmpl-{number}"}}) for number in range(NUM_TIMELINES_MAX + 3)
     ]
@@ -80,7 +117,7 @@ def test_only_the_latest_timelines_are_kept():
     # The rest of a former attempt under the same id does not spoil the story of the latest.
     again = asked({"prompt": "a", "baton": {"id": "cmpl-9"}})
     observer.started(again)
-    observer.failed(many_parsed[9], "PEER_LOST")
+    observer.failed(many_parsed[9], 0, "PEER_LOST", "it left")
     assert observer.timeline("cmpl-9")["failure"] is None
 
 

@@ -23,8 +23,8 @@ REGISTRY = "http://127.0.0.1:9"
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--policy", "fastest"], "round_robin"),
         (["--host", "0.0.0.0"], "API key"),
+        (["--local", "never", "--local-prefill-max", "9"], "no effect with --local never"),
         (["--secret-file", "/nowhere"], "secret file /nowhere"),
     ],
 )

@@ -306,6 +306,17 @@ def test_short_and_cached_prompts_stay_on_decode():
     assert (again.local_reason, again.names) == ("cached", ("d",))
 
 
+@pytest.mark.parametrize(("most", "stays"), [(None, 100), (40, 40), (0, 0)])
+def test_an_operator_bounds_what_decode_prefills(most: int | None, stays: int):
+    slow = InstanceRates(prefill_tokens_per_s=500.0)
+    prefill, decode = instance("p", P, rates=RATES), instance("d", D, rates=slow, chunk_tokens=512)
+    assert local_threshold(prefill, decode, most) == stays
+    config = RouterConfig("http://127.0.0.1:9", local_prefill_max=most)
+    found = RouteChooser(fleet_of(prefill, decode), config)
+    reasons = {found.choose(asked(4 * num), RouteConstraints()).local_reason for num in (1, 20, 60)}
+    assert reasons == {None: {"short"}, 40: {"short", ""}, 0: {""}}[most]
+
+
 def test_prompt_that_prefill_has_cached_is_handed_over():
     slow = InstanceRates(prefill_tokens_per_s=500.0)
     prefill = instance("p", P, rates=RATES)

@@ -21,10 +21,11 @@ from rich.table import Table
 from baton.bench.record import write
 from baton.engine.attention.pools import DTYPES
 from baton.engine.checkpoint import Checkpoint, open_checkpoint
-from baton.engine.config import EngineConfig, derive_sizes
+from baton.engine.config import EngineConfig
 from baton.engine.instance import Instance
 from baton.engine.requests import EngineRequest, OutputChunk, RequestError, RequestEvent, RequestFinished
 from baton.engine.sampling_params import SamplingParams
+from baton.engine.sizes import derive_sizes
 from baton.errors import ConfigError, EngineError
 from baton.observe.plotting import NO_MATPLOTLIB, load_pyplot
 

@@ -36,12 +36,13 @@ from baton.bench.overlap_report import (
     targets,
 )
 from baton.bench.record import write
-from baton.engine.config import EngineConfig, derive_sizes
+from baton.engine.config import EngineConfig
 from baton.engine.deployment import ANSWER_S_MAX, Pair, PairRequest
 from baton.engine.instance import Instance
 from baton.engine.requests import EngineRequest, RequestError, RequestEvent
 from baton.engine.requests import RequestFinished as Ended
 from baton.engine.sampling_params import SamplingParams
+from baton.engine.sizes import derive_sizes
 from baton.engine.trace import HandoffTrace, RequestTrace
 from baton.errors import ConfigError, EngineError
 from baton.observe.plotting import NO_MATPLOTLIB

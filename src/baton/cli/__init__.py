@@ -4,45 +4,67 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from typing import Annotated
 
 import typer
 
+from baton import __version__
 from baton.cli.misuse import MISUSE, misuse_text
 from baton.errors import BatonError, ConfigError, LayoutError
 
-VERBS = (
-    "plan",
-    "demo",
-    "generate",
-    "doctor",
-    "registry",
-    "serve",
-    "route",
-    "drain",
-    "up",
-    "chat",
-    "sim",
-    "bench",
-)
+VERBS = {
+    "plan": "Show which rank sends what to which rank between two layouts.",
+    "demo": "Hand a real model over between two layouts; check every token.",
+    "generate": "Answer a prompt, in one layout or two.",
+    "doctor": "Show which transports, devices and kernel features work here.",
+    "registry": "Run a registry, where instances and routers find each other.",
+    "serve": "Serve a model over HTTP: one instance, of a pair or alone.",
+    "route": "Route requests to prefill and decode instances.",
+    "drain": "Make an instance refuse new requests and finish those it has.",
+    "up": "Start a registry, instances and a router on this machine.",
+    "chat": "Chat with a model.",
+    "sim": "Run instances under random faults, and check every transfer.",
+    "bench": "Measure Baton.",
+}
 """Each is a module of this package with a function, or a group of commands, of that name."""
 
 
 def make_app(verb: str | None = None) -> typer.Typer:
-    """The command line with one verb, or with all of them; `baton plan` does not import a server."""
+    """The command line with one verb, or with none that runs: the overview imports no verb."""
     app = typer.Typer(
         name="baton",
         help="Hand a request's KV cache over between any two parallel layouts.",
         add_completion=False,
+        rich_markup_mode=None,  # plain help: no <bool> after flags, nothing cut off, and half the time
         pretty_exceptions_enable=False,
     )
-    app.callback()(lambda: None)  # with one verb alone, it still has to be named
-    for name in [verb] if verb in VERBS else VERBS:
-        command = getattr(import_module(f"baton.cli.{name}"), name)
-        if isinstance(command, typer.Typer):
-            app.add_typer(command, name=name)
-        else:
-            app.command()(command)
+    app.callback()(_root)  # with one verb alone, it still has to be named
+    if verb not in VERBS:
+        for name, summary in VERBS.items():
+            app.command(name, help=summary)(_root)
+        return app
+    command = getattr(import_module(f"baton.cli.{verb}"), verb)
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=verb)
+    else:
+        app.command()(command)
     return app
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(f"baton {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """The options of `baton` itself."""
 
 
 def main() -> None:

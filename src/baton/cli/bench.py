@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -266,7 +267,7 @@ def overlap(
         decode=decode,
         tokens=overlap_bench.parse_lengths(tokens),
         links=tuple(link.split(",")),
-        policies=tuple(policy.split(",")),
+        policies=tuple(re.split(r",(?!\w+=)", policy)),  # settings of a policy follow it
         dtype=dtype,
         device=device,
         repeats=repeat,

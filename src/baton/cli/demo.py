@@ -27,6 +27,7 @@ from baton.cli.client import ApiClient
 from baton.cli.demo_cache import demo_cache
 from baton.cli.deployment import Deployment, DeploymentOptions, pair_line, plan_instances, plan_pairs
 from baton.cli.output import PICTURE, REFRESH_PER_S, TRACE, figures_text, start_engine, write_timelines
+from baton.engine.model_names import DEMO
 from baton.engine.requests import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.trace import HandoffTrace, RequestTrace, serial_s
@@ -142,7 +143,7 @@ def demo(
 
 
 def _fetch(model: str) -> str:
-    from baton.engine.checkpoint.demo import DEMO, fetch_demo
+    from baton.engine.checkpoint.demo import fetch_demo
 
     if model != DEMO:
         return model

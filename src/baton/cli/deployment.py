@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -23,9 +23,11 @@ from rich.table import Table
 from rich.text import Text
 
 from baton import settings
+from baton.cli.logs import Form, Level, is_json_log, with_service
 from baton.cli.output import REFRESH_PER_S
 from baton.cli.side_args import ALIKE, SideArgs, check_same_transport
 from baton.cli.vllm_servers import VllmServer
+from baton.engine.config import EngineConfig, EngineSizes, check_config
 from baton.errors import ConfigError, EngineError
 from baton.plan import Spec
 from baton.plan.planner import plan
@@ -36,9 +38,6 @@ from baton.plan.steps import NEVER_PACK, PackCost
 from baton.settings import Tls
 from baton.supervisor import LAST_LINE, Service, SupervisedService, Supervisor, fetch_health
 from baton.units import parse_speed
-
-if TYPE_CHECKING:
-    from baton.engine.config import EngineConfig, EngineSizes
 
 REGISTRY, ROUTER = "registry", "router"
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
@@ -68,9 +67,13 @@ class DeploymentOptions:
     device: str | None = None
     page_tokens: int | None = None
     pool_tokens: int | None = None
-    context: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
     chunk_tokens: int | None = None
     queue: int | None = None
+    transfer_timeout: float | None = None
+    served_model_name: str | None = None
+    no_prefix_caching: bool = False
     draft: bool = False
     verify: bool = False
     prefill_args: SideArgs = ALIKE
@@ -80,20 +83,29 @@ class DeploymentOptions:
     port: int = 8000
     policy: str | None = None
     local: str | None = None
+    local_prefill_max: int | None = None
     api_key_file: Path | None = None
     tls: Tls | None = None
     """Of every process."""
+    log_level: Level = "info"
+    log_format: Form = "text"
     vllm: str = ""
     """The `vllm` program, where instances run vLLM; empty: Baton's own engine."""
     vllm_args: tuple[str, ...] = ()
     """Options of `vllm serve`, for every server."""
 
-    def tls_arguments(self) -> list[str]:
-        """As options of every process."""
+    @property
+    def model_name(self) -> str:
+        """As clients name it."""
+        return self.served_model_name or self.model
+
+    def process_arguments(self) -> list[str]:
+        """Options of every process: logs and certificates."""
+        logs = _arguments(log_level=self.log_level, log_format=self.log_format)
         if self.tls is None:
-            return []
+            return logs
         tls = self.tls
-        return _arguments(tls_cert=tls.certificate, tls_key=tls.key, tls_ca=tls.authority)
+        return [*logs, *_arguments(tls_cert=tls.certificate, tls_key=tls.key, tls_ca=tls.authority)]
 
     def side_args(self, role: str) -> SideArgs:
         """What is given for the instances of one role alone."""
@@ -145,18 +157,25 @@ def instance_services(options: DeploymentOptions, registry: str) -> list[Service
         device=options.device,
         page_tokens=options.page_tokens,
         pool_tokens=options.pool_tokens,
-        context=options.context,
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
         chunk_tokens=options.chunk_tokens,
         queue=options.queue,
+        transfer_timeout=options.transfer_timeout,
+        served_model_name=options.served_model_name,
     )
     services = []
     for role, name, layout in options.instances:
         own = _arguments(role=role, model=options.model, layout=layout, registry=registry, name=name)
         link = _arguments(link=options.link if role == PREFILL else None)
-        flags = [word for word in ("--draft", "--verify") if getattr(options, word.removeprefix("--"))]
+        flags = [
+            f"--{name.replace('_', '-')}"
+            for name in ("draft", "verify", "no_prefix_caching")
+            if getattr(options, name)
+        ]
         # The last of an option counts.
         side = options.side_args(role).words
-        words = ("serve", *own, *common, *link, *flags, *side, *options.tls_arguments())
+        words = ("serve", *own, *common, *link, *flags, *side, *options.process_arguments())
         services.append(Service(name, words, "serving at "))
     return services
 
@@ -172,9 +191,10 @@ def router_service(
         host=options.host,
         policy=options.policy,
         local=options.local,
+        local_prefill_max=options.local_prefill_max,
         api_key_file=options.api_key_file,
     )
-    return Service(ROUTER, ("route", *arguments, *options.tls_arguments()), "routing at ", options.port)
+    return Service(ROUTER, ("route", *arguments, *options.process_arguments()), "routing at ", options.port)
 
 
 def _arguments(**values: object) -> list[str]:
@@ -218,9 +238,6 @@ class PlannedInstance:
 
 def plan_instances(options: DeploymentOptions) -> list[PlannedInstance]:
     """Derives the sizes of every instance; raises on a model, layout or number that cannot work."""
-    # Importing torch takes seconds, which --help and other commands do without.
-    from baton.engine.config import EngineConfig, derive_sizes
-
     if options.decode_args.words and not options.decodes:
         raise ConfigError("--decode-args is for decode instances; give --decode too")
     if options.link is not None:
@@ -232,19 +249,25 @@ def plan_instances(options: DeploymentOptions) -> list[PlannedInstance]:
         "device": options.device,
         "page_tokens": options.page_tokens,
         "pool_tokens": options.pool_tokens,
-        "context_max": options.context,
+        "context_max": options.max_model_len,
+        "sequences_max": options.max_num_seqs,
+        "total_s": options.transfer_timeout,
+        "has_prefix_cache": False if options.no_prefix_caching else None,
         "chunk_tokens": options.chunk_tokens,
         "has_draft": options.draft,
         "is_verified": options.verify,
     }
     overrides = {name: value for name, value in given.items() if value is not None}
-    planned = []
+    configs = []
     for role, name, layout in options.instances:
         own = overrides | dict(options.side_args(role).engine_options)
-        config = EngineConfig(options.model, layout, name, **own)
-        planned.append(PlannedInstance(name, config, derive_sizes(config)))
-    check_same_transport(instance.config.transport for instance in planned)
-    return planned
+        configs.append(EngineConfig(options.model, layout, name, **own))
+        check_config(configs[-1])
+    check_same_transport(config.transport for config in configs)
+    # Importing torch takes seconds, which a mistake need not wait for.
+    from baton.engine.sizes import derive_sizes
+
+    return [PlannedInstance(config.name, config, derive_sizes(config)) for config in configs]
 
 
 def plan_pairs(
@@ -326,7 +349,7 @@ class Deployment:
                 self._wait_ready(show)
                 return
             registry = self._supervisor.start(
-                Service(REGISTRY, ("registry", *self.options.tls_arguments()), "registry at ")
+                Service(REGISTRY, ("registry", *self.options.process_arguments()), "registry at ")
             )
             self._supervisor.wait_until(lambda: registry.is_listening)
             for service in instance_services(self.options, registry.url):
@@ -388,7 +411,8 @@ class Deployment:
             is_log_shown = self._shows_logs and was_ready and not self._supervisor.is_closing
             is_shown = is_log_shown or not is_log(line)
         if is_shown:
-            self.console.print(Text(f"{name}: {line}", style="dim"))
+            shown = with_service(line, name) if is_json_log(line) else f"{name}: {line}"
+            self.console.print(Text(shown, style="dim"))
 
     @contextmanager
     def _progress(self) -> Iterator[Callable[[SupervisedService], None]]:
@@ -416,8 +440,8 @@ class Deployment:
 
 
 def is_log(line: str) -> bool:
-    """Whether a line starts with a date, as log lines do."""
-    return re.match(r"\d{4}-\d\d-\d\d ", line) is not None
+    """Whether a line starts with a date, as log lines do, or is JSON."""
+    return is_json_log(line) or re.match(r"\d{4}-\d\d-\d\d ", line) is not None
 
 
 def health_stage(name: str, body: bytes) -> str:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 import typer
 
+from baton.cli.logs import Form, Level
+
+RouterPolicy: TypeAlias = Literal["least_loaded", "prefix_aware", "round_robin"]
+"""Those of baton.serving.policies, whose import would keep --help waiting."""
 Model: TypeAlias = Annotated[
     str, typer.Option("--model", metavar="MODEL", help="checkpoint folder, .gguf file, demo, or dummy:CARD")
 ]
@@ -14,15 +18,34 @@ Transport: TypeAlias = Annotated[
     str, typer.Option(metavar="NAME", help="KV transfer transport: NAME or NAME:OPTION=VALUE")
 ]
 Overlap: TypeAlias = Annotated[
-    str, typer.Option(metavar="POLICY", help="layer-group policy: cost, adaptive, fixed:N or off")
-]
-FirstToken: TypeAlias = Annotated[
     str,
     typer.Option(
-        metavar="SIDE", help="which side streams the first token: prefill, or decode after the hand-over"
+        metavar="POLICY",
+        help="layer-group policy: cost, fixed:N, off or adaptive; adaptive takes settings, as "
+        "adaptive:min_tokens=3072 and, after commas, max_iters=10, min_iters=4, saturation=3",
     ),
 ]
+FirstToken: TypeAlias = Annotated[
+    Literal["prefill", "decode"],
+    typer.Option(help="which side streams the first token; decode does it after the hand-over"),
+]
 Device: TypeAlias = Annotated[str, typer.Option(metavar="DEVICE", help="cpu or cuda")]
+ServedModelName: TypeAlias = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="model name in the API, for requests and responses (default: --model)"),
+]
+NoPrefixCaching: TypeAlias = Annotated[
+    bool, typer.Option("--no-prefix-caching", help="do not reuse the KV cache of common prompt prefixes")
+]
+LocalPrefillMax: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="most prompt tokens that a decode instance prefills itself where that is sooner; 0: always hand "
+        "over (default: one chunk of decode)",
+    ),
+]
 Draft: TypeAlias = Annotated[
     bool, typer.Option("--draft", help="speculative decoding with the model's own draft (MTP) layer")
 ]
@@ -57,6 +80,10 @@ DecodeArgs: TypeAlias = Annotated[
 ]
 Verify: TypeAlias = Annotated[
     bool, typer.Option("--verify", help="verify handed-over KV caches with checksums")
+]
+LogLevel: TypeAlias = Annotated[Level, typer.Option(help="least severe messages that are logged")]
+LogFormat: TypeAlias = Annotated[
+    Form, typer.Option(help="log lines as text or as one JSON object each, on stderr")
 ]
 Port: TypeAlias = Annotated[
     int, typer.Option(min=0, max=65535, metavar="PORT", help="port; 0: any free port")

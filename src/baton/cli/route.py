@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
 import signal
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from baton import settings
-from baton.cli.options import ApiKeyFile, DrainS, Host, Port, SecretFile, TlsCa, TlsCert, TlsKey
+from baton.cli.logs import set_up_logs
+from baton.cli.options import (
+    ApiKeyFile,
+    DrainS,
+    Host,
+    LocalPrefillMax,
+    LogFormat,
+    LogLevel,
+    Port,
+    RouterPolicy,
+    SecretFile,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+)
 from baton.errors import ConfigError
-from baton.serving.http import Credentials, check_binding
-from baton.serving.policies import policy_names
-from baton.serving.router import LocalMode, Router, RouterConfig, RouterLimits
-from baton.serving.vllm import parse_instance
-from baton.session.registry import Role
 
-PORT = 8000
-HOST = "127.0.0.1"
-DRAIN_S = 30.0
-_POLICIES = "|".join(policy_names())
-_LIMITS = RouterLimits()
+if TYPE_CHECKING:
+    from baton.serving.router import Router
 
 
 def route(
@@ -45,46 +50,50 @@ def route(
         list[str] | None,
         typer.Option(metavar="URL[,dp=N]", help="a vLLM server that decodes; may be repeated"),
     ] = None,
-    port: Port = PORT,
-    host: Host = HOST,
-    policy: Annotated[str, typer.Option(metavar=_POLICIES, help="how to pick an instance")] = "least_loaded",
+    port: Port = 8000,
+    host: Host = settings.LOOPBACK,
+    policy: Annotated[RouterPolicy, typer.Option(help="how to pick an instance")] = "least_loaded",
     prefill_policy: Annotated[
-        str, typer.Option(metavar="POLICY", help="policy for prefill instances (default: --policy)")
-    ] = "",
+        RouterPolicy | None, typer.Option(help="policy for prefill instances (default: --policy)")
+    ] = None,
     decode_policy: Annotated[
-        str, typer.Option(metavar="POLICY", help="policy for decode instances (default: --policy)")
-    ] = "",
+        RouterPolicy | None, typer.Option(help="policy for decode instances (default: --policy)")
+    ] = None,
     local: Annotated[
-        LocalMode, typer.Option(help="which prompts a decode instance prefills itself")
-    ] = LocalMode.AUTO,
+        Literal["auto", "never", "always"],
+        typer.Option(help="which prompts a decode instance prefills itself"),
+    ] = "auto",
+    local_prefill_max: LocalPrefillMax = None,
     first_token: Annotated[
         Literal["prefill", "decode"] | None,
         typer.Option(help="which side streams the first token (default: as the instances are set)"),
     ] = None,
     in_flight: Annotated[
         int, typer.Option(min=1, metavar="N", help="maximum running requests per instance")
-    ] = _LIMITS.num_in_flight_max,
+    ] = 256,
     waiting: Annotated[
         int, typer.Option(min=0, metavar="N", help="maximum waiting requests; more are refused with 429")
-    ] = _LIMITS.num_waiting_max,
+    ] = 1024,
     silence_s: Annotated[
         float,
         typer.Option(
             min=0.5, metavar="S", help="seconds without a response until an instance counts as lost"
         ),
-    ] = _LIMITS.silence_s_max,
+    ] = 10.0,
     stall_s: Annotated[
         float,
         typer.Option(
             min=0.5, metavar="S", help="seconds without a token until a stream is resumed on another instance"
         ),
-    ] = _LIMITS.stall_s_max,
-    drain_s: DrainS = DRAIN_S,
+    ] = 60.0,
+    drain_s: DrainS = 30.0,
     api_key_file: ApiKeyFile = None,
     secret_file: SecretFile = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
+    log_level: LogLevel = "info",
+    log_format: LogFormat = "text",
 ) -> None:
     """Route requests until interrupted; SIGTERM drains first. Instances may come and go."""
     is_vllm = engine == "vllm"
@@ -93,8 +102,24 @@ def route(
     if registry is None and not (is_vllm and prefill and decode):
         remedy = "--registry URL, or a --prefill and a --decode" if is_vllm else "--registry URL"
         raise ConfigError(f"the router does not know its instances; give {remedy}")
+    if local_prefill_max is not None and local != "auto":
+        raise ConfigError(
+            f"--local-prefill-max {local_prefill_max} has no effect with --local {local}; give one of them"
+        )
     if is_vllm and first_token is not None:
         raise ConfigError(f"--first-token {first_token}: with vLLM decode has the first token; leave it out")
+    secret = None
+    if registry is not None:
+        secret = settings.secret(None if secret_file is None else str(secret_file))
+    keys = settings.api_keys(None if api_key_file is None else str(api_key_file))
+    settings.check_binding(host, has_api_key=bool(keys), has_secret=True)
+    settings.check_port(host, port)
+    # What follows takes longer to import than a mistake, or --help, may take.
+    from baton.serving.http import Credentials
+    from baton.serving.router import LocalMode, Router, RouterConfig, RouterLimits
+    from baton.serving.vllm import parse_instance
+    from baton.session.registry import Role
+
     config = RouterConfig(
         registry=registry,
         engine=engine,
@@ -105,7 +130,8 @@ def route(
         instance_key=settings.vllm_key() if is_vllm else None,
         prefill_policy=prefill_policy or policy,
         decode_policy=decode_policy or policy,
-        local=local,
+        local=LocalMode(local),
+        local_prefill_max=local_prefill_max,
         first_token=first_token or "",
         limits=RouterLimits(
             num_in_flight_max=in_flight,
@@ -115,13 +141,8 @@ def route(
         ),
         tls=settings.tls_files(tls_cert, tls_key, tls_ca),
     )
-    secret = None
-    if registry is not None:
-        secret = settings.secret(None if secret_file is None else str(secret_file))
-    credentials = Credentials(settings.api_keys(None if api_key_file is None else str(api_key_file)), secret)
-    check_binding(host, has_api_key=credentials.has_api_key, has_secret=True)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    asyncio.run(_route(partial(Router, config, secret, credentials), (host, port), drain_s))
+    set_up_logs(log_level, log_format)
+    asyncio.run(_route(partial(Router, config, secret, Credentials(keys, secret)), (host, port), drain_s))
 
 
 async def _route(make: Callable[[], Router], where: tuple[str, int], drain_s: float) -> None:

@@ -5,39 +5,65 @@ from __future__ import annotations
 import asyncio
 import gc
 import ipaddress
-import logging
 import re
-import sys
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from baton import settings
+from baton.cli.logs import set_up_logs
 from baton.cli.options import (
     ApiKeyFile,
     Device,
     Draft,
     DrainS,
     FirstToken,
+    LogFormat,
+    LogLevel,
     Model,
+    NoPrefixCaching,
     Overlap,
     SecretFile,
+    ServedModelName,
     TlsCa,
     TlsCert,
     TlsKey,
     Transport,
 )
 from baton.errors import ConfigError
-from baton.plan import parse_layout
-from baton.protocol.timings import Timings
-from baton.units import parse_speed
 
 
 def serve(
     *,
     model: Model,
-    role: Annotated[str, typer.Option(metavar="ROLE", help="prefill, decode or both")] = "both",
-    layout: Annotated[str, typer.Option(metavar="LAYOUT", help="parallel layout, like pp2.tp2")] = "tp1",
+    served_model_name: ServedModelName = None,
+    role: Annotated[
+        Literal["prefill", "decode", "both"], typer.Option(help="what the instance does")
+    ] = "both",
+    layout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LAYOUT",
+            help="parallel layout, like pp2.tp2 (default: made of -tp, -pp and -dp)",
+        ),
+    ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option("-tp", "--tensor-parallel-size", min=1, metavar="N", help="tensor parallel size")
+    ] = 1,
+    pipeline_parallel_size: Annotated[
+        int,
+        typer.Option("-pp", "--pipeline-parallel-size", min=1, metavar="N", help="pipeline parallel size"),
+    ] = 1,
+    data_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "-dp",
+            "--data-parallel-size",
+            min=1,
+            metavar="N",
+            help="data parallel size; as in vLLM, -dp 2 -tp 4 are 8 ranks",
+        ),
+    ] = 1,
     port: Annotated[
         int, typer.Option(min=0, max=65_535, metavar="PORT", help="HTTP port; 0: any free port")
     ] = 8000,
@@ -66,13 +92,34 @@ def serve(
     pool_tokens: Annotated[
         int, typer.Option(min=0, metavar="N", help="KV cache size in tokens; 0: what fits into 512 MiB")
     ] = 0,
-    page_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="KV cache page size in tokens")] = 16,
-    context: Annotated[
+    page_tokens: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="maximum context length in tokens; 0: from the model config"),
+        typer.Option(
+            "--page-tokens", "--block-size", min=1, metavar="N", help="KV cache page size in tokens"
+        ),
+    ] = 16,
+    max_model_len: Annotated[
+        int,
+        typer.Option(
+            "--max-model-len",
+            "--context",
+            min=0,
+            metavar="N",
+            help="maximum context length in tokens, prompt and answer; 0: from the model config",
+        ),
     ] = 0,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, metavar="N", help="maximum sequences computed in one step")
+    ] = 64,
     chunk_tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="maximum prompt tokens prefilled in one step")
+        int,
+        typer.Option(
+            "--chunk-tokens",
+            "--max-num-batched-tokens",
+            min=1,
+            metavar="N",
+            help="maximum prompt tokens prefilled in one step",
+        ),
     ] = 512,
     queue: Annotated[int, typer.Option(min=1, metavar="N", help="maximum waiting requests")] = 256,
     dtype: Annotated[
@@ -110,15 +157,20 @@ def serve(
     verify: Annotated[
         bool, typer.Option("--verify", help="verify the received KV cache with checksums")
     ] = False,
+    no_prefix_caching: NoPrefixCaching = False,
     device: Device = "cpu",
     draft: Draft = False,
     drain_s: DrainS = 30.0,
     silence_s: Annotated[
         float, typer.Option(metavar="S", help="seconds without a heartbeat until a rank or peer is lost")
-    ] = Timings().silence_s,
+    ] = 3.0,
     progress_s: Annotated[
         float, typer.Option(metavar="S", help="seconds without progress until a KV transfer fails")
-    ] = Timings().progress_s,
+    ] = 30.0,
+    transfer_timeout: Annotated[
+        float,
+        typer.Option(metavar="S", help="seconds until a KV transfer fails, with the prefill that it follows"),
+    ] = 600.0,
     ungranted_share: Annotated[
         float,
         typer.Option(
@@ -131,17 +183,16 @@ def serve(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
+    log_level: LogLevel = "info",
+    log_format: LogFormat = "text",
 ) -> None:
     """Serve a model over HTTP; as a prefill or decode instance it hands KV caches over to its peers."""
-    # Importing torch takes seconds, which --help does without. Server and workers share one import.
-    from baton.engine.fork_server import FORK_SERVERS
-
-    num_ranks = parse_layout(layout).num_ranks
-    FORK_SERVERS.fork_early(settings.rank_environment(settings.default_threads(num_ranks)))
+    # What follows takes longer to import than --help may take; torch waits until all is checked.
     from baton.engine.config import EngineConfig, check_config
-    from baton.serving.server import ServerConfig
-    from baton.serving.server import serve as run_server
+    from baton.plan import parse_layout
+    from baton.units import parse_speed
 
+    layout = _layout(layout, tensor_parallel_size, pipeline_parallel_size, data_parallel_size)
     tls = settings.tls_files(tls_cert, tls_key, tls_ca)
     is_reached_by_peers = role != "both" or registry is not None
     _check_host(host, is_reached_by_peers)
@@ -160,7 +211,7 @@ def serve(
         device=device,
         page_tokens=page_tokens,
         pool_tokens=pool_tokens,
-        context_max=context,
+        context_max=max_model_len,
         chunk_tokens=chunk_tokens,
         transport=transport,
         link_bytes_per_s=parse_speed(link) if link else 0.0,
@@ -172,21 +223,46 @@ def serve(
         port=bootstrap_port,
         tls=tls,
         registry=registry,
+        sequences_max=max_num_seqs,
         queue_max=queue,
         silence_s=silence_s,
         progress_s=progress_s,
+        total_s=transfer_timeout,
         ungranted_share_max=ungranted_share,
+        has_prefix_cache=not no_prefix_caching,
         has_draft=draft,
     )
-    check_config(instance)  # before the server listens and prints its URL
+    check_config(instance)
     keys = settings.api_keys(None if api_key_file is None else str(api_key_file))
-    config = ServerConfig(instance, host, port, keys, first_token, drain_s, tls=tls)
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
-    logging.getLogger("baton.serving.server").setLevel(logging.INFO)
+    settings.check_binding(host, has_api_key=bool(keys), has_secret=bool(secret))
+    settings.check_port(host, port)
+    from baton.engine.fork_server import FORK_SERVERS
+
+    # Server and workers share one import of torch.
+    FORK_SERVERS.fork_early(
+        settings.rank_environment(settings.default_threads(parse_layout(layout).num_ranks))
+    )
+    from baton.engine.sizes import check_machine
+    from baton.serving.server import ServerConfig
+    from baton.serving.server import serve as run_server
+
+    check_machine(instance)  # before the server listens and prints its URL
+    config = ServerConfig(
+        instance, host, port, keys, first_token, drain_s, served_model_name=served_model_name or "", tls=tls
+    )
+    set_up_logs(log_level, log_format)
     try:
         asyncio.run(run_server(config, lambda line: print(line, flush=True)))
     finally:
         gc.freeze()  # a last collection over all of torch would take seconds
+
+
+def _layout(layout: str | None, tp: int, pp: int, dp: int) -> str:
+    """As it was given, or of the sizes; ranks are numbered as vLLM does."""
+    sizes = [f"{axis}{size}" for axis, size in (("dp", dp), ("pp", pp), ("tp", tp)) if size > 1]
+    if layout is not None and sizes:
+        raise ConfigError(f"--layout {layout} and sizes that make {'.'.join(sizes)}; give one of them")
+    return layout or ".".join(sizes) or "tp1"
 
 
 def _check_host(host: str, is_reached_by_peers: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import not_
 from typing import Any
 
 import typer
@@ -20,12 +21,14 @@ from baton.units import parse_speed
 
 ENGINE_FIELDS: Mapping[str, str] = {
     "chunk_tokens": "chunk_tokens",
-    "context": "context_max",
     "device": "device",
     "dtype": "dtype",
     "kv_cache_dtype": "kv_cache_dtype",
     "kv_layout": "kv_layout",
     "link": "link_bytes_per_s",
+    "max_model_len": "context_max",
+    "max_num_seqs": "sequences_max",
+    "no_prefix_caching": "has_prefix_cache",
     "overlap": "policy",
     "packing": "packing",
     "page_tokens": "page_tokens",
@@ -34,6 +37,7 @@ ENGINE_FIELDS: Mapping[str, str] = {
     "queue": "queue_max",
     "silence_s": "silence_s",
     "staging_mb": "staging_mb",
+    "transfer_timeout": "total_s",
     "transport": "transport",
     "ungranted_share": "ungranted_share_max",
     "verify": "is_verified",
@@ -41,7 +45,7 @@ ENGINE_FIELDS: Mapping[str, str] = {
 """Parameters of `baton serve` that one side may have to itself, and the fields of EngineConfig that they set.
 
 The others are the same for all instances, or belong to the deployment."""
-_PARSERS: Mapping[str, Callable[[str], object]] = {"link": parse_speed}
+_PARSERS: Mapping[str, Callable[[Any], object]] = {"link": parse_speed, "no_prefix_caching": not_}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,36 +1,28 @@
-"""How an instance is started, and the sizes that follow from it."""
+"""How an instance is started. Nothing here imports torch: bad settings are refused within a moment."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
-
-from baton import settings
-from baton.engine.attention.pools import DTYPES
-from baton.engine.checkpoint import Checkpoint, open_checkpoint
-from baton.engine.models.build import Architecture, describe, missing
-from baton.engine.pages import PageGeometry, engine_storage
+from baton.engine.model_names import check_model
+from baton.engine.pages import KV_LAYOUTS, PageGeometry
 from baton.errors import ConfigError
 from baton.plan import Cache, Layout, Spec, parse_layout
-from baton.plan.dtypes import item_bytes
-from baton.plan.models.config import read_cache
 from baton.plan.overlap import LayerTimes, choose
-from baton.plan.ownership import box, buffers
-from baton.session import SocketConfig, Timings
-from baton.session.endpoint import PACKING, ROLES
-from baton.session.registry import RegistryError, check_instance, check_registry, check_url
+from baton.protocol.instance import PACKING, ROLES
+from baton.protocol.timings import Timings
 from baton.settings import Tls
 from baton.transport import parse_transport, transport_names
 
-POOL_BYTES_DEFAULT = 512 << 20
-"""KV cache on all ranks of a dp group together, if no pool size is given."""
-STATE_SLOTS_MIN, STATE_SLOTS_MAX = 4, 64
-"""Slots for recurrent state, if their number is not given."""
-STAGING_BYTES_MAX = {"cpu": 4 << 30, "cuda": 256 << 20}
-"""Of a rank, if staging_mb is not given. The host commits its memory when it is first used, a GPU at once."""
+if TYPE_CHECKING:
+    from baton.engine.checkpoint import Checkpoint
+    from baton.engine.models.build import Architecture
+
+DTYPES = ("fp32", "bf16", "fp16")
+"""That the engine computes in."""
 SILENCE_S_MIN = 4 * Timings().beat_s
 DEVICES = ("cpu", "cuda")
 
@@ -88,6 +80,8 @@ class EngineConfig:
     """How long a rank or a peer may be silent before it counts as lost; that it ended is seen at once."""
     progress_s: float = Timings().progress_s
     """How long a hand-over may go without progress before it fails."""
+    total_s: float = Timings().total_s
+    """How long a hand-over may take, with the prefill that it follows."""
     ungranted_share_max: float = 0.5
     """The share of the pool that prompts may hold at prefill before decode has pages for them."""
     has_prefix_cache: bool = True
@@ -99,6 +93,10 @@ class EngineConfig:
     def cache_dtype(self) -> str:
         """The dtype that the KV cache is stored in."""
         return self.kv_cache_dtype or self.dtype
+
+    def timings(self) -> Timings:
+        """Of control links and hand-overs; raises ConfigError on deadlines that cannot be."""
+        return Timings(silence_s=self.silence_s, progress_s=self.progress_s, total_s=self.total_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,61 +141,10 @@ class EngineSizes:
         return [*lines, f"prefixes are not kept: {reason}"] if reason else lines
 
 
-def derive_sizes(config: EngineConfig, *, is_checked: bool = False) -> EngineSizes:
-    """Derives, and refuses, everything that can be known before a process is started.
-
-    `is_checked`: these settings and the checkpoint's tensors were checked before, for the whole instance.
-    """
-    layout = parse_layout(config.layout)
-    if not is_checked:
-        check_config(config)
-    checkpoint = open_checkpoint(config.model)
-    if not is_checked:
-        missing(checkpoint, has_draft=config.has_draft)
-    cache = read_cache(checkpoint.config, f"model {config.model}", has_draft=config.has_draft)
-    layout.stages(cache.num_layers, "this")
-    storage = engine_storage(cache, config.page_tokens, config.cache_dtype, config.kv_layout)
-    spec = Spec(layout, cache, storage)
-    for component in cache.components:
-        box(spec, component, 0, "this")  # refuses a tp that cannot divide it
-    token_bytes = _entry_bytes(cache, config.cache_dtype, has_tokens=True)
-    # Twice the context: half of a pool may wait for a grant, so that the longest prompt has to fit there.
-    default_tokens = max(1024, POOL_BYTES_DEFAULT // max(1, token_bytes), 2 * config.context_max)
-    pool_tokens = config.pool_tokens or default_tokens
-    if config.context_max > pool_tokens:
-        raise ConfigError(
-            f"a context of {config.context_max} tokens does not fit into a KV cache of {pool_tokens}; raise "
-            "pool_tokens, or ask for a shorter context"
-        )
-    architecture = describe(checkpoint.config, config.context_max or None)
-    context_max = min(config.context_max or architecture.max_positions, pool_tokens)
-    # Where cp ranks share the tokens, a page id stands for a page on every cp rank.
-    num_shares = layout.size("cp") if layout.scheme.num_shares(layout.size("cp")) > 1 else 1
-    num_token_pages = -(-pool_tokens // (config.page_tokens * num_shares))
-    slot_bytes = _entry_bytes(cache, config.cache_dtype, has_tokens=False)
-    num_slots_default = max(STATE_SLOTS_MIN, min(STATE_SLOTS_MAX, POOL_BYTES_DEFAULT // max(1, slot_bytes)))
-    num_slots = config.state_slots or num_slots_default
-    has_tokens = {component.group for component in cache.components if component.extent.has_tokens}
-    num_pages = {group: num_token_pages if group in has_tokens else num_slots for group in cache.groups}
-    num_threads = config.num_threads or settings.default_threads(layout.num_ranks)
-    model = str(checkpoint.path) if checkpoint.path is not None else config.model
-    spec = Spec(layout, cache, storage.with_pages(num_pages))
-    return EngineSizes(
-        layout=layout,
-        cache=cache,
-        architecture=architecture,
-        checkpoint=checkpoint,
-        num_pages=num_pages,
-        context_max=context_max,
-        num_threads=num_threads,
-        spec=spec,
-        staging_bytes=config.staging_mb << 20 or _staging_bytes(spec, config.device),
-        model=model,
-    )
-
-
 def check_config(config: EngineConfig) -> None:
-    """Raises ConfigError on values that only a rank would notice."""
+    """Raises ConfigError on values that cannot be, whatever the model and the machine."""
+    parse_layout(config.layout)
+    check_model(config.model)
     if config.dtype not in DTYPES:
         raise ConfigError(
             f"dtype {config.dtype!r} is not one the engine computes in; use {', '.join(DTYPES)}"
@@ -207,6 +154,8 @@ def check_config(config: EngineConfig) -> None:
             f"kv_cache_dtype {config.kv_cache_dtype!r} is not one the engine computes on; use "
             f"{', '.join(DTYPES)}, or leave it out for the dtype of the weights"
         )
+    if config.kv_layout and config.kv_layout not in KV_LAYOUTS:
+        raise ConfigError(f"kv_layout {config.kv_layout!r} is not known; use {' or '.join(KV_LAYOUTS)}")
     if config.staging_mb < 0:
         raise ConfigError(f"staging_mb is {config.staging_mb}; give a count from 0 (0: derived)")
     if config.packing not in PACKING:
@@ -223,7 +172,7 @@ def check_config(config: EngineConfig) -> None:
             f"silence_s is {config.silence_s}; give at least {SILENCE_S_MIN:g} s, several heartbeats of "
             "ranks and peers"
         )
-    Timings(progress_s=config.progress_s)
+    config.timings()
     if not 0 < config.ungranted_share_max <= 1:
         raise ConfigError(f"ungranted_share_max is {config.ungranted_share_max}; give a share in (0, 1]")
     name, _ = parse_transport(config.transport)
@@ -233,41 +182,8 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigError(f"device {config.device!r} is not known; use {' or '.join(DEVICES)}")
     if name == "cuda_ipc" and config.device != "cuda":
         raise ConfigError(f"transport cuda_ipc moves CUDA memory; use shm with device {config.device!r}")
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda: torch sees no GPU; use cpu")
     if config.role not in ROLES:
         raise ConfigError(f"role {config.role!r} is not known; use {', '.join(ROLES)}")
-    SocketConfig(config.host, config.port)
     if config.tls is not None:
         config.tls.dialling()  # reads the files
-    if config.registry is not None:
-        check_registry(config.registry)
-    try:
-        check_url(config.url)
-        if config.registry is not None or config.embed_registry is not None:
-            check_instance(config.name)
-    except RegistryError as error:
-        raise ConfigError(str(error)) from None
     choose(config.policy, LayerTimes((0.0,), (0.0,), 0.0), 1)
-
-
-def _staging_bytes(spec: Spec, device: str) -> int:
-    """Room on any rank for all that its pages hold, in the widest dtype that a source may send.
-
-    A request has its pages before it is given staging, so no prompt waits for staging within the limit.
-    """
-    widest = Spec(spec.layout, spec.cache, replace(spec.storage, dtype="fp32"))
-    pool_bytes = max(sum(buffers(widest, rank, "this").values()) for rank in range(spec.layout.num_ranks))
-    return min(pool_bytes, STAGING_BYTES_MAX[device])
-
-
-def _entry_bytes(cache: Cache, dtype: str, *, has_tokens: bool) -> int:
-    """The size of a token, or of a sequence's state, on all layers."""
-    return sum(
-        sum(stop - start for start, stop in component.layers)
-        * component.num_units
-        * component.num_elements
-        * item_bytes(component.dtype or dtype)
-        for component in cache.components
-        if component.extent.has_tokens == has_tokens
-    )

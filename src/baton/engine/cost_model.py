@@ -147,11 +147,11 @@ class GroupPlanner:
     def __init__(self) -> None:
         self._plans: deque[tuple[StepPrediction, Groups]] = deque(maxlen=NUM_PLANS_KEPT)
 
-    def plan(self, policy: str, prediction: StepPrediction, avg_tokens: int) -> Groups:
+    def plan(self, policy: str, prediction: StepPrediction, num_tokens: int) -> Groups:
         """The groups of a policy; those of `cost` only if they are predicted to beat a single group."""
         times = prediction.layer_times()
         if policy != COST or times.num_layers == 1 or prediction.layer_s <= 0.0:
-            return choose(policy, times, avg_tokens)
+            return choose(policy, times, num_tokens)
         groups = next((groups for known, groups in self._plans if known.is_near(prediction)), None)
         if groups is None:
             groups = _most_robust(prediction)

@@ -20,12 +20,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from baton.engine.checkpoint.tokenizer import eos_ids, load_tokenizer
-from baton.engine.config import EngineConfig, EngineSizes, derive_sizes
+from baton.engine.config import EngineConfig, EngineSizes
 from baton.engine.core import EngineCore
 from baton.engine.executor import Executor
 from baton.engine.load import SNAPSHOT_S, EngineLoad
 from baton.engine.requests import EngineRequest, ModelContext, RequestError, RequestEvent, RequestFinished
 from baton.engine.sampling_params import SamplingParams
+from baton.engine.sizes import derive_sizes
 from baton.engine.tokenizer import Tokenizer
 from baton.errors import EngineError
 

@@ -29,12 +29,11 @@ import torch
 from baton.engine.commands import Batch, LayerGroupTiming, LayerReady
 from baton.engine.connector import KVConnector, PromptSlice
 from baton.engine.cost_model import CostModel, GroupPlanner, LayerBytes, StepPrediction, StepTiming
-from baton.plan.overlap import Groups
+from baton.plan.overlap import Groups, why_whole
 from baton.plan.ranges import Range
 from baton.plan.tokens import Ints
 from baton.transport import NOW, CudaFence, Fence
 
-OFF = "off"
 HEAD_LAYERS = 4
 """Layers launched on a device before hand-overs begin: what follows takes the host two or three milliseconds,
 in which the device computes these. Measured on an H200: with 4 instead of 0, 4K tokens were slowed down by
@@ -387,16 +386,13 @@ class LayerPipeline:
             return whole
         # The layers of a step are grouped once for all prompts in it, by the policy of the first one.
         policy = pipelined[0].transfer.command.policy or self._policy
-        if policy == OFF:
-            self.unpipelined = "the policy is off"
-            return whole
         # On a device, what is computed by now can leave now, and not sooner.
         lead_s = monotonic() - self._forward.begun_s if self._clock.is_async else 0.0
-        avg_tokens = sum(len(part.scheduled.tokens) for part in pipelined) // len(pipelined)
-        groups = self._planner.plan(policy, self._predict(pipelined, lead_s), avg_tokens)
+        # Policies judge whole prompts, of which this step may compute a chunk.
+        num_tokens = sum(part.transfer.command.num_tokens for part in pipelined) // len(pipelined)
+        groups = self._planner.plan(policy, self._predict(pipelined, lead_s), num_tokens)
         if len(groups) == 1:
-            reason = "there is one layer" if num_layers == 1 else "one group is done soonest"
-            self.unpipelined = f"{policy}: {reason}"
+            self.unpipelined = f"{policy}: {why_whole(policy, num_layers, num_tokens)}"
         return groups
 
     def _predict(self, slices: Sequence[PromptSlice], lead_s: float = 0.0) -> StepPrediction:

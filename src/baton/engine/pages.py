@@ -168,9 +168,7 @@ def engine_storage(cache: Cache, page_tokens: int, dtype: str, kv_layout: str = 
         if component.extent.has_tokens:
             widths.setdefault(component.bundle, set()).add(component.num_elements)
     is_even = all(len(sizes) == 1 for sizes in widths.values())
-    order = KV_LAYOUTS.get(kv_layout, FUSED if is_even else HND)
-    if kv_layout and kv_layout not in KV_LAYOUTS:
-        raise ConfigError(f"kv_layout {kv_layout!r} is not known; use {' or '.join(KV_LAYOUTS)}")
+    order = KV_LAYOUTS[kv_layout] if kv_layout else FUSED if is_even else HND
     if order == FUSED and not is_even:
         raise ConfigError(
             f"kv_layout {kv_layout!r}: this model caches rows of different sizes, which cannot be fused; "

@@ -40,7 +40,7 @@ from baton.engine.commands import (
     WorkerFailed,
     WorkerReady,
 )
-from baton.engine.config import EngineConfig, WorkerConfig, derive_sizes
+from baton.engine.config import EngineConfig, WorkerConfig
 from baton.engine.connector import KVConnector, PromptSlice
 from baton.engine.cost_model import CostModel, LayerBytes
 from baton.engine.drafting import HIDDEN, PROPOSAL, DraftToken
@@ -56,11 +56,12 @@ from baton.engine.models.build import build
 from baton.engine.parallel import connect
 from baton.engine.sampler import Sampler
 from baton.engine.sampling_params import Progress, SamplingParams, ending
+from baton.engine.sizes import derive_sizes
 from baton.errors import BatonError, EngineError
 from baton.plan import Spec
 from baton.plan.ownership import buffers
 from baton.protocol.outcomes import Aux
-from baton.session import Endpoint, EndpointConfig, SocketConfig, Timings
+from baton.session import Endpoint, EndpointConfig, SocketConfig
 from baton.transport import Transport, open_transport, option_names, parse_transport
 from baton.transport.throttled import throttle
 
@@ -157,7 +158,7 @@ class Worker:
                 fingerprint=self.sizes.checkpoint.fingerprint(),
                 staging_bytes=self.sizes.staging_bytes,
                 packing=config.packing,
-                timings=Timings(silence_s=config.silence_s, progress_s=config.progress_s),
+                timings=config.timings(),
                 ungranted_share_max=config.ungranted_share_max,
                 url=config.url,
                 sockets=SocketConfig(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-NO_MATPLOTLIB = "no picture: matplotlib is not installed (pip install 'baton[plot]')"
+NO_MATPLOTLIB = "no picture: matplotlib is not installed (pip install matplotlib)"
 
 
 def load_pyplot() -> ModuleType | None:

@@ -12,6 +12,9 @@ from typing import TypeAlias
 
 from baton.protocol.machine import IGNORED, Effects, Entry, Table, cell, replace
 
+ROLES = ("prefill", "decode", "both")
+PACKING = ("convert", "cost")
+"""When a hand-over goes through staging."""
 QUARANTINE_SHARE_MAX = 0.25
 """Above this share of a rank's pages an instance stops granting, drains and ends, to be started anew."""
 

@@ -46,6 +46,8 @@ class Timings:
 
     def __post_init__(self) -> None:
         check_progress(self.progress_s)
+        if not 0 < self.total_s < math.inf:
+            raise ConfigError(f"total_s is {self.total_s}; give a finite number of seconds above 0")
 
 
 class Deadlines(msgspec.Struct, frozen=True):
@@ -79,7 +81,7 @@ class Deadlines(msgspec.Struct, frozen=True):
     def passed_in_all(self, now: float) -> str:
         """The total deadline alone, for a side that cannot see progress."""
         if now - self.began >= self.timings.total_s:
-            return f"not done {self.timings.total_s:g} s after it began"
+            return f"not done {self.timings.total_s:g} s after it began; raise total_s if it is only slow"
         return ""
 
     @property

@@ -15,13 +15,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import ipaddress
 import logging
-import socket
+import re
 import ssl
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from time import monotonic
 from typing import Annotated, Any, Literal, cast
 
@@ -29,7 +27,8 @@ import msgspec
 from aiohttp import ClientPayloadError, web
 from msgspec import Meta
 
-from baton.errors import BatonError, ConfigError
+from baton.errors import BatonError
+from baton.settings import is_loopback
 
 HOST = "127.0.0.1"
 ID_HEADER = "X-Request-Id"
@@ -46,6 +45,7 @@ PROMPT_TOKENS_HEADER = "X-Prompt-Tokens"
 """How an instance reports the length of the prompt, whatever the form of its response."""
 EVENT_BYTES_MAX = 16 << 20
 _NOTE = b": baton "
+_CLIENT_ID = re.compile(r"[!-~]{1,128}")
 _DATA = b"data:"
 
 _SHUTDOWN_S = 2.0
@@ -179,36 +179,7 @@ def read_error(status: int, body: bytes, retry_after: str | None = None) -> ApiE
     return ApiError(status, detail.message, param=detail.param, code=code, retry_after_s=after_s)
 
 
-# ---- where to listen, and which callers are trusted
-
-
-@lru_cache(maxsize=1024)
-def is_loopback(address: str | None) -> bool:
-    """Whether an IP address is this machine's own; an unreadable one is not."""
-    try:
-        parsed = ipaddress.ip_address((address or "").partition("%")[0])
-    except ValueError:
-        return False
-    mapped = getattr(parsed, "ipv4_mapped", None)
-    return bool((mapped or parsed).is_loopback)
-
-
-def check_binding(host: str, *, has_api_key: bool, has_secret: bool) -> None:
-    """Refuses an address that others can reach, unless there are an API key and a control-plane secret."""
-    try:
-        places = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"host {host!r} has no address: {error}; use {HOST} or an address here") from None
-    outside = sorted({str(place[4][0]) for place in places if not is_loopback(str(place[4][0]))})
-    absent = {"an API key (--api-key-file or BATON_API_KEY)": has_api_key}
-    absent["the control-plane secret (--secret-file or BATON_SECRET)"] = has_secret
-    wanted = [name for name, is_there in absent.items() if not is_there]
-    if outside and wanted:
-        raise ConfigError(
-            f"host {host!r} ({', '.join(outside)}) can be reached from outside and there is no "
-            f"{' and no '.join(name.removeprefix('an ').removeprefix('the ') for name in wanted)}; "
-            f"give {' and '.join(wanted)}, or listen on {HOST}"
-        )
+# ---- which callers are trusted
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +195,12 @@ class Caller:
         return self.is_router or self.is_loopback
 
 
+REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
+"""Of the response; in the log also where the client has a name of its own for it."""
+ROUTE: web.RequestKey[str] = web.RequestKey("route", str)
+"""At a router: the instances of the last attempt, for the log."""
+STREAM_FAILURE: web.RequestKey[str] = web.RequestKey("stream_failure", str)
+"""Why a stream that had begun ended early."""
 CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
 """Where the middleware puts the caller of a request."""
 
@@ -305,6 +282,7 @@ class HttpServer:
     ) -> None:
         self.limits = limits or HttpLimits()
         self.app = web.Application(client_max_size=self.limits.body_bytes_max, middlewares=[self._middleware])
+        self.app.on_response_prepare.append(self._keep_id)
         self._credentials = credentials
         self._ssl = ssl_context
         self._on_response = on_response
@@ -330,7 +308,7 @@ class HttpServer:
         return f"{'http' if self._ssl is None else 'https'}://{name}"
 
     async def start(self, host: str, port: int) -> None:
-        """Listens; port 0 takes a free one. Call `check_binding` first."""
+        """Listens; port 0 takes a free one. Call `settings.check_binding` first."""
         limits = self.limits
         self._runner = web.AppRunner(
             self.app,
@@ -388,6 +366,7 @@ class HttpServer:
         timer = self._heads.get(transport) if transport is not None else None
         if timer is not None:
             timer.is_in_request = True
+        begun_s, reason = monotonic(), ""
         try:
             await self._admit(request)
             if timer is not None:
@@ -395,14 +374,59 @@ class HttpServer:
             response = await handler(request)
         except (ConnectionError, asyncio.CancelledError):
             self._on_response(_route(request), 499)
+            self._log_request(request, 499, monotonic() - begun_s, "the client left")
             raise
         except Exception as error:
-            response = self._error_response(request, error)
+            response, reason = self._error_response(request, error)
         finally:
             if timer is not None:
                 timer.end_request()
+        if not response.prepared:  # its header may be replaced by the client's before it goes out
+            request[REQUEST_ID] = response.headers.get(ID_HEADER, "")
         self._on_response(_route(request), response.status)
+        self._log_request(request, response.status, monotonic() - begun_s, reason)
         return response
+
+    async def _keep_id(self, request: web.Request, response: web.StreamResponse) -> None:
+        """A client that names its request finds that name in the response."""
+        request.setdefault(REQUEST_ID, response.headers.get(ID_HEADER, ""))
+        if client_id := _client_id(request):
+            response.headers[ID_HEADER] = client_id
+
+    def _log_request(self, request: web.Request, status: int, seconds: float, reason: str) -> None:
+        """One line; what is only read, and polls, are for debugging unless they fail."""
+        reason = reason or request.get(STREAM_FAILURE, "")
+        is_poll = request.path in self.limits.open_paths
+        is_quiet = is_poll or (status < 400 and request.method in ("GET", "HEAD"))
+        level = logging.WARNING if status >= 500 or STREAM_FAILURE in request else logging.INFO
+        level = logging.DEBUG if is_quiet else level
+        if not _log.isEnabledFor(level):
+            return
+        resource = request.match_info.route.resource
+        # Of a path that is served only the pattern: what a client put into it stays out of logs.
+        path = (
+            resource.canonical if resource is not None else ascii(request.path[:VALUE_CHARACTERS_MAX])[1:-1]
+        )
+        fields: dict[str, Any] = {"method": request.method, "path": path, "status": status}
+        fields |= {"seconds": round(seconds, 6)}
+        names = {
+            "request": request.get(REQUEST_ID, ""),
+            "client_id": _client_id(request),
+            "route": request.get(ROUTE, ""),
+            "reason": reason,
+        }
+        fields |= {name: value for name, value in names.items() if value}
+        text = "".join(f", {name} {value}" for name, value in names.items() if value)
+        _log.log(
+            level,
+            "%s %s: %d in %.3f s%s",
+            request.method,
+            path,
+            status,
+            seconds,
+            text,
+            extra={"fields": {"event": "request", **fields}},
+        )
 
     async def _admit(self, request: web.Request) -> None:
         """Checks the key, then reads the body within its limits."""
@@ -435,8 +459,8 @@ class HttpServer:
         text = f"the body is longer than {self.limits.body_bytes_max} bytes; send less"
         return ApiError(413, text, code="too_large")
 
-    def _error_response(self, request: web.Request, error: Exception) -> web.Response:
-        where = f"{request.method} {_route(request)}"
+    def _error_response(self, request: web.Request, error: Exception) -> tuple[web.Response, str]:
+        """The response, and the reason for the log."""
         match error:
             case ApiError():
                 api_error = error
@@ -445,23 +469,34 @@ class HttpServer:
             case BatonError():
                 api_error = ApiError(500, str(error), code="ENGINE")
             case _:
-                _log.error("%s failed", where, exc_info=error)
-                return ApiError(500, "an internal error; its trace is in the log").response()
+                _log.error("%s %s failed", request.method, _route(request), exc_info=error)
+                internal = ApiError(500, "an internal error; its trace is in the log")
+                return internal.response(), "internal error"
         status = api_error.status
-        if request.path not in self.limits.open_paths:  # /health is polled: its 503 is no failed request
-            level = logging.WARNING if status >= 500 else logging.INFO
-            reason = api_error.message if status >= 500 else api_error.param
-            _log.log(level, "%s: %d %s %s", where, status, api_error.code, reason)
         response = api_error.response()
         if status in (408, 413, 415):
             response.force_close()
-        return response
+        return response, _log_reason(api_error)
+
+
+def _log_reason(error: ApiError) -> str:
+    """Of a refusal only code and field, since the message may quote what a client sent."""
+    detail = error.message if error.status >= 500 else error.param
+    return " ".join(word for word in (error.code, detail) if word)
+
+
+def _client_id(request: web.Request) -> str:
+    """What the client calls its request; empty where that is nothing, or cannot be repeated."""
+    given = request.headers.get(ID_HEADER, "")
+    return given if _CLIENT_ID.fullmatch(given) else ""
 
 
 def _unknown_path(request: web.Request, error: web.HTTPException) -> ApiError:
     where = f"{request.method} {request.path!a}"
     if error.status == 404:
-        return ApiError(404, f"{where} is not served here; docs/http.md lists what is", code="unknown_url")
+        return ApiError(
+            404, f"{where} is not served here; GET /openapi.json lists what is", code="unknown_url"
+        )
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
         return ApiError(405, f"{where}: use {allowed}", code="method_not_allowed", allow=allowed)
@@ -590,6 +625,11 @@ class EventStream:
     async def end(self, data: bytes) -> web.StreamResponse:
         """Sends the last events together with the end of the response."""
         return await self._send(data, is_last=True)
+
+    async def fail(self, error: ApiError) -> web.StreamResponse:
+        """Ends a stream that has begun with the error as its last event, without [DONE]."""
+        self._request[STREAM_FAILURE] = _log_reason(error)
+        return await self.end(data_event(error.body()))
 
     async def _send(self, data: bytes, *, is_last: bool) -> web.StreamResponse:
         transport, response = self._request.transport, self.response

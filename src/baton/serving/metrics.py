@@ -151,9 +151,10 @@ class CheapHistogram:
 class RouterMetrics(Collector):
     """Counters of one router; gauges are read from the fleet on demand."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, local_prefill_max: int | None = None) -> None:
         registry = self._registry = CollectorRegistry()
         self._fleet = fleet
+        self._local_prefill_max = local_prefill_max
         self._responses: dict[tuple[str, int], int] = {}
         self.num_hand_offs = 0
 
@@ -215,8 +216,8 @@ class RouterMetrics(Collector):
         for decode in self._fleet.able(Role.DECODE):
             same = [instance for instance in prefills if instance.fingerprint == decode.fingerprint]
             if same:
-                most = max(local_threshold(prefill, decode) for prefill in same)
-                thresholds.add_metric([decode.name], most)
+                lengths = (local_threshold(prefill, decode, self._local_prefill_max) for prefill in same)
+                thresholds.add_metric([decode.name], max(lengths))
         yield thresholds
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -14,6 +15,7 @@ import msgspec
 from baton.engine.requests import EngineRequest, InboundHandoff, OutboundHandoff
 from baton.engine.trace import RequestTrace, last_byte_s, rank_intervals, serial_s
 from baton.observe import Interval, Timeline, Track, trace
+from baton.plan.printer import human_bytes, human_time
 from baton.serving.metrics import ServerMetrics
 from baton.serving.openai import ParsedRequest, Usage
 
@@ -28,6 +30,11 @@ _STAGE_LABELS = {
     "admission_s": "admission",
     "first_step_s": "first decode step",
 }
+
+
+_HANDOVER_FIGURES = ("bytes", "groups", "exposed_s", "efficiency", "tth_s", "held_tokens", "cause")
+"""In the order of a log line."""
+_log = logging.getLogger("baton.serving.handover")
 
 
 class Side(Enum):
@@ -103,6 +110,24 @@ class Side(Enum):
         yield from rank_intervals(story, zero_s, "rank")
 
 
+def handover_sizes(side: Side, story: RequestTrace) -> dict[str, int]:
+    """What was sent, at the source; what was there already, at the target."""
+    if side is Side.TARGET:
+        return {"held_tokens": story.num_held}
+    return {
+        "bytes": sum(copy.num_bytes for copies in story.copies.values() for copy in copies),
+        "groups": max((len(groups) for groups in story.groups.values()), default=0),
+    }
+
+
+def _value_text(name: str, value: float | str) -> str:
+    if isinstance(value, str):
+        return value
+    if name == "bytes":
+        return human_bytes(int(value))
+    return human_time(value) if name.endswith("_s") else f"{value:.4g}"
+
+
 @dataclass(slots=True)
 class RecordedRequest:
     """One request and the traces of its jobs."""
@@ -115,10 +140,11 @@ class RecordedRequest:
 class RequestObserver:
     """Records what happens to a server's requests: metrics, and timelines of the latest by response id."""
 
-    def __init__(self, instance: str, role: str) -> None:
+    def __init__(self, instance: str, role: str, layout: str) -> None:
         self.metrics = ServerMetrics()
         self._instance = instance
         self._role = role
+        self._layout = layout
         self._recorded: OrderedDict[str, RecordedRequest] = OrderedDict()
 
     def started(self, parsed: ParsedRequest) -> None:
@@ -149,8 +175,39 @@ class RequestObserver:
             self.metrics.tth.observe(figures["tth_s"])
         if side is not Side.ALONE:
             self.metrics.add_hand_off(story, figures)
+            self._log_handover(parsed, job_index, {**handover_sizes(side, story), **figures})
 
-    def failed(self, parsed: ParsedRequest, code: str) -> None:
+    def _log_handover(
+        self, parsed: ParsedRequest, job_index: int, figures: Mapping[str, float | str]
+    ) -> None:
+        """One line on each side; transfer and request are the same in both."""
+        handoff = parsed.jobs[job_index].request.handoff
+        if handoff is None:
+            return
+        fields: dict[str, Any] = {"transfer": handoff.transfer, "request": parsed.id, "layout": self._layout}
+        if isinstance(handoff, InboundHandoff):
+            fields |= {"side": Side.TARGET.value, "source": handoff.source}
+        else:
+            fields |= {"side": Side.SOURCE.value}
+        fields |= {name: figures[name] for name in _HANDOVER_FIGURES if name in figures}
+        words = [
+            f"{name.removesuffix('_s')} {_value_text(name, value)}"
+            for name, value in fields.items()
+            if name != "transfer"
+        ]
+        state = "failed" if "cause" in figures else "done"
+        _log.log(
+            logging.WARNING if "cause" in figures else logging.INFO,
+            "hand-over %s %s: %s",
+            handoff.transfer,
+            state,
+            ", ".join(words),
+            extra={"fields": {"event": "handover", "state": state, **fields}},
+        )
+
+    def failed(self, parsed: ParsedRequest, job_index: int, code: str, text: str) -> None:
+        """A job failed, of a code that is also the label of a metric."""
+        self._log_handover(parsed, job_index, {"cause": f"{code}: {text}"})
         recorded = self._record_of(parsed)
         if recorded is not None:
             recorded.failure = code

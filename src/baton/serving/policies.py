@@ -11,7 +11,7 @@ compute. Both grow with the tokens to compute, so there is a number of tokens up
 
 where t is what an instance does not have cached, which may differ between the two. Running streams wait while
 decode prefills. So it is never more than one of decode's chunks, and beside running streams no more than what
-decode computes in STALL_S, all such prompts on that instance together.
+decode computes in STALL_S, all such prompts on that instance together. `local_prefill_max` bounds it further.
 """
 
 from __future__ import annotations
@@ -198,8 +198,10 @@ class PairCosts(msgspec.Struct, frozen=True):
     """The most prompt tokens that decode may be computing at a time."""
 
 
-def pair_costs(prefill: FleetInstance, decode: FleetInstance) -> PairCosts | None:
-    """None where nothing was measured yet."""
+def pair_costs(
+    prefill: FleetInstance, decode: FleetInstance, local_prefill_max: int | None = None
+) -> PairCosts | None:
+    """None where nothing was measured yet; `local_prefill_max` is the operator's bound."""
     rates, decode_rates = prefill.health.info.rates, decode.health.info.rates
     prefill_rate = rates.prefill_tokens_per_s or 0.0
     handoff_s = rates.handoff_s or decode_rates.handoff_s or 0.0
@@ -209,13 +211,17 @@ def pair_costs(prefill: FleetInstance, decode: FleetInstance) -> PairCosts | Non
     decode_s = 1 / (decode_rates.prefill_tokens_per_s or prefill_rate)
     chunk = decode.health.info.chunk_tokens or CHUNK_TOKENS
     num_local_max = min(chunk, int(STALL_S / decode_s)) if decode.load_tokens else chunk
+    if local_prefill_max is not None:
+        num_local_max = min(num_local_max, local_prefill_max)
     fixed_s = handoff_s + prefill.load_tokens / prefill_rate
     return PairCosts(1 / prefill_rate, decode_s, fixed_s, num_local_max)
 
 
-def local_threshold(prefill: FleetInstance, decode: FleetInstance) -> int:
+def local_threshold(
+    prefill: FleetInstance, decode: FleetInstance, local_prefill_max: int | None = None
+) -> int:
     """Up to how many tokens, uncached on both sides, decode prefills sooner itself."""
-    costs = pair_costs(prefill, decode)
+    costs = pair_costs(prefill, decode, local_prefill_max)
     if costs is None:
         return 0
     if costs.decode_s <= costs.prefill_s:
@@ -224,12 +230,17 @@ def local_threshold(prefill: FleetInstance, decode: FleetInstance) -> int:
 
 
 def local_reason(
-    prefill: FleetInstance, decode: FleetInstance, num_tokens: int, prefill_new: int, decode_new: int
+    prefill: FleetInstance,
+    decode: FleetInstance,
+    num_tokens: int,
+    prefill_new: int,
+    decode_new: int,
+    local_prefill_max: int | None = None,
 ) -> str:
     """Why a prompt is not handed off; empty where it is. Each side has `*_new` tokens to compute."""
-    costs = pair_costs(prefill, decode)
+    costs = pair_costs(prefill, decode, local_prefill_max)
     if costs is None or decode_new + decode.num_local_tokens > costs.num_local_max:
         return ""
     if decode_new * costs.decode_s > prefill_new * costs.prefill_s + costs.fixed_s:
         return ""
-    return "short" if num_tokens <= local_threshold(prefill, decode) else "cached"
+    return "short" if num_tokens <= local_threshold(prefill, decode, local_prefill_max) else "cached"

@@ -56,6 +56,7 @@ from baton.serving.http import (
     JSON_HEADERS,
     NO_STORE,
     PROMPT_TOKENS_HEADER,
+    ROUTE,
     STATUSES,
     ApiError,
     Credentials,
@@ -157,6 +158,8 @@ class RouterConfig:
     prefill_policy: str = "least_loaded"
     decode_policy: str = "least_loaded"
     local: LocalMode = LocalMode.AUTO
+    local_prefill_max: int | None = None
+    """With AUTO: the most prompt tokens that decode prefills itself; None: one of its chunks."""
     first_token: Literal["", "prefill", "decode"] = ""
     poll_s: float = 1.0
     limits: RouterLimits = field(default_factory=RouterLimits)
@@ -179,7 +182,7 @@ class Router:
         self.fleet = Fleet(config.instances)
         self.chooser = RouteChooser(self.fleet, config)
         self.queue = RouteQueue(self.chooser, config.limits)
-        self.metrics = RouterMetrics(self.fleet)
+        self.metrics = RouterMetrics(self.fleet, config.local_prefill_max)
         self.log = AttemptLog()
         self.prefill_tasks: set[asyncio.Task[None]] = set()
         self.fleet.on_end = lambda instance: self.chooser.prefixes.drop(instance.name)
@@ -392,6 +395,7 @@ class ProxiedRequest:
 
     def __init__(self, router: Router, http_request: web.Request, request: RoutableRequest) -> None:
         self._router = router
+        self._http_request = http_request
         self._request = request
         self._id = ("chatcmpl-" if request.path == CHAT_PATH else "cmpl-") + secrets.token_hex(16)
         self._created = int(time.time())
@@ -421,7 +425,7 @@ class ProxiedRequest:
             self._count_failure(error)
             if not self._has_begun:
                 raise
-            return await self._stream.end(data_event(error.body()))
+            return await self._stream.fail(error)
         except (ConnectionError, asyncio.CancelledError):
             self._router.metrics.disconnects.inc()
             raise
@@ -471,6 +475,7 @@ class ProxiedRequest:
         legs = router.wire.legs(request, state, None if route.prefill is None else route.prefill.coordinator)
         stream_filter = legs.stream_filter
         attempt = Attempt(router, route, legs)
+        self._http_request[ROUTE] = route.text
         record = AttemptRecord(route.names, route.local_reason)
         router.log.add(self._id, record)
         if route.prefill is not None:
@@ -712,6 +717,12 @@ class Route(msgspec.Struct, frozen=True):
     def names(self) -> tuple[str, ...]:
         return (self.server.name,) if self.prefill is None else (self.server.name, self.prefill.name)
 
+    @property
+    def text(self) -> str:
+        """The instances and their layouts, in the order of the work."""
+        places = [place for place in (self.prefill, self.server) if place is not None]
+        return " to ".join(f"{place.name} ({place.roster.layout})" for place in places)
+
     def take(self) -> None:
         """The attempt begins."""
         self.server.charge(1, self.server_tokens)
@@ -743,6 +754,7 @@ class RouteChooser:
         self.token_size = TokenSize()
         self._fleet = fleet
         self._mode = config.local
+        self.local_prefill_max = config.local_prefill_max
         self._prefill_policy = Policy(config.prefill_policy)
         self._decode_policy = Policy(config.decode_policy)
         self.num_in_flight_max = config.limits.num_in_flight_max
@@ -856,7 +868,8 @@ class _Choice:
 
     def local_reason(self, prefill: FleetInstance, server: FleetInstance) -> str:
         new = self._new_tokens
-        return local_reason(prefill, server, self._num_tokens, new(prefill), new(server))
+        most = self._chooser.local_prefill_max
+        return local_reason(prefill, server, self._num_tokens, new(prefill), new(server), most)
 
     def route(self, server: FleetInstance, prefill: FleetInstance | None, reason: str) -> Route:
         """The route; its instances will have this prompt's prefix."""

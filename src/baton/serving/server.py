@@ -47,7 +47,6 @@ from baton.serving.http import (
     HttpServer,
     TokenNote,
     bad_field,
-    check_binding,
     data_event,
     failure,
     json_response,
@@ -78,7 +77,7 @@ from baton.serving.openai import (
 )
 from baton.serving.openapi import description
 from baton.serving.supervisor import InstanceSupervisor
-from baton.settings import Tls
+from baton.settings import Tls, check_binding
 
 FIRST_TOKEN = ("prefill", "decode")
 TIMELINE_FORMATS = ("json", "perfetto")
@@ -105,6 +104,8 @@ class ServerConfig:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     first_token: str = "prefill"
     drain_s: float = DRAIN_S
+    served_model_name: str = ""
+    """The model's name in the API; empty: `instance.model`."""
     limits: HttpLimits = field(default_factory=HttpLimits)
     tls: Tls | None = None
     """For HTTPS; the instance has its own for control links."""
@@ -131,8 +132,8 @@ class Server:
         """Set when the supervisor has given up."""
         self._loop = asyncio.get_running_loop()
         self._bridge = EventBridge(self._loop)
-        self._observer = RequestObserver(instance.name, instance.role)
-        self._model_name = instance.model
+        self._observer = RequestObserver(instance.name, instance.role, instance.layout)
+        self._model_name = config.served_model_name or instance.model
         self._created = int(time.time())
         self._model: tuple[Instance, ServedModel, ReceivingInstance, TokenNames] | None = None
         self._open: dict[Generation, Instance] = {}
@@ -272,7 +273,9 @@ class Server:
 
     def _model_card(self) -> ModelCard:
         name = self._model_name
-        return ModelCard(name, self._created, root=name, max_model_len=self._context_max)
+        return ModelCard(
+            name, self._created, root=self.config.instance.model, max_model_len=self._context_max
+        )
 
     @property
     def _context_max(self) -> int | None:
@@ -432,7 +435,7 @@ class Generation:
             if stream.response is None:
                 raise
             # The status is out: report the error in the stream, which then ends without [DONE].
-            return await stream.end(data_event(error.body()))
+            return await stream.fail(error)
 
     async def _stream(self, stream: EventStream, form: ResponseFormat) -> web.StreamResponse:
         held: dict[int, ChoiceDelta] = {}
@@ -530,7 +533,7 @@ class Generation:
             case RequestError(cause, text):
                 code = cause.why.name if cause is not None else "ENGINE"
                 self._error = self._error or failure(code, text)
-                self._observer.failed(self.parsed, code)
+                self._observer.failed(self.parsed, job_index, code, text)
                 self._job_over(job_index)
             case RequestFinished(story):
                 self._traces[job_index] = story

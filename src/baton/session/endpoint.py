@@ -20,6 +20,7 @@ from baton.errors import ConfigError, LocalProtocolError
 from baton.plan import PackCost, Spec
 from baton.plan.steps import NEVER_PACK
 from baton.protocol.handshake import MEMBER, SESSION, Party
+from baton.protocol.instance import PACKING, ROLES
 from baton.protocol.outcomes import Stage, Why
 from baton.protocol.timings import Timings
 from baton.session.config import DriverConfig
@@ -32,8 +33,6 @@ from baton.session.rank import RankDriver
 from baton.session.registry import Member, RegistryClient, RegistryServer, Role
 from baton.transport import Bytes, Transport
 
-ROLES = ("prefill", "decode", "both")
-PACKING = ("convert", "cost")
 ANSWER_S_MAX = 10.0
 """How long a call waits for the endpoint's own thread."""
 

@@ -202,4 +202,4 @@ except ConfigError as error:
 """
     command = [sys.executable, "-c", program, str(floats), str(packed)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "pip install 'baton[gguf]'" in done.stdout
+    assert "pip install gguf" in done.stdout

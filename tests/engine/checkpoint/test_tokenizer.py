@@ -120,7 +120,8 @@ def test_a_stated_class_gives_the_tokenizer_of_transformers(
 STARTING = """
 import sys
 from baton.engine.checkpoint.tokenizer import load_tokenizer
-from baton.engine.config import EngineConfig, derive_sizes
+from baton.engine.config import EngineConfig
+from baton.engine.sizes import derive_sizes
 print(load_tokenizer(derive_sizes(EngineConfig(sys.argv[1])).checkpoint) is not None)
 print("torch._dynamo" in sys.modules)
 """

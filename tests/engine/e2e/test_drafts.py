@@ -26,9 +26,10 @@ from tests.engine.e2e.instances import (
 from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.tiny import FAMILIES, oracle, tiny
 
-from baton.engine.config import EngineConfig, derive_sizes
+from baton.engine.config import EngineConfig
 from baton.engine.deployment import Pair
 from baton.engine.instance import Instance
+from baton.engine.sizes import derive_sizes
 from baton.errors import ConfigError, EngineError
 
 pytestmark = pytest.mark.engine

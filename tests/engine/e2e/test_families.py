@@ -10,7 +10,8 @@ from tests.engine.e2e.instances import InstancePool, Side, ask_all, ask_one, che
 from tests.engine.e2e.prompts import LENGTHS, NUM_TOKENS, PAGE, check_tokens, prompt
 from tests.engine.tiny import FAMILIES, tiny
 
-from baton.engine.checkpoint.demo import DEMO, fetch_demo
+from baton.engine.checkpoint.demo import fetch_demo
+from baton.engine.model_names import DEMO
 from baton.errors import ConfigError
 
 pytestmark = pytest.mark.engine

@@ -11,9 +11,10 @@ import pytest
 import torch
 from tests.engine.tiny import WINDOW, WINDOWED, tiny, windowed
 
-from baton.engine.config import EngineConfig, derive_sizes
+from baton.engine.config import EngineConfig
 from baton.engine.deployment import Deployment
 from baton.engine.pages import engine_storage
+from baton.engine.sizes import derive_sizes
 from baton.errors import ConfigError, LayoutError
 from baton.plan import Cache
 from baton.plan.ownership import buffers
@@ -89,7 +90,7 @@ def test_staging_holds_what_the_pages_do() -> None:
 
 
 def test_a_context_that_is_asked_for_is_given_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.engine.config.POOL_BYTES_DEFAULT", 1)
+    monkeypatch.setattr("baton.engine.sizes.POOL_BYTES_DEFAULT", 1)
     model = str(tiny("llama"))
     assert derive_sizes(EngineConfig(model)).context_max == 1024
     asked = derive_sizes(EngineConfig(model, context_max=3000))

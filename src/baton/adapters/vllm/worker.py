@@ -295,8 +295,9 @@ class WorkerSide:
         """The layers of this rank in groups, as half-open ranges of layer numbers."""
         indices = self._indices
         times = overlap.LayerTimes((0.0,) * len(indices), (0.0,) * len(indices), 0.0)
-        avg_tokens = sum(chunk.tokens[1] - chunk.tokens[0] for chunk in chunks) // len(chunks)
-        groups = overlap.choose(self._policy, times, avg_tokens)
+        # Policies judge whole prompts, of which this step may compute a chunk.
+        num_tokens = sum(chunk.transfer.num_tokens for chunk in chunks) // len(chunks)
+        groups = overlap.choose(self._policy, times, num_tokens)
         return [(indices[start], indices[stop - 1] + 1) for start, stop in groups]
 
     def _write_trace(self, prompt: SentPrompt) -> None:

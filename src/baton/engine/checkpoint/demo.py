@@ -24,8 +24,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from baton.errors import ConfigError
 from baton.settings import cache_folder
 
-DEMO = "demo"
-
 _REFRESH_S = 0.1
 _PIECE_BYTES = 1 << 20
 _FETCHING = "fetching-"

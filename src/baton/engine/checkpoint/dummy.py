@@ -18,11 +18,10 @@ from typing import Any
 import torch
 
 from baton.engine.checkpoint.base import CONFIG, Checkpoint, read_object
+from baton.engine.model_names import DUMMY
 from baton.errors import ConfigError
 from baton.plan.models import card_names, read_card
 from baton.plan.ranges import Range
-
-SCHEME = "dummy:"
 
 # A prime, so that rows one after the other do not come round to the same windows.
 _NUM_WINDOWS = (1 << 21) - 9
@@ -46,13 +45,13 @@ class DummyWeights(Checkpoint):
     def open(cls, text: str) -> DummyWeights:
         """`text` is a built-in card, a config.json or a folder with one."""
         config = _config(text)
-        shapes = _shapes(config, f"{SCHEME}{text}")
+        shapes = _shapes(config, f"{DUMMY}{text}")
         return cls(text, config, shapes, max(shape[-1] for shape in shapes.values()))
 
     @property
     def title(self) -> str:
         """What messages call it."""
-        return f"{SCHEME}{self.text}"
+        return f"{DUMMY}{self.text}"
 
     def names(self) -> Iterable[str]:
         return self.shapes.keys()
@@ -113,7 +112,7 @@ def _config(text: str) -> dict[str, Any]:
         return cards[text]
     if text in cards:
         raise ConfigError(
-            f"{SCHEME}{text}: the card has the shape of the cache only; use a config.json, "
+            f"{DUMMY}{text}: the card has the shape of the cache only; use a config.json, "
             f"or one of {', '.join(complete)}"
         )
     path = Path(text).expanduser()
@@ -121,7 +120,7 @@ def _config(text: str) -> dict[str, Any]:
         path = path / CONFIG
     if not path.is_file():
         raise ConfigError(
-            f"{SCHEME}{text}: is neither a built-in card ({', '.join(complete)}) "
+            f"{DUMMY}{text}: is neither a built-in card ({', '.join(complete)}) "
             "nor a config.json or a folder with one"
         )
     return read_object(path)

@@ -156,8 +156,7 @@ def _package(where: str) -> Any:
         return importlib.import_module("gguf")
     except ImportError:
         raise ConfigError(
-            f"{where} is quantised, and the package that reads it is not installed; "
-            "run: pip install 'baton[gguf]'"
+            f"{where} is quantised, and the package that reads it is not installed; run: pip install gguf"
         ) from None
 
 

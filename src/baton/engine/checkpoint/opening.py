@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os.path
 from pathlib import Path
 
 from baton.engine.checkpoint.base import CONFIG, Checkpoint
-from baton.engine.checkpoint.demo import DEMO, fetch_demo
-from baton.engine.checkpoint.dummy import SCHEME, DummyWeights
+from baton.engine.checkpoint.demo import fetch_demo
+from baton.engine.checkpoint.dummy import DummyWeights
 from baton.engine.checkpoint.gguf import SUFFIX, GgufFile
 from baton.engine.checkpoint.safetensors import SafetensorsFolder
+from baton.engine.model_names import DEMO, DUMMY, MODEL_FORMS, check_model
 from baton.errors import ConfigError
-from baton.plan.models import card_names
-from baton.plan.models.fields import shown
 
-_USE = (
-    "use a folder with config.json and safetensors, a .gguf file, 'demo', "
-    "or dummy:CARD for random weights, as in dummy:llama-3-8b"
-)
 _FORMER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -25,15 +19,11 @@ def open_checkpoint(model: str) -> Checkpoint:
     """The checkpoint that `model` names; ConfigError in one line where there is none that can be run."""
     if model == DEMO:
         return GgufFile.open(fetch_demo())
-    if model.startswith(SCHEME):
-        return DummyWeights.open(model.removeprefix(SCHEME))
-    # os.path answers no where a path is malformed.
-    path = os.path.expanduser(model)
-    if os.path.isdir(path):
-        return _open_folder(Path(path))
-    if os.path.isfile(path):
-        return _open_file(Path(path))
-    raise _unknown(model)
+    if model.startswith(DUMMY):
+        return DummyWeights.open(model.removeprefix(DUMMY))
+    check_model(model)
+    path = Path(model).expanduser()
+    return _open_folder(path) if path.is_dir() else _open_file(path)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
@@ -61,13 +51,4 @@ def _open_file(path: Path) -> Checkpoint:
         return GgufFile.open(path)
     if path.suffix == ".safetensors" or path.name == CONFIG:
         raise ConfigError(f"{path} is one file of a checkpoint; name its folder, {path.parent}")
-    raise ConfigError(f"{path} is no checkpoint; {_USE}")
-
-
-def _unknown(model: str) -> ConfigError:
-    if model in card_names():
-        return ConfigError(
-            f"{model} is a card without weights; name a folder that has them, "
-            f"or {SCHEME}{model} for random ones"
-        )
-    return ConfigError(f"there is no model {shown(model)} here, neither a folder nor a file; {_USE}")
+    raise ConfigError(f"{path} is no checkpoint; {MODEL_FORMS}")

@@ -116,6 +116,8 @@ class Policy:
 
     spelling: str
     groups: Callable[[LayerTimes, int, str | None], Groups]
+    why_whole: Callable[[int, int, str | None], str]
+    """Why it left several layers in one group, by their number, the prompt length and its option."""
 
 
 def completion_s(times: LayerTimes, groups: Groups) -> float:
@@ -185,15 +187,28 @@ def refuse_option(policy: str, option: str | None) -> None:
         raise ConfigError(f"overlap policy '{policy}:{option}': {policy} takes no option; write '{policy}'")
 
 
-def choose(policy: str, times: LayerTimes, avg_tokens: int) -> Groups:
-    """The groups that the policy `cost`, `adaptive`, `fixed:N` or `off` makes of these layers."""
+def choose(policy: str, times: LayerTimes, num_tokens: int) -> Groups:
+    """The groups that a policy, like `cost` or `fixed:8`, makes of these layers of a prompt."""
+    known, option = _parse(policy)
+    groups = known.groups(times, num_tokens, option)
+    check_groups(groups, times.num_layers)
+    return groups
+
+
+def why_whole(policy: str, num_layers: int, num_tokens: int) -> str:
+    """Why a policy left these layers in one group."""
+    if num_layers == 1:
+        return "there is one layer"
+    known, option = _parse(policy)
+    return known.why_whole(num_layers, num_tokens, option)
+
+
+def _parse(policy: str) -> tuple[Policy, str | None]:
     name, separator, option = policy.partition(":")
     if name not in _policies():
         spellings = ", ".join(known.spelling for known in _policies().values())
         raise ConfigError(f"overlap policy '{policy}' is not known; write one of {spellings}")
-    groups = _policies()[name].groups(times, avg_tokens, option if separator else None)
-    check_groups(groups, times.num_layers)
-    return groups
+    return _policies()[name], option if separator else None
 
 
 def policy_names() -> tuple[str, ...]:

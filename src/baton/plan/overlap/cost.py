@@ -25,7 +25,7 @@ TIE_RELATIVE = 1e-12
 """Sums of some hundred floats agree to about 1e-14; a smaller difference is rounding, not a better cut."""
 
 
-def cost_groups(times: LayerTimes, avg_tokens: int, option: str | None) -> Groups:
+def cost_groups(times: LayerTimes, num_tokens: int, option: str | None) -> Groups:
     """The grouping of least predicted completion, with the fewest groups that reach it."""
     refuse_option("cost", option)
     num_layers = times.num_layers
@@ -57,4 +57,8 @@ def cost_groups(times: LayerTimes, avg_tokens: int, option: str | None) -> Group
     return tuple(reversed(groups))
 
 
-POLICIES = {"cost": Policy("cost", cost_groups)}
+def _why_cost(num_layers: int, num_tokens: int, option: str | None) -> str:
+    return "one group is done soonest"
+
+
+POLICIES = {"cost": Policy("cost", cost_groups, _why_cost)}

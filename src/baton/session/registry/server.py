@@ -35,9 +35,9 @@ from baton.session.registry.messages import (
 )
 from baton.session.registry.state import RegistryState
 from baton.session.registry.watch import Watchers, encode
+from baton.settings import LOOPBACK, REGISTRY_PORT
 
-HOST = "127.0.0.1"
-PORT = 8400
+HOST, PORT = LOOPBACK, REGISTRY_PORT
 SERVER = "baton"
 IDLE_S_MAX = 20.0
 """For a connection without a whole request, half a head included."""

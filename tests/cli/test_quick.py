@@ -1,0 +1,144 @@
+"""Help and mistakes come before anything slow is imported, and before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from dataclasses import fields
+from typing import Any, get_args
+
+import pytest
+
+from baton.cli.options import RouterPolicy
+from baton.cli.route import route
+from baton.cli.serve import serve
+from baton.engine.attention import pools
+from baton.engine.config import DTYPES, EngineConfig
+from baton.serving.policies import policy_names
+from baton.serving.router import RouterConfig, RouterLimits
+
+SLOW = ("aiohttp", "numpy", "prometheus_client", "rich", "torch", "transformers")
+SCRIPT = """
+import json, sys
+from baton.cli import main
+sys.argv = ["baton", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as ended:
+    print(json.dumps([ended.code, sorted(sys.modules)]), file=sys.stderr)
+"""
+
+
+def run(*words: str) -> tuple[int, set[str], str, str]:
+    """The exit code, what was imported, stdout, and stderr."""
+    environment = {**os.environ, "BATON_SECRET": "s" * 32}
+    environment.pop("BATON_API_KEY", None)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=environment,
+    )
+    *lines, last = done.stderr.splitlines()
+    code, modules = json.loads(last)
+    return code, set(modules), done.stdout, "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--help",
+        "--version",
+        *(f"{verb} --help" for verb in ("registry", "serve", "route", "drain", "up", "chat")),
+    ],
+)
+def test_help_imports_nothing_slow(words: str) -> None:
+    code, modules, text, _ = run(*words.split())
+    assert (code, modules & set(SLOW)) == (0, set())
+    assert text
+
+
+SERVE, UP, ROUTE = "serve --model demo", "up --model demo", "route --registry http://127.0.0.1:9"
+MISTAKES = {
+    f"{SERVE} --layout tpp2": "tpp2",
+    "serve --model no/model": "there is no model 'no/model' here",
+    "up --prefill tp1 --model llama-3-8b": "dummy:llama-3-8b",
+    f"{SERVE} --dtype nonsense": "dtype 'nonsense'",
+    f"{SERVE} --kv-layout nhd": "kv_layout 'nhd'",
+    f"{SERVE} --overlap adaptive:x=1": "adaptive:x=1",
+    f"{SERVE} --transport pigeon": "transport 'pigeon'",
+    f"{SERVE} --role reader": "reader",
+    f"{SERVE} --host 0.0.0.0": "API key",
+    f"{UP} --prefill tp2,tpp2 --decode tp1": "tpp2",
+    f"{UP} --prefill tp2 --dtype nonsense": "dtype 'nonsense'",
+    f"{UP} --prefill tp2 --decode tp1 --decode-args '--colour red'": "--colour",
+    f"{ROUTE} --policy fastest": "round_robin",
+    f"{ROUTE} --host 0.0.0.0": "API key",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_found_before_torch_is_imported(words: str) -> None:
+    code, modules, out, err = run(*shlex.split(words))
+    assert (code, out) == (2, "")
+    assert MISTAKES[words] in err
+    assert len(err.splitlines()) == 1
+    assert not modules & {"torch", "aiohttp", "transformers"}
+
+
+@pytest.mark.parametrize("words", [SERVE, f"{UP} --prefill tp1", ROUTE, "registry"])
+def test_a_port_in_use_is_found_before_torch_is_imported(words: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, modules, out, err = run(*words.split(), "--port", str(port))
+    assert (code, out) == (1, "")
+    assert f"cannot listen on 127.0.0.1:{port}" in err
+    assert not modules & {"torch", "aiohttp", "transformers"}
+
+
+def test_the_check_sees_what_is_imported() -> None:
+    _, modules, _, _ = run("plan", "--help")
+    assert "numpy" in modules
+    _, modules, _, _ = run(*SERVE.split(), "--registry", "nowhere")
+    assert {"torch", "aiohttp"} <= modules
+
+
+def defaults(command: Any) -> dict[str, Any]:
+    return {name: parameter.default for name, parameter in inspect.signature(command).parameters.items()}
+
+
+def test_defaults_are_those_of_the_parts() -> None:
+    limits, config = RouterLimits(), RouterConfig(None)
+    assert {
+        "in_flight": limits.num_in_flight_max,
+        "waiting": limits.num_waiting_max,
+        "silence_s": limits.silence_s_max,
+        "stall_s": limits.stall_s_max,
+        "policy": config.decode_policy,
+        "local": config.local.value,
+    }.items() <= defaults(route).items()
+    engine = {field.name: field.default for field in fields(EngineConfig)}
+    names = {
+        "page_tokens": "page_tokens",
+        "chunk_tokens": "chunk_tokens",
+        "max_num_seqs": "sequences_max",
+        "silence_s": "silence_s",
+        "progress_s": "progress_s",
+        "transfer_timeout": "total_s",
+        "ungranted_share": "ungranted_share_max",
+        "dtype": "dtype",
+        "overlap": "policy",
+    }
+    assert {option: engine[name] for option, name in names.items()}.items() <= defaults(serve).items()
+
+
+def test_names_are_those_of_the_parts() -> None:
+    assert get_args(RouterPolicy) == policy_names()
+    assert tuple(pools.DTYPES) == DTYPES
