@@ -23,6 +23,7 @@ ENGINE_FIELDS: Mapping[str, str] = {
     "context": "context_max",
     "device": "device",
     "dtype": "dtype",
+    "endpoint_process": "has_endpoint_process",
     "kv_cache_dtype": "kv_cache_dtype",
     "kv_layout": "kv_layout",
     "link": "link_bytes_per_s",
