@@ -32,6 +32,8 @@ from baton.protocol.timings import Timings
 from baton.session.endpoint import Endpoint, EndpointConfig
 from baton.session.handles import Handle, Receiving, Request, Sending, prompt_digest
 from baton.session.links import SocketConfig
+from baton.session.process import TransportConfig
+from baton.session.remote import EndpointProcess, RemoteEndpoint
 from baton.sim.placements import draw_placements
 from baton.transport import Transport, open_transport
 
@@ -60,6 +62,8 @@ class Side:
     """Of `EndpointConfig`."""
     memory_seed: int | None = None
     """Where it is given, the memory is declared and drawn from it."""
+    has_process: bool = False
+    """Whether the endpoints run in processes of their own."""
     wrap: Callable[[int, Transport], Transport] = lambda rank, transport: transport
 
     def spec(self, cache: Cache) -> Spec:
@@ -91,9 +95,17 @@ class Instance:
         self.spec = side.spec(cache)
         self.memory: dict[tuple[int, str], np.ndarray] = {}
         self.ended: list[str] = []
-        self.endpoints: list[Endpoint] = []
-        for rank in range(self.spec.layout.num_ranks):
-            self.endpoints.append(self._endpoint(rank, side.wrap(rank, open_transport(transport))))
+        self.endpoints: list[Any] = []
+        """`Endpoint` or `RemoteEndpoint`."""
+        ranks = range(self.spec.layout.num_ranks)
+        opened: list[Any] = [
+            EndpointProcess(TransportConfig(transport, {}))
+            if side.has_process
+            else side.wrap(rank, open_transport(transport))
+            for rank in ranks
+        ]
+        for rank in ranks:
+            self.endpoints.append(self._endpoint(rank, opened[rank]))
         assert self.first.wait_ready(PATIENCE_S), f"{name} did not come up: {self.ended}"
         rng = np.random.default_rng(1)
         self.free = {
@@ -102,7 +114,7 @@ class Instance:
             for space in sorted(set(page_spaces(self.spec, rank).values()))
         }
 
-    def _endpoint(self, rank: int, transport: Transport) -> Endpoint:
+    def _endpoint(self, rank: int, transport: Any) -> Any:
         pools = {name: transport.allocate(size) for name, size in buffers(self.spec, rank, "pool").items()}
         self.memory |= {(rank, name): pool for name, pool in pools.items()}
         config = EndpointConfig(
@@ -118,10 +130,11 @@ class Instance:
             first = self.first
             config = replace(config, epoch=first.config.epoch, coordinator=first.address, embed_registry=None)
             config = replace(config, registry=first.registry, sockets=SocketConfig())
-        return Endpoint(config, pools, transport, on_end=self.ended.append)
+        kind = RemoteEndpoint if self.side.has_process else Endpoint
+        return kind(config, pools, transport, on_end=self.ended.append)
 
     @property
-    def first(self) -> Endpoint:
+    def first(self) -> Any:
         """The one that hosts the coordinator."""
         return self.endpoints[0]
 
@@ -173,7 +186,8 @@ class World:
 
     def packs(self, is_packing: bool = True) -> None:
         """Whether the pairs of transfers to come gather each chunk into one copy."""
-        assert self.target.first.coordinator is not None
+        if isinstance(self.target.first, RemoteEndpoint):
+            return
         self.target.first.coordinator.inbound.cost = ALWAYS_PACK if is_packing else NEVER_PACK
 
     def restart_source(self) -> None:
@@ -211,7 +225,7 @@ class World:
         for instance in (self.source, self.target):
             until(instance.is_idle, lambda one=instance: f"{one.name} has {one.counts()}")
             assert not instance.ended
-            for endpoint in instance.endpoints:
+            for endpoint in [one for one in instance.endpoints if isinstance(one, Endpoint)]:
                 endpoint._rank.pools.staging.check_integrity()
                 assert not endpoint._rank.pools.staging.num_leases
 

@@ -79,6 +79,7 @@ class OverlapOptions:
     page_tokens: int = 16
     num_threads: int = 0
     transport: str = "shm"
+    has_endpoint_process: bool | None = None
 
     def __post_init__(self) -> None:
         for policy in self.policies:
@@ -122,6 +123,7 @@ class OverlapOptions:
             num_threads=self.num_threads,
             transport=self.transport,
             link_bytes_per_s=link_bytes_per_s,
+            has_endpoint_process=self.has_endpoint_process,
         )
 
 

@@ -246,6 +246,13 @@ def overlap(
     dtype: Dtype = "fp32",
     device: Device = "cpu",
     transport: Transport = "shm",
+    endpoint_process: Annotated[
+        bool | None,
+        typer.Option(
+            "--endpoint-process/--no-endpoint-process",
+            help="run KV transfers of each rank in a process of their own (default: on a GPU)",
+        ),
+    ] = None,
     chunk: Chunk = 0,
     page: Page = 16,
     threads: Annotated[
@@ -275,6 +282,7 @@ def overlap(
         page_tokens=page,
         num_threads=threads,
         transport=transport,
+        has_endpoint_process=endpoint_process,
     )
     _check_transports(transport)
     overlap_bench.check(options)

@@ -178,6 +178,13 @@ def serve(
             help="share of the KV cache that prompts may hold at prefill before decode has room for them",
         ),
     ] = 0.5,
+    endpoint_process: Annotated[
+        bool | None,
+        typer.Option(
+            "--endpoint-process/--no-endpoint-process",
+            help="run KV transfers of each rank in a process of their own (default: on a GPU)",
+        ),
+    ] = None,
     api_key_file: ApiKeyFile = None,
     secret_file: SecretFile = None,
     tls_cert: TlsCert = None,
@@ -230,6 +237,7 @@ def serve(
         total_s=transfer_timeout,
         ungranted_share_max=ungranted_share,
         has_prefix_cache=not no_prefix_caching,
+        has_endpoint_process=endpoint_process,
         has_draft=draft,
     )
     check_config(instance)

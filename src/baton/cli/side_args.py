@@ -23,6 +23,7 @@ ENGINE_FIELDS: Mapping[str, str] = {
     "chunk_tokens": "chunk_tokens",
     "device": "device",
     "dtype": "dtype",
+    "endpoint_process": "has_endpoint_process",
     "kv_cache_dtype": "kv_cache_dtype",
     "kv_layout": "kv_layout",
     "link": "link_bytes_per_s",

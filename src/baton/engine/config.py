@@ -84,10 +84,19 @@ class EngineConfig:
     """How long a hand-over may take, with the prefill that it follows."""
     ungranted_share_max: float = 0.5
     """The share of the pool that prompts may hold at prefill before decode has pages for them."""
+    has_endpoint_process: bool | None = None
+    """Whether the endpoint of each rank runs in a process of its own, beside the worker; None: on a GPU."""
     has_prefix_cache: bool = True
     is_warmed: bool = True
     has_draft: bool = False
     """Whether the model's own draft layer guesses a token ahead; both sides of a hand-over agree on it."""
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the endpoint runs in a process of its own."""
+        if self.has_endpoint_process is None:
+            return self.device == "cuda" and not self.transport.startswith("cuda_ipc")
+        return self.has_endpoint_process
 
     @property
     def cache_dtype(self) -> str:
@@ -182,6 +191,11 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigError(f"device {config.device!r} is not known; use {' or '.join(DEVICES)}")
     if name == "cuda_ipc" and config.device != "cuda":
         raise ConfigError(f"transport cuda_ipc moves CUDA memory; use shm with device {config.device!r}")
+    if config.has_endpoint_process and name in ("cuda_ipc", "memory"):
+        raise ConfigError(
+            f"transport {name!r} cannot run in a process of its own: the memory that it hands out is the "
+            "worker's; use shm, or leave the endpoint in the worker (--no-endpoint-process)"
+        )
     if config.role not in ROLES:
         raise ConfigError(f"role {config.role!r} is not known; use {', '.join(ROLES)}")
     if config.tls is not None:

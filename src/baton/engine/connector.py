@@ -32,6 +32,7 @@ from baton.plan.tokens import Ints
 from baton.protocol.outcomes import Aux, Cause, Failed, Stage, Waiting, Why
 from baton.session import Digest, Endpoint, Receiving, Request, Sending
 from baton.session.handles import Handle
+from baton.session.remote import RemoteEndpoint
 from baton.transport import Fence
 
 
@@ -82,7 +83,7 @@ class KVConnector:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: Endpoint | RemoteEndpoint,
         layers: tuple[int, int],
         costs: CostModel,
         reply: Callable[[Reply], None],

@@ -11,6 +11,9 @@ interpreter and has it back before another thread is awake. So on a device
   grants only as long as the device has enough to compute,
 - where the link has enough time after the last launch, or nearly, nothing is planned or offered before,
 - otherwise a group is offered when it is computed: nothing could be copied earlier.
+
+Where the endpoint runs in a process of its own, only the grants are waited for: a group is offered as soon as
+it is launched, with a fence.
 """
 
 from __future__ import annotations
@@ -205,6 +208,7 @@ class LayerPipeline:
         layer_bytes: LayerBytes,
         *,
         policy: str,
+        is_offloaded: bool = False,
     ) -> None:
         self._connector = connector
         self._costs = costs
@@ -213,6 +217,8 @@ class LayerPipeline:
         """Of the model; the draft layers, on the last stage, follow them."""
         self._layer_bytes = layer_bytes
         self._policy = policy
+        self._has_to_wait = clock.is_async and not is_offloaded
+        """Whether offers hold up the thread that launches; not where another process does the work."""
         self._planner = GroupPlanner()
         self._forward = Forward()
         self.unpipelined = ""
@@ -302,7 +308,8 @@ class LayerPipeline:
     def _offer(self, *, is_last: bool = False) -> None:
         """Offers the groups that can be copied by now; at the end of the launch all, to be copied later."""
         forward = self._forward
-        while forward.pending and (is_last or forward.pending[0].mark.fence.is_ready()):
+        is_all = is_last or not self._has_to_wait
+        while forward.pending and (is_all or forward.pending[0].mark.fence.is_ready()):
             offer = forward.pending.popleft()
             chunk = self._connector.offer(offer.part, offer.layers, offer.mark.fence)
             if chunk is not None:
@@ -333,7 +340,7 @@ class LayerPipeline:
         if layer < min(self._layers[0] + HEAD_LAYERS, self._layers[1] - 1):
             return True
         self._begin_transfers()
-        if not forward.head:
+        if not forward.head or not self._has_to_wait:
             return False
         # Whether the link can wait for the last launch, if launching goes on at the speed so far.
         now_s, num_launched = monotonic(), len(forward.head)

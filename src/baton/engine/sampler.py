@@ -79,7 +79,7 @@ class Sampler:
         shaped = shape(logits, histories)
         best = shaped.max(dim=-1)
         # One answer from the device for both: a step waits for it.
-        likeliest_ids = torch.where(best.values.isfinite(), best.indices, NO_TOKEN).tolist()
+        likeliest_ids = torch.where(best.values.isfinite(), best.indices, NO_TOKEN).cpu().tolist()
         _check_finite(likeliest_ids, wants)
         tokens = [[token] * want.num_samples for token, want in zip(likeliest_ids, wants, strict=True)]
         is_drawn = [

@@ -62,8 +62,9 @@ from baton.plan import Spec
 from baton.plan.ownership import buffers
 from baton.protocol.outcomes import Aux
 from baton.session import Endpoint, EndpointConfig, SocketConfig
-from baton.transport import Transport, open_transport, option_names, parse_transport
-from baton.transport.throttled import throttle
+from baton.session.process import TransportConfig
+from baton.session.remote import EndpointProcess, RemoteEndpoint
+from baton.transport import Transport, option_names, parse_transport
 
 EXIT_S_MAX = 3.0
 """How long a worker may take to end by itself; while it lives, pages that it may write are in quarantine."""
@@ -129,6 +130,8 @@ class Worker:
     def _load(self) -> None:
         """Loads the weights of this rank, and connects to the other ranks."""
         config, rank, sizes = self.config, self.rank, self.sizes
+        # Now, so that it has imported what it needs when the weights are loaded.
+        self.process = EndpointProcess(_transport_config(config)) if config.is_offloaded else None
         self.device = torch.device(config.device)
         if config.device == "cuda":
             self.device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -141,33 +144,32 @@ class Worker:
     def _attach(self, coordinator: AttachCoordinator | None) -> str:
         """Makes the pools, the endpoint over them, and what runs steps; returns what users should know."""
         config, rank, spec, mesh = self.config, self.rank, self.sizes.spec, self.mesh
-        transport = _open_transport(config)
+        transport = self.process or _transport_config(config).open()
         pools = _allocate_pools(spec, rank, transport, self.device)
         self.runner, note = self._make_runner(CachePools(spec, rank, pools, self.device))
-        endpoint = Endpoint(
-            EndpointConfig(
-                instance=config.name,
-                spec=spec,
-                rank=rank,
-                secret=config.secret,
-                role=config.role,
-                epoch=coordinator.epoch if coordinator else 0,
-                coordinator=coordinator.coordinator if coordinator else None,
-                registry=config.registry,
-                embed_registry=config.embed_registry if coordinator is None else None,
-                fingerprint=self.sizes.checkpoint.fingerprint(),
-                staging_bytes=self.sizes.staging_bytes,
-                packing=config.packing,
-                timings=config.timings(),
-                ungranted_share_max=config.ungranted_share_max,
-                url=config.url,
-                sockets=SocketConfig(
-                    host=config.host, port=0 if coordinator else config.port, tls=config.tls
-                ),
-            ),
-            pools,
-            transport,
+        endpoint_config = EndpointConfig(
+            instance=config.name,
+            spec=spec,
+            rank=rank,
+            secret=config.secret,
+            role=config.role,
+            epoch=coordinator.epoch if coordinator else 0,
+            coordinator=coordinator.coordinator if coordinator else None,
+            registry=config.registry,
+            embed_registry=config.embed_registry if coordinator is None else None,
+            fingerprint=self.sizes.checkpoint.fingerprint(),
+            staging_bytes=self.sizes.staging_bytes,
+            packing=config.packing,
+            timings=config.timings(),
+            ungranted_share_max=config.ungranted_share_max,
+            url=config.url,
+            sockets=SocketConfig(host=config.host, port=0 if coordinator else config.port, tls=config.tls),
         )
+        endpoint: Endpoint | RemoteEndpoint
+        if isinstance(transport, EndpointProcess):
+            endpoint = RemoteEndpoint(endpoint_config, pools, transport)
+        else:
+            endpoint = Endpoint(endpoint_config, pools, transport)
         layers = spec.layout.stages(spec.cache.num_layers, "this")[mesh.at["pp"]]
         clock, costs = clock_of(self.device), CostModel()
         self.connector = KVConnector(
@@ -178,10 +180,18 @@ class Worker:
             num_drafts=int(self.stage.draft is not None),
             is_verified=config.is_verified,
             # A later stage has nothing to launch before the first one is through its layers.
-            begins_with_step=clock.is_async and mesh.is_first,
+            begins_with_step=clock.is_async and mesh.is_first and self.process is None,
         )
         layer_bytes = LayerBytes.of_rank(spec, rank, layers)
-        self.pipeline = LayerPipeline(self.connector, costs, clock, layers, layer_bytes, policy=config.policy)
+        self.pipeline = LayerPipeline(
+            self.connector,
+            costs,
+            clock,
+            layers,
+            layer_bytes,
+            policy=config.policy,
+            is_offloaded=self.process is not None,
+        )
         is_sampler = mesh.is_last and mesh.at["cp"] == 0 and mesh.at["tp"] == 0
         vocab_size = self.sizes.architecture.vocab_size
         self.sampler = Sampler(vocab_size, self.eos_ids) if is_sampler else None
@@ -319,18 +329,17 @@ class Worker:
         return ending(progress, params, self.eos_ids) is not None
 
 
-def _open_transport(config: EngineConfig) -> Transport:
+def _transport_config(config: EngineConfig) -> TransportConfig:
     name, options = parse_transport(config.transport)
     if "host" in option_names(name):
         # Peers reach this memory by the coordinator's address, unless the options name another.
         options.setdefault("host", config.host)
-    transport = open_transport(name, **options)
-    if not config.link_bytes_per_s:
-        return transport
-    return throttle(transport, bytes_per_s=config.link_bytes_per_s, is_shared=True)
+    return TransportConfig(name, options, config.link_bytes_per_s)
 
 
-def _allocate_pools(spec: Spec, rank: int, transport: Transport, device: torch.device) -> dict[str, Any]:
+def _allocate_pools(
+    spec: Spec, rank: int, transport: Transport | EndpointProcess, device: torch.device
+) -> dict[str, Any]:
     sizes = buffers(spec, rank, "pool")
     if device.type == "cuda":
         return {name: torch.zeros(size, dtype=torch.uint8, device=device) for name, size in sizes.items()}

@@ -366,6 +366,26 @@ class Sending(Handle):
                 pages.setdefault(group, set()).update(ids)
         return {group: frozenset(ids) for group, ids in pages.items()}
 
+    @property
+    def withdrawal(self) -> Withdrawal | None:
+        """The withdrawal that was not resumed yet."""
+        return self._withdrawal
+
+    def withdrawn(self) -> tuple[tuple[Rectangle, ...], tuple[Rectangle, ...], bool]:
+        """What `end_withdrawal` was called with last."""
+        return self._landed, self._dropped, self._is_committed
+
+    def chunks_read(self) -> tuple[int, tuple[int, ...]]:
+        """How many chunks were offered, and those of them that a copy reads or will read."""
+        with self._lock:
+            return self._num_chunks, tuple(sorted(self._reading))
+
+    def release_chunks(self, num_offered: int, reading: Iterable[int]) -> None:
+        """For the driver: of the chunks offered first, only these are read any more."""
+        kept = frozenset(reading)
+        for index in [index for index in list(self._reading) if index < num_offered and index not in kept]:
+            self.release_chunk(index)
+
     def narrow(self, index: int, read: Callable[[], Mapping[str, Iterable[int]]]) -> None:
         """For the driver: which pages a chunk's copies really read, computed when the engine asks."""
         if index in self._reading:

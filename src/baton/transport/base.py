@@ -291,6 +291,9 @@ class Transport(Protocol):
     def allocate(self, num_bytes: int) -> Bytes:
         """Zeroed host memory that peers can write into once it is registered."""
 
+    def adopt(self, fd: int, num_bytes: int) -> Bytes:
+        """The host memory of a memfd, which another process has too, as if `allocate` had made it."""
+
     def register(self, buffer: object) -> Region:
         """Registers a contiguous numpy array or torch tensor for reading and writing."""
 

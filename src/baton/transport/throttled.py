@@ -161,6 +161,9 @@ class TransportWrapper(ABC):
     def allocate(self, num_bytes: int) -> Bytes:
         return self.inner.allocate(num_bytes)
 
+    def adopt(self, fd: int, num_bytes: int) -> Bytes:
+        return self.inner.adopt(fd, num_bytes)
+
     def register(self, buffer: object) -> Region:
         return self.inner.register(buffer)
 

@@ -7,6 +7,8 @@ that it invited to write.
 from __future__ import annotations
 
 import itertools
+import mmap
+import os
 import secrets
 import threading
 from abc import ABC, abstractmethod
@@ -134,6 +136,11 @@ class BaseTransport(ABC, Generic[ConnectionT, WriterT]):
 
     def allocate(self, num_bytes: int) -> Bytes:
         return np.zeros(num_bytes, dtype=np.uint8)
+
+    def adopt(self, fd: int, num_bytes: int) -> Bytes:
+        mapped = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        os.close(fd)
+        return np.frombuffer(mapped, dtype=np.uint8)
 
     def register(self, buffer: object) -> Region:
         with self.lock:

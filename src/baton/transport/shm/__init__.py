@@ -87,7 +87,10 @@ class ShmTransport(UnixTransport[ShmConnection, ShmWriter]):
         """Zeroed memory in a segment of its own, freed when nothing refers to it any more."""
         if num_bytes < 1:
             raise ConfigError(f"a segment needs at least one byte; got {num_bytes}")
-        fd = create_segment(f"baton-{self.incarnation}", num_bytes)
+        return self.adopt(create_segment(f"baton-{self.incarnation}", num_bytes), num_bytes)
+
+    def adopt(self, fd: int, num_bytes: int) -> Bytes:
+        """Memory in a segment that this process keeps open, freed when nothing refers to it any more."""
         mapping = map_segment(fd, num_bytes, lambda: False)
         number = next(self._segment_numbers)
         self.segments[number] = _Segment(fd, mapping.address, num_bytes)

@@ -1,0 +1,512 @@
+"""An endpoint whose work is done by another process: the engine's half of `baton.session.process`.
+
+`RemoteEndpoint` has the calls of `Endpoint`, and its handles are the same classes. What a call does here is
+to check its arguments and to send one message. A thread receives what changed. For a group of layers on a GPU
+the engine records one more event, which the other process can wait for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from baton.errors import ConfigError, LocalProtocolError
+from baton.plan import Spec
+from baton.plan.tokens import Ints
+from baton.protocol.outcomes import Aux, Cause, Failed, Stage, Why
+from baton.protocol.timings import check_progress
+from baton.session.endpoint import ANSWER_S_MAX, EndpointConfig
+from baton.session.handles import (
+    Digest,
+    Handle,
+    OfferedChunk,
+    Pages,
+    Receiving,
+    Request,
+    Sending,
+    check_transfer,
+    read_pages,
+)
+from baton.session.loop import exit_loudly
+from baton.session.memory import PageClaims, check_buffers
+from baton.session.process import (
+    BUFFERS_MAX,
+    AbortHandle,
+    Answer,
+    Ask,
+    Begin,
+    Call,
+    Changed,
+    DeclineTransfer,
+    Event,
+    FenceName,
+    FenceReady,
+    Hello,
+    Offer,
+    Opened,
+    Over,
+    Receive,
+    Seal,
+    Serving,
+    SharedBuffer,
+    Shut,
+    TransportConfig,
+    Wire,
+    Withdraw,
+    pages_as_bytes,
+    send_hello,
+)
+from baton.transport import NOW, Bytes, CudaFence, Fence
+from baton.transport.shm.segments import create_segment, map_segment
+
+OPEN_S_MAX = 120.0
+"""How long the process may take to import what it needs, map the pools and listen."""
+END_S_MAX = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSegment:
+    """Host memory that both processes have."""
+
+    fd: int
+    address: int
+    num_bytes: int
+
+
+class EndpointProcess:
+    """The process of an endpoint. Start it early: it imports what it needs while the engine loads weights."""
+
+    def __init__(self, transport: TransportConfig) -> None:
+        self.transport = transport
+        self._segments: list[SharedSegment] = []
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "baton.session.process", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+
+    def allocate(self, num_bytes: int) -> Bytes:
+        """Zeroed host memory for pools."""
+        if num_bytes < 1:
+            raise ConfigError(f"a segment needs at least one byte; got {num_bytes}")
+        fd = create_segment("baton-pool", num_bytes)
+        mapping = map_segment(fd, num_bytes, lambda: False)
+        self._segments.append(SharedSegment(fd, mapping.address, num_bytes))
+        return mapping.bytes
+
+    def share(self, name: str, buffer: Any) -> tuple[SharedBuffer, list[int]]:
+        """A pool as the process will find it, and the descriptor to send along if there is one."""
+        if getattr(buffer, "is_cuda", False):
+            reduced = _reductions().reduce_tensor(buffer)
+            return SharedBuffer(name, int(buffer.nbytes), pickle.dumps(reduced)), []
+        address = buffer.ctypes.data if isinstance(buffer, np.ndarray) else int(buffer.data_ptr())
+        for segment in self._segments:
+            if segment.address == address and segment.num_bytes == int(buffer.nbytes):
+                return SharedBuffer(name, segment.num_bytes), [segment.fd]
+        raise ConfigError(
+            f"buffer {name!r} is host memory that the endpoint's process cannot reach; take it from "
+            "EndpointProcess.allocate, as a whole"
+        )
+
+    def close(self) -> None:
+        """Ends the process if it still runs."""
+        self.socket.close()
+        for segment in self._segments:
+            with suppress(OSError):
+                os.close(segment.fd)
+        self._segments.clear()
+        try:
+            self.process.wait(END_S_MAX)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class EventPool:
+    """CUDA events that the other process can wait for. An event is recorded anew once nobody waits for it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[int, list[tuple[int, Any]]] = {}
+        self._numbers = itertools.count()
+        self._streams: dict[int, Any] = {}
+
+    def record(self, event: Any) -> tuple[FenceName, tuple[int, int, Any]]:
+        """An event that is passed when `event` is; give the second value back when nobody waits for it."""
+        torch = _torch()
+        device = event.device.index if event.device is not None else torch.cuda.current_device()
+        with self._lock:
+            free = self._free.setdefault(device, [])
+            number, own = free.pop() if free else (next(self._numbers), None)
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device]
+        handle = b""
+        if own is None:
+            own = torch.cuda.Event(interprocess=True, blocking=True)
+        # Recorded in a stream that does nothing else: the engine's event may lie in any.
+        stream.wait_event(event)
+        own.record(stream)
+        if not self._is_known(own):
+            handle = own.ipc_handle()
+        return FenceName(number, True, device, handle), (device, number, own)
+
+    def _is_known(self, event: Any) -> bool:
+        known = getattr(event, "baton_is_known", False)
+        event.baton_is_known = True
+        return known
+
+    def give_back(self, used: list[tuple[int, int, Any]]) -> None:
+        """Nobody waits for these any more."""
+        with self._lock:
+            for device, number, event in used:
+                self._free[device].append((number, event))
+
+
+class RemoteSendings:
+    """What the sending handles of an engine ask of their driver: one message each."""
+
+    def __init__(self, spec: Spec, send: Callable[[Call], None]) -> None:
+        self._spec = spec
+        self._send = send
+        self._keys: dict[Sending, int] = {}
+        self._tables: dict[Sending, Mapping[str, Ints]] = {}
+        """The table that was sent last."""
+        self._last_table: Mapping[str, Ints] = {}
+        self._events = EventPool()
+        self._used: dict[Sending, list[tuple[int, int, Any]]] = {}
+        self._fence_numbers = itertools.count()
+
+    def add(self, sending: Sending, key: int) -> None:
+        self._keys[sending] = key
+
+    def forget(self, sending: Sending) -> None:
+        """It was released: nobody waits for its events."""
+        self._keys.pop(sending, None)
+        self._tables.pop(sending, None)
+        self._events.give_back(self._used.pop(sending, []))
+
+    def read_pages(self, pages: Pages) -> Mapping[str, Ints]:
+        """A copy of a page table; most offers come with the table of the one before."""
+        last = self._last_table
+        if pages.keys() == last.keys() and all(_is_same(ids, last[group]) for group, ids in pages.items()):
+            return last
+        self._last_table = read_pages(pages, self._spec)
+        return self._last_table
+
+    def chunk_ready(self, sending: Sending, chunk: OfferedChunk) -> None:
+        if (key := self._keys.get(sending)) is None:
+            return
+        table = None
+        if self._tables.get(sending) is not chunk.pages:
+            self._tables[sending] = chunk.pages
+            table = pages_as_bytes(chunk.pages)
+        self._send(Offer(key, chunk.layers, chunk.tokens, table, self.name_fence(chunk.fence, sending)))
+
+    def seal(self, sending: Sending, aux: Aux | None) -> None:
+        if (key := self._keys.get(sending)) is not None:
+            self._send(Seal(key, aux, is_finished=False))
+
+    def answer_ended(self, sending: Sending, aux: Aux) -> None:
+        if (key := self._keys.get(sending)) is not None:
+            self._send(Seal(key, aux, is_finished=True))
+
+    def abort_sending(self, sending: Sending, text: str) -> None:
+        if (key := self._keys.get(sending)) is not None:
+            self._send(AbortHandle(key, text))
+
+    def withdraw(self, sending: Sending) -> None:
+        if (key := self._keys.get(sending)) is not None:
+            self._send(Withdraw(key))
+
+    def name_fence(self, fence: Fence, sending: Sending | None = None) -> FenceName | None:
+        """How the other process knows a fence; None for one that is ready."""
+        if fence is NOW:
+            return None
+        if isinstance(fence, CudaFence) and sending is not None:
+            name, used = self._events.record(fence.event)
+            self._used.setdefault(sending, []).append(used)
+            return name
+        if fence.is_ready():
+            return None
+        number = next(self._fence_numbers)
+        # Sent after the message that names it: the caller is about to send that one.
+        threading.Thread(
+            target=fence.call_when_ready, args=(lambda: self._send(FenceReady(number)),), daemon=True
+        ).start()
+        return FenceName(number)
+
+
+class RemoteEndpoint:
+    """One rank's end of every hand-over, in a process of its own."""
+
+    def __init__(
+        self,
+        config: EndpointConfig,
+        pools: Mapping[str, Any],
+        process: EndpointProcess,
+        on_end: Callable[[str], None] = exit_loudly,
+    ) -> None:
+        self.config = config
+        self._process = process
+        self._on_end = on_end
+        self._is_open = True
+        self._on_change: Callable[[Handle], None] = lambda handle: None
+        self._registry = config.registry
+        self._serving = threading.Event()
+        self._handles: dict[int, Handle] = {}
+        self._keys = itertools.count()
+        self._asked: dict[int, Future[dict[str, int]]] = {}
+        self._asks = itertools.count()
+        self._claims = PageClaims(config.spec)
+        self._sendings = RemoteSendings(config.spec, self._send)
+        check_buffers(config.spec, config.rank, pools)
+        opened = self._open(pools)
+        self.config = replace(config, epoch=opened.epoch)
+        self._address = config.coordinator or opened.address
+        self._thread = threading.Thread(target=self._listen, name="baton-endpoint", daemon=True)
+        self._thread.start()
+
+    def _open(self, pools: Mapping[str, Any]) -> Opened:
+        shared = [self._process.share(name, buffer) for name, buffer in pools.items()]
+        descriptors = [fd for _, fds in shared for fd in fds]
+        if len(descriptors) > BUFFERS_MAX:
+            raise ConfigError(f"{len(descriptors)} host buffers; an endpoint's process takes {BUFFERS_MAX}")
+        buffers = tuple(buffer for buffer, _ in shared)
+        with suppress(OSError):  # a process that is gone is seen below
+            send_hello(
+                self._process.socket, Hello(self.config, self._process.transport, buffers), descriptors
+            )
+        self._wire = Wire(self._process.socket, Event)
+        opened = self._wire.receive()
+        if not isinstance(opened, Opened):
+            self._process.close()
+            raise LocalProtocolError(
+                f"the endpoint's process of rank {self.config.rank} ended before it was open; its output "
+                "says why"
+            )
+        if opened.error:
+            self._process.close()
+            raise ConfigError(opened.error)
+        return opened
+
+    def _send(self, call: Call) -> None:
+        self._wire.send(call)  # where the process is gone, the receiving thread sees it
+
+    # Calls of the engine.
+
+    @property
+    def epoch(self) -> int:
+        """The incarnation that this rank belongs to; 0 until it has learned it."""
+        return self.config.epoch
+
+    @property
+    def address(self) -> str:
+        """The coordinator's host:port."""
+        return self._address
+
+    @property
+    def registry(self) -> str | None:
+        """The URL of the registry, hosted here or elsewhere; known once it is ready."""
+        return self._registry
+
+    def wait_ready(self, timeout_s: float = 30.0) -> bool:
+        """Whether this rank is attached and, where the coordinator is hosted, every other one too, after
+        waiting; False at once if the endpoint is over."""
+        return self._serving.wait(timeout_s) and self._is_open
+
+    def send(self, transfer_id: str, digest: Digest, progress_s: float | None = None) -> Sending:
+        """Source: begins to send this rank's part of a transfer."""
+        self._check_open()
+        check_transfer(transfer_id)
+        if progress_s is not None:
+            check_progress(progress_s)
+        key = next(self._keys)
+        sending = Sending(transfer_id, digest.num_tokens, self._sendings, _call, self._changed)
+        self._handles[key] = sending
+        self._sendings.add(sending, key)
+        self._send(Begin(key, transfer_id, digest.num_tokens, digest.value, progress_s))
+        return sending
+
+    def receive(self, request: Request) -> Receiving:
+        """Target: asks for a transfer, with the pages of this rank or of several."""
+        self._check_open()
+        checked = request.checked(self.config.spec)
+        key = next(self._keys)
+        receiving = Receiving(
+            checked.transfer,
+            checked.source,
+            lambda handle, text: self._send(AbortHandle(key, text)),
+            self._changed,
+        )
+        if not self._claims.has(checked.transfer):
+            receiving.claim = self._claims.take(checked)
+        self._handles[key] = receiving
+        self._send(
+            Receive(
+                key,
+                checked.transfer,
+                checked.source,
+                checked.digest.num_tokens,
+                checked.digest.value,
+                {rank: pages_as_bytes(_arrays(pages)) for rank, pages in checked.pages.items()},
+                dict(checked.held),
+                checked.source_dp,
+                self._sendings.name_fence(checked.fence),
+                checked.is_verified,
+                checked.progress_s,
+            )
+        )
+        return receiving
+
+    def decline(self, transfer_id: str, source: str, text: str) -> None:
+        """Target: tells a source that there is no room for its transfer."""
+        self._send(DeclineTransfer(transfer_id, source, text))
+
+    def on_change(self, callback: Callable[[Handle], None]) -> None:
+        """Calls back on the endpoint's thread whenever a handle changed; it must neither block nor raise."""
+        self._on_change = callback
+
+    def assign(self, transfer_id: str, dp: int | None = None) -> int:
+        """Source, where the coordinator is hosted: the dp group that prefills a transfer."""
+        return self._ask("assign", transfer_id, dp)["dp"]
+
+    def quarantined(self) -> dict[str, int]:
+        """Target, where the coordinator is hosted: pages by transfer that wait for quiet."""
+        return self._ask("quarantined")
+
+    def counts(self) -> dict[str, int]:
+        """How much is under way on this rank and, where it is hosted, at the coordinator."""
+        return self._ask("counts")
+
+    def close(self) -> None:
+        """Ends this rank, and with the coordinator the instance, and the process."""
+        self._is_open = False
+        self._serving.set()
+        self._send(Shut())
+        if threading.current_thread() is not self._thread:
+            self._thread.join(END_S_MAX)
+            self._wire.hang_up()
+            self._thread.join()
+        self._wire.close()
+        self._process.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise LocalProtocolError(
+                f"rank {self.config.rank} of {self.config.instance} is closed; make a new endpoint"
+            )
+
+    def _ask(self, call: str, transfer: str = "", dp: int | None = None) -> dict[str, int]:
+        self._check_open()
+        number, answer = next(self._asks), Future[dict[str, int]]()
+        self._asked[number] = answer
+        self._send(Ask(number, call, transfer, dp))
+        return answer.result(ANSWER_S_MAX)
+
+    # What the process says.
+
+    def _listen(self) -> None:
+        text = ""
+        while (event := self._wire.receive()) is not None:
+            match event:
+                case Serving():
+                    self.config = replace(self.config, epoch=event.epoch)
+                    self._registry = event.registry
+                    self._serving.set()
+                case Changed():
+                    self._update(event)
+                case Answer():
+                    answer = self._asked.pop(event.number)
+                    if event.error:
+                        answer.set_exception(LocalProtocolError(event.error))
+                    else:
+                        answer.set_result(event.counts)
+                case Over():
+                    text = event.text
+        was_open, self._is_open = self._is_open, False
+        self._serving.set()
+        text = text or f"the endpoint's process of rank {self.config.rank} ended"
+        why = Why.PEER_LOST if was_open else Why.ABORTED
+        cause = Cause(why, Stage.COPY, self.config.instance, self.config.rank, text)
+        for handle in list(self._handles.values()):
+            handle.conclude(Failed(cause))
+        for answer in self._asked.values():
+            answer.set_exception(LocalProtocolError(text))
+        if was_open:
+            self._on_end(text)
+
+    def _update(self, event: Changed) -> None:
+        handle = self._handles[event.key]
+        if isinstance(handle, Sending):
+            is_new_grant = event.is_granted and not handle.is_granted
+            handle.session, handle.is_granted = event.session, event.is_granted
+            handle.copies.extend(event.copies)
+            handle.release_chunks(event.num_offered, event.reading)
+            if event.quiet is not None:
+                handle.end_withdrawal(event.quiet.landed, event.quiet.dropped, event.quiet.is_committed)
+            if is_new_grant and event.outcome is None:
+                self._changed(handle)
+        elif isinstance(handle, Receiving) and event.early is not None and handle.early is None:
+            handle.early = event.early
+            self._changed(handle)
+        if event.outcome is not None:
+            handle.conclude(event.outcome)
+        if event.is_released:
+            del self._handles[event.key]
+            if isinstance(handle, Sending):
+                self._sendings.forget(handle)
+            elif isinstance(handle, Receiving) and handle.claim is not None:
+                self._claims.give_back(handle.claim)
+            handle.release()
+
+    def _changed(self, handle: Handle) -> None:
+        self._on_change(handle)
+
+
+def _call(job: Callable[[], None]) -> None:
+    """The messages of a handle are sent by the thread that calls it."""
+    job()
+
+
+def _arrays(pages: Pages) -> dict[str, Ints]:
+    return {group: np.asarray(ids, dtype=np.int64) for group, ids in pages.items()}
+
+
+def _is_same(ids: Any, last: Ints) -> bool:
+    return isinstance(ids, np.ndarray) and ids.shape == last.shape and bool((ids == last).all())
+
+
+@cache
+def _torch() -> Any:
+    return importlib.import_module("torch")
+
+
+@cache
+def _reductions() -> Any:
+    return importlib.import_module("torch.multiprocessing.reductions")
