@@ -407,17 +407,24 @@ class Scheduler:
         self._changes.preempted.append(sequence)
 
     def _has_source_room(self, sequence: Sequence) -> bool:
-        """Whether a source without a grant may start: together they hold a share of the pool."""
+        """Whether a source without a grant may start.
+
+        Together they hold a share of the pool, and leave room for any other that may be granted first.
+        """
         if sequence.is_target_full:
             return False
         holders = [
             s for s in self.sequences.values() if _is_ungranted(s) and s.status is not SequenceStatus.WAITING
         ]
+        others = (s for s in self.waiting if s.role is SequenceRole.SOURCE and s is not sequence)
+        num_longest = max((s.num_prompt for s in others), default=0)
         for group, pool in self.kv_cache.pools.items():
             num_wanted = self.geometry.num_pages(group, sequence.num_prompt, sequence.num_prompt)
             # Sources that hit the same prefix hold its pages together.
             held = {page for holder in holders for page in holder.held_pages(group)}
-            if num_wanted + len(held) > int(pool.num_pages * self.config.ungranted_share_max):
+            room = self.geometry.num_pages(group, num_longest, num_longest) if num_longest else 0
+            num_max = min(int(pool.num_pages * self.config.ungranted_share_max), pool.num_pages - room)
+            if num_wanted + len(held) > num_max:
                 return False
         return True
 

@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from baton.plan.ownership import page_spaces, space_sizes
+from baton.plan.ownership import page_spaces
 from baton.plan.routes import Chunk
 from baton.protocol.ledger import Rectangle
 from baton.protocol.outcomes import Failed, Outcome, Ready, Waiting
 from baton.session.handles import Digest, Handle, Receiving, Request, Sending, Withdrawal
 from baton.sim.content import ExpectedCache, components_of, pages_needed, prefixes
+from baton.sim.families import TOKENS_MAX
 from baton.sim.instance import Incarnation
 from baton.sim.pool import JUNK
 from baton.sim.router import Attempt, Router, SimPrompt
@@ -333,16 +334,19 @@ class SourceEngine(SimEngine):
         ungranted = [job for job in self.jobs.values() if self._is_ungranted(job)]
         spec = self.incarnation.spec
         for rank in self.ranks_of(attempt):
-            held = Counter[str]()
+            held, room = Counter[str](), Counter[str]()
             spaces = page_spaces(spec, rank)
             for group, count in pages_needed(spec, rank, attempt.source_prompt.num_tokens).items():
                 held[spaces[group]] += count
+            # One that is granted has to find room beside those that are not.
+            for group, count in pages_needed(spec, rank, TOKENS_MAX).items():
+                room[spaces[group]] += count
             for job in ungranted:
                 for group, ids in job.expected[rank].tables.items() if rank in job.expected else ():
                     held[spaces[group]] += len(ids)
-            sizes = space_sizes(spec, rank)
-            if any(count > int(UNGRANTED_SHARE_MAX * sizes[space]) for space, count in held.items()):
-                return False
+            for space, num_pages in self.incarnation.pools[rank].num_pages.items():
+                if held[space] > min(int(UNGRANTED_SHARE_MAX * num_pages), num_pages - room[space]):
+                    return False
         return True
 
     def _is_ungranted(self, job: Job) -> bool:

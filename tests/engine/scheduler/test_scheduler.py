@@ -355,6 +355,18 @@ def test_a_prompt_of_more_than_half_waits_for_its_grant() -> None:
     assert [span[0] for span in spans(step(scheduler))] == [1]
 
 
+def test_sources_without_a_grant_leave_room_for_one_that_may_be_granted_first() -> None:
+    scheduler = make_scheduler(tokens=8)
+    scheduler.add(make(1, 8, SequenceRole.SOURCE))
+    scheduler.add(make(2, 28, SequenceRole.SOURCE))
+    assert step(scheduler) is None, "beside 2 pages there is no room for 7"
+    scheduler.grant(2)
+    while scheduler.sequences[2].status is not SequenceStatus.SENT:
+        assert [span[0] for span in spans(step(scheduler))] == [2]
+    scheduler.release(2)
+    assert [span[0] for span in spans(step(scheduler))] == [1]
+
+
 def test_a_source_whose_target_is_full_waits_for_its_grant_and_no_other_without_one_overtakes_it() -> None:
     scheduler = make_scheduler(tokens=16)
     for number in (1, 2, 3):
