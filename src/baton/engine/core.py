@@ -549,7 +549,7 @@ class EngineCore:
     def _announce_queued(self) -> None:
         """Has the targets of prompts that could not start know of them, so that they can grant."""
         for state in self._new_sources:
-            if not state.trace.begun_s and self.requests.get(state.number) is state:
+            if not state.is_handing_over and self.requests.get(state.number) is state:
                 self._send_handoff(state, 0, {}, is_queued=True)
         self._new_sources.clear()
 
