@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,13 +23,15 @@ NUM_PROMPT, NUM_TOKENS = 80, 24
 WAIT_S_MAX = 10 * ANSWER_S_MAX
 
 
-def prompt(number: int) -> list[int]:
-    return [1 + (7 * number + 3 * position) % 300 for position in range(NUM_PROMPT)]
+def prompt(number: int, num_prompt: int = NUM_PROMPT) -> list[int]:
+    return [1 + (7 * number + 3 * position) % 300 for position in range(num_prompt)]
 
 
-def question(number: int, num_tokens: int = NUM_TOKENS, **more: Any) -> dict[str, Any]:
-    body = {"prompt": prompt(number), "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-    return {**body, **more}
+def question(
+    number: int, num_prompt: int = NUM_PROMPT, num_tokens: int = NUM_TOKENS, **more: Any
+) -> dict[str, Any]:
+    ids = prompt(number, num_prompt)
+    return {"prompt": ids, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, **more}
 
 
 def post(world: Deployment, body: dict[str, Any]) -> Answer:
@@ -39,12 +39,12 @@ def post(world: Deployment, body: dict[str, Any]) -> Answer:
 
 
 @contextmanager
-def streaming(world: Deployment, number: int) -> Iterator[http.client.HTTPConnection]:
-    """A client that asks for as long an answer as there can be, and leaves at the end of the block."""
+def streaming(world: Deployment, body: dict[str, Any]) -> Iterator[http.client.HTTPConnection]:
+    """A client that leaves at the end of the block."""
     where = urlsplit(world.url)
     connection = http.client.HTTPConnection(str(where.hostname), where.port, timeout=WAIT_S_MAX)
     try:
-        raw = json.dumps(question(number, 400, stream=True)).encode()
+        raw = json.dumps({**body, "stream": True}).encode()
         connection.request("POST", "/v1/completions", raw, {"Content-Type": "application/json"})
         yield connection
     finally:
@@ -81,27 +81,24 @@ def test_four_times_the_capacity_is_answered_and_nothing_is_retried() -> None:
 
 
 def test_a_client_that_leaves_frees_its_place_and_more_than_may_wait_is_refused_at_once() -> None:
-    """The first answer may fill the pool, so that the others wait for its end; it pauses meanwhile."""
-    serve = {"pool-tokens": "512", "context": "512", "chunk-tokens": "64", "queue": "2", "silence-s": "600"}
+    """Beside the first request, with its long answer, there is no room for a long prompt."""
+    serve = {"pool-tokens": "4096", "context": "4096", "queue": "2"}
+    num_prompt = 3300
     with deployment(["tp1"], ["tp1"], serve=serve, route=ROUTE) as world:
         decode = world.decode[0]
         with ThreadPoolExecutor(1) as pool:
-            with streaming(world, 0) as first:
+            with streaming(world, question(0, 400, 3600)) as first:
                 assert first.getresponse().status == 200, "it has begun"
-                for pid in decode.rank_pids:
-                    os.kill(pid, signal.SIGSTOP)
-                with streaming(world, 1):
+                with streaming(world, question(1, num_prompt)):
                     until(lambda: num_waiting(decode) == 1, "the second waits", WAIT_S_MAX)
-                    third = pool.submit(post, world, question(2))
+                    third = pool.submit(post, world, question(2, num_prompt))
                     until(lambda: num_waiting(decode) == 2, "the third waits", WAIT_S_MAX)
-                    refused = post(world, question(3))
+                    refused = post(world, question(3, num_prompt))
                     assert refused.status == 429
                     assert int(refused.headers["Retry-After"]) >= 1
                 until(lambda: num_waiting(decode) == 1, "the second has left the queue", WAIT_S_MAX)
-                assert not third.done()
-                for pid in decode.rank_pids:
-                    os.kill(pid, signal.SIGCONT)
             answer = third.result(WAIT_S_MAX)
         assert answer.status == 200
-        assert answer.json["choices"][0]["text"] == oracle_text(prompt(2), NUM_TOKENS, ignore_eos=True).text
+        expected = oracle_text(prompt(2, num_prompt), NUM_TOKENS, ignore_eos=True)
+        assert not expected.is_certain or answer.json["choices"][0]["text"] == expected.text
         expect_free_pages(world)
