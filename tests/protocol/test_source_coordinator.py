@@ -292,6 +292,13 @@ OPEN_CASES = (
     ),
     Case("its queue moves", FULL, TargetQueued(), {"deadlines": RENEWED}),
     Case(
+        "the target that has it in its queue is lost",
+        FULL,
+        SessionLost(GONE),
+        {"state": S.DECIDED, "outcome": Failed(GONE), "deadlines": replace(WAITS, moved=NOW)},
+        verdict(Failed(GONE), 0, grant_id=b""),
+    ),
+    Case(
         "room for what is in this engine's queue: nothing has to move yet",
         replace(FULL, offer=IN_QUEUE),
         GRANT,
@@ -454,6 +461,7 @@ DECIDED_CASES = (
         Queued,
         TargetQueued,
         TargetAborted,
+        SessionLost,
     ),
 )
 RUNNING_CASES = (

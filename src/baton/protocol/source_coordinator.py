@@ -379,7 +379,7 @@ def _target_gone(record: SourceCoordinator, event: TargetAborted | SessionLost, 
     return _stop_ranks(record, Failed(event.cause), ())
 
 
-def _target_declined(record: SourceCoordinator, event: TargetAborted, now: float) -> Step:
+def _target_declined(record: SourceCoordinator, event: TargetAborted | SessionLost, now: float) -> Step:
     return _decide(record, Failed(event.cause), now)
 
 
@@ -498,6 +498,7 @@ _CELLS: dict[tuple[Enum, type], Entry] = {
     (S.OPEN, TargetAborted): cell(_target_declined, S.DECIDED),
     (S.OPEN, Queued): cell(_rank_queued, S.OPEN),
     (S.OPEN, TargetQueued): cell(_target_queued, S.OPEN),
+    (S.OPEN, SessionLost): cell(_target_declined, S.DECIDED),
     (S.OPEN, Ticked): cell(_tick_open, S.OPEN, S.DECIDED),
     (S.DECIDED, Offer): cell(_join_late, S.DECIDED),
     (S.DECIDED, GroupRequested): cell(_answer_decided, S.DECIDED),
@@ -507,6 +508,7 @@ _CELLS: dict[tuple[Enum, type], Entry] = {
     (S.DECIDED, Quiet): IGNORED,
     (S.DECIDED, Unquiet): IGNORED,
     (S.DECIDED, TargetAborted): IGNORED,
+    (S.DECIDED, SessionLost): IGNORED,
     (S.DECIDED, Ticked): cell(_tick_decided, S.DECIDED, S.ENDED),
     (S.RUNNING, Offer): cell(_join_granted, S.RUNNING, S.STOPPING, S.ENDED),
     (S.RUNNING, GroupRequested): cell(_answer, S.RUNNING),

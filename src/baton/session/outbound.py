@@ -205,7 +205,11 @@ class OutboundTransfers:
                     self.to_rank(rank, SessionPaths(session=session.number, paths=tuple(paths)))
             case Queued(transfer=transfer):
                 if transfer in self.transfers or self._over(transfer, Stage.OFFER) is None:
-                    self._dispatcher.feed(self._transfer(transfer), TargetQueued())
+                    queued = self._transfer(transfer)
+                    if queued.session == -1:
+                        # If the target is lost, nothing else ends what waits for it.
+                        queued.session = session.number
+                    self._dispatcher.feed(queued, TargetQueued())
             case Grant():
                 self._granted(session, message)
             case QuietQuery():
