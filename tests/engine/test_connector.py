@@ -7,16 +7,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from baton.engine.commands import AbortTransfer, CopyRecord, LayerReady, Reply, SendKV
+from baton.engine.commands import (
+    AbortTransfer,
+    CopyRecord,
+    LayerReady,
+    QueueTransfer,
+    Reply,
+    SendCached,
+    SendKV,
+)
 from baton.engine.connector import KVConnector, with_layers_ready
 from baton.engine.cost_model import CostModel
 from baton.errors import LocalProtocolError
 from baton.plan import parse_layout
-from baton.protocol.outcomes import Failed
+from baton.protocol.outcomes import Cause, Failed, Stage, Why
 from baton.session import Digest, Sending
 
 PAGES = {"full": [3, 4]}
+CAUSE = Cause(Why.PEER_LOST, Stage.COPY, "there")
 
 
 class StubEndpoint:
@@ -32,10 +42,10 @@ class StubEndpoint:
     def on_change(self, callback: object) -> None:
         """Nothing changes."""
 
-    def send(self, transfer: str, digest: Digest) -> Sending:
+    def send(self, transfer: str, digest: Digest, *, is_queued: bool = False) -> Sending:
         if self._is_closed:
             raise LocalProtocolError("closed")
-        self.calls.append(f"send {transfer}")
+        self.calls.append(f"queue {transfer}" if is_queued else f"send {transfer}")
         return Sending(transfer, digest.num_tokens, StubDriver(self.calls), lambda action: action())
 
 
@@ -50,6 +60,9 @@ class StubDriver:
 
     def chunk_ready(self, sending: Sending, offered: Any) -> None:
         self.calls.append(f"ready {offered.layers} {offered.tokens}")
+
+    def queued(self, sending: Sending) -> None:
+        self.calls.append("queued")
 
     def abort_sending(self, sending: Sending, text: str) -> None:
         self.calls.append(f"abort {text}")
@@ -72,6 +85,20 @@ def test_a_hand_over_begins_once_and_its_cached_tokens_are_ready(begins_with_ste
     for _ in range(2):
         connected.begin(connected._outgoing[7])
     assert endpoint.calls == ["send t", "ready (0, 4) (0, 16)"]
+
+
+def test_a_queued_hand_over_is_offered_at_once_and_its_cached_tokens_when_it_starts() -> None:
+    endpoint = StubEndpoint()
+    connected = connector(endpoint, [])
+    connected.send(replace(command(), is_queued=True))
+    connected.queue(QueueTransfer(0, "t"))
+    connected.queue(QueueTransfer(0, "another"))
+    connected.send_cached(SendCached(7, 16, PAGES))
+    assert endpoint.calls == ["queue t", "queued", "ready (0, 4) (0, 16)"]
+    connected._outgoing[7].sending.conclude(Failed(CAUSE))
+    connected.send_cached(SendCached(7, 16, PAGES))
+    connected.send_cached(SendCached(8, 16, PAGES))
+    assert len(endpoint.calls) == 3, "it has ended, or was never there"
 
 
 def test_a_hand_over_that_is_aborted_before_it_began_is_opened_to_get_an_outcome() -> None:

@@ -31,6 +31,7 @@ from baton.protocol.messages import (
     Landed,
     Offer,
     OutcomeQuery,
+    Queued,
     Quiet,
     Settled,
     Unquiet,
@@ -43,6 +44,7 @@ from baton.protocol.source_coordinator import (
     RetireGrant,
     SourceCoordinator,
     TargetAborted,
+    TargetQueued,
     ToRank,
     ToSession,
     ToTarget,
@@ -186,6 +188,11 @@ SECOND_REFUSED = (
     RetireGrant(OTHER_ID, ""),
 )
 
+QUEUED = Queued(transfer=TRANSFER)
+IN_QUEUE = replace(PREFILL, is_queued=True)
+RENEWED = replace(WAITS, began=NOW, moved=NOW)
+FULL = replace(OPEN, is_target_full=True)
+
 RECORDS = {one.state: one for one in (OPEN, DECIDED, RUNNING, COMMITTED, STOPPING, ENDED)}
 EVENTS = {
     type(event): event
@@ -199,6 +206,8 @@ EVENTS = {
         RankAborted(BROKEN),
         quiet(1),
         unquiet(1, DOUBT),
+        TargetQueued(),
+        QUEUED,
         TargetAborted(GONE),
         settled(READY),
         SessionLost(GONE),
@@ -261,6 +270,48 @@ OPEN_CASES = (
             "deadlines": replace(WAITS, moved=NOW),
         },
         verdict(Failed(DIFFER), 0, 1, grant_id=b""),
+    ),
+    Case(
+        "a rank whose engine has it in the queue: the deadlines begin anew",
+        EMPTY,
+        by(0, IN_QUEUE),
+        {"ranks": RANKS, "joined": frozenset({0}), "offer": IN_QUEUE, "deadlines": RENEWED},
+    ),
+    Case(
+        "a rank joins when the engine is at work already",
+        replace(OPEN, offer=IN_QUEUE),
+        by(1, PREFILL),
+        {"joined": RANKS, "deadlines": replace(WAITS, moved=NOW)},
+    ),
+    Case(
+        "a rank that joins late hears that the target is full",
+        FULL,
+        by(1, PREFILL),
+        {"joined": RANKS, "deadlines": replace(WAITS, moved=NOW)},
+        (ToRank(1, QUEUED),),
+    ),
+    Case("the engine's queue moves", OPEN, QUEUED, {"deadlines": RENEWED}),
+    Case(
+        "the target has no room: ranks hear it",
+        OPEN,
+        TargetQueued(),
+        {"deadlines": RENEWED, "is_target_full": True},
+        (ToRank(0, QUEUED),),
+    ),
+    Case("its queue moves", FULL, TargetQueued(), {"deadlines": RENEWED}),
+    Case(
+        "the target that has it in its queue is lost",
+        FULL,
+        SessionLost(GONE),
+        {"state": S.DECIDED, "outcome": Failed(GONE), "deadlines": replace(WAITS, moved=NOW)},
+        verdict(Failed(GONE), 0, grant_id=b""),
+    ),
+    Case(
+        "room for what is in this engine's queue: nothing has to move yet",
+        replace(FULL, offer=IN_QUEUE),
+        GRANT,
+        {"state": S.RUNNING, "grant": GRANT, "is_target_full": False, "deadlines": RENEWED},
+        (ToTarget(IN_QUEUE), ToRank(0, GRANT)),
     ),
     Case("the group is not known yet", EMPTY, GroupRequested(7), {"askers": frozenset({7})}),
     Case("the group is known", OPEN, GroupRequested(7), {}, (ToSession(7, OFFERED),)),
@@ -407,7 +458,19 @@ DECIDED_CASES = (
         (Forget(),),
         now=95.0 + TIMINGS.linger_s,
     ),
-    *ignored(RECORDS, EVENTS, S.DECIDED, AuxRecord, RankAborted, Quiet, Unquiet, TargetAborted),
+    *ignored(
+        RECORDS,
+        EVENTS,
+        S.DECIDED,
+        AuxRecord,
+        RankAborted,
+        Quiet,
+        Unquiet,
+        Queued,
+        TargetQueued,
+        TargetAborted,
+        SessionLost,
+    ),
 )
 RUNNING_CASES = (
     Case(
@@ -463,7 +526,22 @@ RUNNING_CASES = (
         },
         (ToTarget(abort(WRONG_PROMPT)), *verdict(Failed(WRONG_PROMPT), 0)),
     ),
+    Case(
+        "the first chunk: from here on it has to move",
+        replace(RUNNING, deadlines=WAITS),
+        LANDED,
+        {"deadlines": replace(WAITS, moved=NOW, has_begun=True)},
+        (ToTarget(LANDED),),
+    ),
+    Case(
+        "granted, and still in the queue: the target hears that it moves",
+        replace(RUNNING, deadlines=WAITS),
+        QUEUED,
+        {"deadlines": RENEWED},
+        (ToTarget(QUEUED),),
+    ),
     Case("known", RUNNING, GroupRequested(7), {}, (ToSession(7, OFFERED),)),
+    *ignored(RECORDS, EVENTS, S.RUNNING, TargetQueued),
     Case("not known yet", UNJOINED, GroupRequested(7), {"askers": frozenset({7})}),
     Case("the same again", RUNNING, GRANT),
     Case("a second one is refused, and quiet", RUNNING, SECOND, {}, SECOND_REFUSED),
@@ -596,6 +674,7 @@ RUNNING_CASES = (
 COMMITTED_CASES = (
     Case("a rank of another attempt", COMMITTED, by(5, PREFILL), {}, verdict(Failed(SENT), 5)),
     Case("known", COMMITTED, GroupRequested(7), {}, (ToSession(7, OFFERED),)),
+    *ignored(RECORDS, EVENTS, S.COMMITTED, Queued, TargetQueued),
     Case("the same again", COMMITTED, GRANT),
     Case("a second one is refused, and quiet", COMMITTED, SECOND, {}, SECOND_REFUSED),
     Case(
@@ -737,6 +816,8 @@ STOPPING_CASES = (
         Landed,
         AuxRecord,
         RankAborted,
+        Queued,
+        TargetQueued,
         TargetAborted,
         Settled,
         SessionLost,

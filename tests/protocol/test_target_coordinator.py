@@ -36,6 +36,7 @@ from baton.protocol.messages import (
     Offer,
     Opened,
     OutcomeQuery,
+    Queued,
     Quiet,
     QuietQuery,
     Receive,
@@ -201,6 +202,8 @@ STUCK = cause(
 REFUSED = Cause(Why.OUT_OF_PAGES, Stage.GRANT, TARGET, 1, "no room in staging")
 
 RECORDS = {one.state: one for one in (PREPARING, OPENING, GRANTED, DONE, QUARANTINED, RELEASED)}
+QUEUED = Queued(transfer=TRANSFER)
+RENEWED = replace(WAITS, began=NOW, moved=NOW)
 EVENTS = {
     type(event): event
     for event in (
@@ -209,6 +212,7 @@ EVENTS = {
         opened(0, ()),
         opened(1, cause=REFUSED),
         offered(NUM_TOKENS, DIGEST),
+        QUEUED,
         HEAD_LANDED,
         unpacked(1, 0, 1),
         COMMITS[0],
@@ -306,6 +310,7 @@ PREPARING_CASES = (
         },
         (ToSource(GRANT), OpenRanks(GRANT)),
     ),
+    Case("the source's queue moves", PREPARING, QUEUED, {"deadlines": RENEWED}),
     Case("the source has it", PREPARING, offered(NUM_TOKENS, DIGEST), {"deadlines": MOVED}),
     Case(
         "another prompt",
@@ -340,6 +345,7 @@ OPENING_CASES = (
         (ToSource(LEASED_GRANT),),
     ),
     Case("a rank cannot open", OPENING, opened(1, cause=REFUSED), *unopened(REFUSED, abort(REFUSED, b""))),
+    Case("the source's queue moves", replace(OPENING, deadlines=WAITS), QUEUED, {"deadlines": RENEWED}),
     Case("the source has it", OPENING, offered(NUM_TOKENS, DIGEST), {"deadlines": MOVED}),
     Case(
         "another prompt",
@@ -515,6 +521,14 @@ AHEAD_CASES = (
 )
 GRANTED_CASES = (
     *AHEAD_CASES,
+    Case("the source's queue moves", replace(GRANTED, deadlines=WAITS), QUEUED, {"deadlines": RENEWED}),
+    Case("a late word of the queue, with the work under way", GRANTED, QUEUED),
+    Case(
+        "the source has it in its queue: nothing has to move yet",
+        replace(GRANTED, deadlines=WAITS),
+        msgspec.structs.replace(offered(NUM_TOKENS, DIGEST), is_queued=True),
+        {"deadlines": RENEWED},
+    ),
     Case("the source has it", GRANTED, offered(NUM_TOKENS, DIGEST), {"deadlines": MOVED}),
     Case(
         "the first word of the source: from here on it has to move",
@@ -708,6 +722,7 @@ GRANTED_CASES = (
 LATE_WORDS = (
     Opened,
     Offer,
+    Queued,
     Landed,
     Unpacked,
     Commit,

@@ -239,15 +239,57 @@ def test_who_waited_longest_is_next_and_who_leaves_is_forgotten():
     run(body)
 
 
-def test_wait_is_bounded():
+def test_more_than_may_wait_is_429_at_once():
     async def body() -> None:
-        async with world(1, 1, RouterLimits(num_in_flight_max=1, wait_s_max=0.3)) as w:
+        async with world(1, 1, RouterLimits(num_in_flight_max=1, num_waiting_max=1)) as w:
             w.d0.gate.clear()
-            first = asyncio.create_task(w.post(PROMPT))
+            asking = [asyncio.create_task(w.post(PROMPT))]
             await until(lambda: w.d0.seen)
-            assert (await w.post(PROMPT))[0] == 429
+            asking.append(asyncio.create_task(w.post(PROMPT)))
+            await until(lambda: w.router.queue.num_waiting == 1)
+            status, raw, headers = await w.post(PROMPT)
+            assert (status, json.loads(raw)["error"]["code"]) == (429, "QUEUE_FULL")
+            assert int(headers["Retry-After"]) >= 1
             w.d0.gate.set()
-            assert (await first)[0] == 200
+            assert [(await answer)[0] for answer in asking] == [200, 200]
+
+    run(body)
+
+
+def test_requests_in_the_queue_hear_at_once_that_no_instance_is_left():
+    async def body() -> None:
+        async with world(1, 1, RouterLimits(num_in_flight_max=1, recover_s_max=0.2)) as w:
+            w.d0.gate.clear()
+            asking = [asyncio.create_task(w.post(PROMPT))]
+            await until(lambda: w.d0.seen)
+            for number in range(1, 4):
+                asking.append(asyncio.create_task(w.post(PROMPT)))
+                await until(lambda number=number: w.router.queue.num_waiting == number)
+            queue = next(iter(w.router.queue._queues.values()))
+            await w.d0.stop()
+            statuses = [(await answer)[0] for answer in asking[1:]]
+            assert statuses == [503] * 3
+            assert not w.router.queue._queues
+            assert queue.absent_s is not None, "one wait for all of them"
+
+    run(body)
+
+
+def test_a_request_in_the_queue_of_an_instance_that_computes_is_not_given_up():
+    async def body() -> None:
+        async with world(1, 1, RouterLimits(first_s_max=0.3)) as w:
+            w.d0.gate.clear()
+            asking = asyncio.create_task(w.post(PROMPT))
+            await until(lambda: w.d0.seen)
+            health = w.router.fleet.instances["p0"].health
+            for number in range(1, 6):
+                before_s = health.moved_s
+                w.p0.told = {"load": {"num_steps": number}}
+                await until(lambda before_s=before_s: health.moved_s > before_s)
+                assert not asking.done()
+            w.d0.gate.set()
+            assert (await asking)[0] == 200
+            assert len(w.d0.seen) == 1
 
     run(body)
 

@@ -31,7 +31,7 @@ REFUSALS = {
         "prefill",
         "the proof does not hold",
     ),
-    "version": (replace(DECODE, versions=(7, 8)), "prefill", "versions 2 to 2, the other 7 to 8"),
+    "version": (replace(DECODE, versions=(7, 8)), "prefill", "versions 3 to 3, the other 7 to 8"),
     "instance": (DECODE, "prefill-2", "instance 'prefill-2' was expected here"),
     "purpose": (replace(DECODE, dials="cousin"), "prefill", "no links for 'cousin'"),
 }

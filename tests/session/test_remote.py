@@ -243,6 +243,27 @@ def test_a_process_ends_with_its_engine() -> None:
 
 
 @pytest.mark.slow
+def test_queues_are_heard_of() -> None:
+    with worlds(remote(), remote(), transport="shm") as world:
+        found = world.transfer()
+        sending = found.sendings[0] = world.source.first.send(found.id, found.digest, is_queued=True)
+        sending.queued()
+        world.target.first.queue(found.id, world.source.first.address)
+        found.receive()
+        until(lambda: sending.is_granted, "no grant")
+        assert not sending.is_target_full
+        other = world.transfer()
+        waiting = other.sendings[0] = world.source.first.send(other.id, other.digest, is_queued=True)
+        world.target.first.queue(other.id, world.source.first.address)
+        until(lambda: waiting.is_target_full, "the source does not know that the target is full")
+        for transfer in (found, other):
+            transfer.receivings or transfer.receive()
+            transfer.offer_all()
+            transfer.commit()
+            transfer.check_ready()
+
+
+@pytest.mark.slow
 def test_the_pages_of_a_finished_transfer_are_free() -> None:
     """`reading` may name too much while a transfer is under way, and nothing once it is over."""
     with worlds(remote(), remote(), transport="shm") as world:

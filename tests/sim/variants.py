@@ -33,6 +33,7 @@ from baton.protocol.messages import (
     Landed,
     Offer,
     Opened,
+    Queued,
     Quiet,
     Receive,
     Settled,
@@ -52,7 +53,7 @@ from baton.session.inbound import InboundTransfers
 from baton.session.outbound import OutboundTransfers
 from baton.session.writers import TargetWriters
 from baton.sim.core import Violation
-from baton.sim.faults import Aborts, Copies, Crash, Duplication, RankMismatch, Reordering, Tokeniser
+from baton.sim.faults import Aborts, Copies, Crash, Duplication, Pressure, RankMismatch, Reordering, Tokeniser
 from baton.sim.network import Host
 from baton.sim.options import Strength
 from baton.sim.runner import make_world, options_of, run_world
@@ -1111,6 +1112,63 @@ def quiet_unopened() -> Iterator[None]:
         return expected
 
     with patched(TargetWriters, _expect=expect_nobody):
+        yield
+
+
+# Queues.
+
+
+@variant(
+    "the time in the queue of an engine counts as time without progress", "queue_waits", scenario="overload"
+)
+def count_time_in_queues() -> Iterator[None]:
+    with patched(Deadlines, queued=lambda self, now: self):
+        yield
+
+
+@variant(
+    "the same in random seeds",
+    "queue_waits",
+    "clean",
+    num_requests=12,
+    slowness=60.0,
+    withdraw_share=0.0,
+    faults={"pressure": Pressure(source_share=0.8, target_share=0.8)},
+)
+def count_time_in_any_queue() -> Iterator[None]:
+    with patched(Deadlines, queued=lambda self, now: self):
+        yield
+
+
+@variant(
+    "a source takes no notice of a target whose queue moves",
+    "queue_waits",
+    scenario="overload-of-the-target",
+)
+def ignore_full_targets() -> Iterator[None]:
+    with around(SOURCE_COORDINATOR, None, (SourceCoordinatorState.OPEN, at_source.TargetQueued)):
+        yield
+
+
+@variant(
+    "a target takes no notice of a source whose queue moves",
+    "queue_waits",
+    scenario="overload-of-the-source",
+)
+def ignore_full_sources() -> Iterator[None]:
+    with around(TARGET_COORDINATOR, None, (TargetCoordinatorState.GRANTED, Queued)):
+        yield
+
+
+@variant(
+    "a queue that does not move never ends",
+    "overload-that-is-stuck",
+    "settles",
+    scenario="overload-that-is-stuck",
+    num_tries=2,
+)
+def wait_for_ever() -> Iterator[None]:
+    with patched(Deadlines, passed=lambda self, now: ""):
         yield
 
 

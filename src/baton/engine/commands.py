@@ -98,6 +98,16 @@ class SendKV(msgspec.Struct, frozen=True, tag=True):
     is_pipelined: bool = True
     policy: str | None = None
     """How its layers are grouped; None: by the policy of the instance."""
+    is_queued: bool = False
+    """It has no pages yet; when it starts, `SendCached` has its cached tokens, if any."""
+
+
+class SendCached(msgspec.Struct, frozen=True, tag=True):
+    """A prompt that was queued starts with this many tokens in the pool already, ready at once."""
+
+    sequence: int
+    num_cached: int
+    pages: PageTables
 
 
 class ReceiveKV(msgspec.Struct, frozen=True, tag=True):
@@ -130,6 +140,15 @@ class DeclineTransfer(msgspec.Struct, frozen=True, tag=True):
     text: str
 
 
+class QueueTransfer(msgspec.Struct, frozen=True, tag=True):
+    """A transfer waits in the engine's queue, which moves; the first rank of the dp group tells the peer."""
+
+    dp: int
+    transfer: str
+    source: str = ""
+    """Of one that waits for room here; empty: of one that is to be prefilled here."""
+
+
 class AttachCoordinator(msgspec.Struct, frozen=True, tag=True):
     """The address of the instance's coordinator, for the ranks that do not host it."""
 
@@ -146,9 +165,11 @@ Command: TypeAlias = (
     | StartSequence
     | EndSequence
     | SendKV
+    | SendCached
     | ReceiveKV
     | AbortTransfer
     | DeclineTransfer
+    | QueueTransfer
     | AttachCoordinator
     | Stop
 )
@@ -194,6 +215,8 @@ class TransferUpdate(msgspec.Struct, frozen=True, tag=True):
     rank: int
     sequence: int
     is_granted: bool = False
+    is_target_full: bool = False
+    """The target has no room for it yet."""
     outcome: Outcome | None = None
     early: Aux | None = None
     is_released: bool = False

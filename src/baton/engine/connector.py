@@ -20,9 +20,11 @@ from baton.engine.commands import (
     CopyRecord,
     DeclineTransfer,
     LayerReady,
+    QueueTransfer,
     ReceiveKV,
     Reply,
     ScheduledSequence,
+    SendCached,
     SendKV,
     TransferUpdate,
 )
@@ -117,8 +119,15 @@ class KVConnector:
             return
         transfer = self._outgoing[command.sequence] = OutgoingTransfer(command)
         self._sequences[command.transfer] = command.sequence
-        if not self._begins_with_step:
+        if command.is_queued or not self._begins_with_step:
             self.begin(transfer)
+
+    def send_cached(self, command: SendCached) -> None:
+        """Offers the cached tokens of a prompt that was queued, unless its hand-over has ended since."""
+        transfer = self._outgoing.get(command.sequence)
+        if transfer and transfer.sending and isinstance(transfer.sending.state, Waiting):
+            transfer.sending.ready(self._layers, (0, command.num_cached), command.pages)
+            transfer.num_chunks = 1
 
     def begin(self, transfer: OutgoingTransfer) -> None:
         """Opens a hand-over at the endpoint, once; cached tokens are ready at once."""
@@ -128,7 +137,8 @@ class KVConnector:
                 return
             transfer.is_begun = True
             try:
-                sending = self.endpoint.send(command.transfer, Digest(command.num_tokens, command.digest))
+                digest = Digest(command.num_tokens, command.digest)
+                sending = self.endpoint.send(command.transfer, digest, is_queued=command.is_queued)
                 if command.num_cached:
                     sending.ready(self._layers, (0, command.num_cached), command.pages)
                     transfer.num_chunks = 1
@@ -161,6 +171,15 @@ class KVConnector:
         """Informs a source that this instance has no room."""
         if command.dp == self._dp and self._rank == self._dp_ranks[0]:
             self.endpoint.decline(command.transfer, command.source, command.text)
+
+    def queue(self, command: QueueTransfer) -> None:
+        """Tells the other side that a hand-over waits here and the queue moves."""
+        if command.dp != self._dp or self._rank != self._dp_ranks[0]:
+            return
+        if command.source:
+            self.endpoint.queue(command.transfer, command.source)
+        elif (transfer := self._outgoing.get(self._sequences.get(command.transfer, -1))) and transfer.sending:
+            transfer.sending.queued()
 
     def abort(self, command: AbortTransfer) -> None:
         """Gives a hand-over up; the outcome follows."""
@@ -216,11 +235,14 @@ class KVConnector:
         transfer = self._outgoing.get(sequence) or self._incoming.get(sequence)
         assert transfer is not None
         is_granted = isinstance(handle, Sending) and handle.is_granted
+        is_target_full = isinstance(handle, Sending) and handle.is_target_full
         outcome = None if isinstance(handle.state, Waiting) else handle.state
         early = handle.early if isinstance(handle, Receiving) else None
         if isinstance(transfer, OutgoingTransfer) and (is_granted or outcome is not None):
             transfer.answered.set()
-        update = TransferUpdate(self._rank, sequence, is_granted, outcome, early, handle.is_released)
+        update = TransferUpdate(
+            self._rank, sequence, is_granted, is_target_full, outcome, early, handle.is_released
+        )
         if update == transfer.last_update:
             return
         transfer.last_update = update

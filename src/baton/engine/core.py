@@ -27,10 +27,12 @@ from baton.engine.commands import (
     DeclineTransfer,
     EndSequence,
     PageTables,
+    QueueTransfer,
     ReceiveKV,
     Reply,
     SampledToken,
     ScheduledSequence,
+    SendCached,
     SendKV,
     StartSequence,
     Step,
@@ -59,14 +61,15 @@ from baton.engine.tokenizer import AnswerText
 from baton.engine.trace import RequestTrace
 from baton.errors import ConfigError, EngineError
 from baton.protocol.outcomes import Aux, Cause, Failed, Finished, Outcome, Ready, Stage, Why
+from baton.protocol.timings import Timings
 from baton.session import prompt_digest
 
 HANDED, ABORTED = "handed", "abort"
 COUNTERS = ("preempted", "unpipelined", "pipelined", "drafted", "accepted")
 CHECKED_PAGES_MAX = 10_000
 """Larger pools are not checked when idle: that takes a good part of a second, and a request would wait."""
-RESERVE_S_MAX = 30.0
-"""How long a target waits for pages before it declines."""
+RENEW_S = Timings().offer_s / 4
+"""How often the peers of queued transfers are told that the queue moves."""
 
 
 @dataclass(slots=True)
@@ -104,6 +107,8 @@ class RequestState:
     answers: dict[int, AnswerState] = field(default_factory=dict)
     """By the number of the sequence; the first answer has the request's own number. Answers that have no
     sequence (yet) are under their negated index."""
+    is_announced: bool = False
+    """The peer of its hand-over was told that it waits here."""
     is_handing_over: bool = False
     """The ranks know of its hand-over, and some have not released it."""
     num_releases: int = 0
@@ -256,6 +261,11 @@ class EngineCore:
         """By the number of every sequence of theirs."""
         self._waiting_for_kv: list[deque[RequestState]] = [deque() for _ in self.schedulers]
         """By dp group, oldest first: requests from a source without pages."""
+        self._new_sources: list[RequestState] = []
+        """Those that the schedulers may not have seen yet."""
+        self._has_moved = False
+        """Whether anything was computed or handed over since the peers of queued transfers were told so."""
+        self._renewed_s = 0.0
         self._in_flight: deque[InFlightStep] = deque()
         self._is_checked = True
         self._num_taken = 0
@@ -304,6 +314,8 @@ class EngineCore:
         if state.is_target:
             self._waiting_for_kv[state.dp].append(state)
             return
+        if state.is_source:
+            self._new_sources.append(state)
         try:
             self.schedulers[state.dp].add(self._make_sequence(state))
         except ConfigError as error:
@@ -329,6 +341,10 @@ class EngineCore:
         while len(self._in_flight) < self._num_stages and (scheduled := self._schedule(now_s)):
             self._in_flight.append(scheduled)
             self._send(scheduled.step)
+        if has_free_stage:
+            self._announce_queued()
+        if self._has_moved and now_s >= self._renewed_s + RENEW_S:
+            self._renew_queued(now_s)
         self._update_load(has_free_stage, now_s)
         if not self.requests and not self._is_checked:
             self._is_checked = True
@@ -340,6 +356,7 @@ class EngineCore:
         """Takes a message of a worker."""
         match reply:
             case StepDone():
+                self._has_moved = True
                 computed = next(s for s in self._in_flight if s.step.number == reply.number)
                 computed.replies[reply.rank] = reply
                 while self._in_flight and len(self._in_flight[0].replies) == self._layout.num_ranks:
@@ -353,11 +370,11 @@ class EngineCore:
     # Steps.
 
     def _schedule(self, now_s: float) -> InFlightStep | None:
-        batches = [
-            scheduler.schedule(scheduler.decodes_max(self._num_stages) if self._num_stages > 1 else None)
-            or Batch()
-            for scheduler in self.schedulers
-        ]
+        batches = []
+        for scheduler, targets in zip(self.schedulers, self._waiting_for_kv, strict=True):
+            decodes_max = scheduler.decodes_max(self._num_stages) if self._num_stages > 1 else None
+            oldest_target = (targets[0].trace.arrived_s, targets[0].number) if targets else None
+            batches.append(scheduler.schedule(decodes_max, oldest_target) or Batch())
         for scheduler in self.schedulers:
             changes = scheduler.take_changes()
             self.counters["preempted"] += len(changes.preempted)
@@ -482,24 +499,28 @@ class EngineCore:
     # Hand-overs.
 
     def _reserve_pages(self, now_s: float) -> None:
-        """Reserves pages for waiting targets, oldest first; declines what waits too long or never fits."""
+        """Reserves pages for waiting targets, oldest first; declines what never fits.
+
+        The source of one that has to wait is told, so that it does not compute what cannot be received.
+        """
         for waiting in self._waiting_for_kv:
             while waiting and self._reserve(waiting[0], now_s):
                 waiting.popleft()
+            for state in reversed(waiting):
+                if state.is_announced:
+                    break
+                self._send_queued(state)
 
     def _reserve(self, state: RequestState, now_s: float) -> bool:
         """Whether a request need not wait any longer."""
         try:
             reservation = self.schedulers[state.dp].reserve(self._make_sequence(state))
-            if reservation is None and now_s - state.trace.arrived_s < RESERVE_S_MAX:
-                return False
-            text = f"no room for {state.request.num_known} tokens in {RESERVE_S_MAX:.0f} s"
         except ConfigError as error:
-            reservation, text = None, str(error)
-        if reservation is None:
-            self._decline(state, text)
-            self._refuse(state, text)
+            self._decline(state, str(error))
+            self._refuse(state, str(error))
             return True
+        if reservation is None:
+            return False
         handoff = state.request.handoff
         assert isinstance(handoff, InboundHandoff)
         state.is_handing_over = True
@@ -525,10 +546,36 @@ class EngineCore:
         assert isinstance(handoff, InboundHandoff)
         self._send(DeclineTransfer(state.dp, handoff.transfer, handoff.source, text))
 
-    def _send_handoff(self, state: RequestState, num_cached: int, pages: PageTables) -> None:
+    def _announce_queued(self) -> None:
+        """Has the targets of prompts that could not start know of them, so that they can grant."""
+        for state in self._new_sources:
+            if not state.is_handing_over and self.requests.get(state.number) is state:
+                self._send_handoff(state, 0, {}, is_queued=True)
+        self._new_sources.clear()
+
+    def _renew_queued(self, now_s: float) -> None:
+        self._has_moved, self._renewed_s = False, now_s
+        for state in self.requests.values():
+            if state.is_announced and not state.trace.begun_s:
+                self._send_queued(state)
+
+    def _send_queued(self, state: RequestState) -> None:
+        handoff = state.request.handoff
+        assert handoff is not None
+        state.is_announced = True
+        source = handoff.source if isinstance(handoff, InboundHandoff) else ""
+        self._send(QueueTransfer(state.dp, handoff.transfer, source))
+
+    def _send_handoff(
+        self, state: RequestState, num_cached: int, pages: PageTables, *, is_queued: bool = False
+    ) -> None:
         handoff = state.request.handoff
         assert isinstance(handoff, OutboundHandoff)
-        state.is_handing_over = True
+        if state.is_announced:
+            if num_cached:
+                self._send(SendCached(state.number, num_cached, pages))
+            return
+        state.is_handing_over, state.is_announced = True, is_queued
         self._send(
             SendKV(
                 sequence=state.number,
@@ -540,6 +587,7 @@ class EngineCore:
                 pages=pages,
                 is_pipelined=handoff.is_pipelined,
                 policy=handoff.policy,
+                is_queued=is_queued,
             )
         )
 
@@ -548,6 +596,8 @@ class EngineCore:
         if state is None:
             return
         scheduler, handoff = self.schedulers[state.dp], state.request.handoff
+        if reply.is_target_full:
+            scheduler.hold(state.number)
         if reply.is_granted:
             scheduler.grant(state.number)
         if reply.early is not None and not state.early_s:
@@ -556,6 +606,7 @@ class EngineCore:
                 self._output_first_tokens(state, reply.early, now_s)
         if reply.outcome is not None and not state.trace.settled_s:
             state.trace.settled_s = now_s
+            self._has_moved = self._has_moved or not isinstance(reply.outcome, Failed)
             self._settle(state, reply.outcome, now_s)
         if reply.is_released:
             state.num_releases += 1

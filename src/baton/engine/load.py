@@ -58,6 +58,8 @@ class EngineLoad:
     """Median of the latest hand-overs, from the first token (at a target its arrival) to the outcome."""
     wait_s: float = 0.0
     """How long a new request would wait, estimated."""
+    num_steps: int = 0
+    """That were computed since the start: while they grow, the queue moves."""
 
 
 @dataclass(slots=True)
@@ -107,11 +109,13 @@ class LoadMonitor:
         self._prefill = Rate()
         self._decode = Rate()
         self._handoffs_s: deque[float] = deque(maxlen=NUM_HANDOFFS)
+        self._num_steps = 0
         self._last_step_s = 0.0
         self._due_s = 0.0
 
     def record_step(self, num_prompt_tokens: int, start_s: float, stop_s: float) -> None:
         """Counts a step; steps of several pipeline stages overlap, and no time counts twice."""
+        self._num_steps += 1
         busy_s = stop_s - max(start_s, self._last_step_s)
         self._last_step_s = max(self._last_step_s, stop_s)
         if num_prompt_tokens:
@@ -145,6 +149,7 @@ class LoadMonitor:
             decode_tokens_per_s=self._decode.value,
             handoff_s=median(self._handoffs_s) if self._handoffs_s else 0.0,
             wait_s=self._wait_s(sequences, num_waiting) if num_waiting else 0.0,
+            num_steps=self._num_steps,
         )
 
     def check_admission(self, name: str, num_submitted: int, queue_max: int) -> None:

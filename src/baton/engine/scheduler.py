@@ -11,8 +11,10 @@ ends meanwhile keeps its pages until the batch completes. Ranks run batches in t
 and batches complete in that order.
 
 Sources and targets could deadlock: a source holds pages until its target has some, on an instance that may
-be a target itself. So sources without a grant may hold a share of the pool, or be a single one, and a
-target gets no pages while an older sequence waits for them.
+be a target itself. So sources without a grant may hold a share of the pool, none of them starts while an
+older one waits for room at its target, and a target gets no pages while an older sequence waits for them.
+A target also leaves room for the answers under way to grow: its pages are filled from a queue, and a prompt
+that was just received should not be preempted by an older answer.
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ from baton.engine.pages import PageGeometry
 from baton.engine.sequence import Sequence, SequenceRole, SequenceStatus
 from baton.errors import ConfigError, EngineError
 from baton.plan.routes import TOKENS_MAX
+
+GROWTH_TOKENS = 512
+"""Further tokens of every answer under way that a received prompt has to leave room for, if it may get so
+long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,7 @@ class SchedulerConfig:
     chunks_in_flight: int = 1
     """Chunks of one prompt that may be in flight at once; more than one keeps pipeline stages busy."""
     ungranted_share_max: float = 0.5
-    """The share of the pool that sources without a grant may hold, unless there is just one."""
+    """The share of the pool that sources without a grant may hold."""
 
     def __post_init__(self) -> None:
         if not 0 < self.ungranted_share_max <= 1:
@@ -103,7 +109,7 @@ class Scheduler:
         """
         assert sequence.role is SequenceRole.TARGET, "only a target's sequence is reserved"
         self._check_new(sequence)
-        if not self.num_slots or self._is_older_waiting(sequence):
+        if not self.num_slots or self._is_older_waiting(sequence) or not self._has_room_to_grow(sequence):
             return None
         if not self.kv_cache.allocate_for_receive(sequence):
             return None
@@ -169,10 +175,13 @@ class Scheduler:
             children.append(child)
         return children
 
-    def schedule(self, decodes_max: int | None = None) -> Batch | None:
+    def schedule(
+        self, decodes_max: int | None = None, oldest_target: tuple[float, int] | None = None
+    ) -> Batch | None:
         """Makes the next batch: decodes first, then chunks of started prompts, then waiting prompts.
 
-        At most `decodes_max` sequences decode, so that several batches in flight share them.
+        At most `decodes_max` sequences decode, so that several batches in flight share them. A prompt
+        younger than `oldest_target`, the age of the oldest one that has to be reserved, does not start.
         """
         works: list[ScheduledSequence] = []
         self._schedule_decodes(works, self.config.sequences_max if decodes_max is None else decodes_max)
@@ -181,7 +190,7 @@ class Scheduler:
             is_prefilling = sequence.status is SequenceStatus.PREFILLING
             if is_prefilling and sequence.num_in_flight < self.config.chunks_in_flight:
                 self._schedule_chunk(works, sequence)
-        self._schedule_waiting(works)
+        self._schedule_waiting(works, oldest_target)
         if not works:
             return None
         batch = Batch(works, [copy for _, copy in self.copies])
@@ -229,6 +238,11 @@ class Scheduler:
         """Ends a sequence if it still exists."""
         if number in self.sequences:
             self._end(self.sequences[number])
+
+    def hold(self, number: int) -> None:
+        """Records that the target has no room yet for a source's sequence."""
+        if number in self.sequences:
+            self.sequences[number].is_target_full = True
 
     def grant(self, number: int) -> None:
         """Records that the target has pages for a source's sequence."""
@@ -321,11 +335,15 @@ class Scheduler:
         if self._make_room(sequence, sequence.num_scheduled + size):
             works.append(self._schedule_tokens(sequence, size))
 
-    def _schedule_waiting(self, works: list[ScheduledSequence]) -> None:
+    def _schedule_waiting(
+        self, works: list[ScheduledSequence], oldest_target: tuple[float, int] | None
+    ) -> None:
         is_source_blocked = False
         for sequence in list(self.waiting):
             if _num_rows(works) >= self.config.batch_tokens_max or not self.num_slots:
                 return
+            if oldest_target is not None and sequence.age > oldest_target and not sequence.is_granted:
+                continue
             if _is_ungranted(sequence) and (is_source_blocked or not self._has_source_room(sequence)):
                 # Others may overtake it, but no other source without a grant.
                 is_source_blocked = True
@@ -389,19 +407,48 @@ class Scheduler:
         self._changes.preempted.append(sequence)
 
     def _has_source_room(self, sequence: Sequence) -> bool:
-        """Whether a source without a grant may start: such hold a share of the pool, or are a single one."""
+        """Whether a source without a grant may start.
+
+        Together they hold a share of the pool, and leave room for any other that may be granted first.
+        """
+        if sequence.is_target_full:
+            return False
         holders = [
             s for s in self.sequences.values() if _is_ungranted(s) and s.status is not SequenceStatus.WAITING
         ]
-        if not holders:
-            return True
+        others = (s for s in self.waiting if s.role is SequenceRole.SOURCE and s is not sequence)
+        num_longest = max((s.num_prompt for s in others), default=0)
         for group, pool in self.kv_cache.pools.items():
             num_wanted = self.geometry.num_pages(group, sequence.num_prompt, sequence.num_prompt)
             # Sources that hit the same prefix hold its pages together.
             held = {page for holder in holders for page in holder.held_pages(group)}
-            if num_wanted + len(held) > int(pool.num_pages * self.config.ungranted_share_max):
+            room = self.geometry.num_pages(group, num_longest, num_longest) if num_longest else 0
+            num_max = min(int(pool.num_pages * self.config.ungranted_share_max), pool.num_pages - room)
+            if num_wanted + len(held) > num_max:
                 return False
         return True
+
+    def _has_room_to_grow(self, sequence: Sequence) -> bool:
+        """Whether the answers under way, and this one, could grow by some tokens once it has its prompt."""
+        active = [
+            s
+            for s in self.sequences.values()
+            if s.status in (SequenceStatus.RUNNING, SequenceStatus.RECEIVING, SequenceStatus.PREFILLING)
+            and s.role is not SequenceRole.SOURCE
+        ]
+        if not active:
+            return True
+        for group in self.kv_cache.pools:
+            num_wanted = sum(self._num_pages_to_grow(group, s) for s in [*active, sequence])
+            if num_wanted > self.kv_cache.num_available(group):
+                return False
+        return True
+
+    def _num_pages_to_grow(self, group: str, sequence: Sequence) -> int:
+        num_tokens = min(sequence.num_tokens_max, sequence.num_tokens + GROWTH_TOKENS)
+        num_pages = self.geometry.num_pages(group, num_tokens, sequence.num_prompt)
+        num_freed = self.geometry.num_out_of_window(group, num_tokens, sequence.num_prompt)
+        return max(0, num_pages - num_freed - len(sequence.held_pages(group)))
 
     def _is_older_waiting(self, sequence: Sequence) -> bool:
         """Whether an older sequence waits for pages that a reservation would take."""

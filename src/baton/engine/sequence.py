@@ -70,6 +70,8 @@ class Sequence:
     """A hand-over may read or write its pages."""
     is_granted: bool = False
     """The target of its hand-over has pages for it."""
+    is_target_full: bool = False
+    """The target of its hand-over has said that it has no room yet."""
 
     pages: PageTables = field(default_factory=dict)
     """Page tables by group."""

@@ -28,10 +28,12 @@ from baton.engine.commands import (
     Command,
     DeclineTransfer,
     EndSequence,
+    QueueTransfer,
     ReceiveKV,
     Reply,
     SampledToken,
     ScheduledSequence,
+    SendCached,
     SendKV,
     StartSequence,
     Step,
@@ -221,12 +223,16 @@ class Worker:
             match command:
                 case SendKV():
                     self.connector.send(command)
+                case SendCached():
+                    self.connector.send_cached(command)
                 case ReceiveKV():
                     self.connector.receive(command)
                 case AbortTransfer():
                     self.connector.abort(command)
                 case DeclineTransfer():
                     self.connector.decline(command)
+                case QueueTransfer():
+                    self.connector.queue(command)
                 case _:
                     self._queue.put(command)
         self._queue.put(Stop())

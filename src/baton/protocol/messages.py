@@ -16,8 +16,8 @@ import msgspec
 
 from baton.protocol.outcomes import Aux, Cause, Failed, Finished, Ready
 
-VERSION_MIN = 2
-VERSION_MAX = 2
+VERSION_MIN = 3
+VERSION_MAX = 3
 
 Span: TypeAlias = tuple[int, int]
 PageTable: TypeAlias = dict[str, bytes]
@@ -192,6 +192,8 @@ class Offer(Message, frozen=True, tag="offer"):
     """On member links: which rank offers it."""
     progress_s: float = 0.0
     """The progress deadline that the rank named, or a rank of the source; 0: none did."""
+    is_queued: bool = False
+    """Whether the engine has it in its queue, and has not begun to prefill it."""
 
 
 class Landed(Message, frozen=True, tag="landed"):
@@ -265,6 +267,17 @@ class Abort(Message, frozen=True, tag="abort"):
     grant: bytes
     cause: Cause
     source_rank: int = -1
+
+
+class Queued(Message, frozen=True, tag="queued"):
+    """The sender's engine has this transfer in its queue, and the queue moves; repeated while that is so.
+
+    From a target it also means that there is no room yet; the source's coordinator tells its ranks.
+    """
+
+    transfer: str
+    source: str = ""
+    """On member links of a target: whom to tell."""
 
 
 # Member links, coordinator to rank.

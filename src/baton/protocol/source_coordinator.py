@@ -25,6 +25,7 @@ from baton.protocol.messages import (
     Message,
     Offer,
     OutcomeQuery,
+    Queued,
     Quiet,
     Settled,
     Unquiet,
@@ -67,6 +68,8 @@ class SourceCoordinator(msgspec.Struct, frozen=True):
     doubt: str = ""
     askers: frozenset[int] = frozenset()
     """Sessions that asked for the dp group before it was known."""
+    is_target_full: bool = False
+    """Whether the target has it in its queue; until it is granted."""
 
     @property
     def announced(self) -> Offer:
@@ -118,6 +121,11 @@ class GroupRequested:
     """A target asks for the dp group."""
 
     session: int
+
+
+@dataclass(frozen=True, slots=True)
+class TargetQueued:
+    """The target has no room yet, and its queue moves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +195,8 @@ def _join(record: SourceCoordinator, offer: Offer, now: float) -> Step:
     offer = msgspec.structs.replace(offer, source_rank=-1, progress_s=0.0)
     first = record.offer or offer
     joined = record.joined | {rank}
-    if first != offer:
+    # A rank that joins late may find the engine at work already.
+    if msgspec.structs.replace(first, is_queued=offer.is_queued) != offer:
         text = f"rank {rank} prefilled {_described(offer)}, others {_described(first)}"
         cause = record.cause(Why.REFUSED_PROMPT, Stage.OFFER, text, rank)
         return _fail(replace(record, joined=joined), cause, now)
@@ -197,13 +206,20 @@ def _join(record: SourceCoordinator, offer: Offer, now: float) -> Step:
         ranks=record.groups[offer.source_dp],
         joined=joined,
         askers=frozenset(),
-        deadlines=replace(deadlines, moved=now, has_begun=record.grant is not None),
+        deadlines=deadlines.queued(now) if offer.is_queued else _reached(deadlines, record.grant, now),
     )
-    answers = tuple(ToSession(session, after.announced) for session in sorted(record.askers))
+    answers: Effects = tuple(ToSession(session, after.announced) for session in sorted(record.askers))
+    if record.is_target_full:
+        answers = (*answers, ToRank(rank, Queued(transfer=record.transfer)))
     if after.grant is None and (aux := after.final) is not None:
         decided, effects = _decide(after, Finished(aux.aux), now)
         return decided, (*answers, *effects)
     return after, answers
+
+
+def _reached(deadlines: Deadlines, other: Grant | Offer | None, now: float) -> Deadlines:
+    """The offer has come, or the grant; with the other one both sides are at work."""
+    return deadlines.met(now) if other is not None else replace(deadlines, moved=now)
 
 
 def _described(offer: Offer) -> str:
@@ -253,15 +269,28 @@ def _answer_decided(record: SourceCoordinator, event: GroupRequested, now: float
     return record, () if record.offer is None else (ToSession(event.session, record.announced),)
 
 
+def _rank_queued(record: SourceCoordinator, message: Queued, now: float) -> Step:
+    """The engine's queue moves; a target that has granted the transfer waits for it."""
+    after = replace(record, deadlines=record.deadlines.queued(now))
+    return after, () if record.grant is None else (ToTarget(Queued(transfer=record.transfer)),)
+
+
+def _target_queued(record: SourceCoordinator, event: TargetQueued, now: float) -> Step:
+    after = replace(record, deadlines=record.deadlines.queued(now), is_target_full=True)
+    ranks = () if record.is_target_full else sorted(record.joined)
+    return after, tuple(ToRank(rank, Queued(transfer=record.transfer)) for rank in ranks)
+
+
 def _grant(record: SourceCoordinator, grant: Grant, now: float) -> Step:
+    deadlines = record.deadlines.named(grant.progress_s)
+    is_queued = record.offer is not None and record.offer.is_queued
     after = replace(
         record,
         grant=grant,
         ranks=record.groups[grant.source_dp],
         state=S.RUNNING,
-        deadlines=replace(
-            record.deadlines.named(grant.progress_s), moved=now, has_begun=record.offer is not None
-        ),
+        is_target_full=False,
+        deadlines=deadlines.queued(now) if is_queued else _reached(deadlines, record.offer, now),
     )
     if record.offer is None:
         return after, ()
@@ -298,7 +327,7 @@ def _grant_again(record: SourceCoordinator, grant: Grant, now: float) -> Step:
 
 
 def _landed(record: SourceCoordinator, landed: Landed, now: float) -> Step:
-    return _moved(record, now), (ToTarget(landed),)
+    return replace(record, deadlines=record.deadlines.met(now)), (ToTarget(landed),)
 
 
 def _committed(record: SourceCoordinator, commit: Commit, now: float) -> Step:
@@ -350,7 +379,7 @@ def _target_gone(record: SourceCoordinator, event: TargetAborted | SessionLost, 
     return _stop_ranks(record, Failed(event.cause), ())
 
 
-def _target_declined(record: SourceCoordinator, event: TargetAborted, now: float) -> Step:
+def _target_declined(record: SourceCoordinator, event: TargetAborted | SessionLost, now: float) -> Step:
     return _decide(record, Failed(event.cause), now)
 
 
@@ -467,6 +496,9 @@ _CELLS: dict[tuple[Enum, type], Entry] = {
     (S.OPEN, Quiet): cell(_note_quiet, S.OPEN),
     (S.OPEN, Unquiet): cell(_note_quiet, S.OPEN),
     (S.OPEN, TargetAborted): cell(_target_declined, S.DECIDED),
+    (S.OPEN, Queued): cell(_rank_queued, S.OPEN),
+    (S.OPEN, TargetQueued): cell(_target_queued, S.OPEN),
+    (S.OPEN, SessionLost): cell(_target_declined, S.DECIDED),
     (S.OPEN, Ticked): cell(_tick_open, S.OPEN, S.DECIDED),
     (S.DECIDED, Offer): cell(_join_late, S.DECIDED),
     (S.DECIDED, GroupRequested): cell(_answer_decided, S.DECIDED),
@@ -476,10 +508,12 @@ _CELLS: dict[tuple[Enum, type], Entry] = {
     (S.DECIDED, Quiet): IGNORED,
     (S.DECIDED, Unquiet): IGNORED,
     (S.DECIDED, TargetAborted): IGNORED,
+    (S.DECIDED, SessionLost): IGNORED,
     (S.DECIDED, Ticked): cell(_tick_decided, S.DECIDED, S.ENDED),
     (S.RUNNING, Offer): cell(_join_granted, S.RUNNING, S.STOPPING, S.ENDED),
     (S.RUNNING, GroupRequested): cell(_answer, S.RUNNING),
     (S.RUNNING, Grant): cell(_grant_again, S.RUNNING),
+    (S.RUNNING, Queued): cell(_rank_queued, S.RUNNING),
     (S.RUNNING, Landed): cell(_landed, S.RUNNING),
     (S.RUNNING, Commit): cell(_committed, S.RUNNING, S.COMMITTED),
     (S.RUNNING, AuxRecord): cell(_forward_aux, S.RUNNING, S.STOPPING, S.ENDED),
@@ -512,10 +546,13 @@ _CELLS: dict[tuple[Enum, type], Entry] = {
     (S.STOPPING, SessionLost): IGNORED,
     (S.STOPPING, Ticked): IGNORED,
 }
+# A queue may have been left in the meantime.
+_CELLS |= {(state, Queued): IGNORED for state in (S.DECIDED, S.COMMITTED, S.STOPPING)}
+_CELLS |= {(state, TargetQueued): IGNORED for state in (S.DECIDED, S.RUNNING, S.COMMITTED, S.STOPPING)}
 
 SOURCE_COORDINATOR: Table[SourceCoordinator] = Table(
     name="source coordinator",
     states=SourceCoordinatorState,
-    remote=frozenset({GroupRequested, Grant, TargetAborted, Settled}),
+    remote=frozenset({GroupRequested, Grant, TargetQueued, TargetAborted, Settled}),
     cells=_CELLS,
 )

@@ -48,6 +48,7 @@ from baton.protocol.messages import (
     Offer,
     Opened,
     OutcomeQuery,
+    Queued,
     Quiet,
     QuietQuery,
     Receive,
@@ -385,12 +386,20 @@ def _offered(record: TargetCoordinator, offer: Offer, now: float) -> Step:
     request = record.request
     if (offer.num_tokens, offer.digest) == (request.num_tokens, request.digest):
         deadlines = record.deadlines.named(offer.progress_s)
-        return replace(record, deadlines=replace(deadlines, moved=now, has_begun=True)), ()
+        return replace(record, deadlines=_mentioned(deadlines, offer, now)), ()
     text = (
         f"granted for {request.num_tokens} tokens (digest {request.digest.hex()}), "
         f"offered {offer.num_tokens} ({offer.digest.hex()})"
     )
     return _fail(record, _cause(record, Why.REFUSED_PROMPT, Stage.OFFER, text), now)
+
+
+def _mentioned(deadlines: Deadlines, offer: Offer, now: float) -> Deadlines:
+    return deadlines.queued(now) if offer.is_queued else deadlines.met(now)
+
+
+def _queued(record: TargetCoordinator, message: Queued, now: float) -> Step:
+    return replace(record, deadlines=record.deadlines.queued(now)), ()
 
 
 def _landed(record: TargetCoordinator, landed: Landed, now: float) -> Step:
@@ -429,7 +438,7 @@ def _admit_if_complete(
 ) -> Step:
     if account is record.account:
         return record, ()
-    after = replace(record, account=account, deadlines=replace(record.deadlines, moved=now, has_begun=True))
+    after = replace(record, account=account, deadlines=record.deadlines.met(now))
     return _admit(after, account) if _can_admit(after, account) else (after, effects)
 
 
@@ -595,18 +604,21 @@ _CELLS: dict[tuple[Enum, type], Entry] = {
     (S.PREPARING, Receive): cell(_join, S.PREPARING, S.RELEASED),
     (S.PREPARING, Prepared): cell(_prepare, S.OPENING, S.GRANTED),
     (S.PREPARING, Offer): cell(_offered, S.PREPARING, S.RELEASED),
+    (S.PREPARING, Queued): cell(_queued, S.PREPARING),
     (S.PREPARING, SourceAborted): cell(_drop, S.RELEASED),
     (S.PREPARING, CallerAborted): cell(_drop_and_abort, S.RELEASED),
     (S.PREPARING, SessionLost): cell(_drop, S.RELEASED),
     (S.PREPARING, Ticked): cell(_tick, S.PREPARING, S.RELEASED),
     (S.OPENING, Opened): cell(_opened, S.OPENING, S.GRANTED, S.QUARANTINED),
     (S.OPENING, Offer): cell(_offered, S.OPENING, S.QUARANTINED),
+    (S.OPENING, Queued): cell(_queued, S.OPENING),
     (S.OPENING, SourceAborted): cell(_source_failed, S.QUARANTINED),
     (S.OPENING, CallerAborted): cell(_caller_aborted, S.QUARANTINED),
     (S.OPENING, SessionLost): cell(_session_lost, S.QUARANTINED),
     (S.OPENING, Ticked): cell(_tick, S.OPENING, S.QUARANTINED),
     (S.GRANTED, Opened): cell(_opened_late, *_JUDGED),
     (S.GRANTED, Offer): cell(_offered, S.GRANTED, S.QUARANTINED),
+    (S.GRANTED, Queued): cell(_queued, S.GRANTED),
     (S.GRANTED, Landed): cell(_landed, *_JUDGED),
     (S.GRANTED, Unpacked): cell(_unpacked, *_JUDGED),
     (S.GRANTED, Commit): cell(_committed, *_JUDGED),
@@ -629,7 +641,7 @@ _CELLS: dict[tuple[Enum, type], Entry] = {
     (S.RELEASED, OutcomeQuery): cell(_repeat, S.RELEASED),
 }
 # Once there is a verdict, messages that were on their way change nothing; before there is one, they do.
-_LATE = (Opened, Offer, Landed, Unpacked, Commit, AuxRecord, SourceAborted, CallerAborted)
+_LATE = (Opened, Offer, Queued, Landed, Unpacked, Commit, AuxRecord, SourceAborted, CallerAborted)
 _CELLS |= {(state, event): IGNORED for state in (S.READY, S.QUARANTINED, S.RELEASED) for event in _LATE}
 _CELLS |= {(S.READY, event): IGNORED for event in (Quiet, Unquiet, SessionLost, Ticked)}
 _CELLS |= {(S.RELEASED, event): IGNORED for event in (Prepared, Closed, Quiet, Unquiet, SessionLost, Ticked)}
@@ -637,6 +649,6 @@ _CELLS |= {(S.RELEASED, event): IGNORED for event in (Prepared, Closed, Quiet, U
 TARGET_COORDINATOR: Table[TargetCoordinator] = Table(
     name="target coordinator",
     states=TargetCoordinatorState,
-    remote=frozenset({Offer, Landed, Commit, AuxRecord, SourceAborted, Quiet, Unquiet, OutcomeQuery}),
+    remote=frozenset({Offer, Queued, Landed, Commit, AuxRecord, SourceAborted, Quiet, Unquiet, OutcomeQuery}),
     cells=_CELLS,
 )

@@ -25,11 +25,13 @@ class Timings:
     silence_s: float = 3.0
     """How long a link may be silent before its other end counts as lost."""
     offer_s: float = 120.0
-    """How long one side waits for a transfer that the other has not mentioned."""
+    """How long one side waits for a transfer that the other has not mentioned. An engine that has it in its
+    queue mentions it again and again, while it computes."""
     progress_s: float = 30.0
     """How long a transfer that both sides have mentioned may go without progress, unless a request names
     another limit."""
     total_s: float = 600.0
+    """How long a transfer may take in all, without the time that it waited in a queue."""
     copy_s: float = 5.0
     """How long one copy may go without progress."""
     ask_again_s: float = 0.25
@@ -57,7 +59,7 @@ class Deadlines(msgspec.Struct, frozen=True):
     began: float
     moved: float
     has_begun: bool = False
-    """Whether the other side has mentioned it; until then it waits for `offer_s`."""
+    """Whether both sides work on it; until then it waits for `offer_s`."""
     asked: float = 0.0
     progress_s: float = 0.0
     """The longest progress deadline that an engine of either side named for this transfer; 0: none did, and
@@ -68,6 +70,14 @@ class Deadlines(msgspec.Struct, frozen=True):
         if not self.progress_s < progress_s < math.inf:
             return self
         return msgspec.structs.replace(self, progress_s=progress_s)
+
+    def queued(self, now: float) -> Deadlines:
+        """The transfer is in the queue of an engine that computes: both deadlines begin anew."""
+        return self if self.has_begun else msgspec.structs.replace(self, began=now, moved=now)
+
+    def met(self, now: float) -> Deadlines:
+        """Both sides have mentioned the transfer and work on it."""
+        return msgspec.structs.replace(self, moved=now, has_begun=True)
 
     def passed(self, now: float) -> str:
         """Which deadline passed, in words; empty if none did."""

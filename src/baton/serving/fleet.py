@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from time import monotonic
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -220,6 +221,8 @@ class InstanceLoad(msgspec.Struct, frozen=True):
     num_waiting: int = 0
     num_tokens: int = 0
     num_queue_max: int = 0
+    num_steps: int = 0
+    """That it has computed; 0 where it does not say."""
 
 
 class InstanceRates(msgspec.Struct, frozen=True):
@@ -256,6 +259,8 @@ class Health:
     trouble: str = "not polled yet"
     heard_s: float = field(default_factory=monotonic)
     """When it last answered a poll."""
+    moved_s: float = -inf
+    """When it was last found to have computed something."""
     info: ServerInfo = field(default_factory=ServerInfo)
     epoch: int = 0
     """The last one that was ready; 0 before any was."""
@@ -400,6 +405,8 @@ class FleetInstance:
             self.lose(f"{self.name} has restarted (epoch {info.epoch})")
         if info.is_ready:
             self.health.epoch = info.epoch
+        if info.load.num_steps != self.health.info.load.num_steps:
+            self.health.moved_s = monotonic()
         self.health.info = info
         self.health.num_tokens_given = self.num_tokens
         return is_new

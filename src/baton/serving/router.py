@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 from time import monotonic
 from typing import Any, Literal
 from urllib.parse import quote
@@ -126,20 +127,21 @@ class RouterLimits:
     num_in_flight_max: int = 256
     """Requests that one instance is given at a time."""
     num_waiting_max: int = 1024
-    """Requests that wait in the router until an instance has room."""
-    wait_s_max: float = 30.0
+    """Requests that wait in the router until an instance has room, as long as their clients do."""
     recover_s_max: float = 1.0
-    """How long a request waits for an instance to appear where none is able."""
+    """How long requests wait for an instance to appear where none is able."""
     num_attempts_max: int = 4
     """In a row, without a token in between."""
     num_resumes_max: int = 16
     retry_s_max: float = 30.0
-    """A failure later than this after the request came, or after its last token, is not retried."""
+    """A failure later than this after the first one, or the first one since the last token, is not
+    retried."""
     connect_s_max: float = 1.5
     silence_s_max: float = 10.0
     """An upstream request without progress is ended after this, if its instance answers no polls either."""
     first_s_max: float = 300.0
-    """A response that has not begun after this is given up, whatever its instance says."""
+    """A response that has not begun after this is given up, if the instances of its attempt have computed
+    nothing for so long either; else they have it in a queue that moves."""
     stall_s_max: float = 60.0
     """A response that has begun and not grown for this long is resumed elsewhere."""
 
@@ -408,9 +410,10 @@ class ProxiedRequest:
         """Instances that failed it since its last token."""
         self._last_failure: AttemptFailed | None = None
         self._num_in_row = 0
+        """Failures since its last token."""
         self._num_failures = 0
-        self._token_s = self._began_s
-        """When it came, or its last token."""
+        self._failed_s = 0.0
+        """When the first one in the row happened."""
 
     @property
     def _has_begun(self) -> bool:
@@ -532,7 +535,7 @@ class ProxiedRequest:
                 if is_first:
                     self._router.metrics.added.observe(monotonic() - added_from_s)
                 # Tokens have come: earlier failures do not count any more.
-                self._num_in_row, self._avoid, self._token_s = 0, frozenset(), monotonic()
+                self._num_in_row, self._avoid = 0, frozenset()
             if stream_filter.error is not None:
                 raise attempt.failed_stream(stream_filter.error)
             if response is not None:
@@ -553,6 +556,8 @@ class ProxiedRequest:
             else:
                 instance.wake()
         self._last_failure = failed
+        if not self._num_in_row:
+            self._failed_s = monotonic()
         self._num_in_row += 1
         self._num_failures += 1
         self._avoid |= failed.blamed
@@ -564,7 +569,7 @@ class ProxiedRequest:
             failed.error.status in RETRIED_STATUSES
             and self._num_in_row < limits.num_attempts_max
             and self._num_failures <= limits.num_resumes_max
-            and monotonic() - self._token_s < limits.retry_s_max
+            and monotonic() - self._failed_s < limits.retry_s_max
         )
 
     def _retry_wait_s(self, error: ApiError, *, is_resume: bool) -> float:
@@ -621,6 +626,15 @@ class RouteConstraints(msgspec.Struct, frozen=True):
     """Tokens that are prefilled besides the prompt."""
 
 
+@dataclass(slots=True)
+class ModelQueue:
+    """The requests that wait for an instance of one model, oldest first."""
+
+    turns: deque[asyncio.Event] = field(default_factory=deque)
+    absent_s: float | None = None
+    """Since when no instance is able."""
+
+
 class RouteQueue:
     """Requests that wait for an instance with room: one queue per model, served first come, first served."""
 
@@ -628,34 +642,33 @@ class RouteQueue:
         self.num_waiting = 0
         self._chooser = chooser
         self._limits = limits
-        self._queues: dict[str | None, deque[asyncio.Event]] = {}
+        self._queues: dict[str | None, ModelQueue] = {}
 
     async def route(self, request: RoutableRequest, constraints: RouteConstraints) -> Route:
-        """A route, taken; an ApiError with status 429 or 503 where there is none in time."""
-        if not self._queues.get(request.model):
+        """A route, taken; an ApiError where too many wait (429), or where no instance is able (503)."""
+        if request.model not in self._queues:
             with suppress(NoInstance, AllFull):
                 return self._take(request, constraints)
         if self.num_waiting >= self._limits.num_waiting_max:
             raise _queue_full(f"{self.num_waiting} requests wait already")
-        queue = self._queues.setdefault(request.model, deque())
+        queue = self._queues.setdefault(request.model, ModelQueue())
         turn = asyncio.Event()
-        queue.append(turn)
+        queue.turns.append(turn)
         self.num_waiting += 1
         try:
             return await self._wait_turn(queue, turn, request, constraints)
         finally:
             self.num_waiting -= 1
-            queue.remove(turn)
-            if queue:
-                queue[0].set()
+            queue.turns.remove(turn)
+            if queue.turns:
+                queue.turns[0].set()
             else:
                 self._queues.pop(request.model, None)
 
     def wake(self) -> None:
         """An instance has room, or has changed."""
         for queue in self._queues.values():
-            if queue:
-                queue[0].set()
+            queue.turns[0].set()
 
     def _take(self, request: RoutableRequest, constraints: RouteConstraints) -> Route:
         try:
@@ -669,30 +682,29 @@ class RouteQueue:
 
     async def _wait_turn(
         self,
-        queue: deque[asyncio.Event],
+        queue: ModelQueue,
         turn: asyncio.Event,
         request: RoutableRequest,
         constraints: RouteConstraints,
     ) -> Route:
-        began_s = monotonic()
-        reason: NoInstance | AllFull = AllFull()
         while True:
-            is_first = queue[0] is turn
+            while queue.turns[0] is not turn:
+                turn.clear()
+                await turn.wait()
+            wait_s = QUEUE_RETRY_S
             try:
-                if is_first:
-                    return self._take(request, constraints)
-            except (NoInstance, AllFull) as cause:
-                reason = cause
-            is_absent = isinstance(reason, NoInstance)
-            wait_s = self._limits.recover_s_max if is_absent else self._limits.wait_s_max
-            left_s = began_s + wait_s - monotonic()
-            if left_s <= 0:
-                if is_absent:
-                    raise failure("NO_INSTANCE", f"{reason}; try again")
-                raise _queue_full(f"no instance had room for {wait_s:g} s")
+                return self._take(request, constraints)
+            except AllFull:
+                queue.absent_s = None
+            except NoInstance as reason:
+                queue.absent_s = queue.absent_s or monotonic()
+                left_s = queue.absent_s + self._limits.recover_s_max - monotonic()
+                if left_s <= 0:
+                    raise failure("NO_INSTANCE", f"{reason}; try again") from None
+                wait_s = min(wait_s, left_s)
             turn.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(left_s, QUEUE_RETRY_S if is_first else left_s)):
+                async with asyncio.timeout(wait_s):
                     await turn.wait()
 
 
@@ -714,8 +726,12 @@ class Route(msgspec.Struct, frozen=True):
     prefill_tokens: int
 
     @property
+    def instances(self) -> tuple[FleetInstance, ...]:
+        return (self.server,) if self.prefill is None else (self.server, self.prefill)
+
+    @property
     def names(self) -> tuple[str, ...]:
-        return (self.server.name,) if self.prefill is None else (self.server.name, self.prefill.name)
+        return tuple(instance.name for instance in self.instances)
 
     @property
     def text(self) -> str:
@@ -896,7 +912,7 @@ class Attempt:
 
     def __init__(self, router: Router, route: Route, legs: Legs) -> None:
         self.route = route
-        self.server = UpstreamRequest(router.client, route.server.name, router.config.limits)
+        self.server = UpstreamRequest(router.client, route.server.name, router.config.limits, route.instances)
         """To the instance that answers."""
         self.prompt_tokens = 0
         """As the prefill instance counted them; 0 while it has not reported."""
@@ -910,7 +926,9 @@ class Attempt:
         """Sends both requests; returns the response's headers, or raises AttemptFailed or UpstreamError."""
         router, instance, prefill, legs = self._router, self.route.server, self.route.prefill, self._legs
         if prefill is not None and legs.num_jobs:
-            self._prefill = UpstreamRequest(router.client, prefill.name, router.config.limits)
+            self._prefill = UpstreamRequest(
+                router.client, prefill.name, router.config.limits, self.route.instances
+            )
             prefill.upstreams.add(self._prefill)
             task = asyncio.create_task(self._run_prefill(prefill, self._prefill))
             router.prefill_tasks.add(task)
@@ -1020,7 +1038,14 @@ def _blamed(route: Route, instance: FleetInstance, error: ApiError) -> tuple[str
 class UpstreamRequest:
     """One request to one instance, read by one task; `fail` wakes that task with a cause."""
 
-    def __init__(self, client: UpstreamClient, name: str, limits: RouterLimits) -> None:
+    def __init__(
+        self,
+        client: UpstreamClient,
+        name: str,
+        limits: RouterLimits,
+        instances: Sequence[FleetInstance] = (),
+    ) -> None:
+        """`instances` are those of the attempt: while either computes, it may have the request queued."""
         self.response: RawResponseMessage | None = None
         """Once its headers are there."""
         self.is_waiting = False
@@ -1031,6 +1056,7 @@ class UpstreamRequest:
         """Since when the current wait lasts."""
         self._client = client
         self._name = name
+        self._instances = instances
         self._limits = limits
         self._error: UpstreamError | AttemptFailed | None = None
         self._connecting: asyncio.Timeout | None = None
@@ -1126,7 +1152,11 @@ class UpstreamRequest:
     def check(self, now_s: float, unheard_s: float) -> None:
         """Ends it if it has expired or made no progress for too long; called after each poll."""
         limits, silent_s = self._limits, now_s - self._progress_s
-        silent_s_max = limits.first_s_max if self.response is None else limits.stall_s_max
+        if self.response is not None:
+            stuck_s, stuck_s_max = silent_s, limits.stall_s_max
+        else:
+            idle_s = now_s - max((instance.health.moved_s for instance in self._instances), default=-inf)
+            stuck_s, stuck_s_max = min(silent_s, idle_s), limits.first_s_max
         if now_s > self.expires_s:
             self.close()
         elif not self.is_waiting:
@@ -1134,6 +1164,6 @@ class UpstreamRequest:
         elif min(silent_s, unheard_s) > limits.silence_s_max:
             text = f"{self._name} has not answered anything for {unheard_s:.0f} s"
             self.fail(UpstreamError(text, "DEADLINE"))
-        elif silent_s > silent_s_max:
-            text = f"{self._name} has made no progress for {silent_s:.0f} s"
+        elif stuck_s > stuck_s_max:
+            text = f"{self._name} has made no progress for {stuck_s:.0f} s"
             self.fail(UpstreamError(text, "DEADLINE"))

@@ -325,6 +325,7 @@ class Server:
                     "num_waiting": load.num_waiting,
                     "num_tokens": load.num_tokens,
                     "num_queue_max": config.queue_max,
+                    "num_steps": load.num_steps,
                     "num_open": self.num_open,
                 },
                 "pages": msgspec.to_builtins(load.pages),

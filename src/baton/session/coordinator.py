@@ -36,6 +36,7 @@ from baton.protocol.messages import (
     Introduction,
     Landed,
     Offer,
+    Queued,
     Quiet,
     Refused,
     SessionClosed,
@@ -215,6 +216,8 @@ class CoordinatorDriver:
             case Goodbye():
                 self._feed(RankLost(rank, str(message.cause)))
             case Abort(source_rank=source_rank) if source_rank >= 0:
+                self.outbound.on_rank_message(rank, message)
+            case Queued(source=""):
                 self.outbound.on_rank_message(rank, message)
             case _ if isinstance(message, FROM_SOURCE_RANKS):
                 self.outbound.on_rank_message(rank, message)

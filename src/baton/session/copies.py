@@ -23,7 +23,7 @@ from baton.plan.binding import ChunkSend, TransferTerms, bind_source, pages_read
 from baton.plan.tokens import Ints
 from baton.protocol.ledger import Rectangle
 from baton.protocol.machine import Conclude, Forget
-from baton.protocol.messages import AnyMessage, Grant, Lane, Message, Offer, SessionPaths, Settled
+from baton.protocol.messages import AnyMessage, Grant, Lane, Message, Offer, Queued, SessionPaths, Settled
 from baton.protocol.outcomes import Aux, Cause, Stage, Why
 from baton.protocol.source_rank import (
     SOURCE_RANK,
@@ -179,7 +179,9 @@ class SourceCopies:
 
     # Calls of the engine, through its handle.
 
-    def begin(self, sending: Sending, digest: Digest, progress_s: float = 0.0) -> None:
+    def begin(
+        self, sending: Sending, digest: Digest, progress_s: float = 0.0, *, is_queued: bool = False
+    ) -> None:
         """Offers a transfer to the coordinator."""
         config = self.config
         if sending.transfer in self.transfers:
@@ -195,8 +197,14 @@ class SourceCopies:
                 source_dp=config.spec.layout.coordinates(config.rank)["dp"],
                 source_rank=config.rank,
                 progress_s=progress_s,
+                is_queued=is_queued,
             )
         )
+
+    def queued(self, sending: Sending) -> None:
+        """The engine's queue moves."""
+        if self._of(sending) is not None:
+            self.send(Queued(transfer=sending.transfer))
 
     def read_pages(self, pages: Pages) -> dict[str, Ints]:
         """From any thread: a copy of a page table; raises ConfigError on one that the pools cannot have."""
@@ -274,8 +282,16 @@ class SourceCopies:
         transfer.grant, transfer.terms = grant, terms
         transfer.lanes = {lane.target_rank: lane for lane in grant.lanes}
         transfer.handle.session, transfer.handle.is_granted = grant.session, True
+        transfer.handle.is_target_full = False
         self._dispatcher.feed(transfer, grant)
         transfer.handle.on_change(transfer.handle)
+
+    def target_queued(self, message: Queued) -> None:
+        """The target has no room yet."""
+        transfer = self.transfers.get(message.transfer)
+        if transfer is not None and transfer.grant is None:
+            transfer.handle.is_target_full = True
+            transfer.handle.on_change(transfer.handle)
 
     def settled(self, message: Settled) -> None:
         """The transfer ended."""

@@ -259,14 +259,17 @@ class Endpoint:
         is_served = is_serving and self._membership.served.wait(max(0.0, limit_s - time.monotonic()))
         return is_served and self._is_open
 
-    def send(self, transfer_id: str, digest: Digest, progress_s: float | None = None) -> Sending:
+    def send(
+        self, transfer_id: str, digest: Digest, progress_s: float | None = None, *, is_queued: bool = False
+    ) -> Sending:
         """Source: begins to send this rank's part of a transfer.
 
         `progress_s`: how long it may go without progress; `Request` has the same for the target, and the
-        longer of the two holds for both.
+        longer of the two holds for both. `is_queued`: the engine cannot begin to prefill it yet. The target
+        may grant it all the same; call `Sending.queued` again and again, while the engine's queue moves.
         """
         self._check_open()
-        return self._rank.send(transfer_id, digest, progress_s)
+        return self._rank.send(transfer_id, digest, progress_s, is_queued=is_queued)
 
     def receive(self, request: Request) -> Receiving:
         """Target: asks for a transfer, with the pages of this rank or of several."""
@@ -276,6 +279,10 @@ class Endpoint:
     def decline(self, transfer_id: str, source: str, text: str) -> None:
         """Target: tells a source that there is no room for its transfer."""
         self._rank.decline(transfer_id, source, text)
+
+    def queue(self, transfer_id: str, source: str) -> None:
+        """Target: tells a source that its transfer waits for room; again and again, while the queue moves."""
+        self._rank.queue(transfer_id, source)
 
     def on_change(self, callback: Callable[[Handle], None]) -> None:
         """Calls back on the endpoint's thread whenever a handle changed; it must neither block nor raise."""

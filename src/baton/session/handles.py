@@ -214,6 +214,7 @@ class SendingDriver(Protocol):
 
     def read_pages(self, pages: Pages) -> Mapping[str, Ints]: ...
     def chunk_ready(self, sending: Sending, chunk: OfferedChunk) -> None: ...
+    def queued(self, sending: Sending) -> None: ...
     def seal(self, sending: Sending, aux: Aux | None) -> None: ...
     def answer_ended(self, sending: Sending, aux: Aux) -> None: ...
     def abort_sending(self, sending: Sending, text: str) -> None: ...
@@ -278,6 +279,8 @@ class Sending(Handle):
         """Chunks that were dropped with a place of their own at the target; the latest come first."""
         self.is_granted = False
         """Whether the target has pages for it; requests without may hold a share of a source's pool."""
+        self.is_target_full = False
+        """Whether the target has no room for it yet."""
         self.session = 0
         """Which session granted it, once one has: copies of one session share a target instance."""
         self.copies: list[CopyTiming] = []
@@ -300,6 +303,10 @@ class Sending(Handle):
                 self._num_chunks += 1
                 self._reading[chunk.index] = lambda: {group: ids.tolist() for group, ids in table.items()}
                 self._post(partial(self._driver.chunk_ready, self, chunk))
+
+    def queued(self) -> None:
+        """The engine has not begun to prefill it, and its queue moves: the deadlines begin anew."""
+        self._post(partial(self._driver.queued, self))
 
     def commit(self, aux: Aux | None = None) -> None:
         """There will be no more chunks; the rank that sampled gives the aux record, the others none."""

@@ -37,6 +37,7 @@ from baton.protocol.messages import (
     OutcomeQuery,
     PageTable,
     Paths,
+    Queued,
     Quiet,
     Receive,
     Released,
@@ -135,8 +136,8 @@ class InboundTransfers:
         """Why nothing new is granted; empty while it is."""
         self.transfers: dict[str, InboundTransfer] = {}
         self.grants: dict[bytes, InboundTransfer] = {}
-        self.declined: dict[str, list[Decline]] = {}
-        """By source, until there is a session to send them over."""
+        self.unsent: dict[str, list[AnyMessage]] = {}
+        """By source: messages about transfers that are not asked for, until there is a session."""
         self.given_up: dict[str, tuple[Cause, float]] = {}
         """Transfers that an engine aborted on a rank before any rank had asked, until they expire."""
         self.unclosed: list[InboundTransfer] = []
@@ -157,6 +158,8 @@ class InboundTransfers:
                 self._asked(rank, message)
             case Decline():
                 self._decline(message)
+            case Queued():
+                self._to_named(message.source, Queued(transfer=message.transfer))
             case Abort():
                 self._given_up(message)
             case Invited():
@@ -240,12 +243,15 @@ class InboundTransfers:
             self._decline(Decline(transfer=message.transfer, source=message.source, cause=cause))
 
     def _decline(self, message: Decline) -> None:
-        session = self.sessions.to(message.source)
+        self._to_named(message.source, Abort(transfer=message.transfer, grant=b"", cause=message.cause))
+
+    def _to_named(self, source: str, message: AnyMessage) -> None:
+        """Sends to a source, now or when there is a session with it."""
+        session = self.sessions.to(source)
         if session is None:
-            self.declined.setdefault(message.source, []).append(message)
-            return
-        abort = Abort(transfer=message.transfer, grant=b"", cause=message.cause)
-        self.sessions.send(session.number, abort)
+            self.unsent.setdefault(source, []).append(message)
+        else:
+            self.sessions.send(session.number, message)
 
     def _invited(self, message: Invited) -> None:
         session = self.sessions.standing.get(message.session)
@@ -265,8 +271,8 @@ class InboundTransfers:
     def session_up(self, session: Session) -> None:
         """A source is there: transfers that waited for it go on."""
         for name in self.sessions.names_of(session):
-            for declined in self.declined.pop(name, []):
-                self._decline(declined)
+            for message in self.unsent.pop(name, []):
+                self.sessions.send(session.number, message)
             for transfer in list(self.transfers.values()):
                 if transfer.record.request.source == name:
                     self._advance(transfer)
@@ -386,6 +392,10 @@ class InboundTransfers:
                         transfer.source_dp = message.source_dp
                     self._dispatcher.feed(transfer, message)
                     self._advance(transfer)
+            case Queued():
+                transfer = self.transfers.get(message.transfer)
+                if transfer is not None and transfer.session == session.number:
+                    self._dispatcher.feed(transfer, message)
             case Abort():
                 self._aborted(session, message)
 
@@ -410,7 +420,7 @@ class InboundTransfers:
 
     def source_unreachable(self, name: str, cause: Cause) -> None:
         """A source could not be reached: transfers that waited for it fail."""
-        self.declined.pop(name, None)
+        self.unsent.pop(name, None)
         for transfer in list(self.transfers.values()):
             is_waiting = transfer.record.state is TargetCoordinatorState.PREPARING
             if is_waiting and transfer.record.request.source == name:

@@ -20,6 +20,7 @@ from baton.protocol.messages import (
     Offer,
     Path,
     Paths,
+    Queued,
     Quiet,
     QuietQuery,
     SessionPaths,
@@ -35,6 +36,7 @@ from baton.protocol.source_coordinator import (
     SourceCoordinator,
     SourceCoordinatorState,
     TargetAborted,
+    TargetQueued,
     ToRank,
     ToSession,
     ToTarget,
@@ -140,7 +142,7 @@ class OutboundTransfers:
             case Landed() | Commit() | Quiet() | Unquiet():
                 self._check_rank(rank, message.source_rank)
                 self._feed(message.transfer, message)
-            case AuxRecord():
+            case AuxRecord() | Queued():
                 self._feed(message.transfer, message)
             case Abort():
                 self._feed(message.transfer, RankAborted(message.cause))
@@ -201,6 +203,13 @@ class OutboundTransfers:
                     by_rank.setdefault(path.source_rank, []).append(path)
                 for rank, paths in by_rank.items():
                     self.to_rank(rank, SessionPaths(session=session.number, paths=tuple(paths)))
+            case Queued(transfer=transfer):
+                if transfer in self.transfers or self._over(transfer, Stage.OFFER) is None:
+                    queued = self._transfer(transfer)
+                    if queued.session == -1:
+                        # If the target is lost, nothing else ends what waits for it.
+                        queued.session = session.number
+                    self._dispatcher.feed(queued, TargetQueued())
             case Grant():
                 self._granted(session, message)
             case QuietQuery():

@@ -99,6 +99,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     num_tokens: int
     digest: bytes
     progress_s: float | None
+    is_queued: bool
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
@@ -109,6 +110,12 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     tokens: tuple[int, int]
     table: Tables | None
     fence: FenceName | None
+
+
+class QueueSending(msgspec.Struct, frozen=True, array_like=True, tag="queued"):
+    """`Sending.queued`."""
+
+    key: int
 
 
 class Seal(msgspec.Struct, frozen=True, array_like=True, tag="seal"):
@@ -156,6 +163,13 @@ class DeclineTransfer(msgspec.Struct, frozen=True, array_like=True, tag="decline
     text: str
 
 
+class QueueTransfer(msgspec.Struct, frozen=True, array_like=True, tag="queue"):
+    """`Endpoint.queue`."""
+
+    transfer: str
+    source: str
+
+
 class FenceReady(msgspec.Struct, frozen=True, array_like=True, tag="fence"):
     """A fence of the host is ready."""
 
@@ -175,7 +189,20 @@ class Shut(msgspec.Struct, frozen=True, array_like=True, tag="shut"):
     """`Endpoint.close`."""
 
 
-Call = Begin | Offer | Seal | Withdraw | AbortHandle | Receive | DeclineTransfer | FenceReady | Ask | Shut
+Call = (
+    Begin
+    | Offer
+    | QueueSending
+    | Seal
+    | Withdraw
+    | AbortHandle
+    | Receive
+    | DeclineTransfer
+    | QueueTransfer
+    | FenceReady
+    | Ask
+    | Shut
+)
 
 
 # Messages of the endpoint.
@@ -209,6 +236,7 @@ class Changed(msgspec.Struct, frozen=True, array_like=True, tag="changed"):
 
     key: int
     is_granted: bool = False
+    is_target_full: bool = False
     session: int = 0
     early: Aux | None = None
     outcome: Outcome | None = None
@@ -343,9 +371,13 @@ class EndpointServer:
         match call:
             case Begin():
                 digest = Digest(call.num_tokens, call.digest)
-                self._open(call.key, partial(self.endpoint.send, call.transfer, digest, call.progress_s))
+                send = partial(self.endpoint.send, call.transfer, digest, call.progress_s)
+                self._open(call.key, partial(send, is_queued=call.is_queued))
             case Offer():
                 self._offer(call)
+            case QueueSending():
+                if (sending := self._sending(call.key)) is not None:
+                    sending.queued()
             case Seal():
                 if (sending := self._sending(call.key)) is None:
                     return
@@ -367,6 +399,8 @@ class EndpointServer:
                 self._open(call.key, partial(self.endpoint.receive, self._request(call)))
             case DeclineTransfer():
                 self.endpoint.decline(call.transfer, call.source, call.text)
+            case QueueTransfer():
+                self.endpoint.queue(call.transfer, call.source)
             case FenceReady():
                 if (fence := self._fences.pop(call.number, None)) is not None:
                     fence.set()
@@ -467,6 +501,7 @@ class EndpointServer:
         return Changed(
             key,
             is_granted=handle.is_granted,
+            is_target_full=handle.is_target_full,
             session=handle.session,
             outcome=outcome,
             num_offered=num_offered,

@@ -26,6 +26,7 @@ from baton.protocol.messages import (
     Introduction,
     Invite,
     Open,
+    Queued,
     Released,
     SessionClosed,
     SessionOpened,
@@ -79,13 +80,15 @@ class RankDriver:
         self._attach_until_s = self.ports.now() + patience_s
         self._dial()
 
-    def send(self, transfer: str, digest: Digest, progress_s: float | None = None) -> Sending:
+    def send(
+        self, transfer: str, digest: Digest, progress_s: float | None = None, *, is_queued: bool = False
+    ) -> Sending:
         """Begins the source's end of a transfer."""
         check_transfer(transfer)
         if progress_s is not None:
             check_progress(progress_s)
         sending = Sending(transfer, digest.num_tokens, self.source, self.ports.post, self._changed)
-        self.ports.post(partial(self.source.begin, sending, digest, progress_s or 0.0))
+        self.ports.post(partial(self.source.begin, sending, digest, progress_s or 0.0, is_queued=is_queued))
         return sending
 
     def receive(self, request: Request) -> Receiving:
@@ -102,6 +105,10 @@ class RankDriver:
         """Tells the source that this instance will not take a transfer."""
         cause = self.config.cause(Why.OUT_OF_PAGES, Stage.GRANT, text)
         self.ports.post(partial(self._send, Decline(transfer=transfer, source=source, cause=cause)))
+
+    def queue(self, transfer: str, source: str) -> None:
+        """Tells the source that a transfer waits for room here."""
+        self.ports.post(partial(self._send, Queued(transfer=transfer, source=source)))
 
     def leave(self, text: str) -> None:
         """The owner ends this rank, and with it the instance."""
@@ -177,6 +184,8 @@ class RankDriver:
                 self.source.connect(message)
             case Grant():
                 self.source.granted(message)
+            case Queued():
+                self.source.target_queued(message)
             case Settled():
                 self.source.settled(message)
                 self.target.settled(message)

@@ -60,6 +60,8 @@ from baton.session.process import (
     Offer,
     Opened,
     Over,
+    QueueSending,
+    QueueTransfer,
     Receive,
     Seal,
     Serving,
@@ -220,6 +222,10 @@ class RemoteSendings:
             table = pages_as_bytes(chunk.pages)
         self._send(Offer(key, chunk.layers, chunk.tokens, table, self.name_fence(chunk.fence, sending)))
 
+    def queued(self, sending: Sending) -> None:
+        if (key := self._keys.get(sending)) is not None:
+            self._send(QueueSending(key))
+
     def seal(self, sending: Sending, aux: Aux | None) -> None:
         if (key := self._keys.get(sending)) is not None:
             self._send(Seal(key, aux, is_finished=False))
@@ -332,7 +338,9 @@ class RemoteEndpoint:
         waiting; False at once if the endpoint is over."""
         return self._serving.wait(timeout_s) and self._is_open
 
-    def send(self, transfer_id: str, digest: Digest, progress_s: float | None = None) -> Sending:
+    def send(
+        self, transfer_id: str, digest: Digest, progress_s: float | None = None, *, is_queued: bool = False
+    ) -> Sending:
         """Source: begins to send this rank's part of a transfer."""
         self._check_open()
         check_transfer(transfer_id)
@@ -342,7 +350,7 @@ class RemoteEndpoint:
         sending = Sending(transfer_id, digest.num_tokens, self._sendings, _call, self._changed)
         self._handles[key] = sending
         self._sendings.add(sending, key)
-        self._send(Begin(key, transfer_id, digest.num_tokens, digest.value, progress_s))
+        self._send(Begin(key, transfer_id, digest.num_tokens, digest.value, progress_s, is_queued))
         return sending
 
     def receive(self, request: Request) -> Receiving:
@@ -379,6 +387,10 @@ class RemoteEndpoint:
     def decline(self, transfer_id: str, source: str, text: str) -> None:
         """Target: tells a source that there is no room for its transfer."""
         self._send(DeclineTransfer(transfer_id, source, text))
+
+    def queue(self, transfer_id: str, source: str) -> None:
+        """Target: tells a source that its transfer waits for room; again and again, while the queue moves."""
+        self._send(QueueTransfer(transfer_id, source))
 
     def on_change(self, callback: Callable[[Handle], None]) -> None:
         """Calls back on the endpoint's thread whenever a handle changed; it must neither block nor raise."""
@@ -464,13 +476,14 @@ class RemoteEndpoint:
     def _update(self, event: Changed) -> None:
         handle = self._handles[event.key]
         if isinstance(handle, Sending):
-            is_new_grant = event.is_granted and not handle.is_granted
-            handle.session, handle.is_granted = event.session, event.is_granted
+            before = (handle.is_granted, handle.is_target_full)
+            handle.session = event.session
+            handle.is_granted, handle.is_target_full = event.is_granted, event.is_target_full
             handle.copies.extend(event.copies)
             handle.release_chunks(event.num_offered, event.reading)
             if event.quiet is not None:
                 handle.end_withdrawal(event.quiet.landed, event.quiet.dropped, event.quiet.is_committed)
-            if is_new_grant and event.outcome is None:
+            if before != (handle.is_granted, handle.is_target_full) and event.outcome is None:
                 self._changed(handle)
         elif isinstance(handle, Receiving) and event.early is not None and handle.early is None:
             handle.early = event.early

@@ -6,6 +6,8 @@ A method with the name of an event (see `baton.sim.core.Context`) is called when
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from math import inf
 from typing import ClassVar, NoReturn
 
 import numpy as np
@@ -471,7 +473,7 @@ class AllOpened(Checker):
 class Clean(Checker):
     """Every transfer succeeds in a seed without faults, or with faults that a transfer must survive."""
 
-    HARMLESS = frozenset({"delay", "duplication", "retries", "skew"})
+    HARMLESS = frozenset({"delay", "duplication", "pressure", "retries", "skew"})
 
     def on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
         is_expected = self.world.is_scripted or not self.HARMLESS.issuperset(self.world.options.faults)
@@ -514,6 +516,48 @@ class Patience(Checker):
             )
 
 
+class QueueWaits(Checker):
+    """No transfer fails for the time that it spent in the queue of an engine, while that queue moves."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self._died: dict[str, float] = {}
+
+    def on_death(self, incarnation: Incarnation) -> None:
+        self._died[incarnation.name] = self.now
+
+    def on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
+        if not isinstance(outcome, Failed) or outcome.cause.why is not Why.DEADLINE:
+            return
+        offer_s = self.world.options.timings.offer_s
+        # Moves since then were announced, and the announcements have arrived.
+        since_s, until_s = (
+            self.now - 0.8 * offer_s,
+            self.now - 0.3 * offer_s - 3 * self.world.network.slowest_s,
+        )
+        if _excuse_s(self.world, job, self._died) > self.now - 2 * offer_s:
+            return
+        for name in (job.attempt.ends.source, job.attempt.ends.target):
+            engine = self.world.instances[name].engine
+            if engine is None or job.attempt not in engine.queue:
+                continue
+            if any(since_s < move_s < until_s for move_s in engine.moves_s):
+                self.fail(
+                    f"{job.transfer} failed on {job.incarnation.name}/{rank} in the queue of {name}, which "
+                    f"moves: {outcome.cause}"
+                )
+
+
+def _excuse_s(world: World, job: Job, died: Mapping[str, float]) -> float:
+    """When something last kept messages from the two sides of a transfer or their ranks."""
+    names = (job.attempt.ends.source, job.attempt.ends.target)
+    times = [world.network.loss_s.get(frozenset(names), -inf)]
+    for name in names:
+        times.append(died.get(name, -inf))
+        times += [process.halted_until_s for process in world.instances[name].processes]
+    return max(times)
+
+
 class PromptFailure(Checker):
     """After one end knows of a failure, all ranks of both ends know soon, unless the network lost it."""
 
@@ -554,20 +598,11 @@ class PromptFailure(Checker):
             return
         if since - first > self.FORGOTTEN * self.world.options.timings.linger_s:
             return
-        if self._excuse_s(job) < first - self.EXCUSE_S:
+        if _excuse_s(self.world, job, self._died) < first - self.EXCUSE_S:
             self.fail(
                 f"{job.transfer}: failed at {since:.4f} s, but {job.incarnation.name}/{rank} heard of it "
                 f"{self.now - since:.3f} s later: {outcome.cause}"
             )
-
-    def _excuse_s(self, job: Job) -> float:
-        """When something last kept messages from the two sides or their ranks."""
-        names = (job.attempt.ends.source, job.attempt.ends.target)
-        times = [self.world.network.loss_s.get(frozenset(names), -self.EXCUSE_S)]
-        for name in names:
-            times.append(self._died.get(name, -self.EXCUSE_S))
-            times += [process.halted_until_s for process in self.world.instances[name].processes]
-        return max(times)
 
 
 class EndsTogether(Checker):

@@ -3,7 +3,8 @@
 The source prefills in chunks of tokens and groups of layers, in any order, with fences that become ready
 later. It may preempt a prompt at any moment: its pages are overwritten as soon as no copy reads them, and the
 prompt is computed again later, in other pages and other chunks. The target reserves pages, waits for the
-outcome, decodes for a while, and frees.
+outcome, decodes for a while, and frees. Attempts without room wait in a queue, for as long as it takes; their
+peers are told again and again while the engine gets something done.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from baton.plan.ownership import page_spaces, space_sizes
+from baton.plan.ownership import page_spaces
 from baton.plan.routes import Chunk
 from baton.protocol.ledger import Rectangle
 from baton.protocol.outcomes import Failed, Outcome, Ready, Waiting
 from baton.session.handles import Digest, Handle, Receiving, Request, Sending, Withdrawal
 from baton.sim.content import ExpectedCache, components_of, pages_needed, prefixes
+from baton.sim.families import TOKENS_MAX
 from baton.sim.instance import Incarnation
 from baton.sim.pool import JUNK
 from baton.sim.router import Attempt, Router, SimPrompt
@@ -35,7 +37,7 @@ DECODE_S = 0.01
 LAST_WORK_S = 0.01
 PREEMPTED_S_MAX = 0.03
 UNGRANTED_SHARE_MAX = 0.5
-"""The share of a source's pool that requests without a grant may hold, unless there is just one."""
+"""The share of a source's pool that requests without a grant may hold."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +74,8 @@ class Job:
     done: set[int] = field(default_factory=set)
     """Ranks whose engine does not need the pages any more."""
     is_aborted: bool = False
+    is_queued: bool = False
+    """At the source: the target knows of it, and it has no pages yet."""
     script: PrefillScript | None = None
     """At the source: how it is computed."""
     num_runs: Counter[int] = field(default_factory=Counter)
@@ -115,6 +119,12 @@ class SimEngine:
         self.jobs: dict[int, Job] = {}
         """By the tag of the attempt."""
         self.queue: deque[Attempt] = deque()
+        self.moves_s: list[float] = []
+        """When something was computed or received: the queue moves."""
+        self.is_full = False
+        """Whether other work has all pages."""
+        self._num_renewed = 0
+        self._is_renewing = False
         self.is_alive = True
 
     def prompt_of(self, attempt: Attempt) -> SimPrompt:
@@ -128,11 +138,46 @@ class SimEngine:
         """The router sent this side's leg."""
         self.queue.append(attempt)
         self.try_next()
+        if attempt in self.queue:
+            self.announce(attempt)
+            if not self._is_renewing:
+                self._is_renewing = True
+                self.context.schedule.after(self._renew_s, self._renew)
+
+    @property
+    def _renew_s(self) -> float:
+        return self.context.options.timings.offer_s / 4
+
+    def _renew(self) -> None:
+        """Tells the peers of queued attempts that the queue moves, if it does."""
+        self._is_renewing = self.is_alive and bool(self.queue)
+        if not self._is_renewing:
+            return
+        if len(self.moves_s) > self._num_renewed:
+            self._num_renewed = len(self.moves_s)
+            for attempt in self.queue:
+                self.renew(attempt)
+        self.context.schedule.after(self._renew_s, self._renew)
+
+    def moved(self) -> None:
+        self.moves_s.append(self.context.schedule.now)
+
+    def announce(self, attempt: Attempt) -> None:
+        """Tells the peer that there is no room yet."""
+        raise NotImplementedError
+
+    def renew(self, attempt: Attempt) -> None:
+        """Tells the peer that an announced attempt is still in the queue."""
+        raise NotImplementedError
+
+    def next_attempt(self) -> Attempt | None:
+        """The queued attempt that can begin now."""
+        return self.queue[0] if self.queue and self.can_begin(self.queue[0]) else None
 
     def try_next(self) -> None:
         """Begins queued attempts for which there is room."""
-        while self.is_alive and self.queue and self.can_begin(self.queue[0]):
-            attempt = self.queue.popleft()
+        while self.is_alive and (attempt := self.next_attempt()) is not None:
+            self.queue.remove(attempt)
             side = "source" if self.is_source else "target"
             if side not in self.router.aborted.get(attempt.transfer, ()):
                 self.begin(self._take_pages(attempt))
@@ -140,7 +185,7 @@ class SimEngine:
     def can_begin(self, attempt: Attempt) -> bool:
         """Whether every rank of the group has the pages."""
         num_tokens = self.prompt_of(attempt).num_tokens
-        return all(
+        return not self.is_full and all(
             self.incarnation.pools[rank].can_take(pages_needed(self.incarnation.spec, rank, num_tokens))
             for rank in self.ranks_of(attempt)
         )
@@ -163,7 +208,10 @@ class SimEngine:
 
     def _take_pages(self, attempt: Attempt) -> Job:
         spec = self.incarnation.spec
-        job = Job(attempt, self.incarnation, self.is_source, self.ranks_of(attempt))
+        job = self.jobs.get(attempt.tag) or Job(
+            attempt, self.incarnation, self.is_source, self.ranks_of(attempt)
+        )
+        job.is_queued = False
         origin = self.router.instances[attempt.ends.source].spec
         for rank in job.ranks:
             prompt = job.prompt_at(rank)
@@ -239,29 +287,71 @@ class SourceEngine(SimEngine):
         self.computing: Counter[tuple[int, int]] = Counter()
         """By tag and rank: chunks that the device still computes."""
 
+    def announce(self, attempt: Attempt) -> None:
+        job = Job(attempt, self.incarnation, True, self.ranks_of(attempt), is_queued=True)
+        self.jobs[attempt.tag] = job
+        for rank in job.ranks:
+            self.call_after(rank, CALL_S * self.rng.random(), self._announce, job, rank)
+
+    def _announce(self, job: Job, rank: int) -> None:
+        is_known = self.jobs.get(job.attempt.tag) is job
+        if is_known and rank not in job.handles and (job.is_queued or job.is_aborted):
+            self._open(job, rank, is_queued=True)
+
+    def renew(self, attempt: Attempt) -> None:
+        job = self.jobs.get(attempt.tag)
+        if job is not None and job.ranks[0] in job.handles:
+            self.call_after(job.ranks[0], 0.0, self._sending(job, job.ranks[0]).queued)
+
+    def next_attempt(self) -> Attempt | None:
+        """The oldest that can begin; only one that is granted overtakes others."""
+        is_blocked = False
+        for attempt in self.queue:
+            is_granted = self._is_granted(attempt)
+            if (is_granted or not is_blocked) and self.can_begin(attempt):
+                return attempt
+            is_blocked = is_blocked or not is_granted
+        return None
+
+    def _is_granted(self, attempt: Attempt) -> bool:
+        return all(self.incarnation.is_granted(rank, attempt.transfer) for rank in self.ranks_of(attempt))
+
+    def _is_target_full(self, attempt: Attempt) -> bool:
+        job = self.jobs.get(attempt.tag)
+        return job is not None and any(self._sending(job, rank).is_target_full for rank in job.handles)
+
+    def look(self, rank: int) -> None:
+        super().look(rank)
+        self.try_next()  # one that waits may have been granted
+
     def can_begin(self, attempt: Attempt) -> bool:
         if not super().can_begin(attempt):
             return False
-        ungranted = [job for job in self.jobs.values() if self._is_ungranted(job)]
-        if not ungranted:
+        if self._is_granted(attempt):
             return True
+        if self._is_target_full(attempt):
+            return False
+        ungranted = [job for job in self.jobs.values() if self._is_ungranted(job)]
         spec = self.incarnation.spec
         for rank in self.ranks_of(attempt):
-            held = Counter[str]()
+            held, room = Counter[str](), Counter[str]()
             spaces = page_spaces(spec, rank)
             for group, count in pages_needed(spec, rank, attempt.source_prompt.num_tokens).items():
                 held[spaces[group]] += count
+            # One that is granted has to find room beside those that are not.
+            for group, count in pages_needed(spec, rank, TOKENS_MAX).items():
+                room[spaces[group]] += count
             for job in ungranted:
                 for group, ids in job.expected[rank].tables.items() if rank in job.expected else ():
                     held[spaces[group]] += len(ids)
-            sizes = space_sizes(spec, rank)
-            if any(count > int(UNGRANTED_SHARE_MAX * sizes[space]) for space, count in held.items()):
-                return False
+            for space, num_pages in self.incarnation.pools[rank].num_pages.items():
+                if held[space] > min(int(UNGRANTED_SHARE_MAX * num_pages), num_pages - room[space]):
+                    return False
         return True
 
     def _is_ungranted(self, job: Job) -> bool:
         """Whether it counts; a preempted job does until the pages of all its ranks are free."""
-        if job.preemption is not None and len(job.preemption.freed) == len(job.ranks):
+        if job.is_queued or (job.preemption is not None and len(job.preemption.freed) == len(job.ranks)):
             return False
         return any(
             rank not in job.outcomes and not self.incarnation.is_granted(rank, job.transfer)
@@ -277,11 +367,16 @@ class SourceEngine(SimEngine):
             self._plan_preemption(job, script)
 
     def _send(self, job: Job, rank: int, script: PrefillScript) -> None:
+        if rank not in job.handles:
+            self._open(job, rank, is_queued=False)
+        if not job.num_runs[rank]:  # else it was preempted before this
+            self._compute(job, rank, script)
+
+    def _open(self, job: Job, rank: int, *, is_queued: bool) -> None:
         prompt, driver = job.prompt_at(rank), self.incarnation.drivers[rank]
         digest, progress_s = Digest(prompt.num_tokens, prompt.digest), job.attempt.progress_s.get("source")
-        job.handles[rank] = driver.send(job.transfer, digest, progress_s)
+        job.handles[rank] = driver.send(job.transfer, digest, progress_s, is_queued=is_queued)
         job.begun_s[rank] = self.context.schedule.now
-        self._compute(job, rank, script)
 
     def _compute(self, job: Job, rank: int, script: PrefillScript) -> None:
         """Plans the steps of a rank."""
@@ -295,6 +390,7 @@ class SourceEngine(SimEngine):
         self.call_after(rank, due_s + 2 * CALL_S, self._seal, job, rank, script, run)
 
     def _ready(self, job: Job, rank: int, script: PrefillScript, index: int, run: int) -> None:
+        self.moved()
         sending, chunk = self._sending(job, rank), script.chunks[index]
         if job.is_aborted or rank in job.done or not isinstance(sending.state, Waiting):
             return
@@ -431,7 +527,11 @@ class SourceEngine(SimEngine):
         """The client is gone, or the request is preempted."""
         self.queue = deque(attempt for attempt in self.queue if attempt.transfer != transfer)
         job = self.job_of(transfer)
-        if job is None or job.is_aborted or not job.handles:
+        if job is None or job.is_aborted:
+            return
+        if not job.handles:
+            if job.is_queued:
+                del self.jobs[job.attempt.tag]
             return
         job.is_aborted = True
         self.context.note(self.incarnation.name, "abort", transfer, text)
@@ -442,8 +542,10 @@ class SourceEngine(SimEngine):
             self._sending(job, rank).abort(text)
 
     def on_outcome(self, job: Job, rank: int) -> None:
-        """Stops computing."""
+        """Stops computing, or waiting."""
         job.done.add(rank)
+        if job.attempt in self.queue:
+            self.queue.remove(job.attempt)
 
     def free_pages(self, job: Job, rank: int) -> None:
         """Gives back what no copy reads, after the engine and its device are done with it."""
@@ -502,11 +604,11 @@ class TargetEngine(SimEngine):
 
     is_source = False
 
-    def arrive(self, attempt: Attempt) -> None:
-        super().arrive(attempt)
-        if attempt in self.queue:
-            wait_s = self.context.options.pages_s_max
-            self.call_after(self.ranks_of(attempt)[0], wait_s, self._decline, attempt)
+    def announce(self, attempt: Attempt) -> None:
+        rank, source = self.ranks_of(attempt)[0], self.incarnation.known_as(attempt.ends.source)
+        self.call_after(rank, 0.0, self.incarnation.drivers[rank].queue, attempt.transfer, source)
+
+    renew = announce
 
     def begin(self, job: Job) -> None:
         job.held = self._draw_held(job.attempt.target_prompt)
@@ -568,19 +670,12 @@ class TargetEngine(SimEngine):
             job.handles[owner] = handle
             job.begun_s[owner] = self.context.schedule.now
 
-    def _decline(self, attempt: Attempt) -> None:
-        if attempt not in self.queue:
-            return
-        self.context.note(self.incarnation.name, "decline", attempt.transfer)
-        self._remove(attempt)
-        self.router.leg_ended(attempt, "out of pages")
-
     def _remove(self, attempt: Attempt) -> None:
         """Takes an attempt out of the queue, and tells its source."""
         self.queue.remove(attempt)
         source = self.incarnation.known_as(attempt.ends.source)
         rank = self.ranks_of(attempt)[0]
-        self.incarnation.drivers[rank].decline(attempt.transfer, source, "no pages in time")
+        self.incarnation.drivers[rank].decline(attempt.transfer, source, "the client is gone")
 
     def abort(self, transfer: str, text: str) -> None:
         """The client is gone."""
@@ -598,17 +693,21 @@ class TargetEngine(SimEngine):
     def on_outcome(self, job: Job, rank: int) -> None:
         """Decodes once every rank is ready."""
         outcome = job.outcomes[rank]
-        if not isinstance(outcome, Ready):
+        if isinstance(outcome, Ready):
+            self.moved()
+        else:
             job.done.add(rank)
         if isinstance(outcome, Failed):
             self.router.leg_ended(job.attempt, str(outcome.cause))
         elif len(job.outcomes) == len(job.ranks) and all(
             isinstance(known, Ready) for known in job.outcomes.values()
         ):
+            decode_s = self.context.options.decode_slowness * DECODE_S
             for decoder in job.ranks:
-                self.call_after(decoder, DECODE_S * self.rng.random(), self._decoded, job, decoder)
+                self.call_after(decoder, decode_s * self.rng.random(), self._decoded, job, decoder)
 
     def _decoded(self, job: Job, rank: int) -> None:
+        self.moved()
         self.context.notify("on_decoded", job, rank)
         job.done.add(rank)
         self.look(rank)

@@ -51,6 +51,8 @@ class Options:
     timings: Timings = TIMINGS
     slowness: float = 1.0
     """Factor on the time that prefill takes."""
+    decode_slowness: float = 1.0
+    """Factor on the time that decoding takes."""
     finish_share: float = 0.05
     """Answers that end at the source."""
     held_share: float = 0.4
@@ -67,6 +69,4 @@ class Options:
     """Sources that a target knows by address, not by name."""
     epochless_share: float = 0.5
     """Ranks that learn the epoch of their coordinator when they attach."""
-    pages_s_max: float = 0.3
-    """How long a target waits for pages before it declines."""
     is_packing: bool = False

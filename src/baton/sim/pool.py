@@ -40,6 +40,8 @@ class PagePool:
         # The last one is for bytes of no page, which have the number -1.
         self.owner = np.zeros(sum(sizes.values()) + 1, dtype=np.int64)
         self.owner[-1] = GAP
+        self.num_pages = dict(sizes)
+        """By page space, without those that other work has taken away."""
         self.num_writes = {name: np.zeros(len(raw), dtype=np.int64) for name, raw in self.memory.items()}
         self._free = {space: list(range(size)) for space, size in sizes.items()}
 
@@ -89,6 +91,7 @@ class PagePool:
             spare = total - min(int(total * share), total - room)
             rng.shuffle(free)
             gone, self._free[space] = free[spare:], free[:spare]
+            self.num_pages[space] -= len(gone)
             self.owner[np.array(gone, dtype=np.int64) + bases[space]] = BALLAST
 
     def owners(self) -> list[int]:

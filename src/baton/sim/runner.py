@@ -12,16 +12,28 @@ from typing import Any
 from baton.sim.checkers import attach_checkers
 from baton.sim.core import Violation
 from baton.sim.families import NUM_FAMILIES, family
-from baton.sim.faults import draw_faults
+from baton.sim.faults import Pressure, draw_faults
 from baton.sim.options import Options, Strength
 from baton.sim.world import World
+
+OVERLOAD_SHARE = 0.1
+"""Seeds with many requests, slow prefills and small pools: most transfers wait in a queue."""
 
 
 def options_of(seed: int, **changes: Any) -> Options:
     """The options that a seed draws, with some of them set."""
     rng = random.Random(f"{seed}/options")
-    options = _draw_options(rng)
-    return replace(options, **{"withdraw_share": rng.choice((0.0, 0.0, 0.5, 1.0)), **changes})
+    options = replace(_draw_options(rng), withdraw_share=rng.choice((0.0, 0.0, 0.5, 1.0)))
+    if rng.random() < OVERLOAD_SHARE:
+        pressure = Pressure(source_share=rng.choice((0.0, 0.8)), target_share=0.8)
+        options = replace(
+            options,
+            num_requests=12,
+            slowness=30.0,
+            decode_slowness=rng.choice((1.0, 30.0)),
+            faults={**options.faults, "pressure": pressure},
+        )
+    return replace(options, **changes)
 
 
 def _draw_options(rng: random.Random) -> Options:

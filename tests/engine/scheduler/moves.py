@@ -99,6 +99,13 @@ def grant(world: World, pick: Pick) -> None:
         world.scheduler.grant(sequence.number)
 
 
+def hold(world: World, pick: Pick) -> None:
+    """The target of a source has no room; it grants later."""
+    waiting = [s for s in world.in_state(SequenceStatus.WAITING) if s.role is SequenceRole.SOURCE]
+    if (sequence := one_of(waiting, pick)) is not None:
+        world.scheduler.hold(sequence.number)
+
+
 def release(world: World, pick: Pick) -> None:
     releasable = [
         lent for lent in world.lent.values() if lent.sequence.status is not SequenceStatus.RECEIVING
@@ -118,7 +125,8 @@ MOVES = (
     (2, run),
     (6, complete),
     (1, abort),
-    (1, grant),
+    (2, grant),
+    (1, hold),
     (2, release),
 )
 

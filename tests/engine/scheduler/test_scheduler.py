@@ -228,7 +228,8 @@ def test_the_youngest_gives_its_pages_to_the_oldest() -> None:
     assert num_free(scheduler) == 4
 
 
-def test_what_a_hand_over_has_is_not_preempted() -> None:
+def test_what_a_hand_over_has_is_not_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.engine.scheduler.GROWTH_TOKENS", 0)
     scheduler = make_scheduler(tokens=4)
     scheduler.add(make(1, 7, max_tokens=7))
     step(scheduler)
@@ -343,13 +344,69 @@ def test_sources_that_hit_one_prefix_hold_its_pages_once() -> None:
         assert step(scheduler) is not None, f"sequence {number} waits"
 
 
-def test_a_prompt_of_more_than_half_goes_alone() -> None:
+def test_a_prompt_of_more_than_half_waits_for_its_grant() -> None:
     scheduler = make_scheduler(tokens=8)
     scheduler.add(make(1, 24, SequenceRole.SOURCE))
     scheduler.add(make(2, 4, SequenceRole.SOURCE))
-    assert [span[0] for span in spans(step(scheduler))] == [1]
+    assert step(scheduler) is None
     scheduler.grant(2)
-    assert [span[0] for span in spans(step(scheduler))] == [1, 2]
+    assert [span[0] for span in spans(step(scheduler))] == [2]
+    scheduler.grant(1)
+    assert [span[0] for span in spans(step(scheduler))] == [1]
+
+
+def test_sources_without_a_grant_leave_room_for_one_that_may_be_granted_first() -> None:
+    scheduler = make_scheduler(tokens=8)
+    scheduler.add(make(1, 8, SequenceRole.SOURCE))
+    scheduler.add(make(2, 28, SequenceRole.SOURCE))
+    assert step(scheduler) is None, "beside 2 pages there is no room for 7"
+    scheduler.grant(2)
+    while scheduler.sequences[2].status is not SequenceStatus.SENT:
+        assert [span[0] for span in spans(step(scheduler))] == [2]
+    scheduler.release(2)
+    assert [span[0] for span in spans(step(scheduler))] == [1]
+
+
+def test_a_source_whose_target_is_full_waits_for_its_grant_and_no_other_without_one_overtakes_it() -> None:
+    scheduler = make_scheduler(tokens=16)
+    for number in (1, 2, 3):
+        scheduler.add(make(number, 4, SequenceRole.SOURCE))
+    scheduler.add(make(4, 4))
+    scheduler.hold(1)
+    scheduler.grant(3)
+    assert [span[0] for span in spans(step(scheduler))] == [3, 4]
+    assert not scheduler.sequences[1].pages, "a full target pins no page of its source"
+    assert not scheduler.sequences[2].pages
+    scheduler.grant(1)
+    assert [span[0] for span in spans(step(scheduler))] == [4, 1, 2]
+
+
+def test_a_received_prompt_leaves_room_for_the_answers_under_way() -> None:
+    """8 pages of 4 tokens: the first prompt has 2 and may grow by 2, the second has 2 and may grow by 1."""
+    scheduler = make_scheduler(tokens=8)
+    assert scheduler.reserve(make(1, 8, SequenceRole.TARGET, max_tokens=9)) is not None
+    assert scheduler.reserve(make(2, 8, SequenceRole.TARGET, max_tokens=5)) is not None
+    third = make(3, 4, SequenceRole.TARGET, max_tokens=5)
+    assert scheduler.reserve(third) is None, "2 of the 4 pages left are for the first two to grow, it wants 2"
+    assert scheduler.reserve(make(4, 4, SequenceRole.TARGET, max_tokens=1)) is not None
+
+
+def test_a_prompt_that_is_alone_is_received_however_long_its_answer_may_be() -> None:
+    scheduler = make_scheduler(tokens=8)
+    assert scheduler.reserve(make(1, 28, SequenceRole.TARGET, max_tokens=5)) is not None
+
+
+def test_no_prompt_starts_before_an_older_one_that_waits_to_be_received() -> None:
+    scheduler = make_scheduler(tokens=16)
+    for number in (1, 3):
+        scheduler.add(make(number, 4))
+    scheduler.add(make(4, 4, SequenceRole.SOURCE))
+    scheduler.grant(4)
+    batch = scheduler.schedule(oldest_target=(2.0, 2))
+    assert batch is not None
+    assert [span[0] for span in spans(batch)] == [1, 4], "pages of a grant are held at its target"
+    done(scheduler, batch)
+    assert [span[0] for span in spans(step(scheduler))] == [1, 3]
 
 
 def test_a_reservation_says_what_is_held() -> None:

@@ -234,7 +234,7 @@ class World:
         ungranted = [lent.sequence for lent in sources if not lent.sequence.is_granted]
         for group, pool in self.scheduler.kv_cache.pools.items():
             num_held = len({page for sequence in ungranted for page in sequence.held_pages(group)})
-            assert len(ungranted) < 2 or num_held <= pool.num_pages // 2, "ungranted sources hold over a half"
+            assert num_held <= pool.num_pages // 2, "ungranted sources hold over a half"
 
     def settle(self) -> None:
         """Lets everything come to its end, and asserts that it does."""
@@ -246,6 +246,9 @@ class World:
             for lent in list(self.lent.values()):
                 if lent.sequence.status is not SequenceStatus.PREFILLING:
                     self.release(lent)
+            for sequence in self.in_state(SequenceStatus.WAITING):
+                if sequence.role is SequenceRole.SOURCE:
+                    self.scheduler.grant(sequence.number)
             if not self.schedule() and not self.in_flight:
                 assert self.scheduler.is_idle, f"stuck: {self.scheduler.sequences}"
             if self.in_flight:

@@ -18,6 +18,8 @@ from baton.sim.transport import CopyEnd
 FORGOTTEN_S = 5.0
 """When nobody remembers a transfer that ended at the start."""
 SMALL = Side("pp2", num_pages=4)
+NUM_QUEUED = 12
+LAST_S = 3.0
 
 
 # Transfer ids.
@@ -216,17 +218,49 @@ def slow_target(run: ScenarioRun) -> Iterator[None]:
     run.expect_ready(1, 2)
 
 
-@scenario(target=SMALL)
-def no_room(run: ScenarioRun) -> Iterator[None]:
-    """A target that has no pages in time says so."""
-    run.world.fabric.copy_s = 0.3
-    run.at(0.45, setattr, run.world.fabric, "copy_s", 0.0005)
-    run.request_at(0.01, 16)
-    run.request_at(0.012, 16)
-    run.request_at(0.9, 16)
+@scenario(target=SMALL, options=replace(PLAIN, slowness=60.0, faults_s=LAST_S))
+@scenario(
+    "overload-of-the-source",
+    "the same where the source has no room",
+    source=Side("tp2", num_pages=4),
+    options=replace(PLAIN, slowness=60.0, faults_s=LAST_S),
+)
+@scenario(
+    "overload-of-the-target",
+    "the same where decoding takes long, and the source has nothing to do",
+    target=SMALL,
+    options=replace(PLAIN, decode_slowness=60.0, faults_s=LAST_S),
+)
+def overload(run: ScenarioRun) -> Iterator[None]:
+    """Transfers wait for pages longer than any deadline, one after the other, and are ready."""
+    for number in range(NUM_QUEUED):
+        run.request_at(0.01 + 0.001 * number, 16)
     yield
-    run.expect_failed(2, "source", Why.OUT_OF_PAGES)
-    run.expect_ready(3)
+    run.expect_ready(*range(1, NUM_QUEUED + 1))
+    timings = run.scenario.options.timings
+    assert run.world.schedule.now > timings.offer_s + timings.total_s, "nothing had to wait for long"
+
+
+@scenario(target=SMALL, options=replace(PLAIN, faults_s=LAST_S))
+def overload_that_is_stuck(run: ScenarioRun) -> Iterator[None]:
+    """A queue that does not move is given up: a transfer that waits for it fails, the one after it is ready.
+
+    The target has no room for a while, and computes nothing.
+    """
+
+    def fill() -> None:
+        engine = run.world.instances["D0"].engine
+        assert engine is not None
+        engine.is_full = True
+        run.at(1.5, setattr, engine, "is_full", False)
+        run.at(1.5, engine.try_next)
+
+    run.at(0.005, fill)
+    run.request_at(0.01, 16)
+    run.request_at(2.0, 16)
+    yield
+    run.expect_both_failed(1, Why.DEADLINE)
+    run.expect_ready(2)
 
 
 @scenario()
