@@ -160,20 +160,13 @@ class EventPool:
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)
             stream = self._streams[device]
-        handle = b""
-        if own is None:
+        is_new = own is None
+        if is_new:
             own = torch.cuda.Event(interprocess=True, blocking=True)
         # Recorded in a stream that does nothing else: the engine's event may lie in any.
         stream.wait_event(event)
         own.record(stream)
-        if not self._is_known(own):
-            handle = own.ipc_handle()
-        return FenceName(number, True, device, handle), (device, number, own)
-
-    def _is_known(self, event: Any) -> bool:
-        known = getattr(event, "baton_is_known", False)
-        event.baton_is_known = True
-        return known
+        return FenceName(number, True, device, own.ipc_handle() if is_new else b""), (device, number, own)
 
     def give_back(self, used: list[tuple[int, int, Any]]) -> None:
         """Nobody waits for these any more."""
