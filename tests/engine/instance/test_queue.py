@@ -20,10 +20,11 @@ from baton.engine.commands import (
     StepDone,
     TransferUpdate,
 )
-from baton.engine.config import EngineConfig, derive_sizes
+from baton.engine.config import EngineConfig
 from baton.engine.core import RENEW_S, EngineCore
 from baton.engine.requests import EngineRequest, InboundHandoff, ModelContext, OutboundHandoff, RequestEvent
 from baton.engine.sampling_params import SamplingParams
+from baton.engine.sizes import derive_sizes
 from baton.protocol.outcomes import Cause, Failed, Stage, Why
 
 POOL_TOKENS, PAGE_TOKENS = 256, 16
