@@ -29,7 +29,7 @@ from baton.bench.serve import report as serve_report
 from baton.bench.serve.client import ENDPOINTS, OpenAIEndpoint, parse_slo
 from baton.bench.serve.deployment import DeploymentShape
 from baton.cli.doctor import check_transport
-from baton.cli.options import Device, Model, Overlap, Transport
+from baton.cli.options import Device, EndpointProcess, Model, Overlap, Transport
 from baton.errors import ConfigError
 from baton.observe.plotting import NO_MATPLOTLIB
 from baton.transport import parse_transport, transport_names
@@ -246,13 +246,7 @@ def overlap(
     dtype: Dtype = "fp32",
     device: Device = "cpu",
     transport: Transport = "shm",
-    endpoint_process: Annotated[
-        bool | None,
-        typer.Option(
-            "--endpoint-process/--no-endpoint-process",
-            help="run KV transfers of each rank in a process of their own (default: on a GPU)",
-        ),
-    ] = None,
+    endpoint_process: EndpointProcess = None,
     chunk: Chunk = 0,
     page: Page = 16,
     threads: Annotated[

@@ -81,6 +81,13 @@ DecodeArgs: TypeAlias = Annotated[
 Verify: TypeAlias = Annotated[
     bool, typer.Option("--verify", help="verify handed-over KV caches with checksums")
 ]
+EndpointProcess: TypeAlias = Annotated[
+    bool | None,
+    typer.Option(
+        "--endpoint-process/--no-endpoint-process",
+        help="run KV transfers of each rank in a process of their own (default: on a GPU)",
+    ),
+]
 LogLevel: TypeAlias = Annotated[Level, typer.Option(help="least severe messages that are logged")]
 LogFormat: TypeAlias = Annotated[
     Form, typer.Option(help="log lines as text or as one JSON object each, on stderr")

@@ -17,6 +17,7 @@ from baton.cli.options import (
     Device,
     Draft,
     DrainS,
+    EndpointProcess,
     FirstToken,
     LogFormat,
     LogLevel,
@@ -178,13 +179,7 @@ def serve(
             help="share of the KV cache that prompts may hold at prefill before decode has room for them",
         ),
     ] = 0.5,
-    endpoint_process: Annotated[
-        bool | None,
-        typer.Option(
-            "--endpoint-process/--no-endpoint-process",
-            help="run KV transfers of each rank in a process of their own (default: on a GPU)",
-        ),
-    ] = None,
+    endpoint_process: EndpointProcess = None,
     api_key_file: ApiKeyFile = None,
     secret_file: SecretFile = None,
     tls_cert: TlsCert = None,
