@@ -156,17 +156,18 @@ class EventPool:
         device = event.device.index if event.device is not None else torch.cuda.current_device()
         with self._lock:
             free = self._free.setdefault(device, [])
-            number, own = free.pop() if free else (next(self._numbers), None)
+            is_new = not free
+            number, own = free.pop() if free else (next(self._numbers), self._make_event())
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)
             stream = self._streams[device]
-        is_new = own is None
-        if is_new:
-            own = torch.cuda.Event(interprocess=True, blocking=True)
         # Recorded in a stream that does nothing else: the engine's event may lie in any.
         stream.wait_event(event)
         own.record(stream)
         return FenceName(number, True, device, own.ipc_handle() if is_new else b""), (device, number, own)
+
+    def _make_event(self) -> Any:
+        return _torch().cuda.Event(interprocess=True, blocking=True)
 
     def give_back(self, used: list[tuple[int, int, Any]]) -> None:
         """Nobody waits for these any more."""
