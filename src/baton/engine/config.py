@@ -84,6 +84,9 @@ class EngineConfig:
     """How long a hand-over may take, with the prefill that it follows."""
     ungranted_share_max: float = 0.5
     """The share of the pool that prompts may hold at prefill before decode has pages for them."""
+    growth_tokens: int = 512
+    """Further tokens of every running answer that decode keeps room for when it takes a prompt; 0: none, so
+    that a full pool preempts answers."""
     has_endpoint_process: bool | None = None
     """Whether the endpoint of each rank runs in a process of its own, beside the worker; None: on a GPU."""
     has_prefix_cache: bool = True
@@ -174,6 +177,8 @@ def check_config(config: EngineConfig) -> None:
             raise ConfigError(f"{name} is {getattr(config, name)}; it has to be at least 1")
     if config.state_slots < 0:
         raise ConfigError(f"state_slots is {config.state_slots}; give a count from 0 (0: derived)")
+    if config.growth_tokens < 0:
+        raise ConfigError(f"growth_tokens is {config.growth_tokens}; give a count from 0 (0: no room)")
     if config.queue_max < 0:
         raise ConfigError(f"queue_max is {config.queue_max}; give a count from 0 (0: any number)")
     if not SILENCE_S_MIN <= config.silence_s < math.inf:

@@ -249,6 +249,7 @@ class EngineCore:
             context_tokens_max=sizes.context_max,
             chunks_in_flight=self._num_stages,
             ungranted_share_max=config.ungranted_share_max,
+            growth_tokens=config.growth_tokens,
         )
         geometry = PageGeometry(sizes.layout, sizes.cache, config.page_tokens)
         self.schedulers = [

@@ -31,10 +31,6 @@ from baton.engine.sequence import Sequence, SequenceRole, SequenceStatus
 from baton.errors import ConfigError, EngineError
 from baton.plan.routes import TOKENS_MAX
 
-GROWTH_TOKENS = 512
-"""Further tokens of every answer under way that a received prompt has to leave room for, if it may get so
-long."""
-
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
@@ -52,13 +48,17 @@ class SchedulerConfig:
     """Chunks of one prompt that may be in flight at once; more than one keeps pipeline stages busy."""
     ungranted_share_max: float = 0.5
     """The share of the pool that sources without a grant may hold."""
+    growth_tokens: int = 512
+    """Further tokens of every answer under way, as far as it may get so long, that a prompt has to leave room
+    for when it is received."""
 
     def __post_init__(self) -> None:
         if not 0 < self.ungranted_share_max <= 1:
             raise ConfigError(f"ungranted_share_max is {self.ungranted_share_max}; give a share in (0, 1]")
         for name in self.__slots__:
-            if name != "ungranted_share_max" and getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1")
+            least = 0 if name == "growth_tokens" else 1
+            if name != "ungranted_share_max" and getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; give at least {least}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -445,7 +445,7 @@ class Scheduler:
         return True
 
     def _num_pages_to_grow(self, group: str, sequence: Sequence) -> int:
-        num_tokens = min(sequence.num_tokens_max, sequence.num_tokens + GROWTH_TOKENS)
+        num_tokens = min(sequence.num_tokens_max, sequence.num_tokens + self.config.growth_tokens)
         num_pages = self.geometry.num_pages(group, num_tokens, sequence.num_prompt)
         num_freed = self.geometry.num_out_of_window(group, num_tokens, sequence.num_prompt)
         return max(0, num_pages - num_freed - len(sequence.held_pages(group)))

@@ -54,7 +54,7 @@ def pair(pool: InstancePool, folder: Path) -> Pair:
 
 @pytest.fixture(scope="module")
 def tight(pool: InstancePool, folder: Path) -> Pair:
-    plain = Side(str(folder)).but(chunk_tokens=40, pool_tokens=SMALL_POOL)
+    plain = Side(str(folder)).but(chunk_tokens=40, pool_tokens=SMALL_POOL, growth_tokens=0)
     return pool.pair(replace(plain, name="first"), replace(plain, name="second"))
 
 

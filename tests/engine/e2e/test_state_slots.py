@@ -104,7 +104,9 @@ def test_more_answers_than_slots(pool: InstancePool, folder: Path) -> None:
 
 
 def test_preempted_answers_are_the_same(pool: InstancePool, folder: Path) -> None:
-    pair = pool.pair(side(folder, "first", state_slots=2), side(folder, "tight", pool_tokens=160))
+    pair = pool.pair(
+        side(folder, "first", state_slots=2), side(folder, "tight", pool_tokens=160, growth_tokens=0)
+    )
     before = pair.decode.counts()["preempted"]
     asked = [prompt(length, f"tight {length}") for length in (20, 25, 30, 35)]
     found = ask_all(pair, [greedy(each, 40) for each in asked])

@@ -28,11 +28,13 @@ def one_of(items: list[T], pick: Pick) -> T | None:
 
 def make_setting(layout: str, pick: Pick) -> Setting:
     cache = ("full", "full", "full", "window", "hybrid", "draft", "draft")[pick(7)]
+    chunk_tokens = 1 + pick(6)
     config = SchedulerConfig(
-        chunk_tokens=1 + pick(6),
+        chunk_tokens=chunk_tokens,
         batch_tokens_max=2 + pick(9),
         sequences_max=2 + pick(5),
         chunks_in_flight=1 + pick(2),
+        growth_tokens=(0, 2, 512)[chunk_tokens % 3],
     )
     return Setting(layout, cache, 1 + pick(3), 6 + pick(14), 1 + pick(4), config)
 

@@ -228,9 +228,9 @@ def test_the_youngest_gives_its_pages_to_the_oldest() -> None:
     assert num_free(scheduler) == 4
 
 
-def test_what_a_hand_over_has_is_not_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.engine.scheduler.GROWTH_TOKENS", 0)
-    scheduler = make_scheduler(tokens=4)
+def test_what_a_hand_over_has_is_not_preempted() -> None:
+    config = SchedulerConfig(chunk_tokens=8, batch_tokens_max=16, sequences_max=8, growth_tokens=0)
+    scheduler = make_scheduler(config, tokens=4)
     scheduler.add(make(1, 7, max_tokens=7))
     step(scheduler)
     young = make(2, 8, SequenceRole.TARGET, max_tokens=4)
@@ -559,6 +559,11 @@ def test_a_target_reserves_only_the_last_window() -> None:
 def test_limits_that_allow_nothing(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 0"):
         SchedulerConfig(**{name: 0})
+
+
+def test_room_to_grow_is_not_negative() -> None:
+    with pytest.raises(ConfigError, match="growth_tokens is -1"):
+        SchedulerConfig(growth_tokens=-1)
 
 
 def test_pools_have_to_match_the_cache() -> None:

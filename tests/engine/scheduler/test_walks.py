@@ -74,7 +74,7 @@ def test_random_walks(layout: str) -> None:
 @pytest.mark.parametrize("layout", moves.LAYOUTS)
 def test_many_walks_meet_every_case(layout: str) -> None:
     seen = Counter[str]()
-    for seed in range(10 * NUM_WALKS):
+    for seed in range(40 * NUM_WALKS):
         seen += moves.walk(seed, NUM_MOVES, layout).seen
     wanted = {"preempted", "forks", "copies"}
     if not layout.endswith("split"):
