@@ -15,7 +15,7 @@ from baton.plan.overlap import LayerTimes, choose
 from baton.protocol.instance import PACKING, ROLES
 from baton.protocol.timings import Timings
 from baton.settings import Tls
-from baton.transport import parse_transport, transport_names
+from baton.transport import Place, Reach, capabilities_of, parse_transport, transport_names
 
 if TYPE_CHECKING:
     from baton.engine.checkpoint import Checkpoint
@@ -98,7 +98,7 @@ class EngineConfig:
     def is_offloaded(self) -> bool:
         """Whether the endpoint runs in a process of its own."""
         if self.has_endpoint_process is None:
-            return self.device == "cuda" and not self.transport.startswith("cuda_ipc")
+            return self.device == "cuda" and _can_offload(parse_transport(self.transport)[0])
         return self.has_endpoint_process
 
     @property
@@ -194,15 +194,21 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigError(f"transport {name!r} is not known; use {', '.join(transport_names())}")
     if config.device not in DEVICES:
         raise ConfigError(f"device {config.device!r} is not known; use {' or '.join(DEVICES)}")
-    if name == "cuda_ipc" and config.device != "cuda":
-        raise ConfigError(f"transport cuda_ipc moves CUDA memory; use shm with device {config.device!r}")
-    if config.has_endpoint_process and name in ("cuda_ipc", "memory"):
+    if config.device == "cpu" and Place.HOST not in capabilities_of(name).places:
+        raise ConfigError(f"transport {name} moves CUDA memory; use shm with device {config.device!r}")
+    if config.has_endpoint_process and not _can_offload(name):
         raise ConfigError(
-            f"transport {name!r} cannot run in a process of its own: the memory that it hands out is the "
-            "worker's; use shm, or leave the endpoint in the worker (--no-endpoint-process)"
+            f"transport {name} cannot run in a process beside the worker, which has the memory; use shm, or "
+            "leave the endpoint in the worker (--no-endpoint-process)"
         )
     if config.role not in ROLES:
         raise ConfigError(f"role {config.role!r} is not known; use {', '.join(ROLES)}")
     if config.tls is not None:
         config.tls.dialling()  # reads the files
     choose(config.policy, LayerTimes((0.0,), (0.0,), 0.0), 1)
+
+
+def _can_offload(transport: str) -> bool:
+    """Whether a transport can run in a process beside the worker."""
+    capabilities = capabilities_of(transport)
+    return capabilities.reach is not Reach.PROCESS and not capabilities.needs_own_memory

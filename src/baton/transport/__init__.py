@@ -68,6 +68,7 @@ __all__ = [
     "Ticket",
     "Transport",
     "Unknown",
+    "capabilities_of",
     "open_transport",
     "option_names",
     "parse_transport",
@@ -97,6 +98,12 @@ def option_names(name: str) -> list[str]:
         raise ConfigError(f"transport '{name}' is not known; write one of {', '.join(transport_names())}")
     module = importlib.import_module(f"{__name__}.{name}")
     return [field.name for field in fields(module.CONFIG)]
+
+
+def capabilities_of(name: str) -> Capabilities:
+    """What a transport can do, without opening it."""
+    capabilities: Capabilities = importlib.import_module(f"{__name__}.{name}").TRANSPORT.capabilities
+    return capabilities
 
 
 def parse_transport(text: str) -> tuple[str, dict[str, str]]:

@@ -83,6 +83,8 @@ class Capabilities:
     """Whether the target's `poll` reports Landed."""
     needs_allocate: bool
     """Whether target buffers have to come from `allocate`."""
+    needs_own_memory: bool = False
+    """Whether a process can register only device memory that it allocated itself."""
 
 
 class Wireable:

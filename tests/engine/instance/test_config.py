@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.engine.tiny import WINDOW, WINDOWED, tiny, windowed
 
-from baton.engine.config import EngineConfig
+from baton.engine.config import EngineConfig, check_config
 from baton.engine.deployment import Deployment
 from baton.engine.pages import engine_storage
 from baton.engine.sizes import derive_sizes
@@ -135,3 +135,18 @@ def test_an_index_shares_the_pages_of_its_latent_and_prefixes_are_kept(tmp_path:
     assert list(sizes.num_pages) == ["tokens"]
     assert {component.name for component in sizes.cache.components} == {"latent", "index_k"}
     assert not any("prefixes" in line for line in sizes.lines())
+
+
+def test_gpus_hand_over_beside_the_worker() -> None:
+    """Unless the transport needs the memory to be its own process's."""
+    assert EngineConfig("demo", device="cuda").is_offloaded
+    assert EngineConfig("demo", device="cuda", transport="tcp:host=127.0.0.1").is_offloaded
+    assert not EngineConfig("demo", device="cuda", transport="cuda_ipc").is_offloaded
+    assert not EngineConfig("demo").is_offloaded
+
+
+@pytest.mark.parametrize(("device", "transport"), [("cpu", "memory"), ("cuda", "cuda_ipc")])
+def test_transports_that_cannot_run_beside_the_worker(device: str, transport: str) -> None:
+    config = EngineConfig(str(tiny("llama")), device=device, transport=transport, has_endpoint_process=True)
+    with pytest.raises(ConfigError, match=f"transport {transport} cannot run in a process beside the worker"):
+        check_config(config)

@@ -88,6 +88,7 @@ class CudaIpcTransport(UnixTransport[CudaIpcConnection, CudaIpcWriter]):
         can_revoke=False,
         can_announce=True,
         needs_allocate=False,
+        needs_own_memory=True,  # memory that was mapped by CUDA IPC cannot be handed out again
     )
 
     def __init__(self, config: CudaIpcConfig) -> None:
