@@ -22,9 +22,9 @@ from suite import ProgressCallback, SuiteOptions, load_averages, run_suite
 
 from baton.bench.record import write
 from baton.bench.serve.client import percentiles_of
-from baton.bench.serve.deployment import BenchProcesses, free_port
+from baton.bench.serve.deployment import BenchProcesses
 from baton.bench.serve.report import ms
-from baton.supervisor import ChildProcess
+from baton.supervisor import ChildProcess, free_port
 
 OURS, THEIRS, DIRECT = "baton", "sglang-router", "direct"
 OVERHEAD_S_MAX = 0.001

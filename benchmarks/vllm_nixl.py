@@ -33,10 +33,10 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 from suite import RESULTS, load_averages
-from tests.serve.parts import free_port
 from tests.vllm.servers import VENV, Server, new_transfer, run, run_client, running
 
 from baton.bench.record import write
+from baton.supervisor import free_port
 
 PAIRS = (("tp2", "tp1"), ("tp1", "tp2"))
 PIPELINES = (("pp2", "tp1"), ("tp1", "pp2"))

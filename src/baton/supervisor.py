@@ -18,14 +18,16 @@ import ctypes
 import http.client
 import json
 import os
+import random
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +45,8 @@ NUM_LINES_KEPT = 20
 NUM_LINES_UNREAD_MAX = 10_000
 LAST_LINE = "| "
 """Before each of the last lines of a program that has ended."""
+PORTS = range(18_000, 32_000)
+"""Below those that the kernel gives to outgoing connections: a program may take minutes to listen."""
 REPLY = "baton-reply "
 """Starts a JSON line from a child: libraries print to stdout too."""
 
@@ -55,6 +59,28 @@ GUARD_S_MAX = 60.0
 
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
+
+
+def free_port(count: int = 1, taken: Collection[int] = ()) -> int:
+    """The first of `count` consecutive ports that are free now and not `taken`.
+
+    For programs that must be told their port: the others listen on port 0.
+    """
+    for _ in range(1000):
+        first = random.SystemRandom().choice(PORTS)
+        ports = range(first, first + count)
+        if not any(port in taken for port in ports) and all(map(_is_free, ports)):
+            return first
+    raise ProcessError(f"no {count} free ports in a row between {PORTS.start} and {PORTS.stop}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def baton_command(*arguments: str) -> list[str]:

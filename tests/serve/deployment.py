@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.serve.parts import END_S_MAX, Answer, Part, ask, children, free_port, is_rank, until
+from tests.serve.parts import END_S_MAX, Answer, Part, ask, children, is_rank, until
 from tests.serve.speaking import Expected, encode, model, oracle_text, tokenizer
 
 from baton.settings import Tls
+from baton.supervisor import free_port
 
 __all__ = [
     "Answer",
@@ -35,7 +36,6 @@ __all__ = [
     "children",
     "deployment",
     "encode",
-    "free_port",
     "model",
     "oracle_text",
     "registry_part",

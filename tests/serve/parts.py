@@ -5,10 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,21 +27,6 @@ START_S_MAX = 180.0
 """For a process that loads torch and a model while seven others do the same on two cores."""
 END_S_MAX = 60.0
 ANSWER_S_MAX = 120.0
-# Below the range from which the kernel takes ports for connections that go out.
-_PORTS = range(18_000, 32_000)
-
-
-def free_port() -> int:
-    """One that nobody listens on, and that no connection is given by chance."""
-    chance = random.SystemRandom()
-    while True:
-        port = chance.choice(_PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
 
 
 def until(

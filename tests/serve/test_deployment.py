@@ -15,7 +15,6 @@ from tests.serve.deployment import (
     Part,
     deployment,
     encode,
-    free_port,
     model,
     oracle_text,
     registry_part,
@@ -24,6 +23,8 @@ from tests.serve.deployment import (
 from tests.serve.parts import children
 from tests.serve.resources import Bounds, Held, Snapshot, _held, growth, lost_pages, slope_per_s
 from tests.serve.speaking import EOS, NUM_TEXT_IDS, tokenizer
+
+from baton.supervisor import free_port
 
 
 def test_the_oracle_is_transformers_up_to_the_end_of_the_answer() -> None:

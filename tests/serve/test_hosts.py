@@ -10,11 +10,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.serve.deployment import free_port, model, oracle_text, secret_file, until
+from tests.serve.deployment import model, oracle_text, secret_file, until
 from tests.serve.hosts import Host, NoHosts, Placed, two_hosts
 
 from baton.engine.trace import RequestTrace
 from baton.observe import covered_s
+from baton.supervisor import free_port
 
 pytestmark = pytest.mark.serve
 

@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from tests.serve.parts import Answer, free_port
+from tests.serve.parts import Answer
 from tests.serve.speaking import oracle_text
 from tests.serving.live import Live, live, until
 from tests.serving.streams import half_read, heard
 
 from baton.serving.http import EventReader
+from baton.supervisor import free_port
 
 pytestmark = pytest.mark.serve
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import queue
-import socket
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +23,7 @@ from baton.errors import LocalProtocolError, TransportError
 from baton.plan.ownership import buffers
 from baton.protocol.outcomes import Failed
 from baton.session import Endpoint, EndpointConfig, SocketConfig, prompt_digest
+from baton.supervisor import free_port
 from baton.transport import open_transport
 
 SPEC = Side("tp2").spec(CACHE)
@@ -51,11 +50,6 @@ class Rank:
 
     def __exit__(self, *_: object) -> None:
         self.endpoint.close()
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
-        return int(taken.getsockname()[1])
 
 
 def test_a_rank_attaches_with_the_address_alone() -> None:

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from tests.serve.parts import free_port, until
+from tests.serve.parts import until
+
+from baton.supervisor import free_port
 
 ROOT = Path(__file__).parents[2]
 VENV = ROOT / ".venv-vllm"

@@ -7,7 +7,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.serve.parts import free_port
 from tests.vllm.servers import (
     Server,
     check_free,
@@ -17,6 +16,8 @@ from tests.vllm.servers import (
     random_prompts,
     run_client,
 )
+
+from baton.supervisor import free_port
 
 pytestmark = pytest.mark.vllm
 NUM_TOKENS = 8

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import shlex
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from baton.cli.side_args import SideArgs
-from baton.errors import ConfigError, EngineError
-from baton.supervisor import Service
+from baton.errors import ConfigError
+from baton.supervisor import Service, free_port
 
 HOST = "127.0.0.1"
-PORTS = range(18_000, 32_000)
-"""Below those that the kernel gives to outgoing connections: a server takes minutes to listen on its own."""
-NUM_TRIES = 1000
 SIZES = {
     "tp": "--tensor-parallel-size",
     "pp": "--pipeline-parallel-size",
@@ -99,7 +94,10 @@ def plan_servers(instances: Sequence[tuple[str, str, str]], devices: Sequence[st
         )
     servers, taken = [], set[int]()
     for (role, name, sizes), count in zip(parsed, counts, strict=True):
-        port, kv_port = _free_ports(1, taken), _free_ports(sizes.get("dp", 1), taken)
+        num_kv_ports = sizes.get("dp", 1)
+        taken.add(port := free_port(taken=taken))
+        kv_port = free_port(num_kv_ports, taken)
+        taken.update(range(kv_port, kv_port + num_kv_ports))
         own, devices = tuple(devices[:count]), devices[count:]
         servers.append(VllmServer(role, name, sizes, port, kv_port, own))
     return servers
@@ -111,24 +109,3 @@ def parse_vllm_args(option: str, text: str | None) -> SideArgs:
         return SideArgs(tuple(shlex.split(text or "")))
     except ValueError as error:
         raise ConfigError(f"{option} {text!r}: {error}") from None
-
-
-def _free_ports(count: int, taken: set[int]) -> int:
-    """The first of `count` consecutive free ports; all of them are added to `taken`."""
-    chance = random.SystemRandom()
-    for _ in range(NUM_TRIES):
-        first = chance.choice(PORTS)
-        ports = range(first, first + count)
-        if taken.isdisjoint(ports) and all(map(_is_free, ports)):
-            taken.update(ports)
-            return first
-    raise EngineError(f"no {count} free ports in a row between {PORTS.start} and {PORTS.stop} on {HOST}")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind((HOST, port))
-        except OSError:
-            return False
-    return True

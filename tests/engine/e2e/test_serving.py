@@ -38,6 +38,7 @@ from baton.engine.requests import OutputChunk, RequestError, RequestFinished
 from baton.errors import EngineError, FullError
 from baton.protocol.outcomes import Why
 from baton.session.registry import RegistryClient, Roster, Topology
+from baton.supervisor import free_port
 
 pytestmark = pytest.mark.engine
 
@@ -146,12 +147,6 @@ def test_the_end_is_told_once(pool: InstancePool, folder: Path, way: str) -> Non
     assert told[1:] == ["late"]
     with pytest.raises(EngineError, match="not running"):
         instance.core.submit(greedy(prompt(4), 1), print)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def roster(url: str, secret: bytes, name: str) -> Roster | None:

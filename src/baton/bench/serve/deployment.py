@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import signal
-import socket
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +14,6 @@ from typing import Self
 from baton.supervisor import DRAIN_S_MAX, ChildProcess, baton_command
 
 START_S_MAX = 300.0
-
-
-def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class BenchProcesses:
@@ -105,7 +97,7 @@ def start_deployment(processes: BenchProcesses, shape: DeploymentShape) -> Bench
         if registry:
             options += ["--registry", registry]
         if role == "prefill":
-            options += ["--bootstrap-port", str(free_port()), *shape.prefill_options]
+            options += shape.prefill_options
         children.append(processes.start(role, baton_command("serve", *options)))
     urls = []
     for child in children:
