@@ -18,7 +18,7 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup setup-vllm setup-vllm-0.31 demo serve test test-all test-vllm test-vllm-all bench-vllm lowest
-.PHONY: check sim bench docs
+.PHONY: check sim bench docs site
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -99,6 +99,10 @@ bench: .venv/.extras  ## measure planning, binding, transports, hand-overs and t
 	$(BIN)/baton bench handoff --sweep
 	$(BIN)/baton bench overlap
 	$(BIN)/baton bench engine
+
+site: setup  ## build docs/ as a web site in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
 
 docs: setup  ## write again the pages that code generates
 	$(BIN)/python tools/models_page.py > docs/models.md.new

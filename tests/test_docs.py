@@ -10,6 +10,8 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from baton.plan import Cache, Component, Spec, parse_layout, plan
 from baton.plan.cache import Dim, Full, Units
 from baton.plan.ownership import buffers
@@ -21,6 +23,13 @@ ROOT = Path(__file__).parent.parent
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+def run(*words: str, **options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *words]
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, **options
+    )
 
 
 def test_the_readme_shows_real_output() -> None:
@@ -44,7 +53,7 @@ def baton_commands(page: str) -> Iterator[tuple[bool, list[str]]]:
             continue
         for line in block.replace("\\\n", " ").splitlines():
             is_found = is_found or line.startswith(". .venv/bin/activate")
-            if not line.startswith("$"):
+            if re.search(r"(^|[;&|(] *)(\S*/)?baton ", line):
                 for words in in_shell(line):
                     yield is_found, words
 
@@ -101,6 +110,22 @@ def test_the_python_example_runs(capsys) -> None:
     assert capsys.readouterr().out.count("BoundRoute(") == 16
 
 
+def test_the_library_page_runs_block_by_block() -> None:
+    """As one program, in a process of its own: endpoints have threads, and one block starts a process."""
+    program = "\n".join(blocks("docs/library.md", "python"))
+    done = run("-", input=program)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Ready(aux=Aux(tokens=(42,)" in done.stdout
+    assert "decode goes on after (42,)" in done.stdout
+
+
+def test_what_an_engine_needs_comes_from_one_import() -> None:
+    imported = re.findall(
+        r"^from (baton\S*) import", "\n".join(blocks("docs/library.md", "python")), re.MULTILINE
+    )
+    assert set(imported) == {"baton.session"}
+
+
 def test_the_storage_file_can_be_planned_with() -> None:
     (example,) = blocks("docs/plan.md", "json")
     storage = storage_from_bytes(example.encode())
@@ -108,6 +133,41 @@ def test_the_storage_file_can_be_planned_with() -> None:
     spec = Spec(parse_layout("tp1"), Cache(80, (kv,)), storage)
     assert len(plan(spec, spec).routes) == 1
     assert buffers(spec, 0, "pool") == {"raw": 5242880000}
+
+
+def test_commands_on_every_page_have_the_options_that_there_are() -> None:
+    pages = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md") if path.name != "log.md"}
+    commands = {name: [words for _, words in baton_commands(text)] for name, text in pages.items()}
+    assert {"deploy.md", "plan.md", "vllm.md", "router.md"} <= {name for name in commands if commands[name]}
+    wrong = [
+        (name, problem)
+        for name, of_page in commands.items()
+        for words in of_page
+        if words[0] not in ("bench", "...")
+        for problem in problems([word for word in words if word != "..."])
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("page", ["docs/plan.md", "docs/vllm.md"])
+def test_plans_on_a_page_can_be_made(page: str) -> None:
+    commands = [words for _, words in baton_commands((ROOT / page).read_text()) if words[0] == "plan"]
+    assert commands
+    for words in commands:
+        done = run("-m", "baton", *words)
+        assert done.returncode == 0, (words, done.stderr)
+        assert "every target byte proven to be sent once" in done.stdout
+
+
+def test_the_site_builds_and_has_every_page(tmp_path: Path) -> None:
+    """`--strict` makes a page outside of the index, and a link or an anchor that leads nowhere, an error."""
+    done = run("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    built = {path.stem for path in tmp_path.glob("*.html")} - {"404"}
+    assert built == {path.stem for path in (ROOT / "docs").glob("*.md")}
+    index = (tmp_path / "index.html").read_text()
+    sources = re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"?(https?://[^\" >]*)", index)
+    assert sources == [], "the pages need nothing from outside"
 
 
 def test_links_lead_somewhere() -> None:

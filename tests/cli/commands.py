@@ -39,6 +39,8 @@ def problems(words: list[str]) -> Iterator[str]:
     given, num_words = [], 0
     while rest:
         word = rest.pop(0)
+        if word == "--":  # the rest is another program's
+            break
         if not word.startswith("-"):
             num_words += 1
             continue
@@ -49,7 +51,7 @@ def problems(words: list[str]) -> Iterator[str]:
         elif name.endswith("-args") and rest:
             yield from problems(["serve", *shlex.split(rest.pop(0))])
         elif known[name] and not equals:
-            if not rest or rest[0].startswith("-"):
+            if not rest or re.match(r"-\S+$", rest[0]):
                 yield f"baton {verb} {name} has no value"
             else:
                 rest.pop(0)

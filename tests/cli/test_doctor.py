@@ -37,11 +37,10 @@ def test_a_transport_that_garbles_is_not_ok(monkeypatch) -> None:
     assert "not the bytes that were sent" in finding.text
 
 
-@pytest.mark.parametrize("error", [ImportError("libx.so.1: cannot open shared object file")])
-def test_a_missing_library_is_named_with_its_remedy(monkeypatch, error: Exception) -> None:
+def test_a_missing_library_is_named(monkeypatch) -> None:
     def fail(name: str) -> None:
-        raise error
+        raise ImportError("libx.so.1: cannot open shared object file")
 
     monkeypatch.setattr(doctor, "open_transport", fail)
     finding = doctor.check_transport("shm")
-    assert str(finding).startswith("shm no: libx.so.1: cannot open shared object file; ")
+    assert str(finding) == "shm no: libx.so.1: cannot open shared object file"

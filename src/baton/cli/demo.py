@@ -27,6 +27,7 @@ from baton.cli.client import ApiClient
 from baton.cli.demo_cache import demo_cache
 from baton.cli.deployment import Deployment, DeploymentOptions, pair_line, plan_instances, plan_pairs
 from baton.cli.output import PICTURE, REFRESH_PER_S, TRACE, figures_text, start_engine, write_timelines
+from baton.cli.side_args import parse_side_args
 from baton.engine.model_names import DEMO
 from baton.engine.requests import EngineRequest
 from baton.engine.sampling_params import SamplingParams
@@ -44,6 +45,8 @@ OFF, ON = "layer pipelining off", "layer pipelining on"
 REFERENCE = "tp1"
 CHUNK_TOKENS = 4096
 """The long prompt is one prefill chunk, so that only layer pipelining can hide the transfer."""
+PATIENT = "--progress-s 600 --silence-s 30"
+"""Without layer pipelining nothing leaves before the end of compute: minutes on a busy machine."""
 TRACE_S_MAX = 30.0
 """How long to wait for a request's trace: it is complete once both sides have their pages back."""
 POLL_S = 0.1
@@ -122,8 +125,16 @@ def demo(
         EngineConfig(_fetch(model), REFERENCE, "reference", chunk_tokens=CHUNK_TOKENS)
     )
     # Short prompts are handed over too: the demo is about hand-overs.
+    patient = parse_side_args("the demo", PATIENT)
     options = DeploymentOptions(
-        model, (prefill,), (decode,), chunk_tokens=CHUNK_TOKENS, port=0, local="never"
+        model,
+        (prefill,),
+        (decode,),
+        chunk_tokens=CHUNK_TOKENS,
+        prefill_args=patient,
+        decode_args=patient,
+        port=0,
+        local="never",
     )
     instances = plan_instances(options)
     lines = [*map(str, instances), *(pair_line(*pair) for pair in plan_pairs(options, instances))]

@@ -62,8 +62,12 @@ def generate(
         bool, typer.Option("--no-pipeline", help="hand the KV cache over only after the last layer")
     ] = False,
     dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="dtype of weights and KV cache: fp32, bf16 or fp16")
-    ] = "fp32",
+        str,
+        typer.Option(
+            metavar="DTYPE",
+            help="dtype of weights and KV cache: auto (the checkpoint's), bfloat16, float16 or float32",
+        ),
+    ] = "auto",
     device: Device = "cpu",
     draft: Draft = False,
     prefill_args: PrefillArgs = None,

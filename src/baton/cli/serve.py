@@ -124,11 +124,18 @@ def serve(
     ] = 512,
     queue: Annotated[int, typer.Option(min=1, metavar="N", help="maximum waiting requests")] = 256,
     dtype: Annotated[
-        str, typer.Option(metavar="DTYPE", help="dtype of weights and activations: fp32, bf16 or fp16")
-    ] = "fp32",
+        str,
+        typer.Option(
+            metavar="DTYPE",
+            help="dtype of weights and activations: auto (the checkpoint's), bfloat16, float16 or float32",
+        ),
+    ] = "auto",
     kv_cache_dtype: Annotated[
         str | None,
-        typer.Option(metavar="DTYPE", help="KV cache dtype: fp32, bf16 or fp16 (default: same as --dtype)"),
+        typer.Option(
+            metavar="DTYPE",
+            help="KV cache dtype: auto (default: that of --dtype), bfloat16, float16 or float32",
+        ),
     ] = None,
     kv_layout: Annotated[
         str | None,

@@ -76,7 +76,10 @@ def up(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(metavar="DTYPE", help="dtype of weights and KV cache: fp32 (default), bf16 or fp16"),
+        typer.Option(
+            metavar="DTYPE",
+            help="weights and KV cache dtype: auto (the checkpoint's, default), bfloat16, float16 or float32",
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu (default) or cuda")] = None,
     page_tokens: Annotated[

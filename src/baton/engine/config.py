@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton.engine.model_names import check_model
+from baton.engine.model_names import TORCH_DTYPES, check_model, find_dtype
 from baton.engine.pages import KV_LAYOUTS, PageGeometry
 from baton.errors import ConfigError
 from baton.plan import Cache, Layout, Spec, parse_layout
@@ -36,7 +36,8 @@ class EngineConfig:
     name: str = "instance"
     role: str = "both"
     secret: bytes = field(default=b"", repr=False)
-    dtype: str = "fp32"
+    dtype: str = "auto"
+    """Of weights and activations: fp32, bf16 or fp16 (or torch's names); auto: as the checkpoint says."""
     kv_cache_dtype: str = ""
     """Of the KV cache; empty: `dtype`. Where prefill and decode differ, the hand-over converts."""
     kv_layout: str = ""
@@ -100,6 +101,12 @@ class EngineConfig:
         if self.has_endpoint_process is None:
             return self.device == "cuda" and _can_offload(parse_transport(self.transport)[0])
         return self.has_endpoint_process
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "kv_cache_dtype"):
+            given = getattr(self, name)
+            known = "" if name == "kv_cache_dtype" and given == "auto" else TORCH_DTYPES.get(given, given)
+            object.__setattr__(self, name, find_dtype(self.model) if known == "auto" else known)
 
     @property
     def cache_dtype(self) -> str:

@@ -1,5 +1,7 @@
-"""Where protocol meets transport; what engines use is exported here."""
+"""Where protocol meets transport. Everything that an engine needs is exported here."""
 
+from baton.plan import DeclaredPlacement, Spec, Storage, TensorView, declare, load_cache, parse_layout
+from baton.plan.ownership import buffers
 from baton.protocol.outcomes import (
     Aux,
     Cause,
@@ -27,30 +29,48 @@ from baton.session.handles import (
 )
 from baton.session.links import SocketConfig
 from baton.session.loop import exit_loudly
+from baton.session.process import TransportConfig
+from baton.session.remote import EndpointProcess, RemoteEndpoint
+from baton.transport import NOW, CudaFence, HostFence, open_transport
 
 __all__ = [
+    "NOW",
     "Aux",
     "Cause",
     "CoordinatorDriver",
+    "CudaFence",
+    "DeclaredPlacement",
     "Digest",
     "Endpoint",
     "EndpointConfig",
+    "EndpointProcess",
     "Failed",
     "Finished",
     "Handle",
+    "HostFence",
     "Outcome",
     "Pages",
     "Ready",
     "Receiving",
+    "RemoteEndpoint",
     "Request",
     "Sending",
     "SocketConfig",
+    "Spec",
     "Stage",
     "State",
+    "Storage",
+    "TensorView",
     "Timings",
+    "TransportConfig",
     "Waiting",
     "Why",
     "Withdrawal",
+    "buffers",
+    "declare",
     "exit_loudly",
+    "load_cache",
+    "open_transport",
+    "parse_layout",
     "prompt_digest",
 ]

@@ -569,7 +569,3 @@ def main() -> None:
         os._exit(1)
     sock.close()
     server.run()
-
-
-if __name__ == "__main__":
-    main()

@@ -76,6 +76,7 @@ from baton.session.process import (
 from baton.transport import NOW, Bytes, CudaFence, Fence
 from baton.transport.shm.segments import create_segment, map_segment
 
+PROGRAM = "from baton.session.process import main; main()"
 OPEN_S_MAX = 120.0
 """How long the process may take to import what it needs, map the pools and listen."""
 END_S_MAX = 5.0
@@ -99,7 +100,7 @@ class EndpointProcess:
         self.socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "baton.session.process", str(theirs.fileno())],
+                [sys.executable, "-c", PROGRAM, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )

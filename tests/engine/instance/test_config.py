@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.engine.tiny import WINDOW, WINDOWED, tiny, windowed
 
 from baton.engine.config import EngineConfig, check_config
 from baton.engine.deployment import Deployment
+from baton.engine.model_names import DUMMY
 from baton.engine.pages import engine_storage
 from baton.engine.sizes import derive_sizes
 from baton.errors import ConfigError, LayoutError
@@ -150,3 +152,27 @@ def test_transports_that_cannot_run_beside_the_worker(device: str, transport: st
     config = EngineConfig(str(tiny("llama")), device=device, transport=transport, has_endpoint_process=True)
     with pytest.raises(ConfigError, match=f"transport {transport} cannot run in a process beside the worker"):
         check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("stated", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, "bf16"),
+        ({"torch_dtype": "torch.float16"}, "fp16"),
+        ({"text_config": {"dtype": "bfloat16"}}, "bf16"),
+        ({"dtype": "float8_e4m3fn"}, "fp32"),
+        ({}, "fp32"),
+        ([], "fp32"),
+    ],
+)
+def test_auto_is_what_the_checkpoint_states(tmp_path: Path, stated: object, dtype: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    config = EngineConfig(str(tmp_path))
+    assert (config.dtype, config.cache_dtype) == (dtype, dtype)
+    assert EngineConfig(f"{DUMMY}{tmp_path / 'config.json'}").dtype == dtype
+    given = EngineConfig(str(tmp_path), dtype="float32", kv_cache_dtype="bfloat16")
+    assert (given.dtype, given.cache_dtype) == ("fp32", "bf16")
+
+
+def test_a_model_that_is_not_there_is_refused_later() -> None:
+    assert EngineConfig("/no/such/folder").dtype == "fp32"

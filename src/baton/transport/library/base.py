@@ -24,7 +24,12 @@ from baton.errors import ConfigError, RemoteProtocolError
 from baton.plan.steps import Spans
 from baton.transport.common.regions import Memory
 
-REMEDY = "run tools/native.sh"
+REMEDIES = {
+    "mooncake": "pip install --no-deps mooncake-transfer-engine-non-cuda, and the system's libibverbs1, "
+    "libnuma1 and libcurl4",
+    "nixl_cu13": "pip install --no-deps nixl-cu13",
+}
+"""By package: how to install it. Without what it depends on, which may be torch for CUDA."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FRAME = struct.Struct("<B3xIQQ")
 HEADER_BYTES = _FRAME.size
@@ -114,7 +119,8 @@ def import_native(names: tuple[str, ...]) -> ModuleType:
             if _load_unpacked(Path(sys.prefix) / "native"):
                 return import_native((name,))
             causes.append(f"{name}: {cause}")
-    raise ConfigError(f"{', '.join(causes)}; {REMEDY}")
+    remedy = REMEDIES.get(names[0].partition(".")[0])
+    raise ConfigError(", ".join(causes) + (f"; install it with: {remedy}" if remedy else ""))
 
 
 _loaded: dict[Path, ctypes.CDLL] = {}
