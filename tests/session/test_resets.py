@@ -146,6 +146,11 @@ def hand_over(world: World) -> bool:
     return True
 
 
+def check_next(world: World) -> None:
+    """What was reset after a transfer needed it is found by the next one, and its writers are replaced."""
+    assert any(hand_over(world) for _ in range(3))
+
+
 def check_reset(resetter: Resetter, at: int, transport: str = "tcp", tls: Tls | None = None) -> bool:
     """Breaks the connection of one call; whether so many were made."""
     options: dict[str, Any] = {"sockets": SocketConfig(tls=tls)}
@@ -155,8 +160,7 @@ def check_reset(resetter: Resetter, at: int, transport: str = "tcp", tls: Tls | 
         resetter.num_calls, resetter.at = 0, at
         is_there = hand_over(world)
         has_struck = resetter.has_struck
-        # What was reset after the transfer needed it is found by the next one, and its writers are replaced.
-        assert any(hand_over(world) for _ in range(3))
+        check_next(world)
         assert has_struck or is_there, "it was lost without a reset"
         resetter.at = -1
     return has_struck
@@ -169,7 +173,7 @@ LINKS = pytest.mark.parametrize("links", ["tcp", "tcp and tls", "shm"])
 @HOW
 @LINKS
 def test_some_calls(resetter: Resetter, tls: Tls, links: str, how: str) -> None:
-    resetter.how, transport = how, links.split()[0]
+    resetter.how, transport = how, links.split(maxsplit=1)[0]
     for at in range("reset error half".index(how), 40, 23):
         assert check_reset(resetter, at, transport, tls if "tls" in links else None)
 
@@ -178,7 +182,7 @@ def test_some_calls(resetter: Resetter, tls: Tls, links: str, how: str) -> None:
 @HOW
 @LINKS
 def test_every_call(resetter: Resetter, tls: Tls, links: str, how: str) -> None:
-    resetter.how, transport = how, links.split()[0]
+    resetter.how, transport = how, links.split(maxsplit=1)[0]
     num_struck = 0
     while check_reset(resetter, num_struck, transport, tls if "tls" in links else None):
         num_struck += 1
@@ -206,10 +210,11 @@ def test_a_loop_that_ends_with_a_socket_is_caught(
 
     monkeypatch.setattr(EventLoop, "_on_escaped", end)
     resetter.how = "error"
-    with (
-        pytest.raises((AssertionError, LocalProtocolError)),
-        worlds(Side(), Side(), transport="tcp") as world,
-    ):
+    world = World(Side(), Side(), transport="tcp")
+    try:
         resetter.name = "accept"
-        hand_over(world)
-    assert "the control loop failed" in "".join(world.source.ended + world.target.ended)
+        with pytest.raises((AssertionError, LocalProtocolError)):
+            check_next(world)
+        assert "the control loop failed" in "".join(world.source.ended + world.target.ended)
+    finally:
+        world.close()

@@ -194,7 +194,8 @@ def router_service(
         local_prefill_max=options.local_prefill_max,
         api_key_file=options.api_key_file,
     )
-    return Service(ROUTER, ("route", *arguments, *options.process_arguments()), "routing at ", options.port)
+    words = ("route", *arguments, *options.process_arguments())
+    return Service(ROUTER, words, "routing at ", options.port, host=options.host)
 
 
 def _arguments(**values: object) -> list[str]:

@@ -9,18 +9,20 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.engine.load import EngineLoad
-from baton.engine.trace import RequestTrace
 from baton.observe import Interval, Timeline, Track, trace
 from baton.serving.fleet import Fleet
 from baton.serving.policies import local_threshold
 from baton.session.registry import Role
+
+if TYPE_CHECKING:
+    from baton.engine.load import EngineLoad
+    from baton.engine.trace import RequestTrace
 
 _LATENCIES_S = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,

@@ -1,56 +1,12 @@
 """Where protocol meets transport; what engines use is exported here."""
 
-from baton.protocol.outcomes import (
-    Aux,
-    Cause,
-    Failed,
-    Finished,
-    Outcome,
-    Ready,
-    Stage,
-    State,
-    Waiting,
-    Why,
-)
-from baton.protocol.timings import Timings
-from baton.session.coordinator import CoordinatorDriver
-from baton.session.endpoint import Endpoint, EndpointConfig
-from baton.session.handles import (
-    Digest,
-    Handle,
-    Pages,
-    Receiving,
-    Request,
-    Sending,
-    Withdrawal,
-    prompt_digest,
-)
-from baton.session.links import SocketConfig
-from baton.session.loop import exit_loudly
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Aux",
-    "Cause",
-    "CoordinatorDriver",
-    "Digest",
-    "Endpoint",
-    "EndpointConfig",
-    "Failed",
-    "Finished",
-    "Handle",
-    "Outcome",
-    "Pages",
-    "Ready",
-    "Receiving",
-    "Request",
-    "Sending",
-    "SocketConfig",
-    "Stage",
-    "State",
-    "Timings",
-    "Waiting",
-    "Why",
-    "Withdrawal",
-    "exit_loudly",
-    "prompt_digest",
-]
+if TYPE_CHECKING:
+    from baton.session.exports import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the names when one is asked for: a router uses one module of this package, and starts fast."""
+    return getattr(import_module("baton.session.exports"), name)

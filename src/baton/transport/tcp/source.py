@@ -323,8 +323,8 @@ class TcpConnection:
                 if num_bytes != stream.acknowledged_bytes:
                     stream.acknowledged_bytes = num_bytes
                     self._note_progress(stream)
-        except OSError as cause:
-            self._lose(f"the connection was lost: {cause}")
+        except OSError as error:
+            self._lose(f"the connection was lost: {error}")
             return
         now_s = time.monotonic()
         is_busy = False
