@@ -97,7 +97,10 @@ def describe_exit(code: int | None) -> str:
 
 
 def fetch_health(url: str, timeout_s: float = 5.0, tls: Tls | None = None) -> tuple[bool, bytes]:
-    """Whether /health answers 200, and its body; a server that cannot be reached is not healthy."""
+    """Whether /health answers 200, and its body; a server that cannot be reached is not healthy.
+
+    A router that serves and cannot hand over is not either: whoever starts a deployment waits for all of it.
+    """
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
     if tls is not None:
@@ -108,7 +111,8 @@ def fetch_health(url: str, timeout_s: float = 5.0, tls: Tls | None = None) -> tu
     try:
         connection.request("GET", "/health")
         response = connection.getresponse()
-        return response.status == 200, response.read()
+        body = response.read()
+        return response.status == 200 and b'"degraded"' not in body, body
     except (OSError, http.client.HTTPException):
         return False, b""
     finally:

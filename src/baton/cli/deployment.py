@@ -446,9 +446,10 @@ def is_log(line: str) -> bool:
 
 
 def health_stage(name: str, body: bytes) -> str:
-    """The stage in the body of a /health that is not 200; "not ready" if the body has another form."""
+    """The stage in the body of a /health that is not all right; "not ready" if the body has another form."""
     try:
-        message = str(json.loads(body)["error"]["message"])
+        told = json.loads(body)
+        message = str(told["error"]["message"] if "error" in told else told["message"])
     except (ValueError, KeyError, TypeError):
         return "not ready"
     return message.removeprefix(f"{name} is not ready: ")

@@ -200,15 +200,21 @@ class RouterMetrics(Collector):
         )
         in_flight = GaugeMetricFamily("baton_router_in_flight", "requests given to it", labels=labels)
         tokens = GaugeMetricFamily("baton_router_load_tokens", "tokens in flight there", labels=labels)
+        unpaired = GaugeMetricFamily(
+            "baton_router_unpaired", "1: all instances of the other role have another model", labels=labels
+        )
+        alone = self._fleet.unpaired()
         for instance in self._fleet.instances.values():
             key = [instance.name, instance.role.value]
             for state in _STATES:
                 states.add_metric([*key, state], float(instance.state == state))
             in_flight.add_metric(key, instance.num_in_flight)
             tokens.add_metric(key, instance.load_tokens)
+            unpaired.add_metric(key, float(instance in alone))
         yield states
         yield in_flight
         yield tokens
+        yield unpaired
         thresholds = GaugeMetricFamily(
             "baton_router_local_threshold_tokens",
             "prompts up to this length are prefilled on decode",
