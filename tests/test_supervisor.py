@@ -6,11 +6,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -181,6 +183,31 @@ def test_a_supervisor_restarts_on_the_same_port_and_cleans_up(folder: Path) -> N
     found.close([["registry"]])
     assert not registry.is_running
     assert not folder.exists()
+
+
+def test_a_client_that_connects_while_the_router_is_restarted_waits_for_it(folder: Path) -> None:
+    environment = {**os.environ, "BATON_SECRET": "s" * 32}
+    found = Supervisor(environment, str(folder), lambda name, line: None)
+    words = ("route", "--registry", "http://127.0.0.1:9")
+    router = found.start(Service("router", words, "routing at ", host="127.0.0.1"))
+    try:
+        assert found.wait_until(lambda: router.is_listening, LIMIT_S)
+        router.was_ready, first = True, router.process
+        assert first is not None
+        parts = urlsplit(router.url)
+        os.kill(first.pid, signal.SIGSTOP)  # the connection is made before it is killed, and after
+        with socket.create_connection((parts.hostname, parts.port), timeout=LIMIT_S) as client:
+            first.kill()
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: router\r\n\r\n")
+            with socket.create_connection((parts.hostname, parts.port), timeout=LIMIT_S) as other:
+                other.sendall(b"GET /health HTTP/1.1\r\nHost: router\r\n\r\n")
+                for sock in (client, other):
+                    assert sock.recv(12) == b"HTTP/1.1 503"
+    finally:
+        found.close([["router"]])
+    assert router.process is not first
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((parts.hostname, parts.port), timeout=LIMIT_S)
 
 
 def test_misuse_of_a_service_is_raised_in_the_waiting_thread(folder: Path) -> None:

@@ -23,7 +23,11 @@ SECRET_VARIABLE = "BATON_SECRET"
 API_KEY_VARIABLE = "BATON_API_KEY"
 CACHE_VARIABLE = "BATON_CACHE"
 VLLM_VARIABLE = "BATON_VLLM"
+LISTENER_VARIABLE = "BATON_LISTENER"
+"""The number of a listening socket that `baton up` holds for its router."""
 VLLM_KEY_VARIABLE = "VLLM_API_KEY"
+BACKLOG = 1024
+"""Connections that wait to be accepted."""
 SECRET_BYTES_MIN = 16
 API_KEY_CHARACTERS_MIN = 8
 _MAKE_ONE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
@@ -128,8 +132,28 @@ def check_binding(host: str, *, has_api_key: bool, has_secret: bool) -> None:
         )
 
 
+def open_listener(host: str, port: int) -> socket.socket | None:
+    """Listens in the place of a service that may be restarted; None where the host has several addresses."""
+    places = _places(host, port)
+    if len(places) > 1:
+        return None
+    family, _, _, _, address = places[0]
+    try:
+        return socket.create_server(address, family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise _port_error(host, port, error) from None
+
+
+def take_listener() -> socket.socket | None:
+    """The listening socket that a supervisor holds for this process, if it does."""
+    number = os.environ.pop(LISTENER_VARIABLE, "")
+    return socket.socket(fileno=int(number)) if number else None
+
+
 def check_port(host: str, port: int) -> None:
     """Raises EngineError if the port is in use, before anything takes its time to start."""
+    if LISTENER_VARIABLE in os.environ:
+        return
     for family, kind, protocol, _, address in _places(host, port):
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -138,10 +162,14 @@ def check_port(host: str, port: int) -> None:
             try:
                 probe.bind(address)
             except OSError as error:
-                raise EngineError(
-                    f"cannot listen on {host}:{port}: {error.strerror}; name another port with --port, or 0 "
-                    "for a free one"
-                ) from None
+                raise _port_error(host, port, error) from None
+
+
+def _port_error(host: str, port: int, error: OSError) -> EngineError:
+    return EngineError(
+        f"cannot listen on {host}:{port}: {error.strerror}; name another port with --port, or 0 for a free "
+        "one"
+    )
 
 
 def _places(host: str, port: int) -> list[tuple[Any, ...]]:

@@ -28,7 +28,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
@@ -36,6 +36,7 @@ from types import TracebackType
 from typing import IO, Any, Self
 from urllib.parse import urlsplit
 
+from baton import settings
 from baton.errors import BatonError, ConfigError, ProcessError
 from baton.settings import Tls
 
@@ -96,7 +97,10 @@ def describe_exit(code: int | None) -> str:
 
 
 def fetch_health(url: str, timeout_s: float = 5.0, tls: Tls | None = None) -> tuple[bool, bytes]:
-    """Whether /health answers 200, and its body; a server that cannot be reached is not healthy."""
+    """Whether /health answers 200, and its body; a server that cannot be reached is not healthy.
+
+    A router that serves and cannot hand over is not either: whoever starts a deployment waits for all of it.
+    """
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
     if tls is not None:
@@ -107,7 +111,8 @@ def fetch_health(url: str, timeout_s: float = 5.0, tls: Tls | None = None) -> tu
     try:
         connection.request("GET", "/health")
         response = connection.getresponse()
-        return response.status == 200, response.read()
+        body = response.read()
+        return response.status == 200 and b'"degraded"' not in body, body
     except (OSError, http.client.HTTPException):
         return False, b""
     finally:
@@ -154,6 +159,7 @@ class ChildProcess:
         env: Mapping[str, str] | None = None,
         has_stdin: bool = False,
         death_signal: signal.Signals = signal.SIGKILL,
+        pass_fds: Sequence[int] = (),
         on_line: Callable[[str], None] | None = None,
     ) -> None:
         """Starts it. `on_line` gets every line of stdout and stderr, on a thread of this object."""
@@ -171,6 +177,7 @@ class ChildProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             preexec_fn=lambda: _follow_parent(parent, death_signal),  # noqa: PLW1509 - system calls, no locks
+            pass_fds=pass_fds,
             start_new_session=True,
         )
         assert self.popen.stdout is not None
@@ -369,6 +376,8 @@ class Service:
     program: str = ""
     """Another program, with a port of its own on loopback: only its /health says that it serves. When it has
     ended, its last lines are reported, and what is left of its process group is killed."""
+    host: str = ""
+    """Where the supervisor listens for it: clients that connect while it is restarted wait for it."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables of this service alone."""
 
@@ -379,6 +388,7 @@ class SupervisedService:
 
     service: Service
     process: ChildProcess | None = None
+    listener: socket.socket | None = None
     url: str = ""
     is_listening: bool = False
     """Whether the current process has printed its URL."""
@@ -455,6 +465,8 @@ class Supervisor:
     def start(self, service: Service) -> SupervisedService:
         """Starts a service, and restarts it from then on."""
         supervised = self.services[service.name] = SupervisedService(service)
+        if service.host:
+            supervised.listener = settings.open_listener(service.host, service.port)
         thread = threading.Thread(target=self._run, args=(supervised,), name=service.name, daemon=True)
         self._threads.append(thread)
         thread.start()
@@ -522,7 +534,12 @@ class Supervisor:
                 return
 
     def _run(self, supervised: SupervisedService) -> None:
-        """The thread of one service: starts it, waits for its end, starts it again."""
+        """The thread of one service."""
+        with supervised.listener or nullcontext():
+            self._keep_running(supervised)
+
+    def _keep_running(self, supervised: SupervisedService) -> None:
+        """Starts a service, waits for its end, starts it again."""
         while not self._is_closing.is_set():
             service = supervised.service
             process = self._spawn(supervised)
@@ -548,7 +565,7 @@ class Supervisor:
             with self._changed:
                 supervised.is_listening = supervised.is_ready = False
                 self._changed.notify_all()
-            self._is_closing.wait(RESTART_PAUSE_S * 2 ** (len(supervised.ends_s) - 1))
+            self._is_closing.wait(RESTART_PAUSE_S * (2 ** (len(supervised.ends_s) - 1) - 1))
 
     def _spawn(self, supervised: SupervisedService) -> ChildProcess:
         name, service = supervised.service.name, supervised.service
@@ -562,11 +579,17 @@ class Supervisor:
             else:
                 self._on_line(name, line)
 
+        environment = {**self._env, **service.env}
+        fds = []
+        if supervised.listener is not None:
+            fds.append(supervised.listener.fileno())
+            environment[settings.LISTENER_VARIABLE] = str(fds[0])
         process = ChildProcess(
             name,
             supervised.command(),
-            env={**self._env, **service.env},
+            env=environment,
             death_signal=signal.SIGINT,
+            pass_fds=fds,
             on_line=on_line,
         )
         supervised.process = process

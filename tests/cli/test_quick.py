@@ -65,6 +65,16 @@ def test_help_imports_nothing_slow(words: str) -> None:
     assert text
 
 
+def test_a_router_that_is_restarted_imports_neither_plans_nor_engine() -> None:
+    """It is not there meanwhile: these would double the time."""
+    script = "import json, sys, baton.serving.router; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    modules = set(json.loads(done.stdout))
+    slow = {"torch", "transformers", "rich", "baton.plan.binding", "baton.session.endpoint"}
+    assert not modules & slow
+    assert not {name for name in modules if name.startswith("baton.engine")}
+
+
 SERVE, UP, ROUTE = "serve --model demo", "up --model demo", "route --registry http://127.0.0.1:9"
 MISTAKES = {
     f"{SERVE} --layout tpp2": "tpp2",

@@ -188,9 +188,10 @@ class Part:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether /health answers 200 now."""
+        """Whether /health answers 200 now, and a router has what it needs to hand over."""
         try:
-            return self.ask("/health").status == 200
+            reply = self.ask("/health")
+            return reply.status == 200 and b'"degraded"' not in reply.body
         except (OSError, http.client.HTTPException):
             return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import tempfile
 from dataclasses import replace
@@ -18,7 +19,10 @@ from tests.serve.deployment import (
     model,
     oracle_text,
     registry_part,
+    router_part,
     secret_file,
+    serve_part,
+    until,
 )
 from tests.serve.parts import children
 from tests.serve.resources import Bounds, Held, Snapshot, _held, growth, lost_pages, slope_per_s
@@ -141,3 +145,35 @@ def test_a_deployment_answers_like_the_oracle_and_leaves_nothing() -> None:
     assert all(not Path(f"/proc/{pid}/cmdline").exists() for pid in pids)
     assert not folder.exists()
     assert str(folder).startswith(tempfile.gettempdir())
+
+
+@pytest.mark.serve
+def test_copies_of_a_checkpoint_hand_over_under_any_name_and_other_weights_do_not(tmp_path: Path) -> None:
+    for name in ("copy", "other"):
+        shutil.copytree(model(), tmp_path / name)
+    (weights,) = (tmp_path / "other").glob("*.safetensors")
+    raw = weights.read_bytes()
+    weights.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))  # the last byte of a tensor
+    expected = oracle_text("the quick fox", 12)
+    with deployment(prefill=["tp1"], router=False) as world:
+        assert world.registry is not None
+        options = {"registry": world.registry.url}
+        copy = serve_part(world.folder, "decode-0", "decode", "tp1", model=str(tmp_path / "copy"), **options)
+        other = serve_part(
+            world.folder, "decode-1", "decode", "tp1", model=str(tmp_path / "other"), **options
+        )
+        router = router_part(world.folder, world.registry.url, local_prefill_max="0")
+        with copy, other, router:
+            for part in (copy, other, router):
+                part.wait()
+            until(lambda: b"decode-1 (" in router.ask("/health").body, "the router has polled all")
+            told = router.ask("/health").json
+            assert told["status"] == "ok"
+            assert "no hand-over for decode-1" in told["message"]
+            body = {"model": "copy", "prompt": "the quick fox", "max_tokens": 12, "temperature": 0}
+            reply = router.ask("/v1/completions", body)
+            assert (reply.status, reply.json["choices"][0]["text"]) == (200, expected.text)
+            figures = router.ask("/metrics").text
+            assert "baton_router_hand_overs_total 1.0" in figures
+            assert 'baton_router_unpaired{instance="decode-1",role="decode"} 1.0' in figures
+            assert "no hand-over for decode-1" in router.output

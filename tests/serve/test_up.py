@@ -218,19 +218,35 @@ def test_a_part_that_dies_for_good_ends_all_with_the_cause(tmp_path, started) ->
     assert up.leftovers() == []
 
 
-@pytest.mark.parametrize("is_ready", [True, False], ids=["serving", "starting"])
-def test_nothing_outlives_it_when_it_is_killed(tmp_path, started, is_ready: bool) -> None:
+@pytest.mark.parametrize("how", ["killed", "killed while it starts", "terminated after a rank was killed"])
+def test_nothing_outlives_it(tmp_path, started, how: str) -> None:
     up = Up(tmp_path, "--prefill", "tp1", "--decode", "tp1", "--port", "0")
     started.append(up)
-    if is_ready:
-        up.url()
-    else:
+    if "starts" in how:
         until(lambda: len(up.everyone()) >= 5, "the parts are started", LIMIT_S)
+    else:
+        up.url()
     everyone = up.everyone()
-    up.process.kill()
-    assert up.ended() == -signal.SIGKILL
+    assert not {name for pid in everyone for name in named_segments(pid)}
+    if "rank" in how:
+        instances = [pid for name, pid in up.parts().items() if name.endswith("-0")]
+        rank = max(pid for pid in everyone if not children(pid) and pid > max(instances))
+        os.kill(rank, signal.SIGKILL)
+        until(lambda: not is_alive(rank), "the rank has ended", LIMIT_S)
+        everyone |= up.everyone()
+    up.process.send_signal(signal.SIGKILL if how.startswith("killed") else signal.SIGTERM)
+    assert up.ended() == (-signal.SIGKILL if how.startswith("killed") else 0)
     until(lambda: not {pid for pid in everyone if is_alive(pid)}, "all have ended", LIMIT_S)
     until(lambda: not up.leftovers(), "its folder is gone", LIMIT_S)
+
+
+def named_segments(pid: int) -> set[str]:
+    """Shared memory that has a name, and would stay when its process is killed."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return set()
+    return {line.split("/dev/shm/")[1] for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
 
 
 def test_an_instance_that_cannot_start_is_told_at_once(tmp_path, started) -> None:

@@ -328,6 +328,56 @@ def test_decode_goes_on_alone_while_nobody_prefills():
     run(body)
 
 
+@pytest.mark.parametrize("lost", ["p0", "d0"])
+def test_health_follows_what_is_served(lost: str):
+    async def body() -> None:
+        for mode, status in ((LocalMode.AUTO, 200), (LocalMode.NEVER, 503)):
+            async with world(1, 1, RouterLimits(recover_s_max=0.1), local=mode) as w:
+                assert await w.get("/health") == (200, {"status": "ok"})
+                await w.peers[lost].stop()
+                await until(lambda w=w: not w.is_able(lost))
+                assert (await w.get("/health"))[0] == status
+                assert (await w.post(PROMPT))[0] == status
+                if status == 200:
+                    _, told = await w.get("/health")
+                    assert told["status"] == "degraded"
+                    assert f"{lost} is " in told["message"]
+
+    run(body)
+
+
+def test_copies_of_a_model_under_other_names_hand_over():
+    async def body() -> None:
+        async with world(1, 0) as w:
+            await w.join("d0", Role.DECODE, "copy")
+            for name in ("copy", "tiny", None):
+                assert (await w.stream({**PROMPT, "model": name})).texts == RIGHT
+            assert await w.metric("baton_router_hand_overs_total") == 3
+            assert await w.metric("baton_router_unpaired") == 0
+            assert [card["id"] for card in (await w.get("/v1/models"))[1]["data"]] == ["copy"]
+            assert await w.get("/health") == (200, {"status": "ok"})
+
+    run(body)
+
+
+def test_two_models_that_never_hand_over_say_so(caplog: pytest.LogCaptureFixture):
+    async def body() -> None:
+        async with world(1, 0, local=LocalMode.AUTO) as w:
+            await w.join("d0", Role.DECODE, "other", fingerprint="beef")
+            assert (await w.stream({**PROMPT, "model": "other"})).texts == RIGHT
+            status, told = await w.get("/health")
+            assert (status, told["status"]) == (200, "degraded")
+            assert "no hand-over for p0 (tiny), d0 (other)" in told["message"]
+            assert await w.metric("baton_router_unpaired") == 2
+            await until(lambda: told["message"] in caplog.text)
+            await w.join("d1", Role.DECODE)
+            status, told = await w.get("/health")
+            assert (status, told["status"]) == (200, "ok")
+            assert "no hand-over for d0 (other)" in told["message"]
+
+    run(body)
+
+
 def test_one_token_goes_to_prefill_alone():
     async def body() -> None:
         async with world() as w:

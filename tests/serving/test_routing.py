@@ -385,6 +385,27 @@ def test_one_side_alone_serves_where_it_may():
         choosing(instance("d", D)).choose(asked(), RouteConstraints())
 
 
+@pytest.mark.parametrize(("name", "role", "why"), [("p", P, "no_decode"), ("d", D, "no_prefill")])
+def test_the_last_instance_is_tried_again_although_it_failed(name: str, role: Role, why: str):
+    """A hand-over that is lost with one end may be blamed on the other."""
+    avoid = frozenset({"p", "d"})
+    found = choosing(instance(name, role), mode=LocalMode.AUTO)
+    assert found.choose(asked(), RouteConstraints(avoid)).local_reason == why
+    with pytest.raises(AllFull):
+        found.choose(asked(), RouteConstraints(avoid, is_strict=True))
+
+
+def test_prefill_is_found_by_its_fingerprint_and_decode_by_its_name():
+    copies = [instance("p", P, model="a"), instance("d", D, model="b"), instance("e", D, model="c")]
+    found = choosing(*copies, instance("q", P, "f2", model="b"))
+    assert found.choose(asked(model="b"), RouteConstraints()).names == ("d", "p")
+    assert found.choose(asked(model="c"), RouteConstraints()).names == ("e", "p")
+    assert found.choose(asked(model="a"), RouteConstraints()).prefill is copies[0]
+    adapters = choosing(instance("p", P, models=("a",)), instance("d", D, models=("a", "lora")))
+    with pytest.raises(NoInstance):
+        adapters.choose(asked(model="lora"), RouteConstraints())
+
+
 def test_bytes_per_token_are_learned():
     sizes = TokenSize()
     for _ in range(100):

@@ -194,7 +194,8 @@ def router_service(
         local_prefill_max=options.local_prefill_max,
         api_key_file=options.api_key_file,
     )
-    return Service(ROUTER, ("route", *arguments, *options.process_arguments()), "routing at ", options.port)
+    words = ("route", *arguments, *options.process_arguments())
+    return Service(ROUTER, words, "routing at ", options.port, host=options.host)
 
 
 def _arguments(**values: object) -> list[str]:
@@ -445,9 +446,10 @@ def is_log(line: str) -> bool:
 
 
 def health_stage(name: str, body: bytes) -> str:
-    """The stage in the body of a /health that is not 200; "not ready" if the body has another form."""
+    """The stage in the body of a /health that is not all right; "not ready" if the body has another form."""
     try:
-        message = str(json.loads(body)["error"]["message"])
+        told = json.loads(body)
+        message = str(told["error"]["message"] if "error" in told else told["message"])
     except (ValueError, KeyError, TypeError):
         return "not ready"
     return message.removeprefix(f"{name} is not ready: ")

@@ -1,50 +1,12 @@
 """Which rank sends which bytes to which rank: caches, layouts, routes, steps. Pure, numpy only."""
 
-from baton.plan.binding import bind
-from baton.plan.cache import Cache, Component
-from baton.plan.checker import check, prove
-from baton.plan.chunks import Tables
-from baton.plan.execution import allocate, execute
-from baton.plan.layout import Layout, parse_layout
-from baton.plan.models import load_cache
-from baton.plan.ownership import Spec
-from baton.plan.planner import plan
-from baton.plan.report import Report
-from baton.plan.routes import BoundRoute, Chunk, Plan, Prompt, Route, resolve
-from baton.plan.steps import Copy, Pack, PackCost, Spans, Step, Unpack
-from baton.plan.storage import DeclaredPlacement, Storage, parse_storage
-from baton.plan.views import TensorView, declare
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "BoundRoute",
-    "Cache",
-    "Chunk",
-    "Component",
-    "Copy",
-    "DeclaredPlacement",
-    "Layout",
-    "Pack",
-    "PackCost",
-    "Plan",
-    "Prompt",
-    "Report",
-    "Route",
-    "Spans",
-    "Spec",
-    "Step",
-    "Storage",
-    "Tables",
-    "TensorView",
-    "Unpack",
-    "allocate",
-    "bind",
-    "check",
-    "declare",
-    "execute",
-    "load_cache",
-    "parse_layout",
-    "parse_storage",
-    "plan",
-    "prove",
-    "resolve",
-]
+if TYPE_CHECKING:
+    from baton.plan.exports import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the names when one is asked for: a router uses one module of this package, and starts fast."""
+    return getattr(import_module("baton.plan.exports"), name)

@@ -466,6 +466,7 @@ class Fleet:
         self.on_change: Callable[[], None] = lambda: None
         """Called when an instance comes, goes or changes its state."""
         self._refused: dict[str, str] = {}
+        self._unpaired = ""
 
     def apply(self, rosters: Iterable[Roster]) -> None:
         """The registry's whole view; empty where there is no registry."""
@@ -488,7 +489,11 @@ class Fleet:
             instance.wake()
 
     def sweep(self) -> None:
-        """Drops instances that have gone."""
+        """Drops instances that have gone, and logs those that cannot be paired."""
+        unpaired = self.unpaired_text()
+        if unpaired and unpaired != self._unpaired:
+            log.warning("%s", unpaired)
+        self._unpaired = unpaired
         now_s = monotonic()
         for instance in [known for known in self.instances.values() if _has_gone(known, now_s)]:
             del self.instances[instance.name]
@@ -502,8 +507,23 @@ class Fleet:
         instances = self.instances.values()
         return [known for known in instances if known.is_able and (role is None or known.role is role)]
 
+    def unpaired(self) -> list[FleetInstance]:
+        """Those that can never hand over: the instances of the other role all have another fingerprint."""
+        polled = [instance for instance in self.instances.values() if instance.model]
+        sides = [[each for each in polled if each.role is role] for role in (Role.PREFILL, Role.DECODE)]
+        if not all(sides):
+            return []
+        paired = set.intersection(*({each.fingerprint for each in side} for side in sides))
+        return [each for side in sides for each in side if each.fingerprint not in paired]
+
+    def unpaired_text(self) -> str:
+        """The same for people; empty where there are none."""
+        names = ", ".join(f"{each.name} ({each.model})" for each in self.unpaired())
+        remedy = "serve the same checkpoint on both sides, from any path"
+        return f"no hand-over for {names}: no peer has the same config and weights; {remedy}" if names else ""
+
     def missing(self) -> str:
-        """Why nothing can be served now; empty where there is a working pair or an instance for both."""
+        """Why nothing can be handed over now; empty where there is a pair or an instance for both."""
         able = self.able()
         if any(instance.role is Role.BOTH for instance in able):
             return ""
@@ -514,7 +534,7 @@ class Fleet:
         if prefill & decode:
             return ""
         if prefill and decode:
-            return "no prefill and decode instance of the same model (their fingerprints differ)"
+            return self.unpaired_text() or "no prefill and decode instance of the same model is able"
         absent = [role.value for role in (Role.PREFILL, Role.DECODE) if not fingerprints[role]]
         text = f"no {' and no '.join(absent)} instance is able"
         if not self.is_registry_known:

@@ -28,7 +28,7 @@ from aiohttp import ClientPayloadError, web
 from msgspec import Meta
 
 from baton.errors import BatonError
-from baton.settings import is_loopback
+from baton.settings import BACKLOG, is_loopback, take_listener
 
 HOST = "127.0.0.1"
 ID_HEADER = "X-Request-Id"
@@ -51,7 +51,6 @@ _DATA = b"data:"
 _SHUTDOWN_S = 2.0
 _LINGER_S = 2.0
 _CHECK_S = 1.0
-_BACKLOG = 1024
 _FREE_BYTES = 32 << 10
 """A connection with less unsent data than this takes more without waiting."""
 _ROUTER_KEY_LABEL = b"baton router key 1"
@@ -323,12 +322,13 @@ class HttpServer:
         await self._runner.setup()
         make_protocol = self._runner.server
         assert make_protocol is not None
+        listener = take_listener()
+        where: dict[str, Any] = {"sock": listener} if listener else {"host": host, "port": port}
         try:
             self._server = await asyncio.get_running_loop().create_server(
                 lambda: HeadTimer(make_protocol(), self._heads, limits),
-                host,
-                port,
-                backlog=_BACKLOG,
+                **where,
+                backlog=BACKLOG,
                 ssl=self._ssl,
                 ssl_handshake_timeout=None if self._ssl is None else limits.head_s_max,
             )

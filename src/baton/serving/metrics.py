@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -22,12 +22,14 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.engine.load import EngineLoad
-from baton.engine.trace import RequestTrace
 from baton.observe import Interval, Timeline, Track, trace
 from baton.serving.fleet import Fleet
 from baton.serving.policies import local_threshold
 from baton.session.registry import Role
+
+if TYPE_CHECKING:
+    from baton.engine.load import EngineLoad
+    from baton.engine.trace import RequestTrace
 
 _LATENCIES_S = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
@@ -209,15 +211,21 @@ class RouterMetrics(Collector):
         )
         in_flight = GaugeMetricFamily("baton_router_in_flight", "requests given to it", labels=labels)
         tokens = GaugeMetricFamily("baton_router_load_tokens", "tokens in flight there", labels=labels)
+        unpaired = GaugeMetricFamily(
+            "baton_router_unpaired", "1: all instances of the other role have another model", labels=labels
+        )
+        alone = self._fleet.unpaired()
         for instance in self._fleet.instances.values():
             key = [instance.name, instance.role.value]
             for state in _STATES:
                 states.add_metric([*key, state], float(instance.state == state))
             in_flight.add_metric(key, instance.num_in_flight)
             tokens.add_metric(key, instance.load_tokens)
+            unpaired.add_metric(key, float(instance in alone))
         yield states
         yield in_flight
         yield tokens
+        yield unpaired
         thresholds = GaugeMetricFamily(
             "baton_router_local_threshold_tokens",
             "prompts up to this length are prefilled on decode",

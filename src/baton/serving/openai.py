@@ -487,7 +487,8 @@ async def parse_request(
         if getattr(body, name) is not None and not caller.is_trusted:
             text = f"{name} is accepted only from this machine or with the router's key; leave it out"
             raise ApiError(403, text, param=name, code="room_not_allowed")
-    _check_model(body, instance.model)
+    if not hints.id:  # a router found this instance by its fingerprint; the name may be its peer's
+        _check_model(body, instance.model)
     room = body.bootstrap_room
     if isinstance(room, list):
         room = room[0] if room else 0

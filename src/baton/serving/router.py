@@ -278,9 +278,12 @@ class Router:
     async def _get_health(self, request: web.Request) -> web.StreamResponse:
         if self._is_draining:
             raise failure("DRAINING", "this router is draining")
-        if missing := self.fleet.missing():
+        missing = self.fleet.missing()
+        if missing and (self.config.local is LocalMode.NEVER or not self.fleet.able()):
             raise failure("NO_INSTANCE", missing)
-        return json_response({"status": "ok"})
+        message = missing or self.fleet.unpaired_text()
+        status = {"status": "degraded" if missing else "ok"}
+        return json_response({**status, "message": message} if message else status)
 
     async def _get_metrics(self, request: web.Request) -> web.StreamResponse:
         return web.Response(body=self.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
@@ -297,8 +300,14 @@ class Router:
         raise ApiError(404, text, param="model", code="model_not_found")
 
     async def _model_cards(self) -> dict[str, Any]:
-        """What one instance of each model says of it."""
-        chosen = {instance.model: instance for instance in self.fleet.able()}
+        """What one instance of each model says of it; where the sides differ, decode has the name."""
+        able = self.fleet.able()
+        answering = {instance.fingerprint for instance in able if instance.role is not Role.PREFILL}
+        chosen = {
+            instance.model: instance
+            for instance in able
+            if instance.role is not Role.PREFILL or instance.fingerprint not in answering
+        }
         answers = await asyncio.gather(*(self._fetch(instance, "/v1/models") for instance in chosen.values()))
         cards: dict[str, Any] = {}
         for status, body in answers:
@@ -798,22 +807,43 @@ class RouteChooser:
         paired = [] if constraints.is_strict else self._with_prefill(servers, prefills)
         if paired:
             return self._pair(choice, paired, prefills)
+        if can_fall_back and able and not constraints.is_strict:
+            # It has failed this request, and is all that is left: perhaps for its peer's fault.
+            reason = "no_prefill" if servers else "no_decode"
+            policy = self._decode_policy if servers else self._prefill_policy
+            return choice.route(choice.choose(servers or prefills, policy), None, reason)
         if constraints.is_strict and able:
             raise AllFull
         raise NoInstance(self._fleet.missing() or "every able instance has just failed")
 
     def _of_model(self, wanted: str | None) -> list[FleetInstance]:
-        """The able instances of a model; there may be none at the moment."""
+        """The able instances of a model; there may be none at the moment.
+
+        The name is that of the instances which answer. Prefill instances are found by their fingerprint; so
+        are the others, where only prefill has the name.
+        """
         able = self._fleet.able()
         if wanted is not None:
-            serving = [instance for instance in able if instance.serves(wanted)]
-            if serving:
-                return serving
+            named = [instance for instance in able if instance.serves(wanted)]
+            fingerprints = {instance.fingerprint for instance in named}
+            has_server = any(instance.role is not Role.PREFILL for instance in named)
+            if named:
+                return [
+                    instance
+                    for instance in able
+                    if instance in named
+                    or (
+                        instance.fingerprint in fingerprints
+                        and not instance.health.info.models  # of vLLM, where an adapter is a name too
+                        and (instance.role is Role.PREFILL or not has_server)
+                    )
+                ]
         known = [instance for instance in self._fleet.instances.values() if instance.model]
         names = {name for instance in known for name in instance.models}
         if wanted is not None and any(instance.serves(wanted) for instance in known):
             return []
-        if wanted is None and len({instance.model for instance in known}) < 2:
+        fingerprints = {instance.fingerprint for instance in known}
+        if wanted is None and min(len({instance.model for instance in known}), len(fingerprints)) < 2:
             return able
         if not names:
             raise NoInstance(self._fleet.missing())

@@ -1,76 +1,12 @@
 """Where protocol meets transport. Everything that an engine needs is exported here."""
 
-from baton.plan import DeclaredPlacement, Spec, Storage, TensorView, declare, load_cache, parse_layout
-from baton.plan.ownership import buffers
-from baton.protocol.outcomes import (
-    Aux,
-    Cause,
-    Failed,
-    Finished,
-    Outcome,
-    Ready,
-    Stage,
-    State,
-    Waiting,
-    Why,
-)
-from baton.protocol.timings import Timings
-from baton.session.coordinator import CoordinatorDriver
-from baton.session.endpoint import Endpoint, EndpointConfig
-from baton.session.handles import (
-    Digest,
-    Handle,
-    Pages,
-    Receiving,
-    Request,
-    Sending,
-    Withdrawal,
-    prompt_digest,
-)
-from baton.session.links import SocketConfig
-from baton.session.loop import exit_loudly
-from baton.session.process import TransportConfig
-from baton.session.remote import EndpointProcess, RemoteEndpoint
-from baton.transport import NOW, CudaFence, HostFence, open_transport
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "NOW",
-    "Aux",
-    "Cause",
-    "CoordinatorDriver",
-    "CudaFence",
-    "DeclaredPlacement",
-    "Digest",
-    "Endpoint",
-    "EndpointConfig",
-    "EndpointProcess",
-    "Failed",
-    "Finished",
-    "Handle",
-    "HostFence",
-    "Outcome",
-    "Pages",
-    "Ready",
-    "Receiving",
-    "RemoteEndpoint",
-    "Request",
-    "Sending",
-    "SocketConfig",
-    "Spec",
-    "Stage",
-    "State",
-    "Storage",
-    "TensorView",
-    "Timings",
-    "TransportConfig",
-    "Waiting",
-    "Why",
-    "Withdrawal",
-    "buffers",
-    "declare",
-    "exit_loudly",
-    "load_cache",
-    "open_transport",
-    "parse_layout",
-    "prompt_digest",
-]
+if TYPE_CHECKING:
+    from baton.session.exports import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the names when one is asked for: a router uses one module of this package, and starts fast."""
+    return getattr(import_module("baton.session.exports"), name)

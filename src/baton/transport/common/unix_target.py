@@ -226,8 +226,8 @@ def _open_pidfd(sock: socket.socket) -> int | None:
     """A handle on the process at the other end, or None if it cannot be seen from here."""
     with suppress(OSError):
         return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     with suppress(OSError):
+        pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         pidfd = os.pidfd_open(pid)
         # If the process ended before pidfd_open, its pid may be another's now; then the socket hung up first.
         if not has_events(sock.fileno(), select.POLLRDHUP):

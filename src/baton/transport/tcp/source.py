@@ -316,12 +316,16 @@ class TcpConnection:
         self.watcher.stop_timer(self._tick)  # first, so that a job put in the meantime starts it again
         if self.lost:
             return
-        for stream in self.streams:
-            # A stream whose target's kernel takes bytes makes progress, however long the part.
-            num_bytes = acknowledged_bytes(stream.sock) if stream.in_flight else stream.acknowledged_bytes
-            if num_bytes != stream.acknowledged_bytes:
-                stream.acknowledged_bytes = num_bytes
-                self._note_progress(stream)
+        try:
+            for stream in self.streams:
+                # A stream whose target's kernel takes bytes makes progress, however long the part.
+                num_bytes = acknowledged_bytes(stream.sock) if stream.in_flight else stream.acknowledged_bytes
+                if num_bytes != stream.acknowledged_bytes:
+                    stream.acknowledged_bytes = num_bytes
+                    self._note_progress(stream)
+        except OSError as error:
+            self._lose(f"the connection was lost: {error}")
+            return
         now_s = time.monotonic()
         is_busy = False
         for job in self.tickets.unended(self.peer):
