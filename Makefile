@@ -65,7 +65,7 @@ test-all: .venv/.extras  ## every test, with ten times the examples and seeds
 	BATON_EXAMPLES=500 $(BIN)/pytest -q -rs -n $(WAITERS_ALL) --dist worksteal -m "not engine and not serve and not load and not vllm"
 	$(BIN)/pytest -q -rs -n $(WAITERS_ALL) --dist worksteal -m "engine or serve"
 	BATON_LOAD_S=$(LOAD_S) $(BIN)/pytest -q -rs -s -m load $$(grep -rlE --include='*.py' 'mark\.load\b' tests)
-	@test -e .venv-vllm/.stamp || timeout 1200 $(MAKE) --no-print-directory setup-vllm || \
+	@test -e .venv-vllm/.stamp || timeout 900 $(MAKE) --no-print-directory setup-vllm || \
 		{ rm -rf .venv-vllm; echo "vLLM cannot be installed here: its tests are skipped"; }
 	$(BIN)/pytest -q -rs -m "vllm and not long" tests/vllm
 
