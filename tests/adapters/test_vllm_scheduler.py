@@ -16,7 +16,7 @@ PROMPT = list(range(100, 400))
 
 @pytest.fixture
 def side() -> SchedulerSide:
-    return SchedulerSide((0,), "127.0.0.1:9001")
+    return SchedulerSide((0,), "127.0.0.1:9001", renew_s=0.0)
 
 
 def test_a_prompt_leaves_in_chunks_without_its_last_token(side: SchedulerSide) -> None:
@@ -84,6 +84,35 @@ def test_a_prefill_request_that_ends_in_the_queue_is_cancelled(side: SchedulerSi
     (cancel,) = step(side).cancels
     assert isinstance(cancel, Cancel)
     assert cancel.transfer.id == "t"
+
+
+@pytest.mark.parametrize("params", [prefill_params("t"), decode_params("t", "p:1")])
+def test_a_prompt_in_the_queue_is_announced_and_renewed_while_the_queue_moves(
+    side: SchedulerSide, params: dict[str, Any]
+) -> None:
+    asking = request("r", PROMPT, params)
+    side.add_request(asking)
+    (queued,) = step(side).queued
+    assert (queued.request, queued.transfer.id, queued.source) == ("r", "t", params.get("source", ""))
+    assert step(side).queued == [], "the queue does not move"
+    assert step(side, new={"other": (0, 8, [1])}).queued == [], "nothing was computed before this step"
+    assert step(side).queued == [queued]
+    assert step(side, new={"other": (0, 8, [1])}).queued == []
+    side.allocated(asking, ([5, 6, 7],), 299)
+    assert step(side, new={"r": (0, 300, [5, 6, 7])}).queued == [], "it has left the queue"
+    assert step(side).queued == []
+
+
+def test_a_queue_that_moves_is_renewed_only_now_and_then() -> None:
+    side = SchedulerSide((0,), "", renew_s=float("inf"))
+    side.add_request(request("r", PROMPT, prefill_params("t")))
+    assert len(step(side, new={"other": (0, 8, [1])}).queued) == 1
+    assert step(side, cached={"other": (8, 1, None)}).queued == []
+
+
+def test_a_prompt_that_starts_at_once_is_not_announced(side: SchedulerSide) -> None:
+    side.add_request(request("r", PROMPT, prefill_params("t")))
+    assert step(side, new={"r": (0, 300, [1, 2, 3])}).queued == []
 
 
 def test_blocks_of_a_sent_prompt_stay_and_the_response_names_the_source(side: SchedulerSide) -> None:

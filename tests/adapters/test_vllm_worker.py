@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.serve.parts import until
 
 from baton.adapters.vllm.cache import Mesh, describe_layers, make_pools, make_spec
-from baton.adapters.vllm.metadata import Cancel, Chunk, Decline, Load, StepMetadata, Transfer
+from baton.adapters.vllm.metadata import Cancel, Chunk, Decline, Load, Queue, StepMetadata, Transfer
 from baton.adapters.vllm.worker import TransferResults, WorkerSide
 from baton.errors import ConfigError
 from baton.session import Endpoint, EndpointConfig, Failed, prompt_digest
@@ -221,22 +222,26 @@ def test_groups_of_layers_leave_when_their_last_layer_is_there(
     assert [layers for layers, _, _ in step["offered"]] == [[0, 2], [2, 4]]
 
 
-@pytest.mark.parametrize("ending", ["cancel", "abort at prefill", "preempt and end", "abort at decode"])
+@pytest.mark.parametrize(
+    "ending", ["cancel", "cancel in the queue", "abort at prefill", "preempt and end", "abort at decode"]
+)
 def test_a_transfer_that_ends_early_fails_once_at_decode_and_frees_blocks(
     engines: Callable[..., Engine], ending: str
 ) -> None:
     prefill, decode = engines("p", 1, 2), engines("d", 1, 2)
     load(decode, prefill, "t", [5, 9, 2])
     ended: set[str] = set()
-    if ending == "cancel":
-        prefill.compute(StepMetadata(cancels=[Cancel(transfer("t"), "it ended")]))
+    if ending == "cancel in the queue":
+        prefill.compute(StepMetadata(queued=[Queue("t", transfer("t"))]))
+    if ending.startswith("cancel"):
+        prefill.compute(StepMetadata(cancels=[Cancel("t", transfer("t"), "it ended")]))
     else:
         prefill.compute(StepMetadata(chunks=[Chunk("t", transfer("t"), (0, 16), ([3],))]))
     if ending == "preempt and end":
         prefill.compute(StepMetadata(preempted=["t"]))
     if ending == "abort at decode":
         ended = {"t"}
-    if ending != "cancel":
+    if not ending.startswith("cancel"):
         assert prefill.results({"t"}, lambda got: bool(got.sent)).sent == {"t"}
     results = decode.results(ended, lambda got: bool(got.received))
     assert (results.received, results.failed) == ({"t"}, {"t"})
@@ -244,6 +249,31 @@ def test_a_transfer_that_ends_early_fails_once_at_decode_and_frees_blocks(
     again = Load("u", transfer("u"), prefill.address, 0, ([5, 9, 2],))
     decode.compute(StepMetadata(loads=[again]))
     prefill.compute(StepMetadata(chunks=[Chunk("u", transfer("u"), (0, 40), ([3, 8, 4],))]))
+    assert decode.results(set(), lambda got: bool(got.received)).failed == set()
+
+
+def test_a_prompt_in_prefills_queue_is_granted_and_sent_later(engines: Callable[..., Engine]) -> None:
+    prefill, decode = engines("p", 1, 2), engines("d", 1, 1)
+    queue = StepMetadata(queued=[Queue("t", transfer("t"))])
+    prefill.compute(queue)
+    load(decode, prefill, "t", [5, 9, 2])
+    sendings = [worker._outgoing["t"].sending for worker in prefill.workers]
+    until(lambda: all(sending and sending.is_granted for sending in sendings), "it is granted", WAIT_S, 0.01)
+    prefill.compute(queue)
+    prefill.compute(StepMetadata(chunks=[Chunk("t", transfer("t"), (0, 40), ([3, 8, 4],))]))
+    assert decode.results(set(), lambda got: bool(got.received)).failed == set()
+    assert prefill.results({"t"}, lambda got: bool(got.sent)).sent == {"t"}
+    assert torch.equal(prefill.blocks(3, [3, 8, 4]), decode.blocks(3, [5, 9, 2]))
+
+
+def test_prefill_learns_that_a_prompt_is_in_decodes_queue(engines: Callable[..., Engine]) -> None:
+    prefill, decode = engines("p", 1, 1), engines("d", 1, 1)
+    prefill.compute(StepMetadata(chunks=[Chunk("t", transfer("t"), (0, 40), ([3, 8, 4],))]))
+    decode.compute(StepMetadata(queued=[Queue("t", transfer("t"), prefill.address)]))
+    sending = prefill.workers[0]._outgoing["t"].sending
+    assert sending is not None
+    until(lambda: sending.is_target_full, "prefill learns of it", WAIT_S, 0.01)
+    load(decode, prefill, "t", [5, 9, 2])
     assert decode.results(set(), lambda got: bool(got.received)).failed == set()
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,6 +43,17 @@ from baton.transport import (
     Transport,
     wait_for_events,
 )
+
+
+def device_tensor(device: int) -> Any:
+    """What a transport reads of a tensor on a GPU, without one; its bytes must not be touched."""
+    kept = np.zeros(4096, dtype=np.uint8)
+    return SimpleNamespace(
+        data_ptr=lambda: kept.ctypes.data,
+        is_contiguous=lambda: True,
+        nbytes=kept.nbytes,
+        device=SimpleNamespace(type="cuda", index=device),
+    )
 
 
 @dataclass(frozen=True, slots=True)

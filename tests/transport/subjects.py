@@ -11,7 +11,10 @@ from typing import Any
 from tests.transport.faulty import Faulty, FaultyConfig
 from tests.transport.host_ipc import HostIpc
 
-from baton.transport import Batch, Transport, open_transport, transport_names
+from baton.errors import ConfigError
+from baton.transport import Batch, Place, Transport, open_transport, transport_names
+from baton.transport.library import LibraryTransport
+from baton.transport.mooncake import is_built_for_cuda
 from baton.transport.shm import ShmConfig, ShmTransport
 from baton.transport.throttled import throttle
 
@@ -40,10 +43,25 @@ def open_faulty(name: str, **options: Any) -> Transport:
     return Faulty(open_transport(name, **options), FaultyConfig())
 
 
+def open_on_cuda(name: str, **options: Any) -> Transport:
+    """A library with device memory at both ends."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError("this machine has no GPU")
+    if name == "mooncake" and not is_built_for_cuda():
+        raise ConfigError("this Mooncake is built without CUDA")
+    transport = open_transport(name, **options)
+    assert isinstance(transport, LibraryTransport)
+    transport.capabilities = replace(transport.capabilities, places=frozenset({Place.CUDA}))
+    return transport
+
+
 SUBJECTS: dict[str, Callable[..., Transport]] = {
     **{name: partial(open_transport, name) for name in transport_names()},
     "shm-staged": open_staged,
     "cuda_ipc-host": HostIpc,
+    **{f"{name}-cuda": partial(open_on_cuda, name) for name in ("mooncake", "nixl")},
     **{f"throttled-{name}": partial(open_throttled, name) for name in ("memory", "shm", "tcp")},
     **{f"faulty-{name}": partial(open_faulty, name) for name in ("memory", "shm", "tcp")},
 }

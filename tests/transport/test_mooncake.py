@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.transport.contract import completions, one_span, spans_of
-from tests.transport.ends import End
+from tests.transport.ends import End, device_tensor
 
 from baton.errors import ConfigError, TransportError
 from baton.transport import (
@@ -32,7 +32,14 @@ from baton.transport import (
     open_transport,
 )
 from baton.transport.common.regions import memory_of
-from baton.transport.mooncake import EngineReceiver, EngineSender, Mooncake, MooncakeConfig, MooncakeTransport
+from baton.transport.mooncake import (
+    EngineReceiver,
+    EngineSender,
+    Mooncake,
+    MooncakeConfig,
+    MooncakeTransport,
+    is_built_for_cuda,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 MIB = 1 << 20
@@ -425,3 +432,12 @@ def run_successor(port: int) -> None:
 if __name__ == "__main__":
     given = json.loads(sys.argv[2])
     run_target() if sys.argv[1] == "target" else run_successor(**given)
+
+
+@pytest.mark.skipif(is_built_for_cuda(), reason="this Mooncake is built for CUDA")
+def test_a_build_without_cuda_refuses_device_memory(library: Mooncake):
+    """It would read the address as if it were the host's."""
+    transport = open_transport("mooncake")
+    with pytest.raises(TransportError, match="install mooncake-transfer-engine in its place"):
+        transport.register(device_tensor(0))
+    transport.close()

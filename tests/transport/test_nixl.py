@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.transport.contract import completions, one_span
-from tests.transport.ends import End, RemoteEnd
+from tests.transport.ends import End, RemoteEnd, device_tensor
 
 from baton.errors import ConfigError, TransportError
 from baton.transport import Done, Quiet, Unknown, open_transport
 from baton.transport.common.regions import memory_of
 from baton.transport.library import target as library_target
-from baton.transport.nixl import Nixl, NixlConfig, NixlTransport
+from baton.transport.nixl import Nixl, NixlConfig, NixlTransport, place_of
 
 ROOT = Path(__file__).parent.parent.parent
 MIB = 1 << 20
@@ -235,6 +235,11 @@ def run(ucx: str) -> None:
                 receiver.close()
         values = np.unique(buffer).tolist()
         print(json.dumps(values[0] if len(values) == 1 else values), flush=True)
+
+
+def test_device_memory_is_named_as_such():
+    assert place_of(memory_of(device_tensor(3))) == (True, 3)
+    assert place_of(memory_of(np.zeros(8, dtype=np.uint8))) == (False, 0)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from tests.vllm.servers import Server, hand_over, run, run_client, running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 NUM_TOKENS = 8
+STEP_S_MAX = 300.0
+"""A first long step takes more than a minute on a busy machine."""
 LENGTHS = (2, 40, 128, 129, 255, 256, 257, 258, 383, 384, 385, 500, 511, 512, 513, 700, 1000, 1300)
 """With a window of 256 tokens, blocks of 128 leave it at every place."""
 
@@ -24,7 +26,12 @@ def pair(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Server,
     name, _, transport = request.param.partition(" over ")
     model = folder / name
     assert run("models.py", name, str(model)).wait(MODELS_S_MAX) == 0
-    options = {"verify": True, "transport": transport or "tcp"}
+    options = {
+        "verify": True,
+        "transport": transport or "tcp",
+        "offer_s": STEP_S_MAX,
+        "progress_s": STEP_S_MAX,
+    }
     with running(*(Server(layout, model, folder, options=options) for layout in ("tp1", "tp2"))) as started:
         yield started
 

@@ -12,6 +12,8 @@ Theory. See baton.transport.library for what Baton adds to the library. Mooncake
   every span is a transfer of its own that is polled: that leaves the CPU to the library's threads, shows
   progress, and can be given up at any time.
 - More than about 2,000 transfers in one peer's queue fail. At most 512 are in it here.
+- A build for CUDA copies device memory over TCP through the host; another one would read the address as if it
+  were host memory. RDMA registers both. CUDA memory has not been tested.
 - The first transfer to a peer asks it for its ports and may block for a minute; it is an empty one, on a
   thread of its own.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.metadata
 import os
 import socket
 import struct
@@ -42,6 +45,7 @@ _ADDRESS = struct.Struct("<Q")
 _NO_DEVICE = "none"
 """A device list that matches no device; with an empty list Mooncake prefers any RDMA device it finds."""
 _LOG_FATAL = 3
+HOST_BUILD = "mooncake-transfer-engine-non-cuda"
 _ACCEPT_S = struct.pack("@ll", 0, 1000)
 
 
@@ -295,7 +299,7 @@ class MooncakeTransport(LibraryTransport):
     name = "mooncake"
     capabilities = Capabilities(
         reach=Reach.ANYWHERE,
-        places=frozenset({Place.HOST}),
+        places=frozenset({Place.HOST, Place.CUDA}),
         batch_spans_max=Mooncake.limits.post_spans_max * Mooncake.limits.num_posts_max,
         can_refuse_strangers=False,
         can_enforce_grants=False,
@@ -306,6 +310,24 @@ class MooncakeTransport(LibraryTransport):
 
     def __init__(self, config: MooncakeConfig) -> None:
         super().__init__(Mooncake(config), config.host, config.port)
+        self.protocol = config.protocol
+
+    def region_access(self, memory: Memory) -> str:
+        if memory.place is Place.CUDA and self.protocol == "tcp" and not is_built_for_cuda():
+            raise TransportError(
+                f"this Mooncake ({HOST_BUILD}) cannot move cuda memory over TCP; install "
+                "mooncake-transfer-engine in its place, or use protocol=rdma"
+            )
+        return ""
+
+
+def is_built_for_cuda() -> bool:
+    """Whether the installed library is not the build without CUDA."""
+    try:
+        importlib.metadata.version(HOST_BUILD)
+    except importlib.metadata.PackageNotFoundError:
+        return True
+    return False
 
 
 CONFIG = MooncakeConfig

@@ -11,6 +11,8 @@ Theory. See baton.transport.library for what Baton adds to the library. NIXL its
   thread spins. The bindings are therefore used without that layer.
 - A source progresses its agent by reading the status of a transfer, so it needs no such thread.
 - The library does not re-establish a broken connection: its transfers fail.
+- A killed source that had mapped a target's CUDA memory (UCX's cuda_ipc) could write after its socket closed:
+  the device ends on its own. So UCX gets every transport but that one. CUDA memory has not been tested.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from baton.transport.common.regions import Memory
 from baton.transport.library import LibraryTransport
 from baton.transport.library.base import Limits, import_native
 
-_ADDRESS = struct.Struct("<Q")
+_TARGET = struct.Struct("<Q?I")
+"""An address, whether it is CUDA memory, and the device."""
+_SAFE_TLS = "TLS=^cuda_ipc"
 _SLEEP_US = 100_000
 """How long the progress thread may sleep; events on its sockets wake it earlier."""
 
@@ -46,7 +50,8 @@ class NixlConfig:
     port: int = 0
     """The port of the handshake; 0 takes any free one. UCX chooses its own ports and devices."""
     ucx: str = ""
-    """Settings of UCX without their UCX_, such as TLS=tcp or NET_DEVICES=eth0, separated by commas."""
+    """Settings of UCX without their UCX_, such as TLS=tcp or NET_DEVICES=eth0, separated by commas. TLS is
+    everything but cuda_ipc, unless it is here."""
 
     def __post_init__(self) -> None:
         check_address("nixl", self.host, self.port)
@@ -74,9 +79,14 @@ class Nixl:
 
     def ranges(self, memory: Memory) -> Any:
         """A registration list with one region."""
+        is_cuda, device = place_of(memory)
         return self.bindings.nixlRegDList(
-            self.bindings.DRAM_SEG, [(memory.address, len(memory.bytes), 0, "")]
+            self.segment(is_cuda), [(memory.address, len(memory.bytes), device, "")]
         )
+
+    def segment(self, is_cuda: bool) -> Any:
+        """The library's name of a kind of memory."""
+        return self.bindings.VRAM_SEG if is_cuda else self.bindings.DRAM_SEG
 
     def error(self, action: str, cause: Exception) -> TransportError:
         return TransportError(f"nixl {action}: {cause}")
@@ -87,11 +97,14 @@ class Nixl:
         config.useListenThread = False
         config.syncMode = self.bindings.NIXL_THREAD_SYNC_STRICT
         config.pthrDelay = _SLEEP_US
+        ucx = self.config.ucx
+        if "TLS=" not in ucx:
+            ucx = f"{ucx},{_SAFE_TLS}" if ucx else _SAFE_TLS
         try:
             agent = self.bindings.nixlAgent(name, config)
-            agent.createBackend("UCX", {"engine_config": self.config.ucx} if self.config.ucx else {})
+            agent.createBackend("UCX", {"engine_config": ucx})
         except self.errors as cause:
-            raise self.error(f"cannot open UCX with '{self.config.ucx}'", cause) from None
+            raise self.error(f"cannot open UCX with '{ucx}'", cause) from None
         return agent
 
 
@@ -114,7 +127,7 @@ class AgentReceiver:
             metadata: bytes = self.agent.getLocalPartialMD(ranges, True, [])
         except self.library.errors as cause:
             raise self.library.error(f"cannot register region {number}", cause) from None
-        return _ADDRESS.pack(memory.address) + metadata
+        return _TARGET.pack(memory.address, *place_of(memory)) + metadata
 
     def withdraw(self, number: int) -> None:
         """Deregisters a region; hardware enforces that, software paths may not."""
@@ -138,7 +151,7 @@ class AgentSender:
         self.agent: Any | None = agent
         self.remote: Any = None
         self.sources: dict[int, Memory] = {}
-        self.targets: dict[int, int] = {}
+        self.targets: dict[int, tuple[int, bool, int]] = {}
         self.transfers: set[int] = set()
 
     def register(self, number: int, memory: Memory) -> None:
@@ -160,9 +173,9 @@ class AgentSender:
     def open_region(self, number: int, access: bytes) -> None:
         """Loads the target's metadata; the library connects with the first transfer."""
         assert self.agent is not None
-        (self.targets[number],) = _ADDRESS.unpack_from(access)
+        self.targets[number] = _TARGET.unpack_from(access)
         try:
-            self.remote = self.agent.loadRemoteMD(access[_ADDRESS.size :])
+            self.remote = self.agent.loadRemoteMD(access[_TARGET.size :])
         except self.library.errors as cause:
             raise self.library.error("cannot read the target's metadata", cause) from None
 
@@ -170,8 +183,9 @@ class AgentSender:
         """Starts one transfer of all spans; on one kernel it is done when this returns."""
         assert self.agent is not None
         bindings = self.library.bindings
-        reads = self._list(spans.source + self.sources[source].address, spans.length)
-        writes = self._list(spans.target + self.targets[target], spans.length)
+        memory, (address, is_cuda, device) = self.sources[source], self.targets[target]
+        reads = self._list(spans.source + memory.address, spans.length, *place_of(memory))
+        writes = self._list(spans.target + address, spans.length, is_cuda, device)
         try:
             transfer: int = self.agent.createXferReq(bindings.NIXL_WRITE, reads, writes, self.remote, b"", [])
             self.transfers.add(transfer)
@@ -215,11 +229,20 @@ class AgentSender:
                 agent.deregisterMem(self.library.ranges(memory), [])
         self.sources.clear()
 
-    def _list(self, start: Ints, length: Ints) -> Any:
+    def _list(self, start: Ints, length: Ints, is_cuda: bool, device: int) -> Any:
         rows: NDArray[np.uint64] = np.zeros((len(start), 3), dtype=np.uint64)
         rows[:, 0] = start
         rows[:, 1] = length
-        return self.library.bindings.nixlXferDList(self.library.bindings.DRAM_SEG, rows)
+        rows[:, 2] = device
+        return self.library.bindings.nixlXferDList(self.library.segment(is_cuda), rows)
+
+
+def place_of(memory: Memory) -> tuple[bool, int]:
+    """Whether it is CUDA memory, and the device."""
+    if memory.place is Place.HOST:
+        return False, 0
+    tensor: Any = memory.owner
+    return True, tensor.device.index or 0
 
 
 class NixlTransport(LibraryTransport):
@@ -228,7 +251,7 @@ class NixlTransport(LibraryTransport):
     name = "nixl"
     capabilities = Capabilities(
         reach=Reach.ANYWHERE,
-        places=frozenset({Place.HOST}),
+        places=frozenset({Place.HOST, Place.CUDA}),
         batch_spans_max=Nixl.limits.post_spans_max,
         can_refuse_strangers=False,
         can_enforce_grants=False,

@@ -67,7 +67,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             sockets = self._sockets()
             address = f"{sockets.host}:{sockets.port}" if sockets.port else ""
-            self._scheduler = SchedulerSide(self._groups, address)
+            self._scheduler = SchedulerSide(self._groups, address, self._config.offer_s / 4)
         else:
             self._transport = self._config.open_transport()
             self._allocation: CacheAllocation | None = None

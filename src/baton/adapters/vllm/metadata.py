@@ -55,8 +55,19 @@ class Decline:
 class Cancel:
     """A prompt that prefill will not compute."""
 
+    request: str
     transfer: Transfer
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """A prompt in vLLM's queue: new there, or the queue has moved since this was last said."""
+
+    request: str
+    transfer: Transfer
+    source: str = ""
+    """Where decode waits for it."""
 
 
 @dataclass(slots=True)
@@ -67,6 +78,7 @@ class StepMetadata:
     loads: list[Load] = field(default_factory=list)
     declines: list[Decline] = field(default_factory=list)
     cancels: list[Cancel] = field(default_factory=list)
+    queued: list[Queue] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     """Requests whose blocks this step may write."""
     has_forward: bool = False

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.adapters.vllm.metadata import BlockIds, Cancel, Chunk, Decline, Load, StepMetadata, Transfer
+from baton.adapters.vllm.metadata import BlockIds, Cancel, Chunk, Decline, Load, Queue, StepMetadata, Transfer
 from baton.session import prompt_digest
 
 TRANSFER_CHARS_MAX = 128
@@ -29,23 +30,18 @@ logger = logging.getLogger("vllm.baton")
 
 
 @dataclass(slots=True)
-class PrefillRequest:
-    """A prompt that this engine prefills for another."""
+class Prompt:
+    """A prompt that this engine prefills for another, or another for this one."""
 
     transfer: Transfer
-    num_sent: int = 0
-    """Tokens that the workers were given to send."""
+    source: str = ""
+    """At decode."""
     is_begun: bool = False
-
-
-@dataclass(slots=True)
-class DecodeRequest:
-    """A prompt that another engine prefills for this one."""
-
-    transfer: Transfer
-    source: str
-    is_over: bool = False
-    """Whether it was asked for, or declined: what is missing from then on is computed here."""
+    """Whether it has left vLLM's queue. What decode lacks from then on, it computes itself."""
+    is_announced: bool = False
+    """Whether the other side was told that it is in the queue."""
+    num_sent: int = 0
+    """Tokens that prefill's workers were given to send."""
 
 
 @dataclass(slots=True)
@@ -81,15 +77,20 @@ class WindowPins:
 class SchedulerSide:
     """Every request of one engine that is part of a hand-over."""
 
-    def __init__(self, groups: Sequence[int], address: str) -> None:
+    def __init__(self, groups: Sequence[int], address: str, renew_s: float) -> None:
         self.pins: WindowPins | None = None
         """Where there are windows."""
         self._groups = tuple(groups)
         """The KV cache groups that are handed over."""
         self._address = address
         """Of this engine's coordinator, for responses; empty where it is not known beforehand."""
-        self._outgoing: dict[str, PrefillRequest] = {}
-        self._incoming: dict[str, DecodeRequest] = {}
+        self._renew_s = renew_s
+        """How often the other sides of prompts in the queue are told that it moves."""
+        self._renewed_s = 0.0
+        self._has_moved = False
+        """Whether anything was computed since."""
+        self._outgoing: dict[str, Prompt] = {}
+        self._incoming: dict[str, Prompt] = {}
         self._step = StepMetadata()
 
     def add_request(self, request: Any) -> None:
@@ -108,25 +109,25 @@ class SchedulerSide:
             str(params.get("transfer_id") or name), request.num_prompt_tokens - 1, _digest(request)
         )
         if is_incoming:
-            self._incoming[name] = DecodeRequest(transfer, params["source"])
+            self._incoming[name] = Prompt(transfer, params["source"])
         else:
-            self._outgoing[name] = PrefillRequest(transfer)
+            self._outgoing[name] = Prompt(transfer)
 
     # Decode.
 
     def num_to_load(self, request: Any, num_held: int) -> int:
         """How many tokens after the first `num_held` another engine gives; without side effects."""
         prompt = self._incoming.get(request.request_id)
-        if prompt is None or prompt.is_over:
+        if prompt is None or prompt.is_begun:
             return 0
         return max(0, prompt.transfer.num_tokens - num_held)
 
     def allocated(self, request: Any, blocks: BlockIds, num_external: int) -> None:
         """vLLM gave blocks to a request; it waits for `num_external` tokens."""
         prompt = self._incoming.get(request.request_id)
-        if prompt is None or prompt.is_over:
+        if prompt is None or prompt.is_begun:
             return
-        prompt.is_over = True
+        prompt.is_begun = True
         if not num_external:
             self._decline(prompt, "decode has all of the prompt")
             return
@@ -134,7 +135,7 @@ class SchedulerSide:
         load = Load(request.request_id, prompt.transfer, prompt.source, num_held, blocks)
         self._step.loads.append(load)
 
-    def _decline(self, prompt: DecodeRequest, text: str) -> None:
+    def _decline(self, prompt: Prompt, text: str) -> None:
         self._step.declines.append(Decline(prompt.transfer.id, prompt.source, text))
 
     # Prefill.
@@ -162,7 +163,21 @@ class SchedulerSide:
             prompt.num_sent, prompt.is_begun = stop, True
             if self.pins is not None and stop == prompt.transfer.num_tokens:
                 self.pins.pin(request, stop)
+        step.queued = self._queued(time.monotonic())
+        self._has_moved = self._has_moved or step.has_forward
         return step
+
+    def _queued(self, now_s: float) -> list[Queue]:
+        """Prompts in the queue: the new ones and, now and then while it moves, all of them."""
+        is_due = self._has_moved and now_s >= self._renewed_s + self._renew_s
+        if is_due:
+            self._has_moved, self._renewed_s = False, now_s
+        queued = []
+        for name, prompt in (*self._outgoing.items(), *self._incoming.items()):
+            if not prompt.is_begun and (is_due or not prompt.is_announced):
+                prompt.is_announced = True
+                queued.append(Queue(name, prompt.transfer, prompt.source))
+        return queued
 
     def sent(self, requests: Iterable[str]) -> None:
         """All workers have sent these prompts, or given them up."""
@@ -174,13 +189,14 @@ class SchedulerSide:
         """A request ended: whether its blocks are still in use, and the parameters for decode."""
         name = request.request_id
         incoming = self._incoming.pop(name, None)
-        if incoming is not None and not incoming.is_over:
+        if incoming is not None and not incoming.is_begun:
             self._decline(incoming, "the request ended before it had blocks")
         outgoing = self._outgoing.pop(name, None)
         if outgoing is None:
             return False, None
         if not outgoing.is_begun:
-            self._step.cancels.append(Cancel(outgoing.transfer, "the request ended before it was computed"))
+            text = "the request ended before it was computed"
+            self._step.cancels.append(Cancel(name, outgoing.transfer, text))
             return False, None
         params = {"do_remote_prefill": True, "do_remote_decode": False, "transfer_id": outgoing.transfer.id}
         return True, params | ({"source": self._address} if self._address else {})

@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic
 
 from baton.adapters.vllm.cache import CacheLayer, group_name
-from baton.adapters.vllm.metadata import BlockIds, Chunk, Load, StepMetadata, Transfer
+from baton.adapters.vllm.metadata import BlockIds, Cancel, Chunk, Load, StepMetadata, Transfer
 from baton.errors import BatonError
 from baton.plan import overlap
 from baton.session import Aux, Digest, Endpoint, Failed, Handle, Receiving, Request, Sending, Waiting
@@ -147,14 +147,22 @@ class WorkerSide:
             if self._rank == 0:
                 self.endpoint.decline(decline.transfer, decline.source, decline.text)
         for cancel in step.cancels:
-            self._cancel(cancel.transfer, cancel.text)
+            self._cancel(cancel)
+        for queued in step.queued:
+            prompt = self._outgoing.get(queued.request)
+            if queued.source:
+                if self._rank == 0:
+                    self.endpoint.queue(queued.transfer.id, queued.source)
+            elif prompt is None:
+                self._outgoing[queued.request] = self._send(queued.transfer, is_queued=True)
+            elif prompt.sending is not None and self._rank == 0:
+                prompt.sending.queued()
         for load in step.loads:
             self._incoming[load.request] = self._receive(load)
         for chunk in step.chunks:
             prompt = self._outgoing.get(chunk.request)
             if prompt is None:
-                prompt = SentPrompt(self._send(chunk.transfer), [[] for _ in self._group_names])
-                self._outgoing[chunk.request] = prompt
+                prompt = self._outgoing[chunk.request] = self._send(chunk.transfer)
             if prompt.is_withdrawn:
                 assert prompt.sending is not None
                 prompt.sending.resume()
@@ -246,16 +254,18 @@ class WorkerSide:
 
     # Parts of it.
 
-    def _send(self, transfer: Transfer) -> Sending | None:
+    def _send(self, transfer: Transfer, *, is_queued: bool = False) -> SentPrompt:
+        digest, sending = Digest(transfer.num_tokens, transfer.digest), None
         try:
-            return self.endpoint.send(transfer.id, Digest(transfer.num_tokens, transfer.digest))
+            sending = self.endpoint.send(transfer.id, digest, is_queued=is_queued)
         except BatonError as error:
             logger.warning("baton: transfer %s could not begin: %s", transfer.id, error)
-            return None
+        return SentPrompt(sending, [[] for _ in self._group_names])
 
-    def _cancel(self, transfer: Transfer, text: str) -> None:
-        if (sending := self._send(transfer)) is not None:
-            sending.abort(text)
+    def _cancel(self, cancel: Cancel) -> None:
+        prompt = self._outgoing.pop(cancel.request, None) or self._send(cancel.transfer)
+        if prompt.sending is not None:
+            prompt.sending.abort(cancel.text)
 
     def _receive(self, load: Load) -> Receiving | None:
         transfer = load.transfer
