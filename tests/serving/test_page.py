@@ -495,6 +495,7 @@ async def check_fits(tab: Tab, w: World) -> None:
     """Light, dark and narrow, with a hundred instances that have much to say."""
     crowd(w, 100)
     w.p0.ranks = (4, 12)
+    w.d0.faults = [Fault(status=503, code="OUT_OF_PAGES")]
     await w.stream(PROMPT)
     papers = []
     for width, scheme in ((1280, "light"), (1280, "dark"), (400, "light")):
