@@ -2,13 +2,13 @@
 
 import json
 import re
-import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.browser import BROWSER, OPTIONS, needs_browser
 
 from baton.cli.page import render_page
 from baton.plan.layout import parse_layout
@@ -26,9 +26,6 @@ HYBRID = "paged:layers=2,heads=8,dim=64+recurrent:layers=6,heads=16,state=4096"
 WIDE = "latent:layers=64,dim=8"
 HOSTILE = "</script><script>document.title='@@report@@'</script><!-- <img src=x onerror=alert(1)> & \"'"
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-BROWSER = next((path for path in map(shutil.which, BROWSERS) if path), None)
-needs_browser = pytest.mark.skipif(BROWSER is None, reason=f"no browser here: none of {', '.join(BROWSERS)}")
 VOID_TAGS = {"meta", "br", "hr", "img", "input", "link"}
 
 
@@ -89,11 +86,8 @@ def browse(folder: Path, page: str, fragment: str = "") -> Document:
     assert BROWSER is not None
     path = folder / "plan.html"
     path.write_text(page, encoding="utf-8")
-    options = (
-        "headless no-sandbox disable-gpu no-first-run disable-background-networking disable-sync dump-dom"
-    )
-    command = [BROWSER, *(f"--{option}" for option in options.split()), "--disable-component-update"]
-    command += [f"--user-data-dir={folder / 'profile'}", path.as_uri() + fragment]
+    command = [BROWSER, *OPTIONS, "--dump-dom", f"--user-data-dir={folder / 'profile'}"]
+    command += [path.as_uri() + fragment]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120, check=True)
     document = Document(done.stdout)
     root = document.elements[0]

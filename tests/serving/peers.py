@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
+from baton.engine.commands import CopyRecord, LayerGroupTiming
+from baton.engine.trace import RequestTrace
 from baton.observe import Interval, Timeline, Track, trace
 from baton.serving.http import DONE, TokenNote, data_event, note_line
 from baton.session.registry import Member, Role
@@ -63,6 +67,28 @@ class Seen:
     is_disconnected: bool = False
 
 
+def story(num_sources: int, num_targets: int) -> RequestTrace:
+    """0.2 s of prefill in four groups of layers; each is copied as soon as it is computed."""
+    times_s = [10.01 + 0.05 * group for group in range(5)]
+    groups = [LayerGroupTiming((4 * g, 4 * g + 4), times_s[g], times_s[g + 1]) for g in range(4)]
+    copies = [
+        CopyRecord(target, g, 65536 * (1 + target), times_s[g + 1], times_s[g + 1] + 0.01 + 0.01 * g)
+        for g in range(4)
+        for target in range(num_targets)
+    ]
+    return RequestTrace(
+        arrived_s=10.0,
+        begun_s=10.01,
+        prompt_s=10.21,
+        token_s=10.22,
+        settled_s=10.26,
+        stepped_s=10.28,
+        ended_s=10.4,
+        groups=dict.fromkeys(range(num_sources), groups),
+        copies=dict.fromkeys(range(num_sources), copies),
+    )
+
+
 class Rooms:
     """Where the two legs of a job meet; a room is used once."""
 
@@ -90,6 +116,11 @@ class Peer:
         self.gate.set()
         self.on_event: Callable[[int], None] = lambda count: None
         self.num_sent = 0
+        self.ranks = (2, 3)
+        """Of the two sides of a hand-over, in its timelines."""
+        self.unpipelined: list[str] = []
+        self.num_listings = 0
+        """How often it was asked for its latest requests."""
         self._rooms = rooms
         self._runner: web.AppRunner | None = None
         self.url = ""
@@ -99,6 +130,7 @@ class Peer:
         app.router.add_get("/health", self._health)
         app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/timelines", self._timelines)
         app.router.add_get("/v1/timelines/{id}", self._timeline)
         app.router.add_post("/drain", self._drain)
         app.router.add_post("/v1/completions", self._answer)
@@ -144,7 +176,29 @@ class Peer:
     async def _timeline(self, request: web.Request) -> web.Response:
         if request.query.get("format") == "perfetto":
             return web.json_response(trace([Timeline("", (Interval(Track(self.name, "x"), "y", 0.0, 1.0),))]))
-        return web.json_response({"name": self.name})
+        of_id = [seen for seen in self.seen if seen.body["baton"]["id"] == request.match_info["id"]]
+        return web.json_response({"name": self.name, **(self._recorded(of_id[-1]) if of_id else {"id": ""})})
+
+    async def _timelines(self, request: web.Request) -> web.Response:
+        self.num_listings += 1
+        told = [self._recorded(seen) for seen in reversed(self.seen) if "bootstrap_room" in seen.body]
+        for each in told:
+            del each["clock"], each["jobs"][0]["story"]
+        return web.json_response({"data": told})
+
+    def _recorded(self, seen: Seen) -> dict[str, Any]:
+        is_source = self.role is Role.PREFILL
+        trace = replace(story(*self.ranks), unpipelined=self.unpipelined)
+        job = {
+            "side": "source" if is_source else "target",
+            "transfer": str(seen.body.get("bootstrap_room")),
+            "figures": {"exposed_s": 0.01, "efficiency": 0.9} if is_source else {"tth_s": 0.23},
+            "unpipelined": self.unpipelined,
+            "story": msgspec.to_builtins(trace, str_keys=True),
+        }
+        clock = {"monotonic_s": 50.0, "unix_s": time.time()}
+        told = {"created": int(time.time()), "num_prompt_tokens": 40, "clock": clock, "jobs": [job]}
+        return {"id": seen.body["baton"]["id"], **told}
 
     async def _drain(self, request: web.Request) -> web.Response:
         self.told["is_draining"] = True

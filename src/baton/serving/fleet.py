@@ -170,7 +170,11 @@ class PostTarget:
 
 
 async def fetch(
-    session: aiohttp.ClientSession, url: str, timeout_s: float, body: bytes | None = None
+    session: aiohttp.ClientSession,
+    url: str,
+    timeout_s: float,
+    body: bytes | None = None,
+    bytes_max: int = RESPONSE_BYTES_MAX,
 ) -> tuple[int, bytes]:
     """GETs a small response, or POSTs; raises UpstreamError where none comes in time."""
     request: dict[str, Any] = {"allow_redirects": False}
@@ -184,8 +188,8 @@ async def fetch(
         ):
             async for part in response.content.iter_any():
                 parts += part
-                if len(parts) > RESPONSE_BYTES_MAX:
-                    raise UpstreamError(f"the response is longer than {RESPONSE_BYTES_MAX} bytes")
+                if len(parts) > bytes_max:
+                    raise UpstreamError(f"the response is longer than {bytes_max} bytes")
             return response.status, bytes(parts)
     except aiohttp.ClientError as error:
         raise UpstreamError.of(error) from None
@@ -225,6 +229,17 @@ class InstanceLoad(msgspec.Struct, frozen=True):
     """That it has computed; 0 where it does not say."""
 
 
+class InstancePages(msgspec.Struct, frozen=True):
+    """Pages of its KV cache by state; `cached` are some of the free ones."""
+
+    free: int = 0
+    cached: int = 0
+    used: int = 0
+    leased: int = 0
+    quarantined: int = 0
+    total: int = 0
+
+
 class InstanceRates(msgspec.Struct, frozen=True):
     """Measured rates; 0 or None where nothing was measured."""
 
@@ -248,6 +263,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     is_ready: bool = False
     is_draining: bool = False
     load: InstanceLoad = InstanceLoad()
+    pages: InstancePages = InstancePages()
     rates: InstanceRates = InstanceRates()
 
 
@@ -423,20 +439,24 @@ class FleetInstance:
         self.wake()
 
     def summary(self) -> dict[str, Any]:
-        """For the router's /server_info."""
+        """For the router's /server_info and its page."""
+        info = self.health.info
         return {
             "name": self.name,
             "role": self.role.value,
             "layout": self.roster.layout,
             "model": self.model,
             "fingerprint": self.fingerprint,
-            "epoch": max(self.roster.epoch, self.health.info.epoch),
+            "epoch": max(self.roster.epoch, info.epoch),
             "url": self.roster.url,
             "coordinator": self.coordinator,
             "state": self.state,
             "trouble": self.health.trouble,
             "num_in_flight": self.num_in_flight,
             "num_tokens": self.load_tokens,
+            "load": info.load,
+            "pages": info.pages,
+            "rates": info.rates,
         }
 
     def wake(self) -> None:

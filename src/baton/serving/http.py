@@ -390,8 +390,8 @@ class HttpServer:
     async def _keep_id(self, request: web.Request, response: web.StreamResponse) -> None:
         """A client that names its request finds that name in the response."""
         request.setdefault(REQUEST_ID, response.headers.get(ID_HEADER, ""))
-        if client_id := _client_id(request):
-            response.headers[ID_HEADER] = client_id
+        if given := client_id(request):
+            response.headers[ID_HEADER] = given
 
     def _log_request(self, request: web.Request, status: int, seconds: float, reason: str) -> None:
         """One line; what is only read, and polls, are for debugging unless they fail."""
@@ -411,7 +411,7 @@ class HttpServer:
         fields |= {"seconds": round(seconds, 6)}
         names = {
             "request": request.get(REQUEST_ID, ""),
-            "client_id": _client_id(request),
+            "client_id": client_id(request),
             "route": request.get(ROUTE, ""),
             "reason": reason,
         }
@@ -485,7 +485,7 @@ def _log_reason(error: ApiError) -> str:
     return " ".join(word for word in (error.code, detail) if word)
 
 
-def _client_id(request: web.Request) -> str:
+def client_id(request: web.Request) -> str:
     """What the client calls its request; empty where that is nothing, or cannot be repeated."""
     given = request.headers.get(ID_HEADER, "")
     return given if _CLIENT_ID.fullmatch(given) else ""

@@ -21,6 +21,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from baton.observe import Interval, Timeline, Track, trace
 from baton.serving.fleet import Fleet
@@ -36,12 +37,14 @@ _LATENCIES_S = (
 )  # fmt: skip
 _SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 _PAGE_STATES = ("free", "cached", "used", "leased", "quarantined")
-_NUMBER = re.compile(r"\d+(\.\d+)?")
+NUMBER = re.compile(r"\d+(\.\d+)?")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ADDED_S = (0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1)
 _WAIT_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 _STATES = ("able", "draining", "leaving", "loading", "unhealthy")
 NUM_LOGGED_MAX = 4096
+NUM_FAILURES_MAX = 64
+FAILURE_CHARACTERS_MAX = 500
 US_PER_S = 1e6
 
 
@@ -116,7 +119,7 @@ class ServerMetrics:
                 self._route_bytes.labels(str(rank), str(copy.target_rank)).inc(copy.num_bytes)
         for reason in dict.fromkeys(story.unpipelined):
             # With its numbers every request would be a series of its own.
-            self._unpipelined.labels(_NUMBER.sub("N", reason)).inc()
+            self._unpipelined.labels(NUMBER.sub("N", reason)).inc()
 
     def set_load(
         self, load: EngineLoad, counts: Mapping[str, int], *, is_ready: bool, num_starts: int
@@ -193,6 +196,21 @@ class RouterMetrics(Collector):
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
+    def totals(self) -> dict[str, Any]:
+        """What the page shows of the counters."""
+        return {
+            "answers": sum(
+                number for (path, _), number in self._responses.items() if path.startswith("/v1/c")
+            ),
+            "hand_overs": self.num_hand_offs,
+            "retries": _total(self.retries),
+            "resumes": _total(self.resumes),
+            "disconnects": _total(self.disconnects),
+            "failed_attempts": _total(self.failures),
+            "given_up": _total(self.given_up),
+            "local": {sample.labels["reason"]: sample.value for sample in _samples(self.local_prefills)},
+        }
+
     def collect(self) -> Iterator[Metric]:
         responses = CounterMetricFamily(
             "baton_router_requests", "requests by path and status", labels=["path", "status"]
@@ -240,6 +258,15 @@ class RouterMetrics(Collector):
         yield thresholds
 
 
+def _samples(counter: Counter) -> Iterator[Sample]:
+    for family in counter.collect():
+        yield from (sample for sample in family.samples if sample.name.endswith("_total"))
+
+
+def _total(counter: Counter) -> float:
+    return sum(sample.value for sample in _samples(counter))
+
+
 # ---- attempts of a router's requests
 #
 # Instances report times of their own monotonic clock, and what that clock and the calendar said at the time
@@ -257,6 +284,10 @@ class AttemptRecord:
     answered_s: float = 0.0
     ended_s: float = 0.0
     failure: str = ""
+    """The cause, a colon and the message."""
+
+    def fail(self, cause: str, message: str) -> None:
+        self.failure = f"{cause}: {message}"[:FAILURE_CHARACTERS_MAX]
 
     def fields(self) -> dict[str, Any]:
         """For the router's /v1/timelines."""
@@ -264,10 +295,22 @@ class AttemptRecord:
         return {"names": fields.pop("names"), "why_local": fields.pop("local_reason"), **fields}
 
 
+@dataclass(slots=True)
+class FailureCount:
+    """How often one cause failed attempts on the same instances, and the last time."""
+
+    id: str
+    """Of the last request."""
+    record: AttemptRecord
+    number: int = 0
+
+
 class AttemptLog:
-    """The attempts of recent requests, by the id of the response."""
+    """The attempts of recent requests, by the id of the response; and failures by cause and instances."""
 
     def __init__(self, num_max: int = NUM_LOGGED_MAX) -> None:
+        self.failures: OrderedDict[tuple[str, tuple[str, ...]], FailureCount] = OrderedDict()
+        """The latest last; a failure that repeats does not push the others out."""
         self._attempts: OrderedDict[str, list[AttemptRecord]] = OrderedDict()
         self._num_max = num_max
 
@@ -275,6 +318,20 @@ class AttemptLog:
         self._attempts.setdefault(identity, []).append(record)
         if len(self._attempts) > self._num_max:
             self._attempts.popitem(last=False)
+
+    def add_failure(self, identity: str, record: AttemptRecord) -> None:
+        """Of an attempt, or of a request that no instance was given."""
+        key = (record.failure.partition(":")[0], record.names)
+        count = self.failures.setdefault(key, FailureCount(identity, record))
+        count.id, count.record = identity, record
+        count.number += 1
+        self.failures.move_to_end(key)
+        if len(self.failures) > NUM_FAILURES_MAX:
+            self.failures.popitem(last=False)
+
+    def latest(self) -> Iterator[tuple[str, AttemptRecord]]:
+        """The last attempt of each request, the newest request first."""
+        return ((identity, records[-1]) for identity, records in reversed(self._attempts.items()))
 
     def attempts(self, identity: str) -> list[AttemptRecord]:
         """In order; none where the request is not remembered."""

@@ -134,6 +134,7 @@ class RecordedRequest:
 
     parsed: ParsedRequest
     traces: dict[int, RequestTrace] = field(default_factory=dict)
+    figures: dict[int, dict[str, float]] = field(default_factory=dict)
     failure: str | None = None
 
 
@@ -165,10 +166,10 @@ class RequestObserver:
     def traced(self, parsed: ParsedRequest, job_index: int, story: RequestTrace) -> None:
         """A job is over and its pages are free."""
         recorded = self._record_of(parsed)
-        if recorded is not None and len(recorded.traces) < NUM_JOBS_MAX:
-            recorded.traces[job_index] = story
         side = Side.of(parsed.jobs[job_index].request)
         figures = side.figures(story)
+        if recorded is not None and len(recorded.traces) < NUM_JOBS_MAX:
+            recorded.traces[job_index], recorded.figures[job_index] = story, figures
         if "queue_s" in figures:
             self.metrics.queue.observe(figures["queue_s"])
         if "tth_s" in figures:
@@ -277,7 +278,7 @@ class RequestObserver:
                     "prompt": job.prompt_index,
                     "side": side.value,
                     "transfer": None if job.request.handoff is None else job.request.handoff.transfer,
-                    "figures": None if story is None else side.figures(story),
+                    "figures": recorded.figures.get(index),
                     "unpipelined": [] if story is None else list(dict.fromkeys(story.unpipelined)),
                     "num_cached": 0 if story is None else story.num_cached,
                     "num_held": 0 if story is None else story.num_held,

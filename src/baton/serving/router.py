@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 from math import inf
 from time import monotonic
 from typing import Any, Literal
@@ -59,11 +60,13 @@ from baton.serving.http import (
     PROMPT_TOKENS_HEADER,
     ROUTE,
     STATUSES,
+    VALUE_CHARACTERS_MAX,
     ApiError,
     Credentials,
     EventStream,
     HttpLimits,
     HttpServer,
+    client_id,
     data_event,
     failure,
     json_response,
@@ -71,6 +74,7 @@ from baton.serving.http import (
     router_key,
 )
 from baton.serving.metrics import CONTENT_TYPE, AttemptLog, AttemptRecord, RouterMetrics, merged_trace
+from baton.serving.page import NUM_SHOWN_MAX, RouterPage
 from baton.serving.policies import Candidate, Policy, PrefixIndex, TokenSize, local_reason
 from baton.serving.vllm import VllmWire
 from baton.serving.wire import (
@@ -199,12 +203,16 @@ class Router:
             self._registry = RegistryClient(config.registry, secret, ssl_context=dialling)
         self._http = HttpServer(
             credentials,
-            HttpLimits(BODY_BYTES_MAX),
+            HttpLimits(BODY_BYTES_MAX, open_paths=frozenset({"/health", "/"})),
             ssl_context=None if config.tls is None else config.tls.serving(),
             on_response=self.metrics.add_response,
         )
+        # vLLM's servers keep no timelines.
+        session = self.client.session if config.engine == "baton" else None
+        self._page = RouterPage(self.fleet, self.log, self._page_state, session)
         self._http.app.add_routes(
             [
+                *self._page.routes,
                 web.post("/v1/completions", self._proxy),
                 web.post(CHAT_PATH, self._proxy),
                 web.get("/health", self._get_health),
@@ -219,7 +227,8 @@ class Router:
         )
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._is_draining = False
-        self._num_open = 0
+        self._open: dict[ProxiedRequest, None] = {}
+        """Requests that are not over, the oldest first."""
         self._emptied = asyncio.Event()
         self._emptied.set()
 
@@ -248,10 +257,11 @@ class Router:
             async with asyncio.timeout(wait_s):
                 await self._emptied.wait()
         except TimeoutError:
-            _log.warning("%d requests were left after %g s", self._num_open, wait_s)
+            _log.warning("%d requests were left after %g s", len(self._open), wait_s)
 
     async def close(self) -> None:
         """Ends every request and every connection."""
+        self._page.close()
         await self._http.close()
         await self._watcher.close()
         if self._registry is not None:
@@ -266,14 +276,27 @@ class Router:
         if self._is_draining:
             raise failure("DRAINING", "this router is draining; ask another one, or try again")
         routable = self.wire.read(request.path, await request.read())
-        self._num_open += 1
+        proxied = ProxiedRequest(self, request, routable)
+        self._open[proxied] = None
         self._emptied.clear()
         try:
-            return await ProxiedRequest(self, request, routable).respond()
+            return await proxied.respond()
         finally:
-            self._num_open -= 1
-            if not self._num_open:
+            del self._open[proxied]
+            if not self._open:
                 self._emptied.set()
+
+    def _page_state(self) -> dict[str, Any]:
+        """For the page: the router itself, and the requests that have been running for longest."""
+        return {
+            "missing": self.fleet.missing(),
+            "is_draining": self._is_draining,
+            "num_running": len(self._open),
+            "num_waiting": self.queue.num_waiting,
+            "num_in_flight_max": self.config.limits.num_in_flight_max,
+            "totals": self.metrics.totals(),
+            "running": [request.summary() for request in islice(self._open, NUM_SHOWN_MAX)],
+        }
 
     async def _get_health(self, request: web.Request) -> web.StreamResponse:
         if self._is_draining:
@@ -423,11 +446,30 @@ class ProxiedRequest:
         self._num_failures = 0
         self._failed_s = 0.0
         """When the first one in the row happened."""
+        self._arrived_s = self._began_s
+        self._record: AttemptRecord | None = None
+        """Of the attempt that runs, or ran last."""
 
     @property
     def _has_begun(self) -> bool:
         """Whether anything was streamed to the client."""
         return self._stream.response is not None
+
+    def summary(self) -> dict[str, Any]:
+        """For the router's page."""
+        record = self._record
+        is_routed = record is not None and not record.ended_s
+        waits_for = "first token" if is_routed else "room"
+        return {
+            "id": self._id,
+            "client_id": client_id(self._http_request),
+            "model": (self._request.model or "")[:VALUE_CHARACTERS_MAX],
+            "names": record.names if record is not None and is_routed else (),
+            "age_s": round(monotonic() - self._arrived_s, 3),
+            "waits_for": "" if self._has_begun and is_routed else waits_for,
+            "num_tokens": self._progress.num_tokens,
+            "num_failures": self._num_failures,
+        }
 
     async def respond(self) -> web.StreamResponse:
         """The response; raises an ApiError where nothing has gone to the client."""
@@ -435,6 +477,10 @@ class ProxiedRequest:
             return await self._respond()
         except ApiError as error:
             self._count_failure(error)
+            if self._last_failure is None and error.status in RETRIED_STATUSES:  # no instance was given it
+                record = AttemptRecord((), "")
+                record.fail(_cause(error), error.message)
+                self._router.log.add_failure(self._id, record)
             if not self._has_begun:
                 raise
             return await self._stream.fail(error)
@@ -488,7 +534,7 @@ class ProxiedRequest:
         stream_filter = legs.stream_filter
         attempt = Attempt(router, route, legs)
         self._http_request[ROUTE] = route.text
-        record = AttemptRecord(route.names, route.local_reason)
+        record = self._record = AttemptRecord(route.names, route.local_reason)
         router.log.add(self._id, record)
         if route.prefill is not None:
             router.metrics.num_hand_offs += 1
@@ -514,7 +560,8 @@ class ProxiedRequest:
             return response
         except (AttemptFailed, UpstreamError) as error:
             failed = error if isinstance(error, AttemptFailed) else _lost(route.server, error)
-            record.failure = f"{_cause(failed.error)}: {failed.error.message}"
+            record.fail(_cause(failed.error), failed.error.message)
+            router.log.add_failure(self._id, record)
             raise failed from None
         finally:
             self._prompt_tokens = self._prompt_tokens or attempt.prompt_tokens

@@ -1,0 +1,88 @@
+"""The Grafana dashboard and the alert rules in deploy/ ask for metrics and labels that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.serving.fleet import Fleet
+from baton.serving.metrics import RouterMetrics, ServerMetrics
+
+yaml = pytest.importorskip("yaml", reason="no PyYAML here to read the rules with")
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
+OF_SCRAPES = {"instance", "job", "le"}
+
+
+def known() -> dict[str, set[str]]:
+    """By the name of a sample: its labels."""
+    found: dict[str, set[str]] = {}
+    for registry in (ServerMetrics()._registry, RouterMetrics(Fleet())._registry):
+        collectors: list[Any] = list(registry._collector_to_names)
+        labels = {name: set(each._labelnames) for each in collectors if hasattr(each, "_labelnames")
+                  for name in registry._collector_to_names[each]}  # fmt: skip
+        for family in registry.collect():
+            of_family = labels.get(family.name, set(getattr(family, "_labelnames", ())))
+            for suffix in SUFFIXES[family.type]:
+                found[family.name + suffix] = of_family
+    return found
+
+
+def problems(expression: str) -> Iterator[str]:
+    """What is wrong with a PromQL expression, as far as names go."""
+    metrics = known()
+    names = re.findall(r"\bbaton_\w+", expression)
+    if not names:
+        yield f"no metric of ours in {expression}"
+    yield from (f"no metric {name}" for name in names if name not in metrics)
+    labels = OF_SCRAPES.union(*(metrics.get(name, set()) for name in names))
+    used = re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", expression)
+    for group in re.findall(r"\b(?:by|without|ignoring|on)\s*\(([^)]*)\)", expression):
+        used += re.findall(r"\w+", group)
+    yield from (f"no label {label} in {expression}" for label in used if label not in labels)
+    if expression.count("(") != expression.count(")"):
+        yield f"parentheses do not match in {expression}"
+
+
+def expressions() -> list[str]:
+    panels = json.loads((DEPLOY / "grafana/baton.json").read_text())["panels"]
+    rules = yaml.safe_load((DEPLOY / "prometheus/baton.rules.yaml").read_text())["groups"][0]["rules"]
+    found = [target["expr"] for panel in panels for target in panel.get("targets", ())]
+    return found + [rule["expr"] for rule in rules]
+
+
+def test_the_checker_sees_what_is_wrong():
+    for expression, words in (
+        ("sum(rate(baton_router_failures[5m]))", "no metric baton_router_failures"),
+        ("sum by (reason) (baton_router_failures_total)", "no label reason"),
+        ('baton_pages{status="free"}', "no label status"),
+        ("sum(baton_pages", "parentheses"),
+        ("up == 0", "no metric of ours"),
+    ):
+        assert any(words in problem for problem in problems(expression)), expression
+
+
+def test_every_expression_asks_for_what_exists():
+    assert len(expressions()) > 40
+    assert [problem for each in expressions() for problem in problems(each)] == []
+
+
+def test_rules_and_panels_are_whole():
+    rules = yaml.safe_load((DEPLOY / "prometheus/baton.rules.yaml").read_text())["groups"][0]["rules"]
+    for rule in rules:
+        assert {"summary", "remedy"} == set(rule["annotations"]), rule["alert"]
+        shown = set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]))
+        assert shown <= OF_SCRAPES.union(*known().values()), rule["alert"]
+    panels = json.loads((DEPLOY / "grafana/baton.json").read_text())["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    # Every metric of a failure or a hand-over is on the dashboard.
+    text = json.dumps(panels)
+    for name in known():
+        if name.startswith(("baton_router_", "baton_handoff")) and name.endswith(("_total", "_bucket")):
+            assert name in text, name
