@@ -30,6 +30,8 @@ from baton.transport import NOW, open_transport
 
 LAYERS, HEADS, CHANNELS, SLOTS = 3, 4, 8, 256
 ROW, ROWS = 5, 4
+CACHED = 7
+"""Tokens of every prompt that prefill has already."""
 WAIT_S = 60.0
 
 
@@ -174,12 +176,16 @@ def prefill(
         for manager, sender in zip(source.managers, senders, strict=True):
             request.disagg_kv_sender = sender
             manager.transfers.begin_step([request])
+            if start == 0 and end > CACHED:
+                # SGLang sends prefix hits from within the step.
+                sender.send([], None, num_kv_tokens=CACHED)
             for layer in range(LAYERS) if hooks else ():
                 manager.transfers.layer_done(layer)
             manager.transfers.end_step()
             is_last = end == len(request.origin_input_ids)
             sender.init(0, 1)
-            sender.send([], [] if is_last else None, num_kv_tokens=end - start)
+            num_sent = CACHED if start == 0 and end > CACHED else start
+            sender.send([], [] if is_last else None, num_kv_tokens=end - num_sent)
         start = end
 
 

@@ -93,8 +93,8 @@ class MetadataRows:
 class Step:
     """The forward that is computed."""
 
-    prompts: list[tuple[Sender, tuple[int, int], Any]]
-    """With the tokens to offer and the pages."""
+    prompts: list[tuple[Sender, int, Any]]
+    """With the end of the tokens that it computes and the pages up to there."""
     group_of: dict[int, tuple[int, int]]
     """By layer: the group of layers that it leaves with."""
     left: dict[tuple[int, int], set[int]]
@@ -131,7 +131,7 @@ class Transfers:
                 continue
             end = min(request.extend_end, len(request.origin_input_ids))
             if end > sender.num_offered:
-                prompts.append((sender, (sender.num_offered, end), self.pages(request, end)))
+                prompts.append((sender, end, self.pages(request, end)))
                 sender.steps.append(StepTrace(monotonic()))
         if not prompts:
             return
@@ -162,14 +162,15 @@ class Transfers:
             return
         for group in step.left:
             self._offer(step, group)
-        for sender, tokens, _ in step.prompts:
-            sender.num_offered = tokens[1]
+        for sender, end, _ in step.prompts:
+            sender.num_offered = end
             sender.steps[-1].ended_s = monotonic()
 
     def _offer(self, step: Step, layers: tuple[int, int]) -> None:
         fence = self.fence()
-        for sender, tokens, pages in step.prompts:
-            sender.offer(layers, tokens, pages, fence)
+        for sender, end, pages in step.prompts:
+            # A prefix hit was sent since the step began, but before its first layer.
+            sender.offer(layers, (sender.num_offered, end), pages, fence)
 
 
 class Sender:
