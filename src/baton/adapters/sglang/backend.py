@@ -33,7 +33,7 @@ from baton.adapters.sglang.cache import describe_pool, make_pools, make_spec
 from baton.adapters.sglang.transfers import MetadataRows, Receiver, Sender, Transfers
 from baton.adapters.vllm.cache import Mesh
 from baton.adapters.vllm.config import ConnectorConfig
-from baton.errors import BatonError, ConfigError
+from baton.errors import ConfigError
 from baton.session import Endpoint, EndpointConfig
 from baton.settings import sglang_options
 from baton.transport import NOW, CudaFence, Fence
@@ -367,6 +367,3 @@ def check_hooks() -> None:
             raise ConfigError(
                 f"SGLang {sglang.__version__} has no {target}, which transfer backend baton hooks"
             )
-
-
-__all__ = ["BatonError", "register"]
