@@ -50,25 +50,26 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="session")
-def answers(folder: Path, llama: Path, prompts: list[list[int]]) -> list[Any]:
-    """Tokens and log-probabilities of one server without a hand-over; it is gone when the others start."""
-    with running(SglangServer("tp1", llama, folder)) as (server,):
-        assert isinstance(server, SglangServer)
-
-        async def ask_all(session: aiohttp.ClientSession) -> Any:
-            return await asyncio.gather(*(server.generate(session, prompt, NUM_TOKENS) for prompt in prompts))
-
-        found = run_client(ask_all)
-    assert {status for status, _ in found} == {200}
-    return [answer for _, answer in found]
-
-
-@pytest.fixture(scope="session")
-def servers(folder: Path, llama: Path, answers: list[Any]) -> Iterator[dict[str, SglangServer]]:
+def servers(folder: Path, llama: Path) -> Iterator[dict[str, SglangServer]]:
     started = {
         f"{mode} {layout}": SglangServer(layout, llama, folder, mode=mode)
         for mode in ("prefill", "decode")
         for layout in ("tp1", "tp2")
     }
+    started["plain"] = SglangServer("tp1", llama, folder)
     with running(*started.values()):
         yield started
+
+
+@pytest.fixture(scope="session")
+def answers(servers: dict[str, SglangServer], prompts: list[list[int]]) -> list[Any]:
+    """Tokens and log-probabilities of one server without a hand-over, which ends then."""
+    plain = servers["plain"]
+
+    async def ask_all(session: aiohttp.ClientSession) -> Any:
+        return await asyncio.gather(*(plain.generate(session, prompt, NUM_TOKENS) for prompt in prompts))
+
+    found = run_client(ask_all)
+    plain.stop()
+    assert {status for status, _ in found} == {200}
+    return [answer for _, answer in found]

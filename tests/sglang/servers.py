@@ -60,7 +60,11 @@ class SglangServer(Server):
             # SGLang's default for retracted requests is memory that CUDA pins.
             command += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
         options = {"trace": str(self.trace), **DEADLINES, **self.options}
-        self.env = environment() | {"BATON_SGLANG": json.dumps(options)}
+        cores = "|".join(["0"] * int(self.layout.removeprefix("tp")))
+        self.env = environment() | {
+            "BATON_SGLANG": json.dumps(options),
+            "SGLANG_CPU_OMP_THREADS_BIND": cores,
+        }
         with self.log.open("ab") as log:
             self.process = self.spawn([*command, *self.args], stdout=log, stderr=log)
 
