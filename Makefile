@@ -17,8 +17,8 @@ export OMP_NUM_THREADS := 1
 # Without bytecode, pytest rewrites the assertions of every test file in every process again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-vllm setup-vllm-0.31 demo serve test test-all test-vllm test-vllm-all bench-vllm lowest
-.PHONY: check sim bench docs site
+.PHONY: help setup setup-vllm setup-vllm-0.31 setup-sglang demo serve test test-all test-vllm test-vllm-all
+.PHONY: test-sglang bench-vllm lowest check sim bench docs site
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,12 @@ setup-vllm-0.31: .venv-vllm-0.31/.stamp
 	tools/setup_vllm.sh .venv-vllm-0.31 0.31.0
 	touch $@
 
+setup-sglang: .venv-sglang/.stamp  ## make .venv-sglang with SGLang for CPUs and Baton in it
+
+.venv-sglang/.stamp: tools/setup_sglang.sh
+	tools/setup_sglang.sh
+	touch $@
+
 demo: setup  ## a real model, prefilled in one layout, decoded in another: timed, and its tokens proven
 	$(BIN)/baton demo
 
@@ -57,23 +63,28 @@ serve: setup  ## the demo deployment behind an OpenAI endpoint, until Ctrl-C
 
 # What is not in `make test`: transports through other libraries (contract), killed ranks at every stage (slow),
 # every layout pair and family (engine), deployments of real processes (serve, load), long searches and broken
-# variants that a checker must catch (long), vLLM servers (vllm; skipped where vLLM cannot be installed).
+# variants that a checker must catch (long), vLLM servers (vllm; skipped where vLLM cannot be installed), and
+# SGLang servers (sglang; skipped where `make setup-sglang` was not run).
 test: .venv/.extras  ## the tests that a change needs
-	$(BIN)/pytest -q -rs -n $(WAITERS) -m "not contract and not slow and not engine and not serve and not load and not long and not vllm"
+	$(BIN)/pytest -q -rs -n $(WAITERS) -m "not contract and not slow and not engine and not serve and not load and not long and not vllm and not sglang"
 
 test-all: .venv/.extras  ## every test, with ten times the examples and seeds
-	BATON_EXAMPLES=500 $(BIN)/pytest -q -rs -n $(WAITERS_ALL) --dist worksteal -m "not engine and not serve and not load and not vllm"
+	BATON_EXAMPLES=500 $(BIN)/pytest -q -rs -n $(WAITERS_ALL) --dist worksteal -m "not engine and not serve and not load and not vllm and not sglang"
 	$(BIN)/pytest -q -rs -n $(WAITERS_ALL) --dist worksteal -m "engine or serve"
 	BATON_LOAD_S=$(LOAD_S) $(BIN)/pytest -q -rs -s -m load $$(grep -rlE --include='*.py' 'mark\.load\b' tests)
 	@test -e .venv-vllm/.stamp || timeout 900 $(MAKE) --no-print-directory setup-vllm || \
 		{ rm -rf .venv-vllm; echo "vLLM cannot be installed here: its tests are skipped"; }
 	$(BIN)/pytest -q -rs -m "vllm and not long" tests/vllm
+	$(BIN)/pytest -q -rs -m sglang tests/sglang
 
 test-vllm: setup setup-vllm  ## hand-overs between real vLLM servers on this machine's CPUs
 	$(BIN)/pytest -q -rs -m "vllm and not long" tests/vllm
 
 test-vllm-all: setup setup-vllm setup-vllm-0.31  ## the same with more models, two hosts and an older vLLM
 	$(BIN)/pytest -q -rs -m vllm tests/vllm
+
+test-sglang: setup setup-sglang  ## hand-overs between real SGLang servers on this machine's CPUs
+	$(BIN)/pytest -q -rs -m sglang tests/sglang
 
 # NIXL is installed without what it depends on: that is torch for CUDA.
 bench-vllm: setup setup-vllm  ## vLLM with our connector beside NixlConnector

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
 import secrets
 import shutil
@@ -28,6 +29,7 @@ LISTENER_VARIABLE = "BATON_LISTENER"
 VLLM_KEY_VARIABLE = "VLLM_API_KEY"
 BACKLOG = 1024
 """Connections that wait to be accepted."""
+SGLANG_VARIABLE = "BATON_SGLANG"
 SECRET_BYTES_MIN = 16
 API_KEY_CHARACTERS_MIN = 8
 _MAKE_ONE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
@@ -74,6 +76,18 @@ def api_keys(path: str | None) -> tuple[str, ...]:
 def vllm_key() -> str:
     """The API key of vLLM servers, in vLLM's own variable; empty: they need none."""
     return os.environ.get(VLLM_KEY_VARIABLE, "")
+
+
+def sglang_options() -> dict[str, Any]:
+    """Options of the transfer backend in an SGLang server: a JSON object in BATON_SGLANG."""
+    text = os.environ.get(SGLANG_VARIABLE) or "{}"
+    try:
+        options = json.loads(text)
+    except ValueError:
+        options = None
+    if not isinstance(options, dict):
+        raise ConfigError(f"variable {SGLANG_VARIABLE} is {text!r}; give a JSON object, for instance {{}}")
+    return options
 
 
 def vllm_command(given: str | None) -> str:

@@ -73,7 +73,7 @@ class ConnectorConfig:
     tls_ca: str | None = None
 
     @staticmethod
-    def parse(options: Mapping[str, Any]) -> ConnectorConfig:
+    def parse(options: Mapping[str, Any], where: str = "kv_connector_extra_config") -> ConnectorConfig:
         """Reads the options; raises ConfigError with the key and the remedy."""
         types: dict[str, tuple[type, ...]] = {}
         for field in fields(ConnectorConfig):
@@ -82,16 +82,16 @@ class ConnectorConfig:
         for key, value in options.items():
             if key not in types:
                 known = ", ".join(types)
-                raise ConfigError(
-                    f"kv_connector_extra_config has no {key!r}; Baton's connector knows {known}"
-                )
+                raise ConfigError(f"{where} has no {key!r}; Baton's connector knows {known}")
             if not isinstance(value, types[key]) or (isinstance(value, bool) and bool not in types[key]):
                 wanted = {str: "text", int: "a whole number", bool: "true or false", float: "a number"}
                 remedy = wanted[types[key][-1]]
-                raise ConfigError(f"kv_connector_extra_config: {key} is {value!r}; give {remedy}")
+                raise ConfigError(f"{where}: {key} is {value!r}; give {remedy}")
         config = ConnectorConfig(**options)
         if config.overlap.partition(":")[0] == "cost":
-            raise ConfigError("overlap 'cost' needs timings that vLLM does not give; use fixed:N or adaptive")
+            raise ConfigError(
+                "overlap 'cost' needs timings that the engine does not give; use fixed:N or adaptive"
+            )
         overlap.choose(config.overlap, overlap.LayerTimes((0.0,), (0.0,), 0.0), 0)
         return config
 

@@ -1,0 +1,478 @@
+"""Senders and receivers as SGLang's schedulers poll them, over the endpoint of one rank.
+
+SGLang calls everything here on its scheduler's thread. It knows five poll states and takes the lowest of all
+ranks. A rank shows Success or Failed only when nothing reads or writes the request's pages on it any more.
+Another rank may show Failed first, so what SGLang calls before it frees pages (`failure_exception`, and
+`abort` of a sender) waits until they are quiet here too.
+
+A step's tokens are offered by layer while the forward runs. Where no attention layer reports, the end of the
+step offers them, and SGLang's own `send` whatever is left: prefix hits, and prompts that were computed before
+decode had room for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from baton.adapters.sglang.cache import GROUP
+from baton.adapters.vllm.worker import StepTrace
+from baton.errors import BatonError
+from baton.plan import overlap
+from baton.session import (
+    Aux,
+    Digest,
+    Endpoint,
+    Failed,
+    Handle,
+    Ready,
+    Receiving,
+    Request,
+    Sending,
+    Waiting,
+    prompt_digest,
+)
+from baton.transport import Fence
+
+FAILED, BOOTSTRAPPING, WAITING_FOR_INPUT, TRANSFERRING, SUCCESS = range(5)
+"""SGLang's KVPoll."""
+METADATA = "sglang.metadata"
+"""The name of a row of SGLang's metadata buffers in an aux record."""
+QUIET_LOG_S = 10.0
+"""How often a scheduler that waits for quiet pages says so."""
+
+logger = logging.getLogger("sglang.baton")
+
+
+class TransferFailedError(Exception):
+    """What `failure_exception` raises; SGLang logs it and answers with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferMetric:
+    """SGLang's KVTransferMetric."""
+
+    transfer_latency_s: float | None = None
+    alloc_latency_s: float | None = None
+    transfer_total_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataRows:
+    """SGLang's metadata buffers in host memory: first token, log-probabilities, hidden states, room."""
+
+    addresses: Sequence[int]
+    row_bytes: Sequence[int]
+
+    def read(self, index: int) -> bytes:
+        """The row of a request."""
+        parts = zip(self.addresses, self.row_bytes, strict=True)
+        return b"".join(ctypes.string_at(address + index * size, size) for address, size in parts)
+
+    def write(self, index: int, row: bytes) -> None:
+        """Stores what `read` gave at the source; BatonError if its buffers have other sizes."""
+        if len(row) != sum(self.row_bytes):
+            raise BatonError(
+                f"prefill's metadata has {len(row)} bytes and ours {sum(self.row_bytes)}; start both servers "
+                "with the same SGLang, the same model and the same options for speculative decoding"
+            )
+        for address, size in zip(self.addresses, self.row_bytes, strict=True):
+            ctypes.memmove(address + index * size, row[:size], size)
+            row = row[size:]
+
+
+@dataclass(slots=True)
+class Step:
+    """The forward that is computed."""
+
+    prompts: list[tuple[Sender, int, Any]]
+    """With the end of the tokens that it computes and the pages up to there."""
+    group_of: dict[int, tuple[int, int]]
+    """By layer: the group of layers that it leaves with."""
+    left: dict[tuple[int, int], set[int]]
+    """By group that was not offered: those of its layers that are not computed yet."""
+
+
+@dataclass(slots=True)
+class Transfers:
+    """Every hand-over that one rank takes part in."""
+
+    endpoint: Endpoint
+    layers: range
+    """Of this rank."""
+    metadata: MetadataRows
+    has_aux: bool
+    """Whether this rank gives the aux record of what it sends."""
+    pages: Callable[[Any, int], Any]
+    """The page ids of a request's first so many tokens."""
+    fence: Callable[[], Fence]
+    """Makes a fence for what was launched up to now."""
+    policy: str = "fixed:1"
+    is_verified: bool = False
+    trace: Path | None = None
+    """A file that gets a line of JSON for each prompt that was sent."""
+    step: Step | None = None
+
+    def begin_step(self, requests: Iterable[Any]) -> None:
+        """Before the forward of requests that prefill."""
+        prompts = []
+        for request in requests:
+            sender = getattr(request, "disagg_kv_sender", None)
+            # Before decode has room, SGLang may take the pages back without a word.
+            if not isinstance(sender, Sender) or request.pending_bootstrap or not sender.is_open:
+                continue
+            end = min(request.extend_end, len(request.origin_input_ids))
+            if end > sender.num_offered:
+                prompts.append((sender, end, self.pages(request, end)))
+                sender.steps.append(StepTrace(monotonic()))
+        if not prompts:
+            return
+        times = overlap.LayerTimes((0.0,) * len(self.layers), (0.0,) * len(self.layers), 0.0)
+        num_tokens = sum(len(sender.request.origin_input_ids) for sender, _, _ in prompts) // len(prompts)
+        chosen = overlap.choose(self.policy, times, num_tokens)
+        groups = [(self.layers[start], self.layers[stop - 1] + 1) for start, stop in chosen]
+        self.step = Step(
+            prompts,
+            {layer: group for group in groups for layer in range(*group)},
+            {group: set(range(*group)) for group in groups},
+        )
+
+    def layer_done(self, layer: int) -> None:
+        """A layer has stored the step's tokens, or on a GPU was launched to do so."""
+        step = self.step
+        if step is None or (group := step.group_of.get(layer)) is None or group not in step.left:
+            return
+        step.left[group].discard(layer)
+        if not step.left[group]:
+            del step.left[group]
+            self._offer(step, group)
+
+    def end_step(self) -> None:
+        """After the forward: offers what no layer has reported."""
+        step, self.step = self.step, None
+        if step is None:
+            return
+        for group in step.left:
+            self._offer(step, group)
+        for sender, end, _ in step.prompts:
+            sender.num_offered = end
+            sender.steps[-1].ended_s = monotonic()
+
+    def _offer(self, step: Step, layers: tuple[int, int]) -> None:
+        fence = self.fence()
+        for sender, end, pages in step.prompts:
+            # A prefix hit was sent since the step began, but before its first layer.
+            sender.offer(layers, (sender.num_offered, end), pages, fence)
+
+
+class Sender:
+    """One prompt that this rank sends; SGLang's KV sender."""
+
+    def __init__(
+        self,
+        mgr: Any,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
+    ) -> None:
+        self.kv_mgr = mgr
+        self.bootstrap_room = bootstrap_room
+        self.request: Any = None
+        self.num_offered = 0
+        """Tokens of which every layer was offered."""
+        self.steps: list[StepTrace] = []
+        self._transfers: Transfers = mgr.transfers
+        self._sending: Sending | None = None
+        self._error = ""
+        self._num_sent = 0
+        """Tokens that SGLang has sent, as it sees it."""
+        self._is_committed = False
+        self._is_given_up = False
+        self._queued_s = 0.0
+        self._metadata_index = -1
+
+    def bind(self, request: Any) -> None:
+        """Begins to send the prompt of a request; it is not computed yet."""
+        self.request = request
+        try:
+            digest = request_digest(request)
+            endpoint = self._transfers.endpoint
+            self._sending = endpoint.send(str(self.bootstrap_room), digest, is_queued=True)
+        except BatonError as error:
+            self._error = str(error)
+        self._queued_s = monotonic()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether chunks are still of use."""
+        sending = self._sending
+        return (
+            sending is not None
+            and isinstance(sending.state, Waiting)
+            and not self._is_committed
+            and not self._is_given_up
+        )
+
+    def offer(self, layers: tuple[int, int], tokens: tuple[int, int], pages: Any, fence: Fence) -> None:
+        """Some layers of some tokens may be read once the fence is."""
+        if not self.is_open:
+            return
+        assert self._sending is not None
+        try:
+            self._sending.ready(layers, tokens, {GROUP: pages}, fence)
+            if self.steps:
+                self.steps[-1].offered.append((layers, tokens, monotonic()))
+        except BatonError as error:
+            logger.warning("baton: transfer %s: %s", self.bootstrap_room, error)
+            self._sending.abort(str(error))
+
+    # SGLang's calls.
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        self._metadata_index = -1 if aux_index is None else aux_index
+
+    def send(
+        self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: int | None = None, **_: Any
+    ) -> None:
+        """Tokens up to here are computed; there are state indices with the last of them only."""
+        transfers = self._transfers
+        self._num_sent += num_kv_tokens or 0
+        if self._num_sent > self.num_offered:
+            pages = transfers.pages(self.request, self._num_sent)
+            layers = (transfers.layers.start, transfers.layers.stop)
+            self.offer(layers, (self.num_offered, self._num_sent), pages, transfers.fence())
+            self.num_offered = self._num_sent
+        if state_indices is not None and self.is_open:
+            assert self._sending is not None
+            self._is_committed = True
+            aux = None
+            if transfers.has_aux:
+                row = transfers.metadata.read(self._metadata_index)
+                aux = Aux(tokens=tuple(self.request.output_ids), tensors={METADATA: row})
+            self._sending.commit(aux)
+
+    def poll(self) -> int:
+        sending = self._sending
+        if sending is None:
+            return FAILED
+        if isinstance(sending.state, Waiting):
+            if not self.num_offered:
+                self._stay_queued(sending)
+        elif sending.is_released:
+            self._write_trace(sending)
+            return SUCCESS if isinstance(sending.state, Ready) else FAILED
+        if self._is_committed:
+            return TRANSFERRING
+        return WAITING_FOR_INPUT if sending.is_granted else BOOTSTRAPPING
+
+    poll_pp_consensus = poll
+
+    def failure_exception(self) -> None:
+        self._give_up("another rank failed")
+        state = self._sending.state if self._sending is not None else None
+        raise TransferFailedError(str(state.cause) if isinstance(state, Failed) else self._error)
+
+    def abort(self) -> None:
+        """SGLang frees the pages right after this."""
+        self._give_up("the request was aborted at prefill")
+
+    def clear(self) -> None:
+        pass
+
+    def mark_prefill_complete(self) -> None:
+        raise NotImplementedError("--disaggregation-decode-allocation-policy prefill_complete")
+
+    def pop_decode_prefix_len(self) -> int:
+        """Baton passes over what decode has; SGLang offers all of it."""
+        return 0
+
+    def get_max_transfer_tokens(self) -> int | None:
+        return None
+
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        return num_pages > 0 or last_chunk
+
+    def get_transfer_metric(self) -> TransferMetric:
+        return TransferMetric()
+
+    # Parts of it.
+
+    def _give_up(self, text: str) -> None:
+        sending, self._is_given_up = self._sending, True
+        if sending is None or sending.is_released:
+            return
+        if isinstance(sending.state, Waiting):
+            self._error = text
+            sending.abort(text)
+        withdrawal = sending.withdraw()
+        while not withdrawal.wait(QUIET_LOG_S):
+            logger.warning("baton: transfer %s: waiting until its pages are not read", self.bootstrap_room)
+
+    def _stay_queued(self, sending: Sending) -> None:
+        now = monotonic()
+        if now - self._queued_s > self._transfers.endpoint.config.timings.offer_s / 4:
+            self._queued_s = now
+            sending.queued()
+
+    def _write_trace(self, sending: Sending) -> None:
+        trace, steps = self._transfers.trace, self.steps
+        if trace is None or not steps:
+            return
+        self.steps = []
+        line = {
+            "transfer": sending.transfer,
+            "outcome": outcome_text(sending),
+            "rank": self._transfers.endpoint.config.rank,
+            "steps": [asdict(step) for step in steps],
+            "copies": [asdict(copy) for copy in sending.copies],
+        }
+        with trace.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class Receiver:
+    """One prompt that this rank receives; SGLang's KV receiver."""
+
+    require_staging = False
+    abort_notified = False
+    supports_host_destination = False
+    conclude_state: int | None = None
+
+    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        self.kv_mgr = mgr
+        self.bootstrap_addr = bootstrap_addr
+        self.bootstrap_room = bootstrap_room
+        self.request: Any = None
+        self._transfers: Transfers = mgr.transfers
+        self._source = ""
+        self._receiving: Receiving | None = None
+        self._error = ""
+        self._queued_s = 0.0
+        self._metadata_index = -1
+        self._is_stored = False
+
+    def bind(self, request: Any) -> None:
+        """Which request it is for; it has no pages yet."""
+        self.request = request
+
+    # SGLang's calls.
+
+    def init(self, prefill_dp_rank: int) -> None:
+        """Finds the source."""
+        if self._error:
+            return
+        try:
+            self._source = self.kv_mgr.find_source(self.bootstrap_addr, prefill_dp_rank)
+        except BatonError as error:
+            self._fail(str(error))
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: Any = None,
+        decode_prefix_len: int | None = None,
+        **_: Any,
+    ) -> None:
+        """Asks for the prompt; the pages begin behind the prefix that decode has."""
+        num_held = decode_prefix_len or 0
+        self._metadata_index = -1 if aux_index is None else aux_index
+        endpoint, pages = self._transfers.endpoint, np.asarray(kv_indices, dtype=np.int64)
+        if num_held:
+            pages = np.concatenate([self._transfers.pages(self.request, num_held), pages])
+        request = Request(
+            transfer=str(self.bootstrap_room),
+            source=self._source,
+            digest=request_digest(self.request),
+            pages={endpoint.config.rank: {GROUP: pages}},
+            held={GROUP: num_held},
+            is_verified=self._transfers.is_verified,
+        )
+        try:
+            self._receiving = endpoint.receive(request)
+        except BatonError as error:
+            self._fail(str(error))
+
+    def poll(self) -> int:
+        receiving = self._receiving
+        if receiving is None:
+            if self._error:
+                return FAILED
+            if not self._source:
+                return BOOTSTRAPPING
+            self._stay_queued()
+            return WAITING_FOR_INPUT
+        if isinstance(receiving.state, Waiting) or not receiving.is_released:
+            return TRANSFERRING
+        if not isinstance(receiving.state, Ready):
+            self._fail(outcome_text(receiving))
+        elif not self._is_stored and not self._error:
+            try:
+                row = receiving.state.aux.tensors.get(METADATA, b"")
+                self._transfers.metadata.write(self._metadata_index, row)
+                self._is_stored = True
+            except BatonError as error:
+                self._fail(str(error))
+        return SUCCESS if self._is_stored else FAILED
+
+    poll_pp_consensus = poll
+
+    def failure_exception(self) -> None:
+        receiving = self._receiving
+        if receiving is not None:
+            if isinstance(receiving.state, Waiting):
+                receiving.abort("another rank failed")
+            while not receiving.wait_released(QUIET_LOG_S):
+                logger.warning(
+                    "baton: transfer %s: waiting until its pages are not written", receiving.transfer
+                )
+            self._error = self._error or outcome_text(receiving)
+        raise TransferFailedError(self._error)
+
+    def abort(self) -> None:
+        """SGLang goes on polling, and frees the pages when Failed is shown."""
+        text = "the request was aborted at decode"
+        if self._receiving is not None:
+            self._receiving.abort(text)
+        elif not self._error:
+            if self._source and self._transfers.endpoint.config.rank == 0:
+                self._transfers.endpoint.decline(str(self.bootstrap_room), self._source, text)
+            self._error = text
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        """Nothing: pages are quiet before Failed is shown."""
+
+    def clear(self) -> None:
+        pass
+
+    # Parts of it.
+
+    def _fail(self, text: str) -> None:
+        self._error = self._error or text
+        self.kv_mgr.forget(self.bootstrap_addr)
+
+    def _stay_queued(self) -> None:
+        endpoint, now = self._transfers.endpoint, monotonic()
+        if endpoint.config.rank == 0 and now - self._queued_s > endpoint.config.timings.offer_s / 4:
+            self._queued_s = now
+            endpoint.queue(str(self.bootstrap_room), self._source)
+
+
+def request_digest(request: Any) -> Digest:
+    """What shaped the cache: the whole prompt and SGLang's extra key."""
+    return prompt_digest(request.origin_input_ids, salt=request.extra_key or "")
+
+
+def outcome_text(handle: Handle) -> str:
+    """Ready, or why not."""
+    return (
+        str(handle.state.cause) if isinstance(handle.state, Failed) else type(handle.state).__name__.lower()
+    )

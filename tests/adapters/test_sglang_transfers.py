@@ -1,0 +1,278 @@
+"""SGLang's senders and receivers, with real endpoints over tensors that stand for SGLang's pools."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic, sleep
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from baton.adapters.sglang import check_version
+from baton.adapters.sglang.cache import describe_pool, make_pools, make_spec
+from baton.adapters.sglang.transfers import (
+    FAILED,
+    SUCCESS,
+    TRANSFERRING,
+    WAITING_FOR_INPUT,
+    MetadataRows,
+    Receiver,
+    Sender,
+    TransferFailedError,
+    Transfers,
+)
+from baton.adapters.vllm.cache import Mesh
+from baton.errors import BatonError, ConfigError
+from baton.session import Endpoint, EndpointConfig
+from baton.transport import NOW, open_transport
+
+LAYERS, HEADS, CHANNELS, SLOTS = 3, 4, 8, 256
+ROW, ROWS = 5, 4
+CACHED = 7
+"""Tokens of every prompt that prefill has already."""
+WAIT_S = 60.0
+
+
+class MHATokenToKVPool:
+    """Named and laid out as SGLang's class is: a tensor for each layer, a row for each token slot."""
+
+    def __init__(self, page_size: int, num_heads: int) -> None:
+        self.page_size, self.start_layer = page_size, 0
+        shape = (SLOTS + page_size, num_heads, CHANNELS)
+        self.k_buffer = [torch.randn(shape) for _ in range(LAYERS)]
+        self.v_buffer = [torch.randn(shape) for _ in range(LAYERS)]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.k_buffer, *self.v_buffer]
+
+
+class MLATokenToKVPool:
+    """The same with latents, which every rank has."""
+
+    def __init__(self, page_size: int, num_heads: int) -> None:
+        self.page_size, self.start_layer = page_size, 0
+        self.kv_buffer = [torch.randn(SLOTS + page_size, 1, CHANNELS) for _ in range(LAYERS)]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return self.kv_buffer
+
+
+class Side:
+    """The ranks of one server, in this process."""
+
+    def __init__(self, name: str, tp: int, page_size: int, kind: Any, trace: Path | None = None) -> None:
+        self.page_size, self.address = page_size, ""
+        self.managers: list[Any] = []
+        self.pools = [kind(page_size, HEADS // tp) for _ in range(tp)]
+        self.rows = [np.zeros((ROWS, ROW), np.uint8) for _ in range(tp)]
+        for pool in self.pools[1:] if kind is MLATokenToKVPool else ():
+            for tensor, replica in zip(self.pools[0].tensors, pool.tensors, strict=True):
+                replica.copy_(tensor)
+        first: Endpoint | None = None
+        for rank, pool in enumerate(self.pools):
+            layers = describe_pool(pool)
+            config = EndpointConfig(
+                instance=name,
+                spec=make_spec([layers], Mesh(0, rank, 1, tp, HEADS)),
+                rank=rank,
+                secret=b"a secret of the tests",
+                coordinator=first.address if first else None,
+                epoch=first.config.epoch if first else 0,
+            )
+            endpoint = Endpoint(config, make_pools(pool), open_transport("tcp"))
+            first = first or endpoint
+            transfers = Transfers(
+                endpoint=endpoint,
+                layers=range(LAYERS),
+                metadata=MetadataRows([self.rows[rank].ctypes.data], [ROW]),
+                has_aux=rank == 0,
+                pages=lambda request, num_tokens: request.slots[:num_tokens:page_size] // page_size,
+                fence=lambda: NOW,
+                trace=trace,
+            )
+            self.managers.append(SimpleNamespace(transfers=transfers, find_source=self.find, forget=len))
+        assert first is not None
+        assert first.wait_ready(WAIT_S)
+        self.address = first.address
+        self.source = ""
+
+    def find(self, bootstrap_addr: str, dp: int) -> str:
+        return self.source
+
+    def request(self, tokens: list[int], first_slot: int) -> Any:
+        slots = np.arange(first_slot, first_slot + len(tokens))
+        return SimpleNamespace(
+            origin_input_ids=tokens, extra_key=None, pending_bootstrap=False, output_ids=[42], slots=slots
+        )
+
+    def content(self, request: Any) -> list[torch.Tensor]:
+        """What lies in the request's slots, by tensor, all heads."""
+        by_tensor = zip(*(pool.tensors for pool in self.pools), strict=True)
+        parts = [[tensor[request.slots] for tensor in tensors] for tensors in by_tensor]
+        is_latent = isinstance(self.pools[0], MLATokenToKVPool)
+        return [part[0] if is_latent else torch.cat(part, dim=1) for part in parts]
+
+    def close(self) -> None:
+        for manager in reversed(self.managers):
+            manager.transfers.endpoint.close()
+
+
+Pair = Callable[..., tuple[Side, Side]]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    started: list[Side] = []
+
+    def start(
+        source_tp: int, target_tp: int, kind: Any = MHATokenToKVPool, page: int = 1
+    ) -> tuple[Side, Side]:
+        started.append(Side("prefill", source_tp, 1, kind, tmp_path / "trace"))
+        started.append(Side("decode", target_tp, page, kind))
+        started[1].source = started[0].address
+        return started[0], started[1]
+
+    yield start
+    for side in started:
+        side.close()
+
+
+def poll_until(handles: list[Any], state: int) -> None:
+    """Polls as SGLang's schedulers do: the lowest of all ranks counts."""
+    limit_s = monotonic() + WAIT_S
+    while (found := min(handle.poll() for handle in handles)) != state:
+        assert monotonic() < limit_s, f"still {found}"
+        sleep(0.01)
+
+
+def begin(source: Side, target: Side, room: int, num_tokens: int = 50) -> tuple[Any, Any, Any, Any]:
+    """A prompt whose target has room: requests, senders and receivers."""
+    tokens = [room * 1000 + number for number in range(num_tokens)]
+    sent, wanted = source.request(tokens, 16), target.request(tokens, 64)
+    senders = [Sender(manager, "", room) for manager in source.managers]
+    for sender in senders:
+        sender.bind(sent)
+    receivers = [Receiver(manager, "", room) for manager in target.managers]
+    for receiver in receivers:
+        receiver.bind(wanted)
+        receiver.init(0)
+        assert receiver.poll() == WAITING_FOR_INPUT
+        receiver.send_metadata(wanted.slots[:: target.page_size] // target.page_size, 2, [], 0)
+    poll_until(senders, WAITING_FOR_INPUT)
+    return sent, wanted, senders, receivers
+
+
+def prefill(
+    source: Side, request: Any, senders: list[Sender], cuts: list[int], *, hooks: bool = True
+) -> None:
+    """Computes the prompt in chunks, as SGLang's scheduler does."""
+    start = 0
+    for end in cuts:
+        request.extend_end = end
+        for manager, sender in zip(source.managers, senders, strict=True):
+            request.disagg_kv_sender = sender
+            manager.transfers.begin_step([request])
+            if start == 0 and end > CACHED:
+                # SGLang sends prefix hits from within the step.
+                sender.send([], None, num_kv_tokens=CACHED)
+            for layer in range(LAYERS) if hooks else ():
+                manager.transfers.layer_done(layer)
+            manager.transfers.end_step()
+            is_last = end == len(request.origin_input_ids)
+            sender.init(0, 1)
+            num_sent = CACHED if start == 0 and end > CACHED else start
+            sender.send([], [] if is_last else None, num_kv_tokens=end - num_sent)
+        start = end
+
+
+@pytest.mark.parametrize(
+    ("source_tp", "target_tp", "kind", "page"),
+    [
+        (1, 1, MHATokenToKVPool, 1),
+        (2, 1, MHATokenToKVPool, 1),
+        (1, 2, MHATokenToKVPool, 16),
+        (2, 4, MHATokenToKVPool, 1),
+        (2, 1, MLATokenToKVPool, 16),
+    ],
+)
+def test_every_byte_arrives(pair: Pair, source_tp: int, target_tp: int, kind: Any, page: int) -> None:
+    source, target = pair(source_tp, target_tp, kind, page)
+    source.rows[0][1] = [1, 2, 3, 4, 5]
+    for room, hooks in ((1, True), (2, False)):
+        sent, wanted, senders, receivers = begin(source, target, room)
+        prefill(source, sent, senders, [20, 50], hooks=hooks)
+        poll_until(senders, SUCCESS)
+        poll_until(receivers, SUCCESS)
+        for one, other in zip(source.content(sent), target.content(wanted), strict=True):
+            assert torch.equal(one, other)
+        assert all(rows[2].tolist() == [1, 2, 3, 4, 5] for rows in target.rows)
+
+
+def test_nothing_is_offered_before_decode_has_room(pair: Pair) -> None:
+    source, target = pair(1, 1)
+    sent, _, senders, receivers = begin(source, target, 1)
+    sent.pending_bootstrap = True
+    sent.extend_end, sent.disagg_kv_sender = 50, senders[0]
+    source.managers[0].transfers.begin_step([sent])
+    assert source.managers[0].transfers.step is None
+    senders[0].init(0, 1)
+    senders[0].send([], [], num_kv_tokens=50)
+    poll_until(receivers, SUCCESS)
+
+
+def test_an_abort_fails_both_sides_when_pages_are_quiet(pair: Pair) -> None:
+    source, target = pair(2, 1)
+    sent, _, senders, receivers = begin(source, target, 1)
+    prefill(source, sent, senders, [20])
+    for sender in senders:
+        sender.abort()
+        assert not sender._sending.reading()
+    poll_until(receivers, FAILED)
+    assert receivers[0]._receiving.is_released
+    with pytest.raises(TransferFailedError, match="aborted at prefill"):
+        receivers[0].failure_exception()
+    # The id of a failed transfer is not used again; another one is served.
+    sent, wanted, senders, receivers = begin(source, target, 2)
+    prefill(source, sent, senders, [50])
+    poll_until(receivers, SUCCESS)
+    receivers[0].kv_mgr.transfers.endpoint.counts()
+    assert all(map(torch.equal, source.content(sent), target.content(wanted)))
+
+
+def test_a_request_that_decode_gives_up_ends_at_prefill(pair: Pair) -> None:
+    source, target = pair(1, 1)
+    sent, _, senders, receivers = begin(source, target, 1)
+    receivers[0].abort()
+    assert receivers[0].poll() in (TRANSFERRING, FAILED)
+    poll_until(senders, FAILED)
+    with pytest.raises(TransferFailedError, match="aborted at decode"):
+        senders[0].failure_exception()
+    prefill(source, sent, senders, [50])
+    poll_until(receivers, FAILED)
+
+
+def test_other_prompts_are_refused(pair: Pair) -> None:
+    source, target = pair(1, 1)
+    sender, receiver = Sender(source.managers[0], "", 1), Receiver(target.managers[0], "", 1)
+    sender.bind(source.request([1, 2, 3], 16))
+    wanted = target.request([1, 2, 4], 64)
+    receiver.bind(wanted)
+    receiver.init(0)
+    receiver.send_metadata(wanted.slots, 2, [], 0)
+    poll_until([receiver], FAILED)
+    with pytest.raises(TransferFailedError, match="prompt"):
+        receiver.failure_exception()
+
+
+def test_unlike_metadata_and_unknown_versions_are_refused() -> None:
+    row = np.zeros((1, ROW), np.uint8)
+    with pytest.raises(BatonError, match="6 bytes and ours 5"):
+        MetadataRows([row.ctypes.data], [ROW]).write(0, b"123456")
+    with pytest.raises(ConfigError, match=r"SGLang 0\.4\.1: this Baton knows"):
+        check_version("0.4.1")
+    with pytest.raises(ConfigError, match="kind SimpleNamespace"):
+        describe_pool(SimpleNamespace())
