@@ -15,7 +15,8 @@ from types import SimpleNamespace
 
 import torch
 
-from baton.adapters.vllm.cache import Mesh, describe_layers, make_pools, make_spec
+from baton.adapters.common import Mesh
+from baton.adapters.vllm.cache import describe_layers, make_pools, make_spec
 from baton.adapters.vllm.metadata import Chunk, Load, Queue, StepMetadata, Transfer
 from baton.adapters.vllm.worker import WorkerSide
 from baton.session import Endpoint, EndpointConfig, Timings, prompt_digest

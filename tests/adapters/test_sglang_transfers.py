@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from baton.adapters.common import Mesh
 from baton.adapters.sglang import check_version
 from baton.adapters.sglang.cache import describe_pool, make_pools, make_spec
 from baton.adapters.sglang.transfers import (
@@ -23,7 +24,6 @@ from baton.adapters.sglang.transfers import (
     TransferFailedError,
     Transfers,
 )
-from baton.adapters.vllm.cache import Mesh
 from baton.errors import BatonError, ConfigError
 from baton.session import Endpoint, EndpointConfig
 from baton.transport import NOW, open_transport

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from baton.adapters.vllm.cache import CacheLayer, Mesh, describe_layers, layer_index, make_pools, make_spec
+from baton.adapters.common import Mesh
+from baton.adapters.vllm.cache import CacheLayer, describe_layers, layer_index, make_pools, make_spec
 from baton.errors import ConfigError
 from baton.plan import plan
 from baton.plan.ownership import buffers, placements

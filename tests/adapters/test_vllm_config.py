@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from baton.adapters.vllm.config import ConnectorConfig, check_version
+from baton.adapters.common import ConnectorConfig
+from baton.adapters.vllm import check_version
 from baton.errors import ConfigError
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from tests.serve.parts import until
 
-from baton.adapters.vllm.cache import Mesh, describe_layers, make_pools, make_spec
+from baton.adapters.common import Mesh
+from baton.adapters.vllm.cache import describe_layers, make_pools, make_spec
 from baton.adapters.vllm.metadata import Cancel, Chunk, Decline, Load, Queue, StepMetadata, Transfer
 from baton.adapters.vllm.worker import TransferResults, WorkerSide
 from baton.errors import ConfigError

@@ -11,7 +11,7 @@ import pytest
 from tests.vllm.conftest import LENGTHS, NUM_TOKENS
 from tests.vllm.servers import ROOT, Server, check_free, hand_over, run_client, running
 
-from baton.adapters.vllm.config import VERSIONS
+from baton.adapters.vllm import VERSIONS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 VERSION = VERSIONS[0]

@@ -28,11 +28,10 @@ from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 
+from baton.adapters.common import ConnectorConfig, Mesh
 from baton.adapters.sglang import check_version
 from baton.adapters.sglang.cache import describe_pool, make_pools, make_spec
 from baton.adapters.sglang.transfers import MetadataRows, Receiver, Sender, Transfers
-from baton.adapters.vllm.cache import Mesh
-from baton.adapters.vllm.config import ConnectorConfig
 from baton.errors import ConfigError
 from baton.session import Endpoint, EndpointConfig
 from baton.settings import sglang_options

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from baton.adapters.vllm.cache import DTYPES, Mesh
+from baton.adapters.common import DTYPES, Mesh
 from baton.errors import ConfigError
 from baton.plan import Cache, Component, Spec, Storage, TensorView, declare, parse_layout
 from baton.plan.cache import Dim, Full, Units

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from baton.adapters.common import StepTrace
 from baton.adapters.sglang.cache import GROUP
-from baton.adapters.vllm.worker import StepTrace
 from baton.errors import BatonError
 from baton.plan import overlap
 from baton.session import (

@@ -17,19 +17,12 @@ from typing import Any
 
 import torch
 
+from baton.adapters.common import DTYPES, Mesh
 from baton.errors import ConfigError
 from baton.plan import Cache, Component, Spec, Storage, TensorView, declare, parse_layout
 from baton.plan.cache import Dim, Full, Units, Window
 from baton.plan.ranges import merged
 
-DTYPES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.uint8: "fp8",
-    torch.float8_e4m3fn: "fp8",
-    torch.float8_e5m2: "fp8",
-}
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
@@ -60,21 +53,6 @@ class CacheLayer:
         """The name of its component: layers of one kind, shape and cache group have one together."""
         kind = _LAYER_NUMBER.sub(".*.", self.name, count=1).strip(".")
         return f"{kind}/{self.group}/{self.channels}"
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """Where a worker is among those of its engine, and how many KV heads the model has."""
-
-    pp: int
-    tp: int
-    pp_size: int
-    tp_size: int
-    num_kv_heads: int
-
-    @property
-    def rank(self) -> int:
-        return self.pp * self.tp_size + self.tp
 
 
 def group_name(group: int) -> str:

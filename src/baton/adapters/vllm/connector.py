@@ -22,8 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from baton.adapters.vllm.cache import Mesh, describe_layers, make_pools, make_spec, window_of
-from baton.adapters.vllm.config import ROLES, ConnectorConfig
+from baton.adapters.common import ConnectorConfig, Mesh
+from baton.adapters.vllm.cache import describe_layers, make_pools, make_spec, window_of
 from baton.adapters.vllm.scheduler import SchedulerSide, WindowPins
 from baton.adapters.vllm.worker import WorkerSide
 from baton.errors import ConfigError
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 ATTACH_S_MAX = 120.0
 """How long the other workers may take to attach once worker 0 waits for them."""
 
+ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 logger = logging.getLogger("vllm.baton")
 
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic
 
+from baton.adapters.common import StepTrace
 from baton.adapters.vllm.cache import CacheLayer, group_name
 from baton.adapters.vllm.metadata import BlockIds, Cancel, Chunk, Load, StepMetadata, Transfer
 from baton.errors import BatonError
@@ -31,16 +32,6 @@ QUIET_S_MAX = 60.0
 """How long the blocks of a preempted request are waited for; copies end within their deadline."""
 
 logger = logging.getLogger("vllm.baton")
-
-
-@dataclass(slots=True)
-class StepTrace:
-    """One step of a prompt: from its begin to its end, and when each group of layers was offered."""
-
-    begun_s: float
-    ended_s: float = 0.0
-    offered: list[tuple[tuple[int, int], tuple[int, int], float]] = field(default_factory=list)
-    """Layers, tokens and the time."""
 
 
 @dataclass(slots=True)

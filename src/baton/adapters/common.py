@@ -1,12 +1,13 @@
-"""Options of the connector, and the vLLM versions that it knows."""
+"""What the connectors of several engines share: their options, a worker's place, and the trace of a step."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from baton.errors import ConfigError
 from baton.plan import overlap
@@ -14,29 +15,44 @@ from baton.session import SocketConfig, Timings
 from baton.settings import secret, tls_files
 from baton.transport import Transport, open_transport, option_names, parse_transport
 
-VERSIONS = ("0.31", "0.32")
-"""Releases of vLLM that the tests run."""
-ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+DTYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.uint8: "fp8",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
 
 
-def check_version() -> None:
-    """Raises ConfigError unless vLLM is there in a version that the connector knows."""
-    try:
-        version = str(importlib.import_module("vllm").__version__)
-    except ImportError as cause:
-        raise ConfigError(
-            f"vLLM cannot be imported: {cause}; install vLLM {VERSIONS[-1]} beside Baton"
-        ) from None
-    if not any(version == known or version.startswith(f"{known}.") for known in VERSIONS):
-        raise ConfigError(
-            f"vLLM {version}: this Baton knows the connector API of vLLM {', '.join(VERSIONS)}; "
-            f"install one of these"
-        )
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Where a worker is among those of its engine, and how many KV heads the model has."""
+
+    pp: int
+    tp: int
+    pp_size: int
+    tp_size: int
+    num_kv_heads: int
+
+    @property
+    def rank(self) -> int:
+        return self.pp * self.tp_size + self.tp
+
+
+@dataclass(slots=True)
+class StepTrace:
+    """One step of a prompt: from its begin to its end, and when each group of layers was offered."""
+
+    begun_s: float
+    ended_s: float = 0.0
+    offered: list[tuple[tuple[int, int], tuple[int, int], float]] = field(default_factory=list)
+    """Layers, tokens and the time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorConfig:
-    """The keys of `kv_connector_extra_config`."""
+    """Options: the keys of vLLM's `kv_connector_extra_config`, or of BATON_SGLANG."""
 
     host: str = "127.0.0.1"
     """The address of this machine that peers use."""
@@ -48,7 +64,7 @@ class ConnectorConfig:
     """Without it the variable BATON_SECRET has the secret."""
     registry: str | None = None
     instance: str = ""
-    """The name in the registry; by default vLLM's engine id."""
+    """The name in the registry; by default made of what the engine calls itself."""
     url: str = ""
     """Where this server answers HTTP, for routers that find it in the registry."""
     fingerprint: str = ""
@@ -76,13 +92,12 @@ class ConnectorConfig:
     def parse(options: Mapping[str, Any], where: str = "kv_connector_extra_config") -> ConnectorConfig:
         """Reads the options; raises ConfigError with the key and the remedy."""
         types: dict[str, tuple[type, ...]] = {}
-        for field in fields(ConnectorConfig):
-            name = str(field.type).removesuffix(" | None")
-            types[field.name] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (int, float)}[name]
+        for known in fields(ConnectorConfig):
+            name = str(known.type).removesuffix(" | None")
+            types[known.name] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (int, float)}[name]
         for key, value in options.items():
             if key not in types:
-                known = ", ".join(types)
-                raise ConfigError(f"{where} has no {key!r}; Baton's connector knows {known}")
+                raise ConfigError(f"{where} has no {key!r}; Baton's connector knows {', '.join(types)}")
             if not isinstance(value, types[key]) or (isinstance(value, bool) and bool not in types[key]):
                 wanted = {str: "text", int: "a whole number", bool: "true or false", float: "a number"}
                 remedy = wanted[types[key][-1]]
