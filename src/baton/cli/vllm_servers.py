@@ -67,7 +67,7 @@ class VllmServer:
         sizes = [word for name, size in self.sizes.items() for word in (SIZES[name], str(size))]
         words = ("serve", model, "--host", HOST, *sizes, "--kv-transfer-config", json.dumps(transfer), *args)
         env = {"CUDA_VISIBLE_DEVICES": ",".join(self.devices)} if self.devices else {}
-        return Service(self.name, words, "", self.port, program, env)
+        return Service(self.name, words, "", self.port, program=program, env=env)
 
 
 def parse_sizes(option: str, layout: str) -> dict[str, int]:

@@ -104,11 +104,12 @@ def test_ends() -> None:
                 end_of(each)
             check_idle(pair.prefill, pair.decode)
         dying = BothSides(pair, greedy(asked, 2000))
-        assert isinstance(dying.decode.until(OutputChunk), OutputChunk)
+        for _ in range(2):  # the first token comes before the cache, the second one from decode
+            assert isinstance(dying.decode.until(OutputChunk), OutputChunk)
         os.kill(pair.decode.pids[1], signal.SIGKILL)
-        trouble = dying.decode.until(RequestError, timeout_s=10.0)
+        trouble = dying.decode.until(RequestError)
         assert isinstance(trouble, RequestError)
-        assert "rank 1" in trouble.text  # lost by its instance, or by the hand-over that is not over yet
+        assert "rank 1" in trouble.text
         check_idle(pair.prefill)
 
 
