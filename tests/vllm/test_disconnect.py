@@ -202,7 +202,10 @@ def test_prefills_client_leaves_and_decode_gets_the_prompt(pair: tuple[Server, S
 def test_prefills_client_leaves_before_the_prompt_is_computed(
     pair: tuple[Server, Server], first: str
 ) -> None:
-    """Decode's request ends as vLLM's policy for failed loads says."""
+    """Decode's request ends as vLLM's policy for failed loads says.
+
+    A quick vLLM may have computed the prompt before it looks whether its client is still there.
+    """
 
     async def leave(session: aiohttp.ClientSession) -> None:
         request = HandOver(session, *pair)
@@ -221,7 +224,7 @@ def test_prefills_client_leaves_before_the_prompt_is_computed(
         if request.decode.transfer.get("kv_load_failure_policy") == "recompute":
             assert (status, answer) == right
         else:
-            assert status >= 500, answer
+            assert status >= 500 or (status, answer) == right, answer
         await request.check_end()
 
     run_client(leave)

@@ -268,12 +268,13 @@ def test_requests_survive_a_killed_server_on_either_side(
     ):
         _, long = run(lambda session: servers["tp2"].ask(session, prompt, NUM_LONG, salt="alone"))
         got, retries, events = run(lambda session: ask_with_kill(session, as_prefill, as_decode))
+        killed.start()  # other tests need it, whatever came of this one
+        killed.wait_ready()
         assert got == [(200, right)] * 4
-        assert min(retries) >= 1
+        # Of prefill, only where decode has not cached the prompt meanwhile: then it needs none.
+        assert retries[1] >= 1
         assert [token for event in events for token in event["choices"][0]["token_ids"]] == long
         assert long[:NUM_TOKENS] == right
-        killed.start()
-        killed.wait_ready()
         for router in (as_prefill, as_decode):
             until(
                 lambda router=router: all(each["state"] == "able" for each in run(router.info).values()),
