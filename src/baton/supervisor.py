@@ -112,11 +112,20 @@ def fetch_health(url: str, timeout_s: float = 5.0, tls: Tls | None = None) -> tu
         connection.request("GET", "/health")
         response = connection.getresponse()
         body = response.read()
-        return response.status == 200 and b'"degraded"' not in body, body
+        return response.status == 200 and _status_word(body) != "degraded", body
     except (OSError, http.client.HTTPException):
         return False, b""
     finally:
         connection.close()
+
+
+def _status_word(body: bytes) -> object:
+    """The status that a body of /health gives; None where it gives none, as vLLM's, which is empty."""
+    try:
+        health = json.loads(body)
+    except ValueError:
+        return None
+    return health.get("status") if isinstance(health, dict) else None
 
 
 def reply(value: Any) -> None:

@@ -159,6 +159,23 @@ def test_idle_connections_are_not_kept_for_long(monkeypatch: pytest.MonkeyPatch)
     run(body)
 
 
+def test_idle_connections_are_closed_where_no_request_follows(monkeypatch: pytest.MonkeyPatch):
+    async def body() -> None:
+        monkeypatch.setattr(fleet, "IDLE_S_MAX", 0.2)
+        listener = Listener([OK] * 4)
+        async with listener as url, client() as upstream:
+            await asyncio.gather(*(posted(upstream, url) for _ in range(3)))
+            target = upstream.target(URL(url))
+            idle = [connection for connection, _ in target.idle]
+            assert len(idle) == 3
+            await until(lambda: not target.idle)
+            assert all(connection.closed for connection in idle)
+            assert await posted(upstream, url) == (200, b"ok")
+            assert listener.num_connections == 4
+
+    run(body)
+
+
 def test_a_connection_with_an_unsent_request_is_not_used_again():
     async def body() -> None:
         over = asyncio.Event()

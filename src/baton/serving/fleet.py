@@ -138,6 +138,7 @@ class PostTarget:
         """Up to the value of Content-Length, which comes last."""
         self.idle: deque[tuple[Connection, float]] = deque()
         """With the time since when; the last one is used first."""
+        self._closing: asyncio.TimerHandle | None = None
 
     def take(self) -> Connection | None:
         """An idle connection, if there is one that can be used."""
@@ -158,12 +159,25 @@ class PostTarget:
         elif transport.get_write_buffer_size():
             connection.close()  # the response came before all of the request was sent
         else:
-            now_s = monotonic()
-            self.idle.append((connection, now_s))
-            while self.idle and now_s - self.idle[0][1] > IDLE_S_MAX:
-                self.idle.popleft()[0].close()
+            self.idle.append((connection, monotonic()))
+            if self._closing is None:
+                self._close_later()
+
+    def _close_later(self) -> None:
+        wait_s = self.idle[0][1] + IDLE_S_MAX - monotonic()
+        self._closing = asyncio.get_running_loop().call_later(wait_s, self._close_idle)
+
+    def _close_idle(self) -> None:
+        """Closes what was idle for too long, also where no request comes any more."""
+        self._closing = None
+        while self.idle and monotonic() - self.idle[0][1] >= IDLE_S_MAX:
+            self.idle.popleft()[0].close()
+        if self.idle:
+            self._close_later()
 
     def close(self) -> None:
+        if self._closing is not None:
+            self._closing.cancel()
         for connection, _ in self.idle:
             connection.close()
         self.idle.clear()
