@@ -9,7 +9,6 @@ WAITERS = $(shell echo $$(($(JOBS) * 3 / 2)))
 WAITERS_ALL = $(shell echo $$(($(JOBS) * 2)))
 EXAMPLES ?= 5000
 SEEDS ?= 20000
-LOAD_S ?= 60
 # test-all begins with vLLM's tests until this time, in seconds of the clock.
 VLLM_UNTIL ?= 9999999999
 BIN := .venv/bin
@@ -20,7 +19,7 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup setup-vllm setup-vllm-0.31 setup-sglang demo serve test test-all test-vllm test-vllm-all
-.PHONY: test-sglang bench-vllm lowest check sim bench docs site
+.PHONY: test-sglang bench-vllm lowest check sim soak bench docs site
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,12 +72,15 @@ test: .venv/.extras  ## the tests that a change needs
 test-all: .venv/.extras  ## every test, with ten times the examples and seeds
 	BATON_EXAMPLES=500 $(BIN)/pytest -q -rs -n $(WAITERS_ALL) --dist worksteal -m "not engine and not serve and not load and not vllm and not sglang"
 	$(BIN)/pytest -q -rs -n $(WAITERS_ALL) --dist worksteal -m "engine or serve"
-	BATON_LOAD_S=$(LOAD_S) $(BIN)/pytest -q -rs -s -m load $$(grep -rlE --include='*.py' 'mark\.load\b' tests)
+	BATON_LOAD_S=$(or $(LOAD_S),300) $(BIN)/pytest -q -rs -s tests/serve/test_soak.py
 	$(BIN)/pytest -q -rs -m sglang tests/sglang
 	@if [ $$(date +%s) -gt $(VLLM_UNTIL) ]; then echo "vLLM's tests are skipped: it is too late for them"; exit 0; fi; \
 	test -e .venv-vllm/.stamp || { timeout 900 tools/setup_vllm.sh && touch .venv-vllm/.stamp; } || \
 		{ rm -rf .venv-vllm; echo "vLLM cannot be installed here: its tests are skipped"; }; \
 	$(BIN)/pytest -q -rs -m "vllm and not long" tests/vllm
+
+soak: .venv/.extras  ## an hour of load (LOAD_S) while parts are killed, stopped and cut off
+	BATON_LOAD_S=$(or $(LOAD_S),3600) $(BIN)/pytest -q -rs -s tests/serve/test_soak.py
 
 test-vllm: setup setup-vllm  ## hand-overs between real vLLM servers on this machine's CPUs
 	$(BIN)/pytest -q -rs -m "vllm and not long" tests/vllm

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from random import Random
 from time import monotonic
 
@@ -41,6 +42,8 @@ class Load:
     num_clients: int = 8
     seed: int = 0
     key: str | None = None
+    socket: Path | None = None
+    """Where the connections are made, if not at the URL's host (see `Host.relay`)."""
     judge: Judge = field(default_factory=Judge)
     outcomes: list[Outcome] = field(default_factory=list)
     is_stopped: bool = False
@@ -51,7 +54,9 @@ class Load:
         """Until `is_stopped`; requests under way are finished."""
         timeout = aiohttp.ClientTimeout(total=REQUEST_S_MAX)
         headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
-        connector = aiohttp.TCPConnector(limit=0)
+        connector: aiohttp.BaseConnector = aiohttp.TCPConnector(limit=0)
+        if self.socket is not None:
+            connector = aiohttp.UnixConnector(str(self.socket), limit=0)
         async with aiohttp.ClientSession(timeout=timeout, headers=headers, connector=connector) as session:
             await asyncio.gather(*(self._client(session, number) for number in range(self.num_clients)))
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.serve.hosts import Host
 from tests.serve.parts import END_S_MAX, Answer, Part, ask, children, is_rank, until
 from tests.serve.speaking import Expected, encode, model, oracle_text, tokenizer
 
@@ -64,6 +65,8 @@ class Want:
     api_key: str | None = None
     tls: Tls | None = None
     model: str | None = None
+    hosts: Mapping[str, Host] = field(default_factory=dict)
+    """Where registry, router, prefill and decode run; those that are not named run here."""
 
 
 def secret_file(folder: Path, name: str = "secret", text: str | None = None) -> Path:
@@ -74,14 +77,21 @@ def secret_file(folder: Path, name: str = "secret", text: str | None = None) -> 
     return file
 
 
-def registry_part(folder: Path, port: int = 0, tls: Tls | None = None) -> Part:
+def registry_part(folder: Path, port: int = 0, tls: Tls | None = None, place: Host | None = None) -> Part:
     """`baton registry`, not started yet."""
     words = ["registry", "--secret-file", str(folder / "secret")]
-    return Part("registry", words, port or free_port(), folder, tls=tls)
+    return Part("registry", words, port or free_port(), folder, tls=tls, host=place)
 
 
 def serve_part(
-    folder: Path, name: str, role: str, layout: str, *, tls: Tls | None = None, **options: str
+    folder: Path,
+    name: str,
+    role: str,
+    layout: str,
+    *,
+    tls: Tls | None = None,
+    place: Host | None = None,
+    **options: str,
 ) -> Part:
     """`baton serve`, not started yet; options with underscores for dashes."""
     port = int(options.pop("port", 0)) or free_port()
@@ -91,16 +101,18 @@ def serve_part(
         options["bootstrap_port"] = str(free_port())
     for option, value in {**_underscored(SERVE_OPTIONS), **options}.items():
         words += ["--" + option.replace("_", "-"), value]
-    return Part(name, words, port, folder, tls=tls)
+    return Part(name, words, port, folder, tls=tls, host=place)
 
 
-def router_part(folder: Path, registry: str, *, tls: Tls | None = None, **options: str) -> Part:
+def router_part(
+    folder: Path, registry: str, *, tls: Tls | None = None, place: Host | None = None, **options: str
+) -> Part:
     """`baton route`, not started yet; options with underscores for dashes."""
     port = int(options.pop("port", 0)) or free_port()
     words = ["route", "--registry", registry, "--secret-file", str(folder / "secret")]
     for option, value in options.items():
         words += ["--" + option.replace("_", "-"), value]
-    return Part("router", words, port, folder, tls=tls)
+    return Part("router", words, port, folder, tls=tls, host=place)
 
 
 class Deployment:
@@ -110,7 +122,11 @@ class Deployment:
         self.want = want
         self.folder = folder
         self.secret = secret_file(folder).read_text()
-        self.registry = registry_part(folder, tls=want.tls) if want.has_registry else None
+        self.registry = (
+            registry_part(folder, tls=want.tls, place=want.hosts.get("registry"))
+            if want.has_registry
+            else None
+        )
         common = {**_underscored(want.serve), **({"model": want.model} if want.model else {})}
         if self.registry is not None:
             common["registry"] = self.registry.url
@@ -124,11 +140,13 @@ class Deployment:
             assert self.registry is not None, "a router needs a registry"
             keys = {"api_key_file": common["api_key_file"]} if want.api_key is not None else {}
             routing = {**_underscored(want.route), **keys}
-            self.router = router_part(folder, self.registry.url, tls=want.tls, **routing)
+            place = want.hosts.get("router")
+            self.router = router_part(folder, self.registry.url, tls=want.tls, place=place, **routing)
 
     def _instances(self, role: str, layouts: Sequence[str], common: Mapping[str, str]) -> list[Part]:
+        tls, place = self.want.tls, self.want.hosts.get(role)
         return [
-            serve_part(self.folder, f"{role}-{index}", role, layout, tls=self.want.tls, **common)
+            serve_part(self.folder, f"{role}-{index}", role, layout, tls=tls, place=place, **common)
             for index, layout in enumerate(layouts)
         ]
 
@@ -145,7 +163,11 @@ class Deployment:
     @property
     def url(self) -> str:
         """Where clients ask: the router, else the first instance."""
-        return (self.router or self.instances[0]).url
+        return self._front.url
+
+    @property
+    def _front(self) -> Part:
+        return self.router or self.instances[0]
 
     @property
     def model(self) -> str:
@@ -154,7 +176,7 @@ class Deployment:
 
     def ask(self, path: str, body: Any = None, key: str | None = None) -> Answer:
         """One request of a client."""
-        return ask(self.url, path, body, key or self.want.api_key, tls=self.want.tls)
+        return self._front.ask(path, body, key or self.want.api_key)
 
     def start(self) -> None:
         """Starts all parts at once and waits until each is able to serve."""

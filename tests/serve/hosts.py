@@ -12,13 +12,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
-from tests.serve.parts import ANSWER_S_MAX, Answer, Part
+from tests.serve.parts import ANSWER_S_MAX, Answer
 
 from baton.supervisor import die_with
 
@@ -26,6 +27,7 @@ NETWORK = "10.77.0"
 TOOL_S_MAX = 60.0
 _libc = ctypes.CDLL(None, use_errno=True)
 _ASKER = Path(__file__).with_name("asker.py")
+_RELAY = Path(__file__).with_name("relay.py")
 
 
 class NoHosts(Exception):  # noqa: N818  (a property of the machine, not a failure)
@@ -72,6 +74,25 @@ class Host:
     def mend(self) -> None:
         """Puts it back."""
         self.tool("ip", "link", "set", "eth", "up")
+
+    def reset(self, other: Host) -> list[str]:
+        """Resets every connection to the other host; those that it ended, none on a kernel that cannot."""
+        return self.tool("ss", "-HK", "dst", other.address).splitlines()
+
+    @contextmanager
+    def relay(self, path: Path, url: str) -> Iterator[Path]:
+        """A socket in the file system by which clients that are not on this host reach a server on it."""
+        where = urlsplit(url)
+        words = [sys.executable, "-I", str(_RELAY), str(path), str(where.hostname), str(where.port)]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, preexec_fn=self.enter)  # noqa: PLW1509
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"ready\n"
+            yield path
+        finally:
+            process.kill()
+            process.wait(TOOL_S_MAX)
+            process.stdout.close()
 
     def ask(self, url: str, path: str, body: Any = None, key: str | None = None) -> Answer:
         """One request from a client on this host."""
@@ -132,38 +153,6 @@ class Lines:
             if line.startswith("data:"):
                 data = line.removeprefix("data:").strip()
                 yield data if data == "[DONE]" else json.loads(data)
-
-
-class Placed(Part):
-    """A part of a deployment on one of the hosts."""
-
-    def __init__(self, host: Host, name: str, words: Sequence[str], port: int, folder: Path) -> None:
-        super().__init__(name, [*words, "--host", host.address], port, folder)
-        self.host = host
-        self.url = f"http://{host.address}:{port}"
-
-    def start(self) -> Self:
-        """Starts it on its host."""
-        self.num_starts += 1
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self.words,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self.environment,
-                preexec_fn=self.host.enter,  # noqa: PLW1509 - a few system calls, no lock taken
-                start_new_session=True,
-            )
-        return self
-
-    def ask(self, path: str, body: Any = None, key: str | None = None, method: str | None = None) -> Answer:
-        """From a client on the same host."""
-        assert method is None, "GET, or POST where there is a body"
-        answer = self.host.ask(self.url, path, body, key)
-        if not answer.status:
-            raise OSError(answer.text)
-        return answer
 
 
 @contextmanager

@@ -15,13 +15,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 from tests.faults.stages import is_alive
 
 from baton.settings import Tls
 from baton.supervisor import die_with
+
+if TYPE_CHECKING:
+    from tests.serve.hosts import Host
 
 START_S_MAX = 180.0
 """For a process that loads torch and a model while seven others do the same on two cores."""
@@ -123,14 +126,20 @@ class Part:
         module: str = "baton",
         *,
         tls: Tls | None = None,
+        host: Host | None = None,
     ) -> None:
         self.name = name
         self.words = [sys.executable, "-m", module, *words, "--port", str(port)]
         self.tls = tls
+        self.host = host
+        """Where it runs, if not on this machine's loopback."""
         if tls is not None:
             self.words += ["--tls-cert", tls.certificate, "--tls-key", tls.key, "--tls-ca", tls.authority]
+        if host is not None:
+            self.words += ["--host", host.address]
         self.port = port
-        self.url = f"{'http' if tls is None else 'https'}://127.0.0.1:{port}"
+        address = "127.0.0.1" if host is None else host.address
+        self.url = f"{'http' if tls is None else 'https'}://{address}:{port}"
         self.log = folder / f"{name}.log"
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.environment.pop("BATON_SECRET", None)
@@ -148,6 +157,7 @@ class Part:
         """Starts it, also again on the same port; `wait` waits until it is able to serve."""
         assert not self.is_alive, f"{self.name} runs already"
         self.num_starts += 1
+        begin = partial(die_with, os.getpid()) if self.host is None else self.host.enter
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self.words,
@@ -155,7 +165,7 @@ class Part:
                 stdout=log,
                 stderr=log,
                 env=self.environment,
-                preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509 - two system calls, no lock taken
+                preexec_fn=begin,  # noqa: PLW1509 - a few system calls, no lock taken
                 start_new_session=True,
             )
         return self
@@ -205,8 +215,14 @@ class Part:
         return [pid for cradle in children(self.pid) for pid in children(cradle) if is_rank(pid)]
 
     def ask(self, path: str, body: Any = None, key: str | None = None, method: str | None = None) -> Answer:
-        """One request to it."""
-        return ask(self.url, path, body, key, method, tls=self.tls)
+        """One request to it, from a client on its host."""
+        if self.host is None:
+            return ask(self.url, path, body, key, method, tls=self.tls)
+        assert method is None, "GET, or POST where there is a body"
+        answer = self.host.ask(self.url, path, body, key)
+        if not answer.status:
+            raise OSError(answer.text)
+        return answer
 
     def metric(self, name: str, key: str | None = None) -> float:
         """The sum of all samples of a metric, whatever their labels."""

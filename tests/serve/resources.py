@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -38,7 +39,7 @@ class Snapshot:
     pids: Mapping[str, int]
     pages: Mapping[str, Mapping[str, int]]
     segments: frozenset[str]
-    """Names in /dev/shm, of anybody on the machine."""
+    """Names in /dev/shm that no living process has open or mapped."""
 
     def total(self, what: str) -> int:
         """Over all processes."""
@@ -71,7 +72,21 @@ def snapshot(world: Deployment) -> Snapshot:
     pids = processes(world)
     held = {name: found for name, pid in pids.items() if (found := _held(pid)) is not None}
     pages = {part.name: server_pages(world, part.name) for part in world.instances if part.is_alive}
-    return Snapshot(monotonic(), held, pids, pages, frozenset(os.listdir(_SHM)))
+    return Snapshot(monotonic(), held, pids, pages, left_segments())
+
+
+def left_segments(folder: str = _SHM) -> frozenset[str]:
+    """Files of a folder in memory that nobody uses any more."""
+    names = set(os.listdir(folder))  # first: what comes later is somebody's
+    used = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            maps = (process / "maps").read_text().splitlines()
+            used |= {line.split(None, 5)[5] for line in maps if folder in line}
+            for fd in (process / "fd").iterdir():
+                with suppress(OSError):
+                    used.add(os.readlink(fd))
+    return frozenset(name for name in names if folder + name not in used)
 
 
 def server_pages(world: Deployment, name: str) -> dict[str, int]:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import tempfile
 from dataclasses import replace
+from mmap import mmap
 from pathlib import Path
 from time import monotonic
 
@@ -25,7 +26,16 @@ from tests.serve.deployment import (
     until,
 )
 from tests.serve.parts import children
-from tests.serve.resources import Bounds, Held, Snapshot, _held, growth, lost_pages, slope_per_s
+from tests.serve.resources import (
+    Bounds,
+    Held,
+    Snapshot,
+    _held,
+    growth,
+    left_segments,
+    lost_pages,
+    slope_per_s,
+)
 from tests.serve.speaking import EOS, NUM_TEXT_IDS, tokenizer
 
 from baton.supervisor import free_port
@@ -83,6 +93,16 @@ def test_growth_is_seen_and_a_plateau_is_not() -> None:
 def test_what_leaks_is_named(last: Snapshot, finding: str) -> None:
     assert growth([snap(0.0), last]) == [finding]
     assert growth([snap(0.0), snap(1.0)]) == []
+
+
+def test_segments_that_nobody_uses_are_named(tmp_path: Path) -> None:
+    folder = f"{tmp_path}/"
+    for name in ("left", "open", "mapped"):
+        (tmp_path / name).write_bytes(b"x")
+    with (tmp_path / "open").open() as _, (tmp_path / "mapped").open("r+b") as file, mmap(file.fileno(), 0):
+        file.close()
+        assert left_segments(folder) == {"left"}
+    assert left_segments(folder) == {"left", "open", "mapped"}
 
 
 def test_pages_that_are_held_are_named() -> None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from tests.serve.deployment import model, oracle_text, secret_file, until
-from tests.serve.hosts import Host, NoHosts, Placed, two_hosts
+from tests.serve.deployment import Deployment, Part, deployment, oracle_text, until
+from tests.serve.hosts import Host, NoHosts, two_hosts
 
 from baton.engine.trace import RequestTrace
 from baton.observe import covered_s
-from baton.supervisor import free_port
 
 pytestmark = pytest.mark.serve
 
@@ -34,12 +33,16 @@ class World:
 
     one: Host
     other: Host
-    parts: dict[str, Placed]
+    deployment: Deployment
     key: str
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        return {part.name: part for part in self.deployment.parts}
 
     def ask(self, path: str, body: Any = None, key: str | None = None) -> Any:
         """A client beside the router."""
-        return self.other.ask(self.parts["router"].url, path, body, self.key if key is None else key)
+        return self.deployment.ask(path, body, key)
 
     def states(self) -> dict[str, str]:
         """How the router sees its instances."""
@@ -63,42 +66,19 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Iterator[World]:
-    folder = tmp_path_factory.mktemp("hosts")
-    try:
-        hosts = two_hosts()
-        one, other = hosts.__enter__()
-    except NoHosts as reason:
-        pytest.skip(f"two hosts need network namespaces, which are not allowed here: {reason}")
-    found = World(one, other, {}, secrets.token_hex(16))
-    try:
-        _start(found, folder)
+def world() -> Iterator[World]:
+    key = secrets.token_hex(16)
+    serve = {"transport": "tcp", "pool-tokens": "8192", "chunk-tokens": str(CHUNK_TOKENS)}
+    with ExitStack() as stack:
+        try:
+            one, other = stack.enter_context(two_hosts())
+        except NoHosts as reason:
+            pytest.skip(f"two hosts need network namespaces, which are not allowed here: {reason}")
+        hosts = {"registry": one, "prefill": one, "decode": other, "router": other}
+        placed = deployment(["pp2"], ["tp2"], serve=serve, api_key=key, hosts=hosts)
+        found = World(one, other, stack.enter_context(placed), key)
+        found.until_able()
         yield found
-    finally:
-        for part in reversed(found.parts.values()):
-            part.end()
-            print(part.told(20))
-        hosts.__exit__(None, None, None)
-
-
-def _start(world: World, folder: Path) -> None:
-    secret, keys = secret_file(folder), secret_file(folder, "api-keys", world.key)
-    ports = {name: free_port() for name in ("registry", "prefill-0", "decode-0", "router")}
-    private = ["--secret-file", str(secret)]
-    registry = f"http://{world.one.address}:{ports['registry']}"
-    guarded = [*private, "--api-key-file", str(keys), "--registry", registry]
-    words = {"registry": ["registry", *private]}
-    for name, role, layout in (("prefill-0", "prefill", "pp2"), ("decode-0", "decode", "tp2")):
-        words[name] = ["serve", "--role", role, "--layout", layout, "--name", name, "--model", str(model())]
-        words[name] += ["--transport", "tcp", "--pool-tokens", "8192", *guarded]
-        words[name] += ["--chunk-tokens", str(CHUNK_TOKENS), "--silence-s", "15"]
-    words["router"] = ["route", *guarded]
-    places = {"registry": world.one, "prefill-0": world.one, "decode-0": world.other, "router": world.other}
-    for name, host in places.items():
-        world.parts[name] = Placed(host, name, words[name], ports[name], folder).start()
-    for part in world.parts.values():
-        part.wait(LIMIT_S)
-    world.until_able()
 
 
 def long(name: str) -> str:
