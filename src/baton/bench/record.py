@@ -58,7 +58,7 @@ def commit() -> str:
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
-    """Writes results with their provenance, as JSON."""
+    """Writes results with their provenance, as JSON, and prints where they are."""
     program = sys.argv[0] if sys.argv[0].endswith(".py") and "__main__" not in sys.argv[0] else "baton"
     record = {
         "command": " ".join([program, *sys.argv[1:]]),
@@ -72,6 +72,7 @@ def write(path: Path, results: dict[str, Any]) -> None:
         path.write_text(json.dumps(record, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --out") from None
+    print(f"written to {path}")
 
 
 def seconds(work: Callable[[], object], repeats: int) -> dict[str, float]:

@@ -31,7 +31,7 @@ from baton.bench.serve.deployment import DeploymentShape
 from baton.cli.doctor import check_transport
 from baton.cli.options import Device, EndpointProcess, Model, Overlap, Transport
 from baton.errors import ConfigError
-from baton.observe.plotting import NO_MATPLOTLIB
+from baton.observe.plotting import show_picture
 from baton.transport import parse_transport, transport_names
 from baton.units import parse_speed
 
@@ -99,7 +99,6 @@ def plan(repeats: Repeats = 7, out: Json = None) -> None:
     Console().print(table)
     path = _result_path("plan", out)
     write(path, {row.name: {**row.figures, "is_met": row.is_met} for row in rows})
-    print(f"written to {path}")
 
 
 @bench.command()
@@ -131,10 +130,7 @@ def transport(
     Console().print(transport_bench.latency_table(latencies))
     path = _result_path("transport", out)
     write(path, transport_bench.record(throughputs, latencies))
-    print(f"written to {path}")
-    picture = path.with_suffix(".png")
-    is_drawn = transport_bench.plot_throughput(throughputs, picture)
-    print(f"drawn in {picture}" if is_drawn else NO_MATPLOTLIB)
+    show_picture(path.with_suffix(".png"), lambda pyplot: transport_bench.paint(pyplot, throughputs), dpi=150)
 
 
 @bench.command()
