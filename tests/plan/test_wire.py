@@ -223,9 +223,7 @@ def test_unknown_and_missing_fields_are_refused() -> None:
         for key in at:
             held = held[key]
         for changed in ({**held, "more": 1}, dict(list(held.items())[1:])):
-            with pytest.raises(
-                ConfigError, match=r"^spec.*: object (contains unknown|missing required) field"
-            ):
+            with pytest.raises(ConfigError, match=r"^spec.*: object (contains|missing) .* field"):
                 spec_from_bytes(json.dumps(put(GOOD, at, changed)).encode())
 
 
