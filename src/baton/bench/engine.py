@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from baton.bench.record import write
+from baton.bench.record import show_picture, write
 from baton.engine.attention.pools import DTYPES
 from baton.engine.checkpoint import Checkpoint, open_checkpoint
 from baton.engine.config import EngineConfig
@@ -27,7 +27,6 @@ from baton.engine.requests import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.sizes import derive_sizes
 from baton.errors import ConfigError
-from baton.observe.plotting import show_picture
 
 PREFILL_TARGET = 1.0
 DECODE_TARGET = 3.0

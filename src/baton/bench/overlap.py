@@ -34,7 +34,7 @@ from baton.bench.overlap_report import (
     table_of,
     targets,
 )
-from baton.bench.record import write
+from baton.bench.record import show_picture, write
 from baton.engine.config import EngineConfig
 from baton.engine.deployment import Pair, PairRequest
 from baton.engine.instance import Instance
@@ -43,7 +43,6 @@ from baton.engine.sampling_params import SamplingParams
 from baton.engine.sizes import derive_sizes
 from baton.engine.trace import HandoffTrace, RequestTrace
 from baton.errors import ConfigError, EngineError
-from baton.observe.plotting import show_picture
 from baton.plan.overlap import LayerTimes, choose
 from baton.units import parse_speed
 

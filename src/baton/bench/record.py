@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from baton.errors import ConfigError
+from baton.observe.plotting import NO_MATPLOTLIB, save_picture
 
 
 def machine() -> dict[str, Any]:
@@ -73,6 +74,11 @@ def write(path: Path, results: dict[str, Any]) -> None:
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --out") from None
     print(f"written to {path}")
+
+
+def show_picture(path: Path, paint: Callable[[Any], Any], dpi: int = 130) -> None:
+    """Writes a picture, and prints where it is or why there is none."""
+    print(f"drawn in {path}" if save_picture(path, paint, dpi) else NO_MATPLOTLIB)
 
 
 def seconds(work: Callable[[], object], repeats: int) -> dict[str, float]:

@@ -23,7 +23,7 @@ from baton.bench.handoff import control as control_bench
 from baton.bench.handoff import run as handoff_bench
 from baton.bench.handoff import sweep as sweep_bench
 from baton.bench.handoff.workload import SideSpec, Workload
-from baton.bench.record import write
+from baton.bench.record import show_picture, write
 from baton.bench.serve import load as serve_bench
 from baton.bench.serve import report as serve_report
 from baton.bench.serve.client import ENDPOINTS, OpenAIEndpoint, parse_slo
@@ -31,7 +31,6 @@ from baton.bench.serve.deployment import DeploymentShape
 from baton.cli.doctor import check_transport
 from baton.cli.options import Device, EndpointProcess, Model, Overlap, Transport
 from baton.errors import ConfigError
-from baton.observe.plotting import show_picture
 from baton.transport import parse_transport, transport_names
 from baton.units import parse_speed
 

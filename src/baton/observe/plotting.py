@@ -33,8 +33,3 @@ def save_picture(path: Path, paint: Callable[[Any], Any], dpi: int = 130) -> boo
     figure.savefig(path, dpi=dpi)
     pyplot.close(figure)
     return True
-
-
-def show_picture(path: Path, paint: Callable[[Any], Any], dpi: int = 130) -> None:
-    """Writes a picture, and prints where it is or why there is none."""
-    print(f"drawn in {path}" if save_picture(path, paint, dpi) else NO_MATPLOTLIB)

@@ -12,10 +12,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from baton.bench.record import write
+from baton.bench.record import show_picture, write
 from baton.bench.serve.client import Percentiles, RequestTiming, Slo, percentiles_of
 from baton.bench.serve.load import LoadResult, LoadSpec
-from baton.observe.plotting import show_picture
 
 FIGURES = ("ttft", "tth", "itl", "tpot", "e2e", "late")
 TRACED = ("status", "intended_s", "late_s", "ttft_s", "tth_s", "e2e_s", "num_prompt", "num_answer")
