@@ -319,7 +319,6 @@ def show(found: InterferenceResult, path: Path, picture: Path | None) -> None:
     targets = {"ttft_ratio_max": TTFT_RATIO_MAX, "itl_ratio_max": ITL_RATIO_MAX}
     load = {"before": found.loads[0], "after": found.loads[1]}
     write(path, {**found.options, "targets": targets, "loadavg": load, "figures": figures_of(found)})
-    print(f"written to {path}")
     if picture is not None:
         print(draw_panels(panels_of(found), picture, f"one combined instance and a pair, {found.model}"))
     for timing in (timing for rounds in found.rounds.values() for each in rounds for timing in each.streams):

@@ -242,7 +242,6 @@ def show(found: PipeliningResult, path: Path, picture: Path | None) -> None:
     }
     load = {"before": found.loads[0], "after": found.loads[1]}
     write(path, {**found.options, "loadavg": load, "clients": found.clients, "summaries": summaries})
-    print(f"written to {path}")
     if picture is not None:
         print(draw_panels(panels_of(found), picture, "layer pipelining off and on, by length of the prompt"))
     for key, summary in summaries.items():

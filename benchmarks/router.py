@@ -204,7 +204,6 @@ def show(found: RouterResult, path: Path, picture: Path | None) -> None:
         },
     }
     write(path, record)
-    print(f"written to {path}")
     for kind, each in figures.items():
         verdict = "met" if each["added_is_met"] else "MISSED"
         print(f"{kind}: our router adds {ms2(each['added_s'])} ms (at most {ms2(OVERHEAD_S_MAX)}: {verdict})")

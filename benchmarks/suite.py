@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from baton.errors import BatonError
-from baton.observe.plotting import NO_MATPLOTLIB, load_pyplot
+from baton.observe.plotting import NO_MATPLOTLIB, save_picture
 
 RESULTS = Path(__file__).parent / "results"
 ProgressCallback = Callable[[int | None, int, str], None]
@@ -86,9 +86,11 @@ class Panel:
 
 def draw_panels(panels: Sequence[Panel], path: Path, title: str) -> str:
     """Draws plots side by side; returns a line to print."""
-    pyplot: Any = load_pyplot()
-    if pyplot is None:
-        return NO_MATPLOTLIB
+    is_drawn = save_picture(path, lambda pyplot: _paint(pyplot, panels, title))
+    return f"drawn in {path}" if is_drawn else NO_MATPLOTLIB
+
+
+def _paint(pyplot: Any, panels: Sequence[Panel], title: str) -> Any:
     size = (4.2 * len(panels), 3.6)
     figure, grid = pyplot.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
     for panel, axes in zip(panels, grid[0], strict=True):
@@ -101,11 +103,7 @@ def draw_panels(panels: Sequence[Panel], path: Path, title: str) -> str:
         axes.set_xlabel(panel.x)
         axes.set_ylabel(panel.y)
         axes.grid(linewidth=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylim(bottom=0)
         axes.legend(frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return f"drawn in {path}"
+    return figure

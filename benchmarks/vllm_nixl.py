@@ -243,7 +243,6 @@ def main() -> None:
     show(found, refused)
     loads = {"before": before, "after": load_averages()}
     write(given.json, {"rounds": given.repeat, "loadavg": loads, "figures": found, "pipelines": refused})
-    print(f"written to {given.json}")
 
 
 if __name__ == "__main__":

@@ -271,11 +271,11 @@ def test_groups_in_the_same_bytes_are_shown(baton, tmp_path: Path) -> None:
     [
         (None, "cannot read"),
         ("{", "a storage has to be JSON"),
-        ("{}", "storage has to be an object with the fields page_tokens"),
+        ("{}", "storage: object missing required field `page_tokens`"),
         (json.dumps(declared_storage(dtype="int3")), "storage.dtype"),
         (
             json.dumps(declared_storage(placements=[])),
-            "storage.placements has to be a list that is not empty",
+            "storage.placements: expected `array` of length >= 1, found",
         ),
         (json.dumps(declared_storage(num_pages=[["tokens", 21]])), "placement of k .* reaches to byte"),
         (

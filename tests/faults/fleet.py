@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+import msgspec
+
 from baton.bench.handoff.fleet import Fleet
 from baton.bench.handoff.rank import BenchRank, main
+from baton.bench.handoff.stress import StressOptions, StressRun
 from baton.bench.handoff.workload import SIDES
-from baton.protocol.outcomes import Failed, Ready, State
+from baton.protocol.outcomes import Failed, Ready, State, Why
+from baton.session.handles import Handle
 
 
 @dataclass(slots=True)
@@ -40,8 +45,81 @@ class FaultFleet(Fleet):
         self._configure(side)
 
 
+@dataclass(frozen=True, slots=True)
+class StormOptions(StressOptions):
+    """A stress load of which each rank aborts some transfers."""
+
+    abort_share: float = 0.0
+    """The share of transfers that this rank aborts, at a random time up to `abort_s_max`."""
+    abort_s_max: float = 0.05
+    seed: int = 0
+    is_central: bool = False
+    """Whether one target rank names the pages of all; the other target ranks take no part."""
+
+
+class Storm(StressRun):
+    """One rank's side of a storm."""
+
+    def __init__(self, rank: FaultRank, options: StormOptions, is_target: bool) -> None:
+        super().__init__(rank, options, is_target)
+        self.aborts_s: dict[str, float] = {}
+        self.random = random.Random(options.seed)
+        self.num_aborted = 0
+        self.last: list[tuple[int, int]] = []
+        """Slot and salt of the transfers of the last round that became ready."""
+
+    def begin(self, slot: int, round_index: int) -> None:
+        super().begin(slot, round_index)
+        if self.random.random() < self._options.abort_share:
+            when_s = monotonic() + self.random.uniform(0, self._options.abort_s_max)
+            self.aborts_s[self._options.transfer(slot, round_index)] = when_s
+
+    def pause_s(self, limit_s: float) -> float:
+        return super().pause_s(min([limit_s, *self.aborts_s.values()]))
+
+    def look(self) -> None:
+        for transfer in [name for name, when_s in self.aborts_s.items() if when_s <= monotonic()]:
+            del self.aborts_s[transfer]
+            self._rank.abort(transfer)
+        super().look()
+
+    def end(self, slot: int, round_index: int, handle: Handle) -> None:
+        if handle.transfer in self.aborts_s:
+            return  # it is aborted all the same
+        state = handle.state
+        if isinstance(state, Failed) and state.cause.why is Why.ABORTED:
+            self.num_aborted += 1
+            self.tally.failures[str(state.cause)] = self.tally.failures.get(str(state.cause), 0) - 1
+        elif isinstance(state, Ready) and round_index + 1 == self._options.num_rounds:
+            self.last.append((slot, self._options.salt(slot, round_index)))
+        super().end(slot, round_index, handle)
+
+
 class FaultRank(BenchRank):
     """Every public method can be called by the test."""
+
+    is_central = False
+
+    def storm(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Many small transfers at a time, some of them aborted."""
+        options = msgspec.convert(fields, StormOptions)
+        self.is_central = options.is_central
+        storm = Storm(self, options, is_target=self.config.side == "target")
+        self.endpoint.on_change(storm.changed)
+        tally = storm.run()
+        failures = {text: count for text, count in tally["failures"].items() if count}
+        return {**tally, "failures": failures, "num_aborted": storm.num_aborted, "last": storm.last}
+
+    def start(self, transfer: str, slot: int, salt: int) -> bool:
+        """As a benchmark does, or one target rank for all."""
+        if self.is_central and self.config.side == "target":
+            return self.receive(transfer, slot)
+        return super().start(transfer, slot, salt)
+
+    def abort(self, transfer: str) -> bool:
+        """Aborts a transfer."""
+        self.handles[transfer].abort("aborted by the test")
+        return True
 
     def wait(self, transfer: str, timeout_s: float) -> dict[str, Any]:
         """The outcome of a transfer and its time, or `waiting` when the time is up."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import pytest
-from tests.faults.fleet import FaultFleet
+from tests.faults.fleet import FaultFleet, StormOptions
 from tests.faults.stages import (
     SETTLE_S_MAX,
     TIMINGS,
@@ -18,7 +18,6 @@ from tests.faults.stages import (
 )
 
 from baton.bench.handoff.fleet import ask_all
-from baton.bench.handoff.stress import StressOptions
 
 NUM_SLOTS, NUM_ROUNDS = 50, 10
 
@@ -46,13 +45,13 @@ def test_abort_storm(fleet: FaultFleet, is_central: bool) -> None:
     assert_hands_over(fleet, slot=0, salt=1)
     ranks, first = [*fleet.sources, *fleet.targets], fleet.targets[0]
     before = [rank.ask("num_descriptors") for rank in ranks]
-    storm = StressOptions(
+    storm = StormOptions(
         f"storm{is_central}", NUM_SLOTS, NUM_ROUNDS, timeout_s=60.0, is_central=is_central, abort_s_max=0.002
     )
     callers = [*fleet.sources, *([first] if is_central else fleet.targets)]
     for rank in callers:
         share = 0.5 if rank.rank == 0 else 0.0  # of each side, which makes three quarters together
-        rank.begin("stress", asdict(replace(storm, abort_share=share, seed=len(rank.side))))
+        rank.begin("storm", asdict(replace(storm, abort_share=share, seed=len(rank.side))))
     tallies = [rank.answer() for rank in callers]
     for tally in tallies:
         assert tally["held"] == [], "every page comes back"

@@ -136,7 +136,6 @@ class FakeTransport(LibraryTransport):
     capabilities = Capabilities(
         reach=Reach.ANYWHERE,
         places=frozenset({Place.HOST}),
-        batch_spans_max=10,
         can_refuse_strangers=False,
         can_enforce_grants=False,
         can_revoke=True,

@@ -13,7 +13,6 @@ import os
 import socket
 import sys
 import threading
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -49,9 +48,7 @@ class Baseline:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start_child(self, name: str, *arguments: int) -> ChildProcess:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import queue
 import random
 import secrets
 from collections.abc import Callable
@@ -18,22 +17,21 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from baton.bench.record import write
+from baton.bench.record import show_picture, write
 from baton.engine.attention.pools import DTYPES
 from baton.engine.checkpoint import Checkpoint, open_checkpoint
 from baton.engine.config import EngineConfig
+from baton.engine.deployment import Pair, PairRequest
 from baton.engine.instance import Instance
-from baton.engine.requests import EngineRequest, OutputChunk, RequestError, RequestEvent, RequestFinished
+from baton.engine.requests import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.sizes import derive_sizes
-from baton.errors import ConfigError, EngineError
-from baton.observe.plotting import NO_MATPLOTLIB, load_pyplot
+from baton.errors import ConfigError
 
 PREFILL_TARGET = 1.0
 DECODE_TARGET = 3.0
 NUM_SHORT = 16
 """Tokens of the prompts whose answers are decoded."""
-ANSWER_S_MAX = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,27 +220,13 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
 
 def _answers(instance: Instance, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
     """The answers to all prompts at once; a salt of its own keeps the prefix cache out."""
-    events: queue.SimpleQueue[tuple[int, RequestEvent]] = queue.SimpleQueue()
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    salt, answers = secrets.token_hex(8), [list[int]() for _ in prompts]
-    for index, prompt in enumerate(prompts):
-        request = EngineRequest(tuple(prompt), params, salt=f"{salt} {index}")
-        instance.core.submit(request, partial(_put, events, index))
-    num_open = len(prompts)
-    while num_open:
-        index, event = events.get(timeout=ANSWER_S_MAX)
-        match event:
-            case OutputChunk():
-                answers[index].extend(sampled.token for sampled in event.tokens)
-            case RequestError():
-                raise EngineError(event.text)
-            case RequestFinished():
-                num_open -= 1
-    return answers
-
-
-def _put(events: queue.SimpleQueue[tuple[int, RequestEvent]], index: int, event: RequestEvent) -> None:
-    events.put((index, event))
+    pair, salt = Pair(instance), secrets.token_hex(8)
+    asked = [
+        pair.ask(PairRequest(EngineRequest(tuple(prompt), params, salt=f"{salt} {index}")))
+        for index, prompt in enumerate(prompts)
+    ]
+    return [[sampled.token for chunk in chunks for sampled in chunk.tokens] for _, chunks in asked]
 
 
 def show(result: EngineBenchResult, options: EngineBenchOptions, path: Path, picture: Path | None) -> None:
@@ -269,9 +253,8 @@ def show(result: EngineBenchResult, options: EngineBenchOptions, path: Path, pic
             "tokens_identical": result.num_identical,
         },
     )
-    print(f"written to {path}")
     if picture is not None:
-        print(f"drawn in {picture}" if _draw(result, picture) else NO_MATPLOTLIB)
+        show_picture(picture, lambda pyplot: _paint(pyplot, result))
     print(
         f"prefill {prefill.ratio:.2f} times transformers (target {prefill.target:g}), "
         f"decode of {options.num_requests} {decode.ratio:.2f} times its decode of 1 "
@@ -279,17 +262,10 @@ def show(result: EngineBenchResult, options: EngineBenchOptions, path: Path, pic
     )
 
 
-def _draw(result: EngineBenchResult, path: Path) -> bool:
-    pyplot = load_pyplot()
-    if pyplot is None:
-        return False
+def _paint(pyplot: Any, result: EngineBenchResult) -> Any:
     figure, panels = pyplot.subplots(1, 2, figsize=(7, 3), layout="constrained")
     for axes, row in zip(panels, (result.prefill, result.decode), strict=True):
         axes.bar(("engine", "transformers"), (row.engine_per_s, row.peer_per_s), width=0.6)
         axes.set_title(f"{row.name}: {row.ratio:.2f} times", fontsize=9, loc="left")
         axes.set_ylabel("tokens per second")
-        axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return True
+    return figure

@@ -7,7 +7,6 @@ and salt, so that no prefix is cached.
 
 from __future__ import annotations
 
-import queue
 import random
 import secrets
 import time
@@ -27,25 +26,23 @@ from baton.bench.overlap_report import (
     OverlapRound,
     OverlapRow,
     case_text,
-    draw,
     link_text,
     losses,
+    paint,
     rows_of,
     summary_lines,
     table_of,
     targets,
 )
-from baton.bench.record import write
+from baton.bench.record import show_picture, write
 from baton.engine.config import EngineConfig
-from baton.engine.deployment import ANSWER_S_MAX, Pair, PairRequest
+from baton.engine.deployment import Pair, PairRequest
 from baton.engine.instance import Instance
-from baton.engine.requests import EngineRequest, RequestError, RequestEvent
-from baton.engine.requests import RequestFinished as Ended
+from baton.engine.requests import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.sizes import derive_sizes
 from baton.engine.trace import HandoffTrace, RequestTrace
 from baton.errors import ConfigError, EngineError
-from baton.observe.plotting import NO_MATPLOTLIB
 from baton.plan.overlap import LayerTimes, choose
 from baton.units import parse_speed
 
@@ -187,13 +184,7 @@ class OverlapClient:
         """Tokens of the prefill instance alone, and how many of them a layer-wise hand-over gives too."""
         request = self._request(num_tokens, NUM_COMPARED)
         (handed_over,) = self.pair.tokens(PairRequest(request, policy="fixed:1"))
-        events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
-        self.pair.prefill.core.submit(replace(request, salt=secrets.token_hex(8)), events.put)
-        alone: list[int] = []
-        while not isinstance(event := events.get(timeout=ANSWER_S_MAX), Ended):
-            if isinstance(event, RequestError):
-                raise EngineError(event.text)
-            alone.extend(sampled.token for sampled in event.tokens)
+        (alone,) = Pair(self.pair.prefill).tokens(PairRequest(replace(request, salt=secrets.token_hex(8))))
         return len(alone), sum(a == b for a, b in zip(handed_over, alone, strict=False))
 
     def _request(self, num_tokens: int, max_tokens: int) -> EngineRequest:
@@ -289,10 +280,9 @@ def show(result: OverlapResult, options: OverlapOptions, path: Path, picture: Pa
     # A table that is cut to 80 columns is useless.
     Console(width=max(Console().width, WIDTH_MIN)).print(table_of(result.rows, title))
     write(path, record_of(result, options))
-    print(f"written to {path}")
     if picture is not None:
         title = f"{options.model}, {options.prefill} to {options.decode}"
-        print(f"drawn in {picture}" if draw(result.rows, picture, title) else NO_MATPLOTLIB)
+        show_picture(picture, lambda pyplot: paint(pyplot, result.rows, title))
     print(f"tokens identical: {result.num_identical} of {result.num_compared}")
     for line in summary_lines(result.rows):
         print(line)

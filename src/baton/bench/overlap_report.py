@@ -16,14 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from rich.table import Table
 
 from baton.engine.trace import HandoffTrace, serial_s
-from baton.observe.plotting import load_pyplot
 
 OFF, COST = "off", "cost"
 LONG_TOKENS = 4096
@@ -264,11 +262,8 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
 
 
-def draw(rows: Sequence[OverlapRow], path: Path, title: str) -> bool:
-    """By link: tth over compute-only, and efficiency; False without matplotlib."""
-    pyplot = load_pyplot()
-    if pyplot is None:
-        return False
+def paint(pyplot: Any, rows: Sequence[OverlapRow], title: str) -> Any:
+    """By link: tth over compute-only, and efficiency."""
     speeds = list(dict.fromkeys(row.case.link_bytes_per_s for row in rows))
     size = (9.0, 1.0 + 2.8 * len(speeds))
     figure, grid = pyplot.subplots(len(speeds), 2, figsize=size, layout="constrained", squeeze=False)
@@ -289,13 +284,9 @@ def draw(rows: Sequence[OverlapRow], path: Path, title: str) -> bool:
             axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
             axes.set_xlabel("tokens")
             axes.grid(axis="y", linewidth=0.3)
-            axes.spines[["top", "right"]].set_visible(False)
     grid[0][1].legend(frameon=False, fontsize=7)
     figure.suptitle(title, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return True
+    return figure
 
 
 def _plot(axes: Any, values: Sequence[float], label: str) -> None:

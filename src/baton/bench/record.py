@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from baton.errors import ConfigError
+from baton.observe.plotting import NO_MATPLOTLIB, save_picture
 
 
 def machine() -> dict[str, Any]:
@@ -58,7 +59,7 @@ def commit() -> str:
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
-    """Writes results with their provenance, as JSON."""
+    """Writes results with their provenance, as JSON, and prints where they are."""
     program = sys.argv[0] if sys.argv[0].endswith(".py") and "__main__" not in sys.argv[0] else "baton"
     record = {
         "command": " ".join([program, *sys.argv[1:]]),
@@ -72,6 +73,12 @@ def write(path: Path, results: dict[str, Any]) -> None:
         path.write_text(json.dumps(record, indent=2) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; name another file with --out") from None
+    print(f"written to {path}")
+
+
+def show_picture(path: Path, paint: Callable[[Any], Any], dpi: int = 130) -> None:
+    """Writes a picture, and prints where it is or why there is none."""
+    print(f"drawn in {path}" if save_picture(path, paint, dpi) else NO_MATPLOTLIB)
 
 
 def seconds(work: Callable[[], object], repeats: int) -> dict[str, float]:

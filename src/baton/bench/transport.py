@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from time import monotonic_ns, perf_counter
 from typing import Any
 
@@ -21,7 +20,6 @@ from baton.bench.baselines import BASELINES
 from baton.bench.record import seconds, side_by_side
 from baton.bench.target_process import TargetProcess, TransferTarget, random_bytes, registered
 from baton.errors import ConfigError, TransportError
-from baton.observe.plotting import load_pyplot
 from baton.plan.steps import Spans
 from baton.transport import (
     NOW,
@@ -241,11 +239,8 @@ def record(throughputs: list[Throughput], latencies: list[Latency]) -> dict[str,
     }
 
 
-def plot_throughput(results: Sequence[Throughput], path: Path) -> bool:
-    """Bars of GB/s by size, one colour a transport, memcpy as lines; False without matplotlib."""
-    pyplot = load_pyplot()
-    if pyplot is None:
-        return False
+def paint(pyplot: Any, results: Sequence[Throughput]) -> Any:
+    """Bars of GB/s by size, one colour a transport, memcpy as lines."""
     names = list(dict.fromkeys(result.transport for result in results))
     sizes = list(dict.fromkeys((result.span_bytes, result.num_spans) for result in results))
     figure, axes = pyplot.subplots(figsize=(1.8 + 1.9 * len(sizes), 4.2), layout="constrained")
@@ -259,12 +254,8 @@ def plot_throughput(results: Sequence[Throughput], path: Path) -> bool:
         axes.hlines([_memcpy_speed(mine[size]) for size in sizes], *edges, colors="black", linewidth=1)
     axes.set_xticks(range(len(sizes)), [size_text(*size) for size in sizes])
     axes.set_ylabel("GB/s (black: memcpy in the same run)")
-    axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, ncols=min(len(names), 6), loc="outside upper center")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return True
+    return figure
 
 
 def _memcpy_speed(result: Throughput) -> float:

@@ -23,7 +23,7 @@ from baton.bench.handoff import control as control_bench
 from baton.bench.handoff import run as handoff_bench
 from baton.bench.handoff import sweep as sweep_bench
 from baton.bench.handoff.workload import SideSpec, Workload
-from baton.bench.record import write
+from baton.bench.record import show_picture, write
 from baton.bench.serve import load as serve_bench
 from baton.bench.serve import report as serve_report
 from baton.bench.serve.client import ENDPOINTS, OpenAIEndpoint, parse_slo
@@ -31,7 +31,6 @@ from baton.bench.serve.deployment import DeploymentShape
 from baton.cli.doctor import check_transport
 from baton.cli.options import Device, EndpointProcess, Model, Overlap, Transport
 from baton.errors import ConfigError
-from baton.observe.plotting import NO_MATPLOTLIB
 from baton.transport import parse_transport, transport_names
 from baton.units import parse_speed
 
@@ -99,7 +98,6 @@ def plan(repeats: Repeats = 7, out: Json = None) -> None:
     Console().print(table)
     path = _result_path("plan", out)
     write(path, {row.name: {**row.figures, "is_met": row.is_met} for row in rows})
-    print(f"written to {path}")
 
 
 @bench.command()
@@ -131,10 +129,7 @@ def transport(
     Console().print(transport_bench.latency_table(latencies))
     path = _result_path("transport", out)
     write(path, transport_bench.record(throughputs, latencies))
-    print(f"written to {path}")
-    picture = path.with_suffix(".png")
-    is_drawn = transport_bench.plot_throughput(throughputs, picture)
-    print(f"drawn in {picture}" if is_drawn else NO_MATPLOTLIB)
+    show_picture(path.with_suffix(".png"), lambda pyplot: transport_bench.paint(pyplot, throughputs), dpi=150)
 
 
 @bench.command()

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
-from types import TracebackType
 from typing import Self
 
 from baton.engine.config import EngineConfig, EngineSizes
@@ -231,7 +230,5 @@ class Deployment(Pair):
     def __enter__(self) -> Self:
         return self if self.prefill.is_running else self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import IO, NoReturn
@@ -68,14 +69,33 @@ def ended_error(name: str, code: int | None, output: IO[bytes]) -> EngineError:
     return EngineError(f"{name} {describe_exit(code)}; {words}")
 
 
-class ForkedProcess:
-    """A process forked from a server; its methods are those of `subprocess.Popen`."""
+class _Forked(ABC):
+    """A process that was forked; its methods are those of `subprocess.Popen`."""
+
+    _pidfd: int
+    returncode: int | None = None
+
+    @abstractmethod
+    def wait(self, timeout: float) -> int:
+        """The exit code; raises TimeoutExpired."""
+
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+
+class ForkedProcess(_Forked):
+    """A process forked from a server."""
 
     def __init__(self, server: ForkServer, status: int) -> None:
         self._server = server  # a server without references ends, and all its processes with it
         self._status = status
         self._lock = threading.Lock()
-        self.returncode: int | None = None
         pid = self._read_status()
         if pid is None:
             raise server.ended_error()
@@ -87,17 +107,11 @@ class ForkedProcess:
             with suppress(OSError):
                 os.close(descriptor)
 
-    def poll(self) -> int | None:
-        with suppress(subprocess.TimeoutExpired):
-            self.wait(0.0)
-        return self.returncode
-
-    def wait(self, timeout_s: float) -> int:
-        """The exit code; raises TimeoutExpired."""
+    def wait(self, timeout: float) -> int:
         poller = select.poll()
         poller.register(self._status, select.POLLIN)
-        if self.returncode is None and not poller.poll(timeout_s * 1e3):
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout_s)
+        if self.returncode is None and not poller.poll(timeout * 1e3):
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
         with self._lock:
             if self.returncode is None:
                 code = self._read_status()
@@ -105,43 +119,29 @@ class ForkedProcess:
                 self.returncode = -signal.SIGKILL if code is None else code
             return self.returncode
 
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-
     def _read_status(self) -> int | None:
         raw = os.read(self._status, _STATUS.size)
         return _STATUS.unpack(raw)[0] if raw else None
 
 
-class _OwnFork:
-    """A fork of this process; its methods are those of `subprocess.Popen`."""
+class _OwnFork(_Forked):
+    """A fork of this process."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.returncode: int | None = None
         self._pidfd = os.pidfd_open(pid)
 
     def __del__(self) -> None:
         os.close(self._pidfd)
 
-    def poll(self) -> int | None:
-        with suppress(subprocess.TimeoutExpired):
-            self.wait(0.0)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout: float) -> int:
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
-        if self.returncode is None and not poller.poll(None if timeout is None else timeout * 1e3):
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        if self.returncode is None and not poller.poll(timeout * 1e3):
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
-
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
 
 class ForkServer:

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
 from time import monotonic
-from types import TracebackType
 from typing import Any, Self
 
 from baton.engine.checkpoint.tokenizer import eos_ids, load_tokenizer
@@ -184,9 +183,7 @@ class Instance:
     def __enter__(self) -> Self:
         return self if self.is_running else self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _run(self) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.observe.plotting import load_pyplot
+from baton.observe.plotting import save_picture
 from baton.observe.timeline import Interval, Timeline
 
 COLOURS = {
@@ -42,9 +42,10 @@ class PictureRow:
 
 def draw(timelines: Sequence[Timeline], path: Path, title: str) -> bool:
     """Writes the picture; False, and nothing written, without matplotlib."""
-    pyplot = load_pyplot()
-    if pyplot is None:
-        return False
+    return save_picture(path, lambda pyplot: _paint(pyplot, timelines, title))
+
+
+def _paint(pyplot: Any, timelines: Sequence[Timeline], title: str) -> Any:
     panels = [list(_rows(timeline)) for timeline in timelines]
     heights = [len(rows) + 1 for rows in panels]
     figure, columns = pyplot.subplots(
@@ -68,10 +69,7 @@ def draw(timelines: Sequence[Timeline], path: Path, title: str) -> bool:
     if "prefill" in kinds:
         handles.append(line([], [], color=COLOURS["prefill"], linestyle="--", label="end of prefill"))
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
-    return True
+    return figure
 
 
 def _kind(interval: Interval) -> str:
@@ -108,7 +106,6 @@ def _panel(axes: Any, timeline: Timeline, rows: Sequence[PictureRow]) -> None:
     axes.set_title(timeline.name, fontsize=9, loc="left", fontweight="bold")
     axes.set_title(_summary(timeline), fontsize=8, loc="right")
     axes.tick_params(axis="x", labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", linewidth=0.3)
     axes.set_axisbelow(True)
 

@@ -120,18 +120,18 @@ def _rows(rows: _LayerRows, dtype: str, salt: int, is_finite: bool) -> Bytes:
     row_bytes = rows.component.num_elements * item
     seed = np.asarray(salt, dtype=np.uint64)
     for value in (rows.number + 1, rows.layer):
-        seed = _mix(seed * _GOLDEN + np.uint64(value))
-    hashes = _mix(seed * _GOLDEN + rows.tokens.astype(np.uint64))
-    hashes = _mix(hashes[:, None] * _GOLDEN + rows.units.astype(np.uint64))
+        seed = mix(seed * _GOLDEN + np.uint64(value))
+    hashes = mix(seed * _GOLDEN + rows.tokens.astype(np.uint64))
+    hashes = mix(hashes[:, None] * _GOLDEN + rows.units.astype(np.uint64))
     words = hashes[:, :, None] + np.arange(-(-row_bytes // 8), dtype=np.uint64) * _GOLDEN
-    raw: Bytes = _mix(words).view(np.uint8)[:, :, :row_bytes]
+    raw: Bytes = mix(words).view(np.uint8)[:, :, :row_bytes]
     if is_finite:
         raw[:, :, item - 1 :: item] &= _EXPONENT_KEPT
     return raw
 
 
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection that spreads neighbouring values apart."""
+def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A bijection that spreads neighbouring values apart (the finaliser of splitmix64)."""
     with np.errstate(over="ignore"):
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -6,7 +6,7 @@ Version 1. Fields are added, never renamed or given another meaning; a change of
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,6 @@ from baton.plan.ownership import Spec
 from baton.plan.routes import BoundRoute, Plan, Prompt, resolve
 from baton.plan.steps import PACK, PackCost
 from baton.plan.tokens import Ints, TokenSet
-from baton.plan.wire import placement_fields
 
 VERSION = 1
 
@@ -156,7 +155,7 @@ def _side(spec: Spec, dp: int) -> dict[str, Any]:
     layout, storage = spec.layout, spec.storage
     side = {"layout": layout.text, "ranks": layout.num_ranks, "page": storage.page_tokens, "dp": dp}
     if storage.placements:
-        side["placements"] = [placement_fields(declared) for declared in storage.placements]
+        side["placements"] = [asdict(declared) for declared in storage.placements]
     return side
 
 

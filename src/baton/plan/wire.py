@@ -9,132 +9,172 @@ and no offset into a pool goes beyond 64 bits.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import re
 from functools import lru_cache
 from math import prod
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
 from baton.errors import ConfigError, LayoutError
 from baton.plan.cache import DIM_MAX, Cache, Component, Dim, Extent, Full, State, Units, Window
 from baton.plan.dtypes import ITEM_BYTES
-from baton.plan.layout import NUM_RANKS_MAX, Layout, parse_layout
+from baton.plan.layout import NUM_RANKS_MAX, parse_layout
 from baton.plan.ownership import Spec, placements
 from baton.plan.ranges import size
 from baton.plan.steps import STAGING
-from baton.plan.storage import PAGE_MAX, DeclaredPlacement, Order, Storage
+from baton.plan.storage import PAGE_MAX, DeclaredPlacement, Storage
 
 SPEC_BYTES_MAX = 1 << 20
-LAYOUT_CHARS_MAX = 1 << 16
-NAME_CHARS_MAX = 128
 TEXT_MAX = 200
 """How much of what was read an error repeats."""
 PLACEMENT_TEXT_MAX = 800
 """The same where it names two placements and the bytes that they share."""
-COMPONENTS_MAX = 4096
-GROUPS_MAX = 4096
 LAYERS_MAX = 1 << 16
 LAYERS_HELD_MAX = 1 << 18
-DIMS_MAX = 8
-AXES_MAX = 16
-PAGES_MAX = (1 << 31) - 1
 POOL_BYTES_MAX = 1 << 62
-PLACEMENTS_MAX = 1 << 14
 AXES = ("layer", "page", "component", "unit", "token")
 """What an order calls its axes; a dim inside a unit has a name of its own."""
-
-Value = TypeVar("Value")
-
 SPECS_MAX = 256
 """Specs that are kept in both forms: every link of an instance asks for the same few."""
+
+Name = Annotated[str, Meta(pattern=r"^[ -~]+\Z", max_length=128)]
+BufferName = Annotated[str, Meta(pattern=rf"^(?!{STAGING}\Z)[ -~]+\Z", max_length=128)]
+"""Staging memory is called so."""
+LayerId = Annotated[int, Meta(ge=0, le=LAYERS_MAX)]
+Size = Annotated[int, Meta(ge=1, le=DIM_MAX)]
+PageTokens = Annotated[int, Meta(ge=1, le=PAGE_MAX)]
+NumPages = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Offset = Annotated[int, Meta(ge=0, le=POOL_BYTES_MAX)]
+Stride = Annotated[int, Meta(ge=1, le=POOL_BYTES_MAX)]
+RankIndex = Annotated[int, Meta(ge=0, le=NUM_RANKS_MAX)]
+OrderFields = Annotated[tuple[Name, ...], Meta(max_length=16)]
+
+
+class _Fields(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An object of the format; whoever reads it knows all of its fields."""
+
+
+class ComponentFields(_Fields, frozen=True):
+    name: BufferName
+    layers: Annotated[tuple[tuple[LayerId, LayerId], ...], Meta(max_length=LAYERS_MAX)]
+    units: tuple[Size, Name] | None
+    dims: Annotated[tuple[tuple[Name, Size], ...], Meta(max_length=8)]
+    extent: tuple[Literal["full", "window", "state"], Annotated[int, Meta(ge=0, le=DIM_MAX)]]
+    group: Name
+    bundle: BufferName
+    place: Annotated[int, Meta(ge=0, le=DIM_MAX)]
+    dtype: Name | None
+
+
+class CacheFields(_Fields, frozen=True):
+    num_layers: Annotated[int, Meta(ge=1, le=LAYERS_MAX)]
+    components: Annotated[tuple[ComponentFields, ...], Meta(max_length=4096)]
+
+
+class PlacementFields(_Fields, frozen=True):
+    component: Name
+    stage: RankIndex
+    tp: RankIndex | None
+    buffer: BufferName
+    buffer_bytes: Stride
+    offset: Offset
+    strides: Annotated[tuple[tuple[Name, Stride], ...], Meta(max_length=16)]
+    layer_offsets: Annotated[tuple[Offset, ...], Meta(max_length=LAYERS_MAX)]
+
+
+class StorageFields(_Fields, frozen=True):
+    page_tokens: PageTokens
+    dtype: Name
+    order: OrderFields
+    state_order: OrderFields
+    granule: PageTokens
+    num_pages: Annotated[tuple[tuple[Name, NumPages], ...], Meta(max_length=4096)]
+    num_pages_default: NumPages
+    placements: Annotated[tuple[PlacementFields, ...], Meta(min_length=1, max_length=1 << 14)] | UnsetType = (
+        UNSET
+    )
+    """Left out where there are none, so that a peer that does not know of them reads the rest."""
+
+
+class SpecFields(_Fields, frozen=True):
+    layout: Annotated[str, Meta(pattern=r"^[ -~]+\Z", max_length=1 << 16)]
+    cache: CacheFields
+    storage: StorageFields
+
+
+FieldsT = TypeVar("FieldsT", bound=_Fields)
 
 
 @lru_cache(maxsize=SPECS_MAX)
 def spec_to_bytes(spec: Spec) -> bytes:
     """The spec as JSON; equal specs give equal bytes. Raises where `spec_from_bytes` would refuse them."""
+    components = tuple(_component_fields(component) for component in spec.cache.components)
+    storage = msgspec.to_builtins(spec.storage)
+    storage["placements"] = storage["placements"] or UNSET
     fields = {
         "layout": spec.layout.text,
-        "cache": {
-            "num_layers": spec.cache.num_layers,
-            "components": [_component_out(component) for component in spec.cache.components],
-        },
-        "storage": storage_fields(spec.storage),
+        "cache": {"num_layers": spec.cache.num_layers, "components": components},
+        "storage": {name: value for name, value in storage.items() if value is not UNSET},
     }
-    raw = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    raw = msgspec.json.encode(fields, order="sorted")
     spec_from_bytes(raw)
     return raw
 
 
-def storage_fields(storage: Storage) -> dict[str, Any]:
-    """A storage as the fields of a JSON object."""
-    fields: dict[str, Any] = {
-        "page_tokens": storage.page_tokens,
-        "dtype": storage.dtype,
-        "order": storage.order,
-        "state_order": storage.state_order,
-        "granule": storage.granule,
-        "num_pages": storage.num_pages,
-        "num_pages_default": storage.num_pages_default,
-    }
-    if storage.placements:
-        # Left out where there are none, so that a peer that does not know of them reads the rest.
-        fields["placements"] = [placement_fields(declared) for declared in storage.placements]
-    return fields
-
-
-def placement_fields(declared: DeclaredPlacement) -> dict[str, Any]:
-    """A declared placement as the fields of a JSON object."""
+def _component_fields(component: Component) -> dict[str, Any]:
+    fields = msgspec.to_builtins(component)
+    units, kinds = component.units, {Full: "full", Window: "window", State: "state"}
     return {
-        "component": declared.component,
-        "stage": declared.stage,
-        "tp": declared.tp,
-        "buffer": declared.buffer,
-        "buffer_bytes": declared.buffer_bytes,
-        "offset": declared.offset,
-        "strides": [list(entry) for entry in declared.strides],
-        "layer_offsets": list(declared.layer_offsets),
-    }
-
-
-def _component_out(component: Component) -> dict[str, Any]:
-    units, extent = component.units, component.extent
-    kinds = {Full: "full", Window: "window", State: "state"}
-    return {
-        "name": component.name,
-        "layers": component.layers,
-        "units": [units.count, units.name] if units else None,
+        **fields,
+        "units": units and [units.count, units.name],
         "dims": [[dim.name, dim.size] for dim in component.dims],
-        "extent": [kinds[type(extent)], extent.window or 0],
-        "group": component.group,
-        "bundle": component.bundle,
-        "place": component.place,
-        "dtype": component.dtype,
+        "extent": [kinds[type(component.extent)], component.extent.window or 0],
     }
 
 
 @lru_cache(maxsize=SPECS_MAX)
 def spec_from_bytes(raw: bytes) -> Spec:
     """The spec in these bytes; raises ConfigError or LayoutError, naming the field, on anything else."""
-    fields = _read(raw, "spec").fields("layout", "cache", "storage")
-    spec = Spec(_layout(fields["layout"]), _cache(fields["cache"]), _storage(fields["storage"]))
+    fields = _read(raw, SpecFields, "spec")
+    try:
+        layout = parse_layout(fields.layout)
+    except LayoutError as cause:
+        sides = f"spec.layout {fields.layout[:TEXT_MAX]!r}"
+        raise LayoutError(cause.reason[:TEXT_MAX], sides=sides) from None
+    spec = Spec(layout, _cache(fields.cache), _storage(fields.storage, "spec.storage"))
     _check_pools(spec)
     return spec
 
 
 def storage_from_bytes(raw: bytes) -> Storage:
-    """The storage in these bytes, the JSON of `storage_fields`; ConfigError, with the field, on others."""
-    return _storage(_read(raw, "storage"))
+    """The storage in these bytes, the JSON of `StorageFields`; ConfigError, with the field, on others."""
+    return _storage(_read(raw, StorageFields, "storage"), "storage")
 
 
-def _read(raw: bytes, what: str) -> _Read:
+def _read(raw: bytes, kind: type[FieldsT], what: str) -> FieldsT:
     if len(raw) > SPEC_BYTES_MAX:
         raise ConfigError(f"a {what} has at most {SPEC_BYTES_MAX} bytes, found {len(raw)}")
     try:
-        return _Read(what, json.loads(raw.decode("ascii"), object_pairs_hook=_once))
+        fields = json.loads(raw.decode(), object_pairs_hook=_once)
     except (ValueError, RecursionError) as cause:
         raise ConfigError(
             f"a {what} has to be JSON: {type(cause).__name__} ({str(cause)[:TEXT_MAX]})"
         ) from None
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as cause:
+        wanted, _, path = str(cause).partition(" - at `$")
+        path = path.removesuffix("`")
+        found = fields
+        for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
+            found = found[name] if name else found[int(index)]
+        raise _wrong(what + path, wanted, found) from None
+
+
+def _wrong(where: str, wanted: str, found: object) -> ConfigError:
+    return ConfigError(f"{where}: {wanted[:1].lower()}{wanted[1:]}, found {repr(found)[:TEXT_MAX]}")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -144,177 +184,53 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A value from the wire and where it was found."""
-
-    where: str
-    value: Any
-
-    def wrong(self, wanted: str) -> ConfigError:
-        """The refusal."""
-        return ConfigError(f"{self.where} has to be {wanted}, found {repr(self.value)[:TEXT_MAX]}")
-
-    def fields(self, *names: str) -> dict[str, _Read]:
-        """The fields of an object, which has these and no others."""
-        if not isinstance(self.value, dict) or set(self.value) != set(names):
-            raise self.wrong(f"an object with the fields {', '.join(names)}")
-        return {name: _Read(f"{self.where}.{name}", self.value[name]) for name in names}
-
-    def items(self, most: int) -> list[_Read]:
-        """The items of a list."""
-        if not isinstance(self.value, list) or len(self.value) > most:
-            raise self.wrong(f"a list of at most {most}")
-        return [_Read(f"{self.where}[{i}]", value) for i, value in enumerate(self.value)]
-
-    def two(self) -> tuple[_Read, _Read]:
-        """The items of a list of two."""
-        if not isinstance(self.value, list) or len(self.value) != 2:
-            raise self.wrong("a list of two")
-        return _Read(f"{self.where}[0]", self.value[0]), _Read(f"{self.where}[1]", self.value[1])
-
-    def number(self, least: int, most: int) -> int:
-        """An integer within bounds."""
-        if type(self.value) is not int or not least <= self.value <= most:
-            raise self.wrong(f"a number from {least} to {most}")
-        return self.value
-
-    def text(self, most: int = NAME_CHARS_MAX) -> str:
-        """Printable ASCII, at least one character."""
-        value = self.value
-        if not isinstance(value, str) or not 1 <= len(value) <= most or not value.isprintable():
-            raise self.wrong(f"text of 1 to {most} printable characters")
-        if not value.isascii():
-            raise self.wrong("ASCII")
-        return value
-
-    def one_of(self, known: Iterable[str]) -> str:
-        """One of a fixed set of strings."""
-        names = tuple(known)
-        if not isinstance(self.value, str) or self.value not in names:
-            raise self.wrong(f"one of {', '.join(names)}")
-        return self.value
-
-    def built(self, make: Callable[[], Value]) -> Value:
-        """What `make` builds; its complaints get the name of this field."""
-        try:
-            return make()
-        except ConfigError as cause:
-            raise ConfigError(f"{self.where}: {str(cause)[:TEXT_MAX]}") from None
-
-
-def _layout(read: _Read) -> Layout:
-    text = read.text(LAYOUT_CHARS_MAX)
+def _cache(fields: CacheFields) -> Cache:
+    parts = enumerate(fields.components)
+    components = tuple(_component(part, f"spec.cache.components[{index}]") for index, part in parts)
+    if sum(size(component.layers) for component in components) > LAYERS_HELD_MAX:
+        raise ConfigError(f"spec.cache.components: expected at most {LAYERS_HELD_MAX} layers together")
     try:
-        return parse_layout(text)
-    except LayoutError as cause:
-        raise LayoutError(cause.reason[:TEXT_MAX], sides=f"{read.where} {text[:TEXT_MAX]!r}") from None
+        return Cache(fields.num_layers, components)
+    except ConfigError as cause:
+        raise ConfigError(f"spec.cache: {str(cause)[:TEXT_MAX]}") from None
 
 
-def _cache(read: _Read) -> Cache:
-    fields = read.fields("num_layers", "components")
-    num_layers = fields["num_layers"].number(1, LAYERS_MAX)
-    components = tuple(_component(item) for item in fields["components"].items(COMPONENTS_MAX))
-    num_held = sum(size(component.layers) for component in components)
-    if num_held > LAYERS_HELD_MAX:
-        raise fields["components"].wrong(f"components of at most {LAYERS_HELD_MAX} layers together")
-    return read.built(lambda: Cache(num_layers, components))
-
-
-def _component(read: _Read) -> Component:
-    fields = read.fields("name", "layers", "units", "dims", "extent", "group", "bundle", "place", "dtype")
-    has_dtype = fields["dtype"].value is not None
-    return Component(
-        name=_buffer_name(fields["name"]),
-        layers=tuple(_layers(item) for item in fields["layers"].items(LAYERS_MAX)),
-        units=None if fields["units"].value is None else _units(fields["units"]),
-        dims=_dims(fields["dims"]),
-        extent=_extent(fields["extent"]),
-        group=fields["group"].text(),
-        bundle=_buffer_name(fields["bundle"]),
-        place=fields["place"].number(0, DIM_MAX),
-        dtype=fields["dtype"].one_of(ITEM_BYTES) if has_dtype else None,
-    )
-
-
-def _buffer_name(read: _Read) -> str:
-    if read.value == STAGING:
-        raise read.wrong("another name, since staging memory is called so")
-    return read.text()
-
-
-def _layers(read: _Read) -> tuple[int, int]:
-    first, last = (item.number(0, LAYERS_MAX) for item in read.two())
-    return (first, last)
-
-
-def _units(read: _Read) -> Units:
-    count, name = read.two()
-    return Units(count.number(1, DIM_MAX), name.text())
-
-
-def _dims(read: _Read) -> tuple[Dim, ...]:
-    pairs = [item.two() for item in read.items(DIMS_MAX)]
-    dims = tuple(Dim(name.text(), length.number(1, DIM_MAX)) for name, length in pairs)
-    names = [dim.name for dim in dims]
+def _component(fields: ComponentFields, where: str) -> Component:
+    names = [name for name, _ in fields.dims]
     if len(set(names)) != len(names) or set(names) & set(AXES):
-        raise read.wrong(f"dims with names of their own, none of {', '.join(AXES)}")
-    return dims
-
-
-def _extent(read: _Read) -> Extent:
-    kind, window = read.two()
-    match kind.one_of(("full", "window", "state")):
-        case "full":
-            window.number(0, 0)
-            return Full()
-        case "window":
-            return Window(window.number(1, DIM_MAX))
-        case _:
-            window.number(0, 0)
-            return State()
-
-
-def _storage(read: _Read) -> Storage:
-    names = ["page_tokens", "dtype", "order", "state_order", "granule", "num_pages", "num_pages_default"]
-    is_declared = isinstance(read.value, dict) and "placements" in read.value
-    fields = read.fields(*names, "placements") if is_declared else read.fields(*names)
-    declared: tuple[DeclaredPlacement, ...] = ()
-    if is_declared:
-        declared = tuple(_placement(item) for item in fields["placements"].items(PLACEMENTS_MAX))
-        if not declared:
-            raise fields["placements"].wrong("a list that is not empty, or left out")
-    pages = [item.two() for item in fields["num_pages"].items(GROUPS_MAX)]
-    num_pages = tuple((group.text(), count.number(0, PAGES_MAX)) for group, count in pages)
-    if len(dict(num_pages)) != len(num_pages):
-        raise fields["num_pages"].wrong("a list that names each group once")
-    page_tokens, granule = (fields[name].number(1, PAGE_MAX) for name in ("page_tokens", "granule"))
-    order, state_order = (_order(fields[name]) for name in ("order", "state_order"))
-    dtype = fields["dtype"].one_of(ITEM_BYTES)
-    default = fields["num_pages_default"].number(0, PAGES_MAX)
-    storage = (page_tokens, dtype, order, state_order, granule, num_pages, default)
-    return read.built(lambda: Storage(*storage, declared))
-
-
-def _placement(read: _Read) -> DeclaredPlacement:
-    names = ("component", "stage", "tp", "buffer", "buffer_bytes", "offset", "strides", "layer_offsets")
-    fields = read.fields(*names)
-    strides = [item.two() for item in fields["strides"].items(AXES_MAX)]
-    offsets = fields["layer_offsets"].items(LAYERS_MAX)
-    return DeclaredPlacement(
-        component=fields["component"].text(),
-        buffer=_buffer_name(fields["buffer"]),
-        buffer_bytes=fields["buffer_bytes"].number(1, POOL_BYTES_MAX),
-        offset=fields["offset"].number(0, POOL_BYTES_MAX),
-        strides=tuple((axis.text(), stride.number(1, POOL_BYTES_MAX)) for axis, stride in strides),
-        layer_offsets=tuple(item.number(0, POOL_BYTES_MAX) for item in offsets),
-        stage=fields["stage"].number(0, NUM_RANKS_MAX),
-        tp=None if fields["tp"].value is None else fields["tp"].number(0, NUM_RANKS_MAX),
+        wanted = f"expected dims with names of their own, none of {', '.join(AXES)}"
+        raise _wrong(f"{where}.dims", wanted, names)
+    kind, window = fields.extent
+    if (kind == "window") != (window > 0):
+        raise _wrong(f"{where}.extent[1]", "expected a window of 1 or more, and 0 for others", window)
+    extent: Extent = Window(window) if kind == "window" else Full() if kind == "full" else State()
+    return Component(
+        **msgspec.structs.asdict(fields)
+        | {
+            "units": fields.units and Units(*fields.units),
+            "dims": tuple(Dim(*dim) for dim in fields.dims),
+            "extent": extent,
+            "dtype": fields.dtype and _dtype(fields.dtype, f"{where}.dtype"),
+        }
     )
 
 
-def _order(read: _Read) -> Order:
-    return tuple(item.text() for item in read.items(AXES_MAX))
+def _dtype(name: str, where: str) -> str:
+    if name not in ITEM_BYTES:
+        raise _wrong(where, f"expected one of {', '.join(ITEM_BYTES)}", name)
+    return name
+
+
+def _storage(fields: StorageFields, where: str) -> Storage:
+    if len(dict(fields.num_pages)) != len(fields.num_pages):
+        raise _wrong(f"{where}.num_pages", "expected a list that names each group once", fields.num_pages)
+    _dtype(fields.dtype, f"{where}.dtype")
+    declared = () if fields.placements is UNSET else fields.placements
+    placed = tuple(DeclaredPlacement(**msgspec.structs.asdict(placement)) for placement in declared)
+    try:
+        return Storage(**msgspec.structs.asdict(fields) | {"placements": placed})
+    except ConfigError as cause:
+        raise ConfigError(f"{where}: {str(cause)[:TEXT_MAX]}") from None
 
 
 def _check_declared(spec: Spec) -> None:

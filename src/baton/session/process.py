@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from baton.plan.tokens import Ints
 from baton.protocol.ledger import Rectangle
 from baton.protocol.outcomes import Aux, Outcome, Waiting
 from baton.session.endpoint import Endpoint, EndpointConfig
-from baton.session.handles import CopyTiming, Digest, Handle, Receiving, Request, Sending
+from baton.session.handles import CopyTiming, Digest, Handle, Receiving, Sending
 from baton.transport import NOW, Bytes, CudaFence, Fence, HostFence, Transport, open_transport
 from baton.transport.throttled import throttle
 
@@ -96,8 +96,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
 
     key: int
     transfer: str
-    num_tokens: int
-    digest: bytes
+    digest: Digest
     progress_s: float | None
     is_queued: bool
 
@@ -143,16 +142,9 @@ class Receive(msgspec.Struct, frozen=True, array_like=True, tag="receive"):
     """`Endpoint.receive`."""
 
     key: int
-    transfer: str
-    source: str
-    num_tokens: int
-    digest: bytes
-    pages: dict[int, Tables]
-    held: dict[str, int]
-    source_dp: int | None
+    request: bytes
+    """A pickled `Request`; its fence is named beside it."""
     fence: FenceName | None
-    is_verified: bool
-    progress_s: float | None
 
 
 class DeclineTransfer(msgspec.Struct, frozen=True, array_like=True, tag="decline"):
@@ -370,8 +362,7 @@ class EndpointServer:
     def _execute(self, call: Call) -> None:
         match call:
             case Begin():
-                digest = Digest(call.num_tokens, call.digest)
-                send = partial(self.endpoint.send, call.transfer, digest, call.progress_s)
+                send = partial(self.endpoint.send, call.transfer, call.digest, call.progress_s)
                 self._open(call.key, partial(send, is_queued=call.is_queued))
             case Offer():
                 self._offer(call)
@@ -396,7 +387,9 @@ class EndpointServer:
                 if isinstance(handle, Sending | Receiving):
                     handle.abort(call.text)
             case Receive():
-                self._open(call.key, partial(self.endpoint.receive, self._request(call)))
+                # Pickles come from the process that started this one, and from nobody else.
+                request = replace(pickle.loads(call.request), fence=self._fence(call.fence))
+                self._open(call.key, partial(self.endpoint.receive, request))
             case DeclineTransfer():
                 self.endpoint.decline(call.transfer, call.source, call.text)
             case QueueTransfer():
@@ -432,19 +425,6 @@ class EndpointServer:
         if call.table is not None:
             self._tables[call.key] = read_table(call.table)
         sending.ready(call.layers, call.tokens, self._tables[call.key], self._fence(call.fence))
-
-    def _request(self, call: Receive) -> Request:
-        return Request(
-            transfer=call.transfer,
-            source=call.source,
-            digest=Digest(call.num_tokens, call.digest),
-            pages={rank: read_table(table) for rank, table in call.pages.items()},
-            held=call.held,
-            source_dp=call.source_dp,
-            fence=self._fence(call.fence),
-            is_verified=call.is_verified,
-            progress_s=call.progress_s,
-        )
 
     def _fence(self, name: FenceName | None) -> Fence:
         if name is None:

@@ -20,7 +20,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -77,8 +76,6 @@ from baton.transport import NOW, Bytes, CudaFence, Fence
 from baton.transport.shm.segments import create_segment, map_segment
 
 PROGRAM = "from baton.session.process import main; main()"
-OPEN_S_MAX = 120.0
-"""How long the process may take to import what it needs, map the pools and listen."""
 END_S_MAX = 5.0
 
 
@@ -345,7 +342,7 @@ class RemoteEndpoint:
         sending = Sending(transfer_id, digest.num_tokens, self._sendings, _call, self._changed)
         self._handles[key] = sending
         self._sendings.add(sending, key)
-        self._send(Begin(key, transfer_id, digest.num_tokens, digest.value, progress_s, is_queued))
+        self._send(Begin(key, transfer_id, digest, progress_s, is_queued))
         return sending
 
     def receive(self, request: Request) -> Receiving:
@@ -362,21 +359,8 @@ class RemoteEndpoint:
         if not self._claims.has(checked.transfer):
             receiving.claim = self._claims.take(checked)
         self._handles[key] = receiving
-        self._send(
-            Receive(
-                key,
-                checked.transfer,
-                checked.source,
-                checked.digest.num_tokens,
-                checked.digest.value,
-                {rank: pages_as_bytes(_arrays(pages)) for rank, pages in checked.pages.items()},
-                dict(checked.held),
-                checked.source_dp,
-                self._sendings.name_fence(checked.fence),
-                checked.is_verified,
-                checked.progress_s,
-            )
-        )
+        named = self._sendings.name_fence(checked.fence)
+        self._send(Receive(key, pickle.dumps(replace(checked, fence=NOW)), named))
         return receiving
 
     def decline(self, transfer_id: str, source: str, text: str) -> None:
@@ -418,9 +402,7 @@ class RemoteEndpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_open(self) -> None:
@@ -500,10 +482,6 @@ class RemoteEndpoint:
 def _call(job: Callable[[], None]) -> None:
     """The messages of a handle are sent by the thread that calls it."""
     job()
-
-
-def _arrays(pages: Pages) -> dict[str, Ints]:
-    return {group: np.asarray(ids, dtype=np.int64) for group, ids in pages.items()}
 
 
 def _is_same(ids: Any, last: Ints) -> bool:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from baton.plan.cache import Component
 from baton.plan.checker import Holdings, has_tokens
+from baton.plan.content import mix
 from baton.plan.dtypes import convert, item_bytes
 from baton.plan.execution import Bytes
 from baton.plan.ownership import Spec, buffers, page_spaces, placements, space_sizes
@@ -62,7 +63,7 @@ class ComponentContent:
     def values(self, salt: int, layers: Ints, entries: Ints, dtype: str) -> Bytes:
         """The elements of a prompt, one row of bytes each, in the dtype in which they were computed."""
         size = item_bytes(dtype)
-        mixed = _mix(self.hashes[layers][:, entries] ^ np.uint64(salt)) >> np.uint64(64 - 8 * size)
+        mixed = mix(self.hashes[layers][:, entries] ^ np.uint64(salt)) >> np.uint64(64 - 8 * size)
         finite = (mixed & np.uint64(_FINITE[size])).astype(f"<u{size}")
         return np.ascontiguousarray(finite.reshape(-1, 1)).view(np.uint8)
 
@@ -98,7 +99,7 @@ def _component(spec: Spec, rank: int, number: int, at: Placement, num_tokens: in
     hashes = np.asarray(number + 1, dtype=np.uint64)
     for names, steps in along:
         offsets = np.add.outer(offsets, steps)
-        hashes = _mix(np.add.outer(hashes * np.uint64(0x9E3779B97F4A7C15), names.astype(np.uint64)))
+        hashes = mix(np.add.outer(hashes * np.uint64(0x9E3779B97F4A7C15), names.astype(np.uint64)))
     shape = (len(held.layers), len(tokens), -1) if hashes.size else (len(held.layers), len(tokens), 1)
     return ComponentContent(
         component=component,
@@ -122,13 +123,6 @@ def _layer_starts(at: Placement, num_layers: int) -> Ints:
 def _owned(spec: Spec, component: Component, rank: int, num_tokens: int) -> NDArray[np.bool_]:
     cp = spec.layout.coordinates(rank)["cp"]
     return has_tokens(spec, component, cp, component.extent.num_entries(num_tokens))
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection that spreads neighbouring values (the finaliser of splitmix64)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(values ^ (values >> np.uint64(31)), dtype=np.uint64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,7 +258,6 @@ class SimTransport:
         self.capabilities = Capabilities(
             reach=Reach.PROCESS,
             places=frozenset({Place.HOST}),
-            batch_spans_max=2**31,
             can_refuse_strangers=True,
             can_enforce_grants=strength.can_enforce_grants,
             can_revoke=strength.can_revoke,

@@ -71,8 +71,6 @@ class Capabilities:
 
     reach: Reach
     places: frozenset[Place]
-    batch_spans_max: int
-    """Spans that the backend takes at once; the transport splits larger batches."""
     can_refuse_strangers: bool
     """Whether a peer without an invitation cannot write; if not, the network has to be trusted."""
     can_enforce_grants: bool

@@ -92,7 +92,6 @@ class MemoryTransport(BaseTransport[MemoryConnection, MemoryWriter]):
     capabilities = Capabilities(
         reach=Reach.PROCESS,
         places=frozenset({Place.HOST}),
-        batch_spans_max=2**31,
         can_refuse_strangers=True,
         can_enforce_grants=True,
         can_revoke=True,

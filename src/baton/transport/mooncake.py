@@ -300,7 +300,6 @@ class MooncakeTransport(LibraryTransport):
     capabilities = Capabilities(
         reach=Reach.ANYWHERE,
         places=frozenset({Place.HOST, Place.CUDA}),
-        batch_spans_max=Mooncake.limits.post_spans_max * Mooncake.limits.num_posts_max,
         can_refuse_strangers=False,
         can_enforce_grants=False,
         can_revoke=True,

@@ -252,7 +252,6 @@ class NixlTransport(LibraryTransport):
     capabilities = Capabilities(
         reach=Reach.ANYWHERE,
         places=frozenset({Place.HOST, Place.CUDA}),
-        batch_spans_max=Nixl.limits.post_spans_max,
         can_refuse_strangers=False,
         can_enforce_grants=False,
         can_revoke=False,

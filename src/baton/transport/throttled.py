@@ -31,26 +31,19 @@ from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 from baton.errors import ConfigError
 from baton.transport.base import (
     DEADLINE_S,
     Batch,
-    Bytes,
     Capabilities,
-    Counters,
-    Description,
     Done,
     Event,
     FailedQuiet,
     Fence,
-    Invitation,
     Landed,
     Peer,
-    Ranges,
-    Region,
-    RevokeResult,
     Ticket,
     Transport,
 )
@@ -145,49 +138,10 @@ class TransportWrapper(ABC):
     def end_held(self, peer: Peer | None, cause: str) -> None:
         """With the lock held: ends tickets of a peer, or all, that the inner transport is done with."""
 
-    @property
-    def name(self) -> str:
-        """The inner name: a wrapped end and a plain one can connect."""
-        return self.inner.name
-
-    @property
-    def incarnation(self) -> str:
-        return self.inner.incarnation
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.inner.capabilities
-
-    def allocate(self, num_bytes: int) -> Bytes:
-        return self.inner.allocate(num_bytes)
-
-    def adopt(self, fd: int, num_bytes: int) -> Bytes:
-        return self.inner.adopt(fd, num_bytes)
-
-    def register(self, buffer: object) -> Region:
-        return self.inner.register(buffer)
-
-    def unregister(self, region: Region) -> None:
-        self.inner.unregister(region)
-
-    def invite(self) -> Invitation:
-        return self.inner.invite()
-
-    def grant(self, peer: Peer, region: Region, ranges: Ranges) -> int:
-        return self.inner.grant(peer, region, ranges)
-
-    def ungrant(self, peer: Peer, grant: int) -> RevokeResult:
-        return self.inner.ungrant(peer, grant)
-
-    def revoke(self, peer: Peer) -> RevokeResult:
-        """The inner result holds: everything that a wrapper sends crosses the inner connection."""
-        return self.inner.revoke(peer)
-
-    def is_unchecked(self, peer: Peer, region: Region) -> bool:
-        return self.inner.is_unchecked(peer, region)
-
-    def connect(self, description: Description) -> Peer:
-        return self.inner.connect(description)
+    def __getattr__(self, name: str) -> Any:
+        """All else is the inner transport's: a wrapped end and a plain one can connect, and a revocation
+        holds, since all that a wrapper sends crosses the inner connection."""
+        return getattr(self.inner, name)
 
     def disconnect(self, peer: Peer) -> None:
         self.inner.disconnect(peer)
@@ -200,9 +154,6 @@ class TransportWrapper(ABC):
 
     def fileno(self) -> int:
         return self.events.fileno()
-
-    def counters(self) -> Counters:
-        return self.inner.counters()
 
     def close(self) -> None:
         with self.lock:
@@ -502,4 +453,4 @@ def throttle(
     clock: Clock | None = None,
 ) -> Transport:
     """Puts a transport behind a link of this speed; the wrapper owns the inner transport from now on."""
-    return Throttled(inner, ThrottledConfig(bytes_per_s, latency_s, is_shared), clock)
+    return cast(Transport, Throttled(inner, ThrottledConfig(bytes_per_s, latency_s, is_shared), clock))

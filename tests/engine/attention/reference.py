@@ -18,8 +18,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, position: int, options: HeadOptions)
     for head in range(q.shape[0]):
         keys = k[lowest : position + 1, head // group].double()
         scores = keys @ q[head].double() * options.scale
-        if options.softcap is not None:
-            scores = torch.tanh(scores / options.softcap) * options.softcap
         if options.sinks is not None:
             scores = torch.cat((scores, options.sinks[head : head + 1].double()))
         shares = scores.softmax(0)[: len(keys)]

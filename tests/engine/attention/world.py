@@ -35,11 +35,10 @@ GROUPS = {0: 3, 1: 1, 2: 2, 3: 3, 4: 1, 5: 2}
 
 
 def options(layer: int, device: torch.device = CPU) -> HeadOptions:
-    """Layers 3 on keep a window; caps and sinks on some of both."""
+    """Layers 3 on keep a window; sinks on some of both."""
     num_heads = UNITS * GROUPS[layer]
     sinks = torch.linspace(-1, 2, num_heads, device=device) if layer in (2, 4) else None
-    softcap = 1.5 if layer in (1, 5) else None
-    return HeadOptions(0.3, WINDOW if layer >= 3 else None, softcap, sinks)
+    return HeadOptions(0.3, WINDOW if layer >= 3 else None, sinks)
 
 
 def cache(value_dim: int) -> Cache:

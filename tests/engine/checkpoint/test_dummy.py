@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 from safetensors import safe_open
-from tests.engine.checkpoint.slices import check_slices
+from tests.engine.checkpoint.slices import check_slices, num_parameters, weight_bytes
 from tests.engine.tiny import FAMILIES, tiny
 
-from baton.engine.checkpoint import num_parameters, open_checkpoint, weight_bytes
+from baton.engine.checkpoint import open_checkpoint
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 

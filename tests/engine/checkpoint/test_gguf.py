@@ -10,13 +10,13 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize, quantize
 from tests.engine.checkpoint.packed import pack
-from tests.engine.checkpoint.slices import check_slices
+from tests.engine.checkpoint.slices import check_slices, num_parameters
 from tests.engine.tiny import oracle, tiny
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from baton.engine.checkpoint import num_parameters, open_checkpoint
+from baton.engine.checkpoint import open_checkpoint
 from baton.engine.checkpoint.gguf import GgufHeader
 from baton.errors import ConfigError
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.engine.checkpoint.slices import check_slices
+from tests.engine.checkpoint.slices import check_slices, num_parameters, weight_bytes
 from tests.engine.tiny import tiny
 
-from baton.engine.checkpoint import num_parameters, open_checkpoint, weight_bytes
+from baton.engine.checkpoint import open_checkpoint
 from baton.engine.checkpoint.safetensors import INDEX, SINGLE
 from baton.errors import ConfigError
 
@@ -43,7 +43,6 @@ def test_reads_what_was_saved(folder: Path):
         assert torch.equal(checkpoint.read(name), tensor)
     assert num_parameters(checkpoint) == sum(tensor.numel() for tensor in saved.values())
     assert weight_bytes(checkpoint) == 4 * num_parameters(checkpoint)
-    assert weight_bytes(checkpoint, torch.bfloat16, lambda name: name == Q) == 2 * 48 * 48
     assert checkpoint.config["model_type"] == "llama"
     assert checkpoint.generation_config["eos_token_id"] == 2
 

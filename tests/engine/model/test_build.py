@@ -42,7 +42,7 @@ def test_older_names_and_lists_are_read() -> None:
         ({"model_type": "gpt2"}, f"'gpt2' is not supported; use a model of one of {', '.join(_families())}"),
         ({}, "model_type None is not supported"),
         (config_of("llama", hidden_size=None), "hidden_size is missing"),
-        (config_of("llama", num_key_value_heads=4), "must be a multiple of the 4 kv heads"),
+        (config_of("llama", num_key_value_heads=4), "num_key_value_heads is 4; it must divide"),
         (config_of("llama", hidden_act="relu6"), "hidden_act is 'relu6'; use one of silu"),
         (config_of("llama", partial_rotary_factor=0.5), "partial_rotary_factor turns 4 of 8"),
         (config_of("llama", dtype="int8"), "dtype is 'int8'; use one of float32"),

@@ -139,7 +139,7 @@ def run(
         control_s=[one.control_s for one in alone],
         num_at_once=min(tally["num_at_once_max"] for tally in tallies),
         num_transfers=workload.num_slots * num_rounds,
-        num_failed=sum(sum(tally["failures"].values()) + tally["num_aborted"] for tally in tallies),
+        num_failed=sum(sum(tally["failures"].values()) for tally in tallies),
         num_held=sum(len(tally["held"]) for tally in tallies),
         num_bytes=sum(tally["num_bytes"] for tally in tallies),
         num_right=sum(tally["num_right"] for tally in tallies),

@@ -25,7 +25,7 @@ from baton.plan.ownership import buffers
 from baton.protocol.outcomes import Aux, Failed, State
 from baton.protocol.timings import Timings
 from baton.session.endpoint import Endpoint, EndpointConfig
-from baton.session.handles import Digest, Handle, Receiving, Request, Sending, prompt_digest
+from baton.session.handles import Digest, Handle, Request, Sending, prompt_digest
 from baton.supervisor import reply, serve_calls
 from baton.transport import Transport, open_transport, parse_transport
 from baton.transport.throttled import throttle
@@ -150,10 +150,10 @@ class BenchRank:
         self.endpoint.on_change(load.changed)
         return load.run()
 
-    def start(self, transfer: str, slot: int, salt: int, is_central: bool = False) -> bool:
+    def start(self, transfer: str, slot: int, salt: int) -> bool:
         """This rank's part of a transfer whose content is all ready."""
         if self.config.side == "target":
-            return self.receive(transfer, slot, ranks=None if is_central else [self.config.rank])
+            return self.receive(transfer, slot, ranks=[self.config.rank])
         self.fill(slot, salt)
         self.send(transfer)
         layers = own_layers(self.config.workload, self.config.rank)
@@ -191,13 +191,6 @@ class BenchRank:
             is_verified=is_verified,
         )
         self.handles[transfer] = self.endpoint.receive(request)
-        return True
-
-    def abort(self, transfer: str) -> bool:
-        """Aborts a transfer."""
-        handle = self.handles[transfer]
-        assert isinstance(handle, Sending | Receiving)
-        handle.abort("aborted by the benchmark")
         return True
 
     def close(self) -> bool:

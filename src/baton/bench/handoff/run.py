@@ -162,7 +162,6 @@ def show(report: HandoffReport, path: Path) -> None:
     for note in report.notes:
         console.print(f"note: {note}", markup=False, highlight=False)
     write(path, report.as_json())
-    print(f"written to {path}")
     if isinstance(report, HandoffResult):
         events, picture = path.with_suffix(".trace.json"), path.with_suffix(".png")
         events.write_text(json.dumps(trace([report.timeline])) + "\n")

@@ -3,18 +3,16 @@
 Both sides name the transfers by slot and round, so neither waits for the other. Each target rank names the
 pages of its own pools, as an engine without a common scheduler does; or one rank names all of them. The
 content of a slot differs in every round, and every target rank compares it before the pages are used again.
-Some transfers are aborted on purpose.
 """
 
 from __future__ import annotations
 
-import random
 import threading
 from dataclasses import asdict, dataclass, field
 from time import monotonic
 from typing import Any, Protocol
 
-from baton.protocol.outcomes import Failed, Ready, State, Why
+from baton.protocol.outcomes import Failed, Ready, State
 from baton.session.handles import Handle
 
 
@@ -26,12 +24,6 @@ class StressOptions:
     num_slots: int
     num_rounds: int
     timeout_s: float = 120.0
-    abort_share: float = 0.0
-    """The share of transfers that this rank aborts, at a random time up to `abort_s_max`."""
-    abort_s_max: float = 0.05
-    seed: int = 0
-    is_central: bool = False
-    """Whether one target rank names the pages of all; the other target ranks take no part."""
 
     def transfer(self, slot: int, round_index: int) -> str:
         """The transfer id, the same on both sides."""
@@ -47,14 +39,11 @@ class StressRank(Protocol):
 
     handles: dict[str, Handle]
 
-    def start(self, transfer: str, slot: int, salt: int, is_central: bool = False) -> bool:
+    def start(self, transfer: str, slot: int, salt: int) -> bool:
         """Starts this rank's part of a transfer, with all content ready."""
 
     def compare(self, slot: int, salt: int) -> list[int]:
         """Number of bytes that should have arrived, and of those that are right."""
-
-    def abort(self, transfer: str) -> bool:
-        """Aborts a transfer."""
 
 
 @dataclass(slots=True)
@@ -62,12 +51,9 @@ class StressTally:
     """The outcomes at one rank."""
 
     num_ready: int = 0
-    num_aborted: int = 0
     failures: dict[str, int] = field(default_factory=dict)
     num_bytes: int = 0
     num_right: int = 0
-    last: list[tuple[int, int]] = field(default_factory=list)
-    """Slot and salt of the transfers of the last round that became ready."""
     held: list[str] = field(default_factory=list)
     """Transfers whose pages were not released in time, with their state."""
     elapsed_s: float = 0.0
@@ -78,8 +64,6 @@ class StressTally:
         match state:
             case Ready():
                 self.num_ready += 1
-            case Failed(cause=cause) if cause.why is Why.ABORTED:
-                self.num_aborted += 1
             case Failed(cause=cause):
                 self._fail(str(cause))
             case _:
@@ -96,8 +80,6 @@ class StressRun:
         self._rank, self._options, self._is_target = rank, options, is_target
         self._changed = threading.Event()
         self._rounds: dict[int, int] = {}
-        self._aborts_s: dict[str, float] = {}
-        self._random = random.Random(options.seed)
         self.tally = StressTally()
 
     def changed(self, handle: Handle) -> None:
@@ -109,49 +91,44 @@ class StressRun:
         start_s = monotonic()
         limit_s = start_s + self._options.timeout_s
         for slot in range(self._options.num_slots):
-            self._begin(slot, 0)
+            self.begin(slot, 0)
         while self._rounds and monotonic() < limit_s:
-            self._changed.wait(self._pause_s(limit_s))
+            self._changed.wait(self.pause_s(limit_s))
             self._changed.clear()
-            self._look()
+            self.look()
         self.tally.elapsed_s = monotonic() - start_s
         for slot, round_index in self._rounds.items():
             transfer = self._options.transfer(slot, round_index)
             self.tally.held.append(f"{transfer}: {self._rank.handles[transfer].state}")
         return asdict(self.tally)
 
-    def _begin(self, slot: int, round_index: int) -> None:
+    def begin(self, slot: int, round_index: int) -> None:
+        """Starts a slot's next transfer."""
         options = self._options
         transfer = options.transfer(slot, round_index)
         self._rounds[slot] = round_index
-        self._rank.start(transfer, slot, options.salt(slot, round_index), options.is_central)
+        self._rank.start(transfer, slot, options.salt(slot, round_index))
         self.tally.num_at_once_max = max(self.tally.num_at_once_max, len(self._rounds))
-        if self._random.random() < options.abort_share:
-            self._aborts_s[transfer] = monotonic() + self._random.uniform(0, options.abort_s_max)
 
-    def _pause_s(self, limit_s: float) -> float:
-        return max(0.0, min([limit_s, *self._aborts_s.values()]) - monotonic())
+    def pause_s(self, limit_s: float) -> float:
+        """How long nothing is to be done unless a handle changes."""
+        return max(0.0, limit_s - monotonic())
 
-    def _look(self) -> None:
-        now_s = monotonic()
-        for transfer in [name for name, when_s in self._aborts_s.items() if when_s <= now_s]:
-            del self._aborts_s[transfer]
-            self._rank.abort(transfer)
+    def look(self) -> None:
+        """Ends what is over."""
         for slot, round_index in list(self._rounds.items()):
-            transfer = self._options.transfer(slot, round_index)
-            handle = self._rank.handles[transfer]
-            if handle.is_released and transfer not in self._aborts_s:
-                self._end(slot, round_index, handle)
+            handle = self._rank.handles[self._options.transfer(slot, round_index)]
+            if handle.is_released:
+                self.end(slot, round_index, handle)
 
-    def _end(self, slot: int, round_index: int, handle: Handle) -> None:
+    def end(self, slot: int, round_index: int, handle: Handle) -> None:
+        """Counts a transfer, and starts the next one of its slot."""
         self.tally.count(handle.state)
         if self._is_target and isinstance(handle.state, Ready):
             num_bytes, num_right = self._rank.compare(slot, self._options.salt(slot, round_index))
             self.tally.num_bytes += num_bytes
             self.tally.num_right += num_right
-            if round_index + 1 == self._options.num_rounds:
-                self.tally.last.append((slot, self._options.salt(slot, round_index)))
         del self._rank.handles[handle.transfer]
         del self._rounds[slot]
         if round_index + 1 < self._options.num_rounds:
-            self._begin(slot, round_index + 1)
+            self.begin(slot, round_index + 1)

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from time import monotonic, perf_counter, process_time
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -174,9 +173,7 @@ class ClientMeter:
         self._task = asyncio.create_task(self._probe_lag())
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._task is not None
         self._task.cancel()
         with suppress(asyncio.CancelledError):

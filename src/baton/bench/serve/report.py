@@ -12,12 +12,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from baton.bench.record import write
+from baton.bench.record import show_picture, write
 from baton.bench.serve.client import Percentiles, RequestTiming, Slo, percentiles_of
 from baton.bench.serve.load import LoadResult, LoadSpec
-from baton.observe.plotting import NO_MATPLOTLIB, load_pyplot
 
 FIGURES = ("ttft", "tth", "itl", "tpot", "e2e", "late")
+TRACED = ("status", "intended_s", "late_s", "ttft_s", "tth_s", "e2e_s", "num_prompt", "num_answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,20 +142,7 @@ def record_of(result: LoadResult, summary: LoadSummary, load: LoadSpec, slo: Slo
         "slo": dict(slo.bounds) if slo is not None else None,
         "summary": summary.as_json(),
         "client": result.overhead.as_json(),
-        "traces": [_timing_json(timing) for timing in result.timings],
-    }
-
-
-def _timing_json(timing: RequestTiming) -> dict[str, Any]:
-    return {
-        "status": timing.status,
-        "intended_s": timing.intended_s,
-        "late_s": timing.late_s,
-        "ttft_s": timing.ttft_s,
-        "tth_s": timing.tth_s,
-        "e2e_s": timing.e2e_s,
-        "num_prompt": timing.num_prompt,
-        "num_answer": timing.num_answer,
+        "traces": [{name: getattr(timing, name) for name in TRACED} for timing in result.timings],
     }
 
 
@@ -172,20 +159,15 @@ def show(
     print(load)
     Console(width=max(Console().width, 100)).print(table_of(summary, "baton bench serve"))
     write(path, record_of(result, summary, load, slo))
-    print(f"written to {path}")
     if picture is not None:
-        is_drawn = draw(result.timings, picture, str(load))
-        print(f"drawn in {picture}" if is_drawn else NO_MATPLOTLIB)
+        show_picture(picture, lambda pyplot: paint(pyplot, result.timings, str(load)))
     print(result.overhead)
     for line in lines_of(summary, slo):
         print(line)
 
 
-def draw(timings: Sequence[RequestTiming], path: Path, title: str) -> bool:
-    """Share of requests by ttft and e2e, share of tokens by gap, ttft over time; False without matplotlib."""
-    pyplot = load_pyplot()
-    if pyplot is None:
-        return False
+def paint(pyplot: Any, timings: Sequence[RequestTiming], title: str) -> Any:
+    """Share of requests by ttft and e2e, share of tokens by gap, ttft over time."""
     good = [timing for timing in timings if timing.is_ok]
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(12.0, 3.6), layout="constrained")
     first = [timing.ttft_s for timing in good if timing.ttft_s is not None]
@@ -198,22 +180,14 @@ def draw(timings: Sequence[RequestTiming], path: Path, title: str) -> bool:
     for axes, words in ((left, "share of requests"), (middle, "share of tokens"), (right, "ttft (s)")):
         _label(axes, "seconds" if axes is not right else "intended at (s)", words)
     left.legend(frameon=False, fontsize=8)
-    _save(pyplot, figure, path, title)
-    return True
+    figure.suptitle(title, fontsize=9)
+    return figure
 
 
 def _label(axes: Any, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(linewidth=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _save(pyplot: Any, figure: Any, path: Path, title: str) -> None:
-    figure.suptitle(title, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
 
 
 def _shares(axes: Any, values: Sequence[float], label: str) -> None:

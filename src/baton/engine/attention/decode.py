@@ -17,7 +17,7 @@ from baton.engine.models.base import HeadOptions
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: HeadOptions) -> Tensor:
     """q (n, heads, c), k and v (n, units, keys, c), bias (n, 1, keys) -> (n, heads, value channels)."""
-    if options.softcap is not None or options.sinks is not None or v.shape[-1] != k.shape[-1]:
+    if options.sinks is not None or v.shape[-1] != k.shape[-1]:
         part = attend_partly(q, k, v, bias, options)
         out = part.out if options.sinks is None else softmax.with_sinks(part, options.sinks)
         return out.to(q.dtype)

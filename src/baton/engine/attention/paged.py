@@ -84,7 +84,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, table: PageTable, options: HeadOptio
         parts,
         weights,
         options.scale,
-        options.softcap or 0.0,
         *q.stride()[:2],
         *k.stride()[:3],
         *v.stride()[:3],
@@ -97,7 +96,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, table: PageTable, options: HeadOptio
         VALUES=num_values,
         BLOCK_VALUES=max(16, triton.next_power_of_2(num_values)),
         WINDOW=options.window or 0,
-        HAS_CAP=options.softcap is not None,
         SPLITS=splits,
         BLOCK_KEYS=BLOCK_KEYS,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
@@ -192,12 +190,12 @@ def _span(lengths, row, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK
 
 @triton.jit
 def _attend_heads(
-    q, k, v, pages, lengths, parts, weights, scale, cap,
+    q, k, v, pages, lengths, parts, weights, scale,
     q_row_stride, q_head_stride,
     k_page_stride, k_unit_stride, k_token_stride, v_page_stride, v_unit_stride, v_token_stride, table_stride,
     GROUP: tl.constexpr, BLOCK_GROUP: tl.constexpr, PAGE: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, VALUES: tl.constexpr, BLOCK_VALUES: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, SPLITS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     row, unit, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -230,8 +228,6 @@ def _attend_heads(
                 other=0.0,
             ).to(queries.dtype)
             scores = tl.dot(queries, keys, input_precision=PRECISION) * scale
-            if HAS_CAP:
-                scores = cap * (2.0 / (1.0 + tl.exp(-2.0 * scores / cap)) - 1.0)
             scores = tl.where(is_key[None], scores, float("-inf"))
             highest = tl.maximum(top, tl.max(scores, 1))
             shares = tl.exp(scores - highest[:, None])

@@ -1,7 +1,7 @@
 """Attention of several rows of one sequence over contiguous keys.
 
 A first chunk sees only itself, and a chunk without a window goes to the fused causal kernel in one call. With
-a window, a cap or sinks, rows are computed block by block over the keys that the block can see, so that no
+a window or sinks, rows are computed block by block over the keys that the block can see, so that no
 mask or score grows with the square of the prompt.
 """
 
@@ -44,7 +44,7 @@ class ChunkInputs:
 
 def attend(inputs: ChunkInputs, window: int | None, options: HeadOptions, masks: Masks) -> Tensor:
     """(rows, heads, value channels); the last row sits at the last key."""
-    if options.softcap is not None or options.sinks is not None:
+    if options.sinks is not None:
         return _spelled_out(inputs, window, options, masks)
     if window is None or inputs.num_keys <= window:
         is_first = inputs.num_rows == inputs.num_keys

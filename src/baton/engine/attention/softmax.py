@@ -1,6 +1,6 @@
 """Softmax attention without fused kernels, in float32, for what those cannot do.
 
-It caps scores, adds sinks, and returns the weight of its keys (the logarithm of the sum of exponentials), so
+It adds sinks, and returns the weight of its keys (the logarithm of the sum of exponentials), so
 that partial results over parts of the keys can be merged.
 """
 
@@ -35,8 +35,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, options: HeadOp
     shape = q.shape[2:4]
     scores = torch.matmul(q.flatten(2, 3).float(), k.float().mT).mul_(options.scale)
     scores = torch.unflatten(scores, 2, shape)
-    if options.softcap is not None:
-        scores = torch.tanh(scores / options.softcap) * options.softcap
     if bias is not None:
         scores = scores + bias[:, None, None]
     top = scores.amax(-1, keepdim=True).clamp_min(_LOWEST)

@@ -6,7 +6,7 @@ MODEL is a folder with config.json and safetensors, a GGUF file or a folder with
 
 from __future__ import annotations
 
-from baton.engine.checkpoint.base import Checkpoint, Index, num_parameters, weight_bytes
+from baton.engine.checkpoint.base import Checkpoint, Index
 from baton.engine.checkpoint.opening import open_checkpoint
 
-__all__ = ["Checkpoint", "Index", "num_parameters", "open_checkpoint", "weight_bytes"]
+__all__ = ["Checkpoint", "Index", "open_checkpoint"]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -159,25 +158,3 @@ def refuse_quantised(config: Mapping[str, Any], where: str) -> None:
         f"{where}: the weights are quantised ({method}), which is not supported; "
         "use a checkpoint in bf16, fp16 or fp32, or a GGUF file"
     )
-
-
-# How large a checkpoint is, from names and shapes alone.
-
-
-def num_parameters(checkpoint: Checkpoint) -> int:
-    """Numbers in all tensors; a tied head counts once."""
-    return sum(math.prod(checkpoint.shape(name) or (0,)) for name in checkpoint.names())
-
-
-def weight_bytes(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype | None = None,
-    is_counted: Callable[[str], bool] = lambda name: True,
-) -> int:
-    """Bytes of the tensors in memory as `dtype`, or as `read` gives them; some tensors only, if asked."""
-    total = 0
-    for name in checkpoint.names():
-        each = dtype or checkpoint.dtype(name)
-        if each is not None and is_counted(name):
-            total += math.prod(checkpoint.shape(name) or (0,)) * each.itemsize
-    return total

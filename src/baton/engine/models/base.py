@@ -32,7 +32,6 @@ class HeadOptions:
 
     scale: float
     window: int | None = None
-    softcap: float | None = None
     sinks: Tensor | None = None
     """One learned logit per query head of this rank that takes part in the softmax and has no value."""
 

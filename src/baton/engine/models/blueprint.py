@@ -15,8 +15,10 @@ from baton.engine.models.mlp import NAMES, DenseSpec
 from baton.engine.models.moe import MoeSpec, Rule
 from baton.engine.models.rope import RopeSpec, read_rope, rope_values, yarn_amplitude
 from baton.engine.models.weights import Loader
-
-FULL, SLIDING = "full_attention", "sliding_attention"
+from baton.plan.kinds import Paged
+from baton.plan.models.families.attention import heads_and_dim
+from baton.plan.models.fields import Reader
+from baton.plan.ranges import to_ids
 
 
 class LayerSpec(Protocol):
@@ -86,12 +88,7 @@ def read_dense(fields: ModelFields, has_bias: bool = False) -> DenseSpec:
 def read_gqa(fields: ModelFields, *, is_partly_turned: bool = False) -> GqaSpec:
     """The attention of layers that cache keys and values, without bias, norm or window."""
     hidden, num_heads = fields.number("hidden_size"), fields.number("num_attention_heads")
-    num_kv_heads = fields.number_or_none("num_key_value_heads") or num_heads
-    if num_heads % num_kv_heads:
-        raise fields.refusal(
-            f"num_attention_heads is {num_heads}; it must be a multiple of the {num_kv_heads} kv heads"
-        )
-    head_dim = fields.number_or_none("head_dim") or hidden // num_heads
+    num_kv_heads, head_dim = heads_and_dim(fields)
     rope = read_rope(fields, head_dim)
     if rope.dim != head_dim and not is_partly_turned:
         raise fields.refusal(
@@ -101,23 +98,13 @@ def read_gqa(fields: ModelFields, *, is_partly_turned: bool = False) -> GqaSpec:
     return GqaSpec(hidden, num_heads, num_kv_heads, head_dim, rope)
 
 
-def read_pattern(fields: ModelFields) -> list[str]:
-    """Which layers are full and which have a window: every sliding_window_pattern-th is full."""
-    kinds = fields.per_layer("layer_types", (FULL, SLIDING))
-    if kinds is not None:
-        return kinds
-    period = fields.number("sliding_window_pattern")
-    return [SLIDING if (i + 1) % period else FULL for i in range(fields.num_layers)]
-
-
-def read_windows(fields: ModelFields) -> list[int | None]:
-    """The window of each layer, as Qwen2 and Qwen3 spell it."""
-    window = fields.number_or_none("sliding_window") if fields.flag("use_sliding_window") else None
-    kinds = fields.per_layer("layer_types", (FULL, SLIDING))
-    if kinds is None:
-        first = fields.number("max_window_layers", least=0)
-        kinds = [SLIDING if i >= first else FULL for i in range(fields.num_layers)]
-    return [window if kind == SLIDING else None for kind in kinds]
+def read_windows(fields: ModelFields, read: Reader) -> list[int | None]:
+    """The window of each layer, by the reader of what the family caches."""
+    windows: dict[int, int | None] = {}
+    for kind, layers in read(fields):
+        assert isinstance(kind, Paged)
+        windows |= dict.fromkeys(to_ids(layers), kind.window or None)
+    return [windows[layer] for layer in range(fields.num_layers)]
 
 
 # What the DeepSeek families share: latent attention, and mixtures that begin after some dense layers.

@@ -99,7 +99,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     ttl_s: Annotated[float, Meta(gt=0, le=TTL_S_MAX)] = TTL_S
 
     @property
-    def shared(self) -> dict[str, object]:
+    def shared(self) -> dict[str, Any]:
         """What all members of one epoch agree on."""
         names = ("role", "layout", "coordinator", "fingerprint", "transport", "url")
         return {name: getattr(self, name) for name in names}

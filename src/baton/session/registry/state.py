@@ -269,13 +269,8 @@ class RegistryState:
         first = next(iter(held.members.values()))
         return Roster(
             instance=name,
-            role=first.role,
             epoch=first.epoch,
-            layout=first.layout,
-            coordinator=first.coordinator,
-            fingerprint=first.fingerprint,
-            transport=first.transport,
-            url=first.url,
+            **first.shared,
             ranks=tuple(sorted(held.members)),
             loads=tuple(held.loads),
             is_complete=held.is_complete,

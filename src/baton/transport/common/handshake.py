@@ -18,8 +18,10 @@ import hashlib
 import hmac
 import secrets
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from baton.errors import TransportError
 from baton.transport.base import Description
 
 CONNECT_PROBE = b"\0"
@@ -51,6 +53,20 @@ def make_hello(description: Description, stream: int, challenge: bytes) -> bytes
     hello = Hello(incarnation, description.peer, stream, nonce, b"")
     proof = _prove(b"source", description.secret, hello, challenge)
     return _HELLO.pack(_MAGIC, incarnation, description.peer, stream, nonce, proof)
+
+
+def introduce(
+    description: Description,
+    stream: int,
+    send: Callable[[bytes], object],
+    receive: Callable[[int], bytes | bytearray],
+) -> None:
+    """The source's side of a handshake; raises TransportError where the target does not prove itself."""
+    challenge = bytes(receive(CHALLENGE_BYTES))
+    hello = make_hello(description, stream, challenge)
+    send(hello)
+    if not verify_welcome(bytes(receive(WELCOME_BYTES)), description, hello, challenge):
+        raise TransportError("it did not accept this invitation")
 
 
 def read_hello(raw: bytes) -> Hello | None:

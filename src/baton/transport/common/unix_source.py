@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from baton.errors import TransportError
 from baton.transport.base import DEADLINE_S, Description, Peer
-from baton.transport.common.handshake import CHALLENGE_BYTES, WELCOME_BYTES, make_hello, verify_welcome
+from baton.transport.common.handshake import introduce
 from baton.transport.common.threads import Watcher, WorkerThread
 from baton.transport.common.tickets import Job, Tickets
 from baton.transport.common.unix_messages import MessageKind, UnixMessage, receive_message, send_message
@@ -109,17 +109,14 @@ class UnixConnection(ABC):
         self.sock.setblocking(False)
         try:
             self.retry(partial(self.sock.connect, f"\0{description.address}"), select.POLLOUT, DEADLINE_S)
-            challenge = self.retry(partial(self.sock.recv, CHALLENGE_BYTES), select.POLLIN, DEADLINE_S)
-            hello = make_hello(description, 0, challenge)
-            self.sock.send(hello)
-            welcome = self.retry(partial(self.sock.recv, WELCOME_BYTES), select.POLLIN, DEADLINE_S)
-        except OSError as cause:
+            introduce(description, 0, self.sock.send, self._receive)
+        except (OSError, TransportError) as cause:
             self.lose(f"cannot connect to {description.address}: {cause}")
             return
-        if not verify_welcome(welcome, description, hello, challenge):
-            self.lose(f"{description.address} did not accept this invitation")
-            return
         self.watcher.watch(self.sock.fileno(), select.EPOLLRDHUP, self._on_hangup)
+
+    def _receive(self, num_bytes: int) -> bytes:
+        return self.retry(partial(self.sock.recv, num_bytes), select.POLLIN, DEADLINE_S)
 
     def _on_hangup(self, mask: int) -> None:
         """On the watcher's thread: the target died, or wants this source to leave."""

@@ -82,7 +82,6 @@ class CudaIpcTransport(UnixTransport[CudaIpcConnection, CudaIpcWriter]):
     capabilities = Capabilities(
         reach=Reach.HOST,
         places=frozenset({Place.CUDA}),
-        batch_spans_max=2**31,
         can_refuse_strangers=True,
         can_enforce_grants=False,
         can_revoke=False,

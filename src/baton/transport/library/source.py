@@ -27,13 +27,7 @@ from baton.transport.base import (
     FailedUnknown,
     Peer,
 )
-from baton.transport.common.handshake import (
-    CHALLENGE_BYTES,
-    CONNECT_PROBE,
-    WELCOME_BYTES,
-    make_hello,
-    verify_welcome,
-)
+from baton.transport.common.handshake import CONNECT_PROBE, introduce
 from baton.transport.common.spans import are_inside, coalesce, cut, split
 from baton.transport.common.threads import Watcher, WorkerThread
 from baton.transport.common.tickets import CANCELLED, Job, Tickets
@@ -99,12 +93,12 @@ class LibraryConnection:
         try:
             self._connect_socket(sock, (host.strip("[]"), int(port)))
             self._send(sock, CONNECT_PROBE, DEADLINE_S)
-            challenge = self._receive(sock, CHALLENGE_BYTES, DEADLINE_S)
-            hello = make_hello(description, 0, challenge)
-            self._send(sock, hello, DEADLINE_S)
-            welcome = self._receive(sock, WELCOME_BYTES, DEADLINE_S)
-            if not verify_welcome(welcome, description, hello, challenge):
-                raise TransportError("it did not accept this invitation")
+            introduce(
+                description,
+                0,
+                lambda raw: self._send(sock, raw, DEADLINE_S),
+                lambda num_bytes: self._receive(sock, num_bytes, DEADLINE_S),
+            )
             self.sender = self.library.open_sender(f"source-{os.getpid()}-{self.peer.number}")
         except (OSError, TransportError) as cause:
             self._lose(f"cannot connect to {description.address}: {cause}")

@@ -69,7 +69,6 @@ class ShmTransport(UnixTransport[ShmConnection, ShmWriter]):
     capabilities = Capabilities(
         reach=Reach.HOST,
         places=frozenset({Place.HOST, Place.CUDA}),
-        batch_spans_max=2**31,
         can_refuse_strangers=True,
         can_enforce_grants=False,
         can_revoke=False,

@@ -18,7 +18,6 @@ from baton.transport.base import Capabilities, Description, Peer, Place, Reach
 from baton.transport.common.listener import ListeningTransport, check_address
 from baton.transport.tcp.source import TcpConnection
 from baton.transport.tcp.target import STREAMS_MAX, TcpWriter
-from baton.transport.tcp.wire import PART_SPANS_MAX
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,6 @@ class TcpTransport(ListeningTransport[TcpConnection, TcpWriter]):
     capabilities = Capabilities(
         reach=Reach.ANYWHERE,
         places=frozenset({Place.HOST}),
-        batch_spans_max=PART_SPANS_MAX,
         can_refuse_strangers=True,
         can_enforce_grants=True,
         can_revoke=True,

@@ -32,13 +32,7 @@ from baton.transport.base import (
     FailedUnknown,
     Peer,
 )
-from baton.transport.common.handshake import (
-    CHALLENGE_BYTES,
-    CONNECT_PROBE,
-    WELCOME_BYTES,
-    make_hello,
-    verify_welcome,
-)
+from baton.transport.common.handshake import CONNECT_PROBE, introduce
 from baton.transport.common.listener import receive_exactly
 from baton.transport.common.spans import coalesce, copy_spans, join_ranges, split
 from baton.transport.common.threads import Watcher
@@ -237,14 +231,7 @@ class TcpConnection:
         sock.connect(parse_address(description.address))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.sendall(CONNECT_PROBE)
-        challenge = receive_exactly(sock, CHALLENGE_BYTES)
-        hello = make_hello(description, stream.index, bytes(challenge or b""))
-        sock.sendall(hello)
-        welcome = receive_exactly(sock, WELCOME_BYTES)
-        if challenge is None or not verify_welcome(
-            bytes(welcome or b""), description, hello, bytes(challenge)
-        ):
-            raise TransportError("it did not accept this invitation")
+        introduce(description, stream.index, sock.sendall, lambda num: receive_exactly(sock, num) or b"")
         sock.settimeout(None)
         self.watcher.watch(sock.fileno(), select.EPOLLIN, lambda mask: self._receive(stream))
 

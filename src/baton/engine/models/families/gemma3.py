@@ -6,19 +6,18 @@ from dataclasses import replace
 
 from baton.engine.models.blueprint import (
     COMMON_DEFAULTS,
-    FULL,
-    SLIDING,
     Blueprint,
     Family,
     read_dense,
     read_gqa,
-    read_pattern,
+    read_windows,
 )
 from baton.engine.models.config import ModelFields
 from baton.engine.models.gqa import GqaSpec
 from baton.engine.models.layers import NormSpec, SandwichSpec
+from baton.plan.models.families.attention import FULL, WINDOWED, patterned
 
-THETAS = {FULL: ("rope_theta", 1_000_000.0), SLIDING: ("rope_local_base_freq", 10_000.0)}
+THETAS = {FULL: ("rope_theta", 1_000_000.0), WINDOWED: ("rope_local_base_freq", 10_000.0)}
 """By sort of layer: where configs without rope_parameters have the base, and what it is if they do not."""
 
 
@@ -28,6 +27,7 @@ def _read(fields: ModelFields) -> Blueprint:
     fields.require("final_logit_softcapping")
     fields = ModelFields(fields.where, {**fields.values, "hidden_act": fields.values["hidden_activation"]})
     hidden, eps = fields.number("hidden_size"), fields.real("rms_norm_eps")
+    kinds = [WINDOWED if window else FULL for window in read_windows(fields, patterned)]
     mixers = {kind: _read_mixer(fields, kind) for kind in THETAS}
     norm, mlp = NormSpec(hidden, eps, is_centred=True), read_dense(fields)
     return Blueprint(
@@ -35,7 +35,7 @@ def _read(fields: ModelFields) -> Blueprint:
         vocab_size=fields.number("vocab_size"),
         norm_eps=eps,
         is_tied=fields.flag("tie_word_embeddings"),
-        layers=tuple(SandwichSpec(norm, mixers[kind], mlp) for kind in read_pattern(fields)),
+        layers=tuple(SandwichSpec(norm, mixers[kind], mlp) for kind in kinds),
         embedding_factor=hidden**0.5,
         is_norm_centred=True,
     )
@@ -56,7 +56,7 @@ def _read_mixer(fields: ModelFields, kind: str) -> GqaSpec:
         has_output_bias=has_bias,
         norm_eps=fields.real("rms_norm_eps"),
         is_norm_centred=True,
-        window=fields.number("sliding_window") if kind == SLIDING else None,
+        window=fields.number("sliding_window") if kind == WINDOWED else None,
         scale=fields.positive("query_pre_attn_scalar") ** -0.5,
     )
 

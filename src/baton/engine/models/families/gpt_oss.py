@@ -6,23 +6,22 @@ from dataclasses import replace
 
 from baton.engine.models.blueprint import (
     COMMON_DEFAULTS,
-    SLIDING,
     Blueprint,
     Family,
     assemble,
     read_gqa,
-    read_pattern,
+    read_windows,
 )
 from baton.engine.models.config import ModelFields
 from baton.engine.models.moe import ClampedSpec, Softmax
+from baton.plan.models.families.attention import patterned
 
 
 def _read(fields: ModelFields) -> Blueprint:
     fields.require("hidden_act", "silu")
     has_bias = fields.flag("attention_bias")
     mixer = replace(read_gqa(fields), has_input_bias=has_bias, has_output_bias=has_bias, has_sinks=True)
-    window = fields.number("sliding_window")
-    mixers = [replace(mixer, window=window) if kind == SLIDING else mixer for kind in read_pattern(fields)]
+    mixers = [replace(mixer, window=window) for window in read_windows(fields, patterned)]
     mlp = _read_moe(fields)
     made = assemble(fields, mixers, [mlp] * fields.num_layers)
     return replace(made, num_experts=mlp.num_experts)

@@ -20,11 +20,12 @@ from baton.engine.models.blueprint import (
 from baton.engine.models.config import ModelFields
 from baton.engine.models.gqa import GqaSpec
 from baton.engine.models.moe import MoeSpec, Softmax
+from baton.plan.models.families.attention import flagged, flagged_from
 
 
 def _read(fields: ModelFields, mixer: GqaSpec) -> Blueprint:
     """Layers with this attention, some of them with a window."""
-    mixers = [replace(mixer, window=window) for window in read_windows(fields)]
+    mixers = [replace(mixer, window=window) for window in read_windows(fields, flagged_from)]
     return assemble(fields, mixers, [read_dense(fields)] * fields.num_layers)
 
 
@@ -44,14 +45,14 @@ def _read_qwen3(fields: ModelFields) -> Blueprint:
 
 
 def _read_qwen3_moe(fields: ModelFields) -> Blueprint:
-    window = fields.number_or_none("sliding_window") if fields.flag("use_sliding_window") else None
-    mixer = replace(_read_normed_gqa(fields), window=window)
+    mixer = _read_normed_gqa(fields)
     sparse, dense = _read_moe(fields), read_dense(fields)
     skipped = set(fields.numbers("mlp_only_layers"))
     step = fields.number("decoder_sparse_step")
     is_sparse = [i not in skipped and (i + 1) % step == 0 for i in range(fields.num_layers)]
     mlps = [sparse if here else dense for here in is_sparse]
-    made = assemble(fields, [mixer] * fields.num_layers, mlps)
+    mixers = [replace(mixer, window=window) for window in read_windows(fields, flagged)]
+    made = assemble(fields, mixers, mlps)
     return replace(made, num_experts=sparse.num_experts)
 
 

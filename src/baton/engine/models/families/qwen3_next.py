@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from baton.engine.models.blueprint import (
     COMMON_DEFAULTS,
-    FULL,
     Blueprint,
     Family,
     read_activation,
@@ -23,8 +22,9 @@ from baton.engine.models.gqa import GatedGqaSpec
 from baton.engine.models.layers import DecoderSpec, MixerSpec, MlpSpec, Names
 from baton.engine.models.mlp import DenseSpec, WeightedSpec
 from baton.engine.models.moe import MoeSpec, Softmax
+from baton.plan.models.families.attention import FULL
+from baton.plan.models.families.recurrent import LINEAR, delta_net, layer_types
 
-LINEAR = "linear_attention"
 NAMES = {FULL: Names(), LINEAR: Names(mixer="linear_attn")}
 
 
@@ -43,18 +43,15 @@ def read_gated_gqa(fields: ModelFields) -> GatedGqaSpec:
 
 def read_delta(fields: ModelFields, *, is_packed: bool) -> GatedDeltaSpec:
     """The gated delta net of the other layers."""
-    num_keys, num_values = fields.number("linear_num_key_heads"), fields.number("linear_num_value_heads")
-    if num_values % num_keys:
-        raise fields.refusal(
-            f"linear_num_value_heads is {num_values}; it must be a multiple of the {num_keys} key heads"
-        )
+    kind = delta_net(fields)
+    q, _, v = kind.convs
     return GatedDeltaSpec(
         hidden_size=fields.number("hidden_size"),
-        num_key_heads=num_keys,
-        num_value_heads=num_values,
-        key_dim=fields.number("linear_key_head_dim"),
-        value_dim=fields.number("linear_value_head_dim"),
-        num_taps=fields.number("linear_conv_kernel_dim", least=2) - 1,
+        num_key_heads=q.units.count,
+        num_value_heads=kind.heads,
+        key_dim=q.channels,
+        value_dim=v.channels,
+        num_taps=q.taps,
         norm_eps=fields.real("rms_norm_eps"),
         activation=read_activation(fields),
         is_packed=is_packed,
@@ -79,10 +76,6 @@ def read_mixture(fields: ModelFields, *, is_normed: bool) -> MoeSpec:
 
 def assemble_hybrid(fields: ModelFields, mlps: Sequence[MlpSpec], *, is_packed: bool) -> Blueprint:
     """Layers of both sorts, by layer_types or with attention in every full_attention_interval-th."""
-    types = fields.per_layer("layer_types", (LINEAR, FULL))
-    if types is None:
-        period = fields.number("full_attention_interval")
-        types = [LINEAR if (i + 1) % period else FULL for i in range(fields.num_layers)]
     hidden, eps = fields.number("hidden_size"), fields.real("rms_norm_eps")
     mixers: dict[str, MixerSpec] = {
         FULL: read_gated_gqa(fields),
@@ -95,7 +88,7 @@ def assemble_hybrid(fields: ModelFields, mlps: Sequence[MlpSpec], *, is_packed: 
         is_tied=fields.flag("tie_word_embeddings"),
         layers=tuple(
             DecoderSpec(hidden, eps, mixers[kind], mlp, NAMES[kind], is_norm_centred=True)
-            for kind, mlp in zip(types, mlps, strict=True)
+            for kind, mlp in zip(layer_types(fields), mlps, strict=True)
         ),
         is_norm_centred=True,
     )

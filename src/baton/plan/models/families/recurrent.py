@@ -35,13 +35,17 @@ def delta_net(fields: Fields) -> Recurrent:
     )
 
 
+def layer_types(fields: Fields) -> list[str]:
+    """By layer_types, or attention in every full_attention_interval-th."""
+    if (types := fields.per_layer("layer_types", (LINEAR, FULL))) is not None:
+        return types
+    period = fields.number("full_attention_interval")
+    return [LINEAR if (i + 1) % period else FULL for i in range(fields.num_layers)]
+
+
 def hybrid(fields: Fields) -> tuple[Placed, ...]:
-    """Layers by layer_types, or attention in every full_attention_interval-th."""
-    types = fields.per_layer("layer_types", (LINEAR, FULL))
-    if types is None:
-        period = fields.number("full_attention_interval")
-        types = [LINEAR if (i + 1) % period else FULL for i in range(fields.num_layers)]
-    return placed_by(types, {FULL: Paged(*heads_and_dim(fields)), LINEAR: delta_net(fields)})
+    """A gated delta net or attention, by layer."""
+    return placed_by(layer_types(fields), {FULL: Paged(*heads_and_dim(fields)), LINEAR: delta_net(fields)})
 
 
 def mamba2(fields: Fields) -> Recurrent:
