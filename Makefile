@@ -20,7 +20,7 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup setup-vllm setup-vllm-0.31 setup-sglang demo serve test test-all test-vllm test-vllm-all
-.PHONY: test-sglang bench-vllm lowest check sim bench docs site
+.PHONY: test-sglang test-sglang-all bench-vllm lowest check sim bench docs site
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,7 +74,7 @@ test-all: .venv/.extras  ## every test, with ten times the examples and seeds
 	BATON_EXAMPLES=500 $(BIN)/pytest -q -rs -n $(WAITERS_ALL) --dist worksteal -m "not engine and not serve and not load and not vllm and not sglang"
 	$(BIN)/pytest -q -rs -n $(WAITERS_ALL) --dist worksteal -m "engine or serve"
 	BATON_LOAD_S=$(LOAD_S) $(BIN)/pytest -q -rs -s -m load $$(grep -rlE --include='*.py' 'mark\.load\b' tests)
-	$(BIN)/pytest -q -rs -m sglang tests/sglang
+	$(BIN)/pytest -q -rs -m "sglang and not long" tests/sglang
 	@if [ $$(date +%s) -gt $(VLLM_UNTIL) ]; then echo "vLLM's tests are skipped: it is too late for them"; exit 0; fi; \
 	test -e .venv-vllm/.stamp || { timeout 900 tools/setup_vllm.sh && touch .venv-vllm/.stamp; } || \
 		{ rm -rf .venv-vllm; echo "vLLM cannot be installed here: its tests are skipped"; }; \
@@ -87,6 +87,9 @@ test-vllm-all: setup setup-vllm setup-vllm-0.31  ## the same with more models, t
 	$(BIN)/pytest -q -rs -m vllm tests/vllm
 
 test-sglang: setup setup-sglang  ## hand-overs between real SGLang servers on this machine's CPUs
+	$(BIN)/pytest -q -rs -m "sglang and not long" tests/sglang
+
+test-sglang-all: setup setup-sglang  ## the same with pipeline stages
 	$(BIN)/pytest -q -rs -m sglang tests/sglang
 
 # NIXL is installed without what it depends on: that is torch for CUDA.

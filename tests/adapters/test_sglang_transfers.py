@@ -29,11 +29,12 @@ from baton.errors import BatonError, ConfigError
 from baton.session import Endpoint, EndpointConfig
 from baton.transport import NOW, open_transport
 
-LAYERS, HEADS, CHANNELS, SLOTS = 3, 4, 8, 256
+LAYERS, HEADS, CHANNELS, SLOTS = 3, 12, 8, 256
 WHOLE, UNEVEN = [range(LAYERS)], [range(2), range(2, LAYERS)]
 LAYOUTS = {
     "tp1": (WHOLE, 1),
     "tp2": (WHOLE, 2),
+    "tp3": (WHOLE, 3),
     "tp4": (WHOLE, 4),
     "pp2": (UNEVEN, 1),
     "pp2.tp2": (UNEVEN, 2),
@@ -211,6 +212,8 @@ def prefill(
         ("tp2", "tp1", MHATokenToKVPool, 1),
         ("tp1", "tp2", MHATokenToKVPool, 16),
         ("tp2", "tp4", MHATokenToKVPool, 1),
+        ("tp3", "tp2", MHATokenToKVPool, 1),
+        ("tp2", "tp3", MHATokenToKVPool, 1),
         ("tp2", "tp1", MLATokenToKVPool, 16),
         ("pp2", "tp2", MHATokenToKVPool, 1),
         ("tp1", "pp2.tp2", MHATokenToKVPool, 1),
