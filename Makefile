@@ -89,7 +89,7 @@ test-vllm-all: setup setup-vllm setup-vllm-0.31  ## the same with more models, t
 test-sglang: setup setup-sglang  ## hand-overs between real SGLang servers on this machine's CPUs
 	$(BIN)/pytest -q -rs -m "sglang and not long" tests/sglang
 
-test-sglang-all: setup setup-sglang  ## the same with pipeline stages
+test-sglang-all: setup setup-sglang  ## the same with pipeline stages and data-parallel groups
 	$(BIN)/pytest -q -rs -m sglang tests/sglang
 
 # NIXL is installed without what it depends on: that is torch for CUDA.

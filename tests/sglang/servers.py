@@ -27,7 +27,6 @@ LAYOUTS = {
     "tp2": ("--tp-size", "2"),
     "pp2": ("--pp-size", "2"),
     "dp2": ("--dp-size", "2"),
-    "dp-attention2": ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
 }
 
 
