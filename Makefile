@@ -19,7 +19,7 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup setup-vllm setup-vllm-0.31 setup-sglang demo serve test test-all test-vllm test-vllm-all
-.PHONY: test-sglang bench-vllm lowest check sim soak bench docs site
+.PHONY: test-sglang test-sglang-all bench-vllm lowest check sim soak bench docs site
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,7 @@ test-all: .venv/.extras  ## every test, with ten times the examples and seeds
 	$(BIN)/pytest -q -rs -n $(WAITERS_ALL) --dist worksteal -m "engine or serve"
 	BATON_LOAD_S=$(or $(LOAD_S),300) $(BIN)/pytest -q -rs -s tests/serve/test_soak.py
 	$(BIN)/pytest -q -rs -m sglang tests/sglang
+	$(BIN)/pytest -q -rs -m "sglang and not long" tests/sglang
 	@if [ $$(date +%s) -gt $(VLLM_UNTIL) ]; then echo "vLLM's tests are skipped: it is too late for them"; exit 0; fi; \
 	test -e .venv-vllm/.stamp || { timeout 900 tools/setup_vllm.sh && touch .venv-vllm/.stamp; } || \
 		{ rm -rf .venv-vllm; echo "vLLM cannot be installed here: its tests are skipped"; }; \
@@ -89,6 +90,9 @@ test-vllm-all: setup setup-vllm setup-vllm-0.31  ## the same with more models, t
 	$(BIN)/pytest -q -rs -m vllm tests/vllm
 
 test-sglang: setup setup-sglang  ## hand-overs between real SGLang servers on this machine's CPUs
+	$(BIN)/pytest -q -rs -m "sglang and not long" tests/sglang
+
+test-sglang-all: setup setup-sglang  ## the same with pipeline stages and data-parallel groups
 	$(BIN)/pytest -q -rs -m sglang tests/sglang
 
 # NIXL is installed without what it depends on: that is torch for CUDA.

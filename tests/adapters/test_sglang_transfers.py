@@ -12,8 +12,9 @@ import torch
 
 from baton.adapters.common import Mesh
 from baton.adapters.sglang import check_version
-from baton.adapters.sglang.cache import describe_pool, make_pools, make_spec
+from baton.adapters.sglang.cache import BUFFERS, describe_pool, make_pools, make_spec
 from baton.adapters.sglang.transfers import (
+    BOOTSTRAPPING,
     FAILED,
     SUCCESS,
     TRANSFERRING,
@@ -28,7 +29,17 @@ from baton.errors import BatonError, ConfigError
 from baton.session import Endpoint, EndpointConfig
 from baton.transport import NOW, open_transport
 
-LAYERS, HEADS, CHANNELS, SLOTS = 3, 4, 8, 256
+LAYERS, HEADS, CHANNELS, SLOTS = 3, 12, 8, 256
+WHOLE, UNEVEN = [range(LAYERS)], [range(2), range(2, LAYERS)]
+LAYOUTS = {
+    "tp1": (WHOLE, 1),
+    "tp2": (WHOLE, 2),
+    "tp3": (WHOLE, 3),
+    "tp4": (WHOLE, 4),
+    "pp2": (UNEVEN, 1),
+    "pp2.tp2": (UNEVEN, 2),
+}
+"""The layers of each pipeline stage, and the TP size."""
 ROW, ROWS = 5, 4
 CACHED = 7
 """Tokens of every prompt that prefill has already."""
@@ -38,11 +49,11 @@ WAIT_S = 60.0
 class MHATokenToKVPool:
     """Named and laid out as SGLang's class is: a tensor for each layer, a row for each token slot."""
 
-    def __init__(self, page_size: int, num_heads: int) -> None:
-        self.page_size, self.start_layer = page_size, 0
+    def __init__(self, page_size: int, num_heads: int, layers: range) -> None:
+        self.page_size, self.start_layer = page_size, layers.start
         shape = (SLOTS + page_size, num_heads, CHANNELS)
-        self.k_buffer = [torch.randn(shape) for _ in range(LAYERS)]
-        self.v_buffer = [torch.randn(shape) for _ in range(LAYERS)]
+        self.k_buffer = [torch.randn(shape) for _ in layers]
+        self.v_buffer = [torch.randn(shape) for _ in layers]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -52,9 +63,9 @@ class MHATokenToKVPool:
 class MLATokenToKVPool:
     """The same with latents, which every rank has."""
 
-    def __init__(self, page_size: int, num_heads: int) -> None:
-        self.page_size, self.start_layer = page_size, 0
-        self.kv_buffer = [torch.randn(SLOTS + page_size, 1, CHANNELS) for _ in range(LAYERS)]
+    def __init__(self, page_size: int, num_heads: int, layers: range) -> None:
+        self.page_size, self.start_layer = page_size, layers.start
+        self.kv_buffer = [torch.randn(SLOTS + page_size, 1, CHANNELS) for _ in layers]
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -64,21 +75,25 @@ class MLATokenToKVPool:
 class Side:
     """The ranks of one server, in this process."""
 
-    def __init__(self, name: str, tp: int, page_size: int, kind: Any, trace: Path | None = None) -> None:
+    def __init__(
+        self, name: str, stages: list[range], tp: int, page_size: int, kind: Any, trace: Path | None = None
+    ) -> None:
         self.page_size, self.address = page_size, ""
         self.managers: list[Any] = []
-        self.pools = [kind(page_size, HEADS // tp) for _ in range(tp)]
-        self.rows = [np.zeros((ROWS, ROW), np.uint8) for _ in range(tp)]
-        for pool in self.pools[1:] if kind is MLATokenToKVPool else ():
-            for tensor, replica in zip(self.pools[0].tensors, pool.tensors, strict=True):
-                replica.copy_(tensor)
+        self.stages = [[kind(page_size, HEADS // tp, layers) for _ in range(tp)] for layers in stages]
+        self.rows = [np.zeros((ROWS, ROW), np.uint8) for _ in range(tp * len(stages))]
+        for pools in self.stages if kind is MLATokenToKVPool else ():
+            for pool in pools[1:]:
+                for tensor, replica in zip(pools[0].tensors, pool.tensors, strict=True):
+                    replica.copy_(tensor)
         first: Endpoint | None = None
-        for rank, pool in enumerate(self.pools):
-            layers = describe_pool(pool)
+        for rank, pool in enumerate(pool for pools in self.stages for pool in pools):
+            stage = rank // tp
+            mesh = Mesh(stage, rank % tp, len(stages), tp, HEADS)
             config = EndpointConfig(
                 instance=name,
-                spec=make_spec([layers], Mesh(0, rank, 1, tp, HEADS)),
-                rank=rank,
+                spec=make_spec([describe_pool(pools[rank % tp]) for pools in self.stages], mesh),
+                rank=mesh.rank,
                 secret=b"a secret of the tests",
                 coordinator=first.address if first else None,
                 epoch=first.config.epoch if first else 0,
@@ -87,9 +102,9 @@ class Side:
             first = first or endpoint
             transfers = Transfers(
                 endpoint=endpoint,
-                layers=range(LAYERS),
+                layers=stages[stage],
                 metadata=MetadataRows([self.rows[rank].ctypes.data], [ROW]),
-                has_aux=rank == 0,
+                has_aux=mesh.tp == 0 and stage == len(stages) - 1,
                 pages=lambda request, num_tokens: request.slots[:num_tokens:page_size] // page_size,
                 fence=lambda: NOW,
                 trace=trace,
@@ -110,11 +125,14 @@ class Side:
         )
 
     def content(self, request: Any) -> list[torch.Tensor]:
-        """What lies in the request's slots, by tensor, all heads."""
-        by_tensor = zip(*(pool.tensors for pool in self.pools), strict=True)
-        parts = [[tensor[request.slots] for tensor in tensors] for tensors in by_tensor]
-        is_latent = isinstance(self.pools[0], MLATokenToKVPool)
-        return [part[0] if is_latent else torch.cat(part, dim=1) for part in parts]
+        """What lies in the request's slots, by kind and layer, all heads."""
+        found = []
+        for buffers in BUFFERS[type(self.stages[0][0]).__name__]:
+            for pools in self.stages:
+                for tensors in zip(*(getattr(pool, buffers) for pool in pools), strict=True):
+                    parts = [tensor[request.slots] for tensor in tensors]
+                    found.append(parts[0] if buffers == "kv_buffer" else torch.cat(parts, dim=1))
+        return found
 
     def close(self) -> None:
         for manager in reversed(self.managers):
@@ -128,11 +146,9 @@ Pair = Callable[..., tuple[Side, Side]]
 def pair(tmp_path: Path) -> Iterator[Pair]:
     started: list[Side] = []
 
-    def start(
-        source_tp: int, target_tp: int, kind: Any = MHATokenToKVPool, page: int = 1
-    ) -> tuple[Side, Side]:
-        started.append(Side("prefill", source_tp, 1, kind, tmp_path / "trace"))
-        started.append(Side("decode", target_tp, page, kind))
+    def start(source: str, target: str, kind: Any = MHATokenToKVPool, page: int = 1) -> tuple[Side, Side]:
+        started.append(Side("prefill", *LAYOUTS[source], 1, kind, tmp_path / "trace"))
+        started.append(Side("decode", *LAYOUTS[target], page, kind))
         started[1].source = started[0].address
         return started[0], started[1]
 
@@ -179,7 +195,7 @@ def prefill(
             if start == 0 and end > CACHED:
                 # SGLang sends prefix hits from within the step.
                 sender.send([], None, num_kv_tokens=CACHED)
-            for layer in range(LAYERS) if hooks else ():
+            for layer in manager.transfers.layers if hooks else ():
                 manager.transfers.layer_done(layer)
             manager.transfers.end_step()
             is_last = end == len(request.origin_input_ids)
@@ -190,18 +206,24 @@ def prefill(
 
 
 @pytest.mark.parametrize(
-    ("source_tp", "target_tp", "kind", "page"),
+    ("source_layout", "target_layout", "kind", "page"),
     [
-        (1, 1, MHATokenToKVPool, 1),
-        (2, 1, MHATokenToKVPool, 1),
-        (1, 2, MHATokenToKVPool, 16),
-        (2, 4, MHATokenToKVPool, 1),
-        (2, 1, MLATokenToKVPool, 16),
+        ("tp1", "tp1", MHATokenToKVPool, 1),
+        ("tp2", "tp1", MHATokenToKVPool, 1),
+        ("tp1", "tp2", MHATokenToKVPool, 16),
+        ("tp2", "tp4", MHATokenToKVPool, 1),
+        ("tp3", "tp2", MHATokenToKVPool, 1),
+        ("tp2", "tp3", MHATokenToKVPool, 1),
+        ("tp2", "tp1", MLATokenToKVPool, 16),
+        ("pp2", "tp2", MHATokenToKVPool, 1),
+        ("tp1", "pp2.tp2", MHATokenToKVPool, 1),
+        ("pp2.tp2", "tp1", MLATokenToKVPool, 1),
     ],
 )
-def test_every_byte_arrives(pair: Pair, source_tp: int, target_tp: int, kind: Any, page: int) -> None:
-    source, target = pair(source_tp, target_tp, kind, page)
-    source.rows[0][1] = [1, 2, 3, 4, 5]
+def test_every_byte_arrives(pair: Pair, source_layout: str, target_layout: str, kind: Any, page: int) -> None:
+    """The row of metadata is that of the last stage's first rank."""
+    source, target = pair(source_layout, target_layout, kind, page)
+    source.rows[-len(source.stages[0])][1] = [1, 2, 3, 4, 5]
     for room, hooks in ((1, True), (2, False)):
         sent, wanted, senders, receivers = begin(source, target, room)
         prefill(source, sent, senders, [20, 50], hooks=hooks)
@@ -213,7 +235,7 @@ def test_every_byte_arrives(pair: Pair, source_tp: int, target_tp: int, kind: An
 
 
 def test_nothing_is_offered_before_decode_has_room(pair: Pair) -> None:
-    source, target = pair(1, 1)
+    source, target = pair("tp1", "tp1")
     sent, _, senders, receivers = begin(source, target, 1)
     sent.pending_bootstrap = True
     sent.extend_end, sent.disagg_kv_sender = 50, senders[0]
@@ -224,8 +246,28 @@ def test_nothing_is_offered_before_decode_has_room(pair: Pair) -> None:
     poll_until(receivers, SUCCESS)
 
 
+def test_a_stage_may_compute_before_it_is_granted(pair: Pair) -> None:
+    """SGLang takes the first stage's state for all of them, and ends on a state that goes back."""
+    source, target = pair("pp2", "tp1")
+    tokens = list(range(50))
+    sent, wanted = source.request(tokens, 16), target.request(tokens, 64)
+    senders = [Sender(manager, "", 1) for manager in source.managers]
+    for sender in senders:
+        sender.bind(sent)
+        assert sender.poll() == BOOTSTRAPPING
+        sender.init(0, 1)
+        assert sender.poll() == WAITING_FOR_INPUT
+    prefill(source, sent, senders, [50])
+    receiver = Receiver(target.managers[0], "", 1)
+    receiver.bind(wanted)
+    receiver.init(0)
+    receiver.send_metadata(wanted.slots, 2, [], 0)
+    poll_until([receiver], SUCCESS)
+    assert all(map(torch.equal, source.content(sent), target.content(wanted)))
+
+
 def test_an_abort_fails_both_sides_when_pages_are_quiet(pair: Pair) -> None:
-    source, target = pair(2, 1)
+    source, target = pair("tp2", "tp1")
     sent, _, senders, receivers = begin(source, target, 1)
     prefill(source, sent, senders, [20])
     for sender in senders:
@@ -244,7 +286,7 @@ def test_an_abort_fails_both_sides_when_pages_are_quiet(pair: Pair) -> None:
 
 
 def test_a_request_that_decode_gives_up_ends_at_prefill(pair: Pair) -> None:
-    source, target = pair(1, 1)
+    source, target = pair("tp1", "tp1")
     sent, _, senders, receivers = begin(source, target, 1)
     receivers[0].abort()
     assert receivers[0].poll() in (TRANSFERRING, FAILED)
@@ -256,7 +298,7 @@ def test_a_request_that_decode_gives_up_ends_at_prefill(pair: Pair) -> None:
 
 
 def test_other_prompts_are_refused(pair: Pair) -> None:
-    source, target = pair(1, 1)
+    source, target = pair("tp1", "tp1")
     sender, receiver = Sender(source.managers[0], "", 1), Receiver(target.managers[0], "", 1)
     sender.bind(source.request([1, 2, 3], 16))
     wanted = target.request([1, 2, 4], 64)

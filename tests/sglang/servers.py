@@ -22,6 +22,12 @@ DEADLINES = {"offer_s": 45.0, "progress_s": 45.0, "silence_s": 30.0}
 CHUNK = 256
 """Tokens that a forward prefills at most; most prompts take several."""
 FREE_S_MAX = 90.0
+LAYOUTS = {
+    "tp1": (),
+    "tp2": ("--tp-size", "2"),
+    "pp2": ("--pp-size", "2"),
+    "dp2": ("--dp-size", "2"),
+}
 
 
 def environment() -> dict[str, str]:
@@ -30,6 +36,7 @@ def environment() -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
         "SGLANG_HOST_IP": "127.0.0.1",
         "SGLANG_USE_CPU_ENGINE": "1",
     }
@@ -51,7 +58,7 @@ class SglangServer(Server):
             *("--attention-backend", "torch_native", "--disable-cuda-graph", "--disable-overlap-schedule"),
             *("--max-total-tokens", "16000", "--max-running-requests", "24", "--sleep-on-idle"),
             *("--chunked-prefill-size", str(CHUNK), "--watchdog-timeout", "900", "--enable-metrics"),
-            *("--tp-size", self.layout.removeprefix("tp")),
+            *LAYOUTS[self.layout],
         ]
         if self.mode != "null":
             command += ["--disaggregation-mode", self.mode, "--disaggregation-transfer-backend", "baton"]
@@ -60,7 +67,7 @@ class SglangServer(Server):
             # SGLang's default for retracted requests is memory that CUDA pins.
             command += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
         options = {"trace": str(self.trace), **DEADLINES, **self.options}
-        cores = "|".join(["0"] * int(self.layout.removeprefix("tp")))
+        cores = "|".join(["0"] * int(self.layout[-1]))
         self.env = environment() | {
             "BATON_SGLANG": json.dumps(options),
             "SGLANG_CPU_OMP_THREADS_BIND": cores,

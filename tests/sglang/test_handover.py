@@ -28,16 +28,10 @@ def is_alike(answer: list[tuple[int, float]], right: list[tuple[int, float]]) ->
     )
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_the_answers_are_those_of_one_server(
-    servers: dict[str, SglangServer],
-    prompts: list[list[int]],
-    answers: list[Any],
-    source: str,
-    target: str,
+def check_answers(
+    prefill: SglangServer, decode: SglangServer, prompts: list[list[int]], answers: list[Any]
 ) -> None:
     """All at once: first each length, then the same prompts with more tokens, which prefill has in part."""
-    prefill, decode = servers[f"prefill {source}"], servers[f"decode {target}"]
 
     async def both_rounds(session: aiohttp.ClientSession) -> Any:
         got = []
@@ -49,6 +43,17 @@ def test_the_answers_are_those_of_one_server(
         return got
 
     assert differing(prompts, run_client(both_rounds), answers) == []
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_the_answers_are_those_of_one_server(
+    servers: dict[str, SglangServer],
+    prompts: list[list[int]],
+    answers: list[Any],
+    source: str,
+    target: str,
+) -> None:
+    check_answers(servers[f"prefill {source}"], servers[f"decode {target}"], prompts, answers)
 
 
 def test_layers_leave_before_the_forward_ends(servers: dict[str, SglangServer]) -> None:

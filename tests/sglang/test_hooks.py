@@ -1,9 +1,11 @@
-"""The plug-in in SGLang's own process: its name is a choice, and a hook that is gone is named."""
+"""The plug-in in SGLang's own processes: its name is a choice, and what cannot work ends the start."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
-from tests.sglang.servers import VENV, environment
+from tests.sglang.servers import VENV, SglangServer, environment
+from tests.vllm.servers import START_S_MAX
 
 pytestmark = pytest.mark.sglang
 IMPORT_S_MAX = 600.0
@@ -32,3 +34,18 @@ def test_a_hook_that_is_gone_is_named() -> None:
     )
     assert ended.returncode == 0, ended.stderr
     assert "has no sglang.srt.managers.scheduler.Scheduler.run_batch" in ended.stdout
+
+
+def test_what_would_end_the_scheduler_later_ends_the_start(
+    folder: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variable = "SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK"
+    monkeypatch.setenv(variable, "1")
+    decode = SglangServer("tp1", llama, folder, mode="decode")
+    decode.start()
+    assert decode.process is not None
+    try:
+        decode.process.wait(START_S_MAX)
+    finally:
+        decode.stop()
+    assert f"transfer backend baton does not support {variable}=1 (unset it" in decode.log.read_text()

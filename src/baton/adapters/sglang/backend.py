@@ -25,6 +25,7 @@ from sglang.srt.arg_groups import choices
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base.conn import BaseKVManager, BaseKVReceiver, BaseKVSender
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 
@@ -233,15 +234,17 @@ def _check_supported(queue: Any, kv_args: Any) -> None:
     parallel, disagg, scheduler = get_parallel(), get_disagg(), queue.scheduler
     follow = "follow_bootstrap_room"
     is_hierarchical = getattr(scheduler, "enable_decode_hicache", False)
+    query = envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK
     refused = {
         f"context parallelism of size {parallel.attn_cp_size}": parallel.attn_cp_size > 1,
         f"decode context parallelism of size {parallel.attn_dcp_size}": parallel.attn_dcp_size > 1,
-        f"pipeline parallelism of size {parallel.pp_size}": parallel.pp_size > 1,
         "speculative decoding with a draft cache": queue.draft_token_to_kv_pool is not None,
         f"state of kind {', '.join(map(str, kv_args.state_types))}": bool(kv_args.state_types),
         "--enable-lora": scheduler.enable_lora,
         "--enable-pd-role-switch": disagg.enable_pd_role_switch,
         "a hierarchical cache at decode": is_hierarchical,
+        # SGLang asks its own manager for the data-parallel rank; decode cannot know yet if there are several.
+        f"{query.name}=1 (unset it: decode finds the data-parallel rank by the room)": query.get(),
         f"several data-parallel groups with --load-balance-method {parallel.load_balance_method} (use "
         f"{follow})": max(parallel.dp_size, parallel.attn_dp_size) > 1
         and parallel.load_balance_method != follow

@@ -194,6 +194,7 @@ class Sender:
         self._error = ""
         self._num_sent = 0
         """Tokens that SGLang has sent, as it sees it."""
+        self._is_begun = False
         self._is_committed = False
         self._is_given_up = False
         self._queued_s = 0.0
@@ -237,6 +238,8 @@ class Sender:
     # SGLang's calls.
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        """Decode has room; the request is computed from now on."""
+        self._is_begun = True
         self._metadata_index = -1 if aux_index is None else aux_index
 
     def send(
@@ -271,7 +274,8 @@ class Sender:
             return SUCCESS if isinstance(sending.state, Ready) else FAILED
         if self._is_committed:
             return TRANSFERRING
-        return WAITING_FOR_INPUT if sending.is_granted else BOOTSTRAPPING
+        # With pipeline stages the first one decides when a request may be computed.
+        return WAITING_FOR_INPUT if sending.is_granted or self._is_begun else BOOTSTRAPPING
 
     poll_pp_consensus = poll
 
