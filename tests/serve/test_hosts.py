@@ -89,7 +89,8 @@ def _start(world: World, folder: Path) -> None:
     guarded = [*private, "--api-key-file", str(keys), "--registry", registry]
     words = {"registry": ["registry", *private]}
     for name, role, layout in (("prefill-0", "prefill", "pp2"), ("decode-0", "decode", "tp2")):
-        words[name] = ["serve", "--role", role, "--layout", layout, "--name", name, "--model", str(model())]
+        words[name] = ["serve", "--device", "cpu", "--role", role, "--layout", layout]
+        words[name] += ["--name", name, "--model", str(model())]
         words[name] += ["--transport", "tcp", "--pool-tokens", "8192", *guarded]
         words[name] += ["--chunk-tokens", str(CHUNK_TOKENS), "--silence-s", "15"]
     words["router"] = ["route", *guarded]

@@ -68,7 +68,7 @@ def generate(
             help="dtype of weights and KV cache: auto (the checkpoint's), bfloat16, float16 or float32",
         ),
     ] = "auto",
-    device: Device = "cpu",
+    device: Device = "auto",
     draft: Draft = False,
     prefill_args: PrefillArgs = None,
     decode_args: DecodeArgs = None,

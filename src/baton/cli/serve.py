@@ -166,7 +166,14 @@ def serve(
         bool, typer.Option("--verify", help="verify the received KV cache with checksums")
     ] = False,
     no_prefix_caching: NoPrefixCaching = False,
-    device: Device = "cpu",
+    device: Device = "auto",
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        typer.Option(
+            help="sampling defaults of requests: auto (the checkpoint's generation_config.json) or none "
+            "(OpenAI's)"
+        ),
+    ] = "auto",
     draft: Draft = False,
     drain_s: DrainS = 30.0,
     silence_s: Annotated[
@@ -218,6 +225,7 @@ def serve(
         kv_cache_dtype=kv_cache_dtype or "",
         kv_layout=kv_layout or "",
         device=device,
+        generation_config=generation_config,
         page_tokens=page_tokens,
         pool_tokens=pool_tokens,
         context_max=max_model_len,

@@ -19,7 +19,7 @@ from baton.errors import ConfigError
 BATON_ONLY = (
     *("link", "first_token", "dtype", "device", "page_tokens", "pool_tokens", "chunk_tokens"),
     *("max_model_len", "max_num_seqs", "queue", "transfer_timeout", "served_model_name", "local_prefill_max"),
-    *("no_prefix_caching", "draft"),
+    *("no_prefix_caching", "draft", "generation_config"),
 )
 """Options that vLLM has by other names, or not at all."""
 EXAMPLE = "Explain in one sentence what a relay race is."

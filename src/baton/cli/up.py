@@ -81,7 +81,17 @@ def up(
             help="weights and KV cache dtype: auto (the checkpoint's, default), bfloat16, float16 or float32",
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu (default) or cuda")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE", help="cpu, cuda, or auto (default): cuda where torch sees a GPU"),
+    ] = None,
+    generation_config: Annotated[
+        Literal["auto", "none"] | None,
+        typer.Option(
+            help="sampling defaults of requests: auto (default, the checkpoint's generation_config.json) or "
+            "none (OpenAI's)"
+        ),
+    ] = None,
     page_tokens: Annotated[
         int | None,
         typer.Option(
@@ -175,6 +185,7 @@ def up(
         first_token=first_token,
         dtype=dtype,
         device=device,
+        generation_config=generation_config,
         page_tokens=page_tokens,
         pool_tokens=pool_tokens,
         max_model_len=max_model_len,

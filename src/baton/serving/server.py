@@ -237,7 +237,7 @@ class Server:
         sizes, tokenizer = instance.sizes, instance.tokenizer
         vocab_size, num_tokens_max = sizes.architecture.vocab_size, instance.core.num_tokens_max
         return (
-            ServedModel(tokenizer, sizes.context_max, vocab_size, num_tokens_max),
+            ServedModel(tokenizer, sizes.context_max, vocab_size, num_tokens_max, instance.sampling_defaults),
             ReceivingInstance(
                 instance.config.role, instance.address, self.config.first_token, self._model_name
             ),
