@@ -41,7 +41,6 @@ from baton.units import parse_speed
 
 REGISTRY, ROUTER = "registry", "router"
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
-NUM_INSTANCES_MAX = 64
 TOKENS_PLANNED = 1024
 POLL_S = 0.25
 FOLDER_CHARS_MAX = 50
@@ -121,18 +120,6 @@ class DeploymentOptions:
             for role, layouts in ((first, self.prefills), (DECODE, self.decodes))
             for index, layout in enumerate(layouts)
         ]
-
-
-def parse_layouts(option: str, text: str | None) -> tuple[str, ...]:
-    """The layouts of `pp2,tp3`, one for each instance."""
-    if text is None:
-        return ()
-    layouts = tuple(part.strip() for part in text.split(","))
-    if not all(layouts):
-        raise ConfigError(f"{option} {text!r} has an empty layout; write it like pp2 or pp2,tp2")
-    if len(layouts) > NUM_INSTANCES_MAX:
-        raise ConfigError(f"{option} has {len(layouts)} layouts; at most {NUM_INSTANCES_MAX} are started")
-    return layouts
 
 
 def kv_transport(options: DeploymentOptions) -> str | None:

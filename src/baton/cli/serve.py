@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import ipaddress
 import re
@@ -10,8 +9,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from baton import settings
-from baton.cli.logs import set_up_logs
 from baton.cli.options import (
     ApiKeyFile,
     Device,
@@ -204,11 +201,19 @@ def serve(
 ) -> None:
     """Serve a model over HTTP; as a prefill or decode instance it hands KV caches over to its peers."""
     # What follows takes longer to import than --help may take; torch waits until all is checked.
-    from baton.engine.config import EngineConfig, check_config
-    from baton.plan import parse_layout
-    from baton.units import parse_speed
+    from baton import settings
+    from baton.cli.checks import check_first
 
     layout = _layout(layout, tensor_parallel_size, pipeline_parallel_size, data_parallel_size)
+    check_first(model, [layout], dtype)
+    settings.check_port(host, port)
+    import asyncio
+
+    from baton.cli.logs import set_up_logs
+    from baton.engine.config import EngineConfig, check_config
+    from baton.plan.layout import parse_layout
+    from baton.units import parse_speed
+
     tls = settings.tls_files(tls_cert, tls_key, tls_ca)
     is_reached_by_peers = role != "both" or registry is not None
     _check_host(host, is_reached_by_peers)
@@ -253,7 +258,6 @@ def serve(
     check_config(instance)
     keys = settings.api_keys(None if api_key_file is None else str(api_key_file))
     settings.check_binding(host, has_api_key=bool(keys), has_secret=bool(secret))
-    settings.check_port(host, port)
     from baton.engine.fork_server import FORK_SERVERS
 
     # Server and workers share one import of torch.

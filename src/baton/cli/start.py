@@ -69,7 +69,6 @@ def _check(options: DeploymentOptions) -> list[str]:
 def _check_router(options: DeploymentOptions) -> None:
     keys = settings.api_keys(None if options.api_key_file is None else str(options.api_key_file))
     settings.check_binding(options.host, has_api_key=bool(keys), has_secret=True)
-    settings.check_port(options.host, options.port)
 
 
 def _serve(options: DeploymentOptions, lines: list[str], servers: list[VllmServer]) -> None:

@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from baton import settings
 from baton.cli.options import (
     ApiKeyFile,
     DecodeArgs,
@@ -168,17 +167,27 @@ def up(
 ) -> None:
     """Start a registry, prefill and decode instances and a router, and serve until interrupted."""
     # What follows takes longer to import than --help may take.
-    from baton.cli.deployment import DeploymentOptions, parse_layouts
+    from baton import settings
+    from baton.cli.checks import check_first, parse_layouts
+
+    is_vllm = engine == "vllm"
+    prefills, decodes = parse_layouts("--prefill", prefill), parse_layouts("--decode", decode)
+    if not is_vllm:
+        if vllm or vllm_args:
+            given = " ".join(vllm_args or ["--vllm"])
+            raise ConfigError(f"{given!r} is for vLLM; give --engine vllm too, or leave it out")
+        check_first(model, (*prefills, *decodes), dtype)
+    settings.check_port(host, port)
+    from baton.cli.deployment import DeploymentOptions
     from baton.cli.side_args import parse_side_args
     from baton.cli.start import start, start_vllm
     from baton.cli.vllm_servers import parse_vllm_args
 
-    is_vllm = engine == "vllm"
     parse_args = parse_vllm_args if is_vllm else parse_side_args
     options = DeploymentOptions(
         model=model,
-        prefills=parse_layouts("--prefill", prefill),
-        decodes=parse_layouts("--decode", decode),
+        prefills=prefills,
+        decodes=decodes,
         link=link,
         transport=transport,
         overlap=overlap,
@@ -210,7 +219,4 @@ def up(
         vllm=settings.vllm_command(vllm) if is_vllm else "",
         vllm_args=tuple(vllm_args or ()),
     )
-    if not is_vllm and (vllm or vllm_args):
-        given = " ".join(vllm_args or ["--vllm"])
-        raise ConfigError(f"{given!r} is for vLLM; give --engine vllm too, or leave it out")
     (start_vllm if is_vllm else start)(options)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton.engine.model_names import TORCH_DTYPES, check_model, find_dtype
+from baton.engine.model_names import DTYPES, TORCH_DTYPES, check_dtype, check_model, find_dtype
 from baton.engine.pages import KV_LAYOUTS, PageGeometry
 from baton.errors import ConfigError
 from baton.plan import Cache, Layout, Spec, parse_layout
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from baton.engine.checkpoint import Checkpoint
     from baton.engine.models.build import Architecture
 
-DTYPES = ("fp32", "bf16", "fp16")
-"""That the engine computes in."""
 SILENCE_S_MIN = 4 * Timings().beat_s
 DEVICES = ("auto", "cpu", "cuda")
 GENERATION_CONFIGS = ("auto", "none")
@@ -168,10 +166,7 @@ def check_config(config: EngineConfig) -> None:
     """Raises ConfigError on values that cannot be, whatever the model and the machine."""
     parse_layout(config.layout)
     check_model(config.model)
-    if config.dtype not in DTYPES:
-        raise ConfigError(
-            f"dtype {config.dtype!r} is not one the engine computes in; use {', '.join(DTYPES)}"
-        )
+    check_dtype(config.dtype)
     if config.cache_dtype not in DTYPES:
         raise ConfigError(
             f"kv_cache_dtype {config.kv_cache_dtype!r} is not one the engine computes on; use "

@@ -19,6 +19,8 @@ MODEL_FORMS = (
 )
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
+DTYPES = ("fp32", "bf16", "fp16")
+"""That the engine computes in."""
 TORCH_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float": "fp32", "half": "fp16"}
 """What other engines and checkpoints call them, and our names."""
 
@@ -55,6 +57,12 @@ def find_dtype(model: str) -> str:
         if stated in TORCH_DTYPES:
             return TORCH_DTYPES[stated]
     return "fp32"
+
+
+def check_dtype(dtype: str) -> None:
+    """Raises ConfigError on a dtype that the engine does not compute in."""
+    if dtype != "auto" and TORCH_DTYPES.get(dtype, dtype) not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not one the engine computes in; use {', '.join(DTYPES)}")
 
 
 def check_model(model: str) -> None:
