@@ -162,10 +162,13 @@ def up(
     ] = None,
     vllm_args: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- VLLM-ARGS]", help="with --engine vllm: options of `vllm serve`"),
+        typer.Argument(metavar="-- VLLM-ARGS", hidden=True),
     ] = None,
 ) -> None:
-    """Start a registry, prefill and decode instances and a router, and serve until interrupted."""
+    """Start a registry, prefill and decode instances and a router, and serve until interrupted.
+
+    VLLM-ARGS, with --engine vllm, are options of `vllm serve`.
+    """
     # What follows takes longer to import than --help may take.
     from baton import settings
     from baton.cli.checks import check_first, parse_layouts
