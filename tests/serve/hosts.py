@@ -137,8 +137,10 @@ class Lines:
 class Placed(Part):
     """A part of a deployment on one of the hosts."""
 
-    def __init__(self, host: Host, name: str, words: Sequence[str], port: int, folder: Path) -> None:
-        super().__init__(name, [*words, "--host", host.address], port, folder)
+    def __init__(
+        self, host: Host, name: str, words: Sequence[str], port: int, folder: Path, module: str = "baton"
+    ) -> None:
+        super().__init__(name, [*words, "--host", host.address], port, folder, module)
         self.host = host
         self.url = f"http://{host.address}:{port}"
 

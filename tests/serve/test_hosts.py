@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import secrets
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +27,7 @@ MBIT = 4.0
 """Half a megabyte a second."""
 WORDS = "the quick brown fox jumps over the lazy dog and runs on to the next one who waits for it "
 NUM_TOKENS = 24
+BOOTSTRAP = "--bootstrap-port"
 CHUNK_TOKENS = 64
 """Prompts longer than this are handed over whatever the router measures."""
 
@@ -83,7 +87,7 @@ def world(tmp_path_factory) -> Iterator[World]:
 
 def _start(world: World, folder: Path) -> None:
     secret, keys = secret_file(folder), secret_file(folder, "api-keys", world.key)
-    ports = {name: free_port() for name in ("registry", "prefill-0", "decode-0", "router")}
+    ports = {name: free_port() for name in ("registry", "prefill-0", "decode-0", "router", BOOTSTRAP)}
     private = ["--secret-file", str(secret)]
     registry = f"http://{world.one.address}:{ports['registry']}"
     guarded = [*private, "--api-key-file", str(keys), "--registry", registry]
@@ -92,6 +96,7 @@ def _start(world: World, folder: Path) -> None:
         words[name] = ["serve", "--device", "cpu", "--role", role, "--layout", layout]
         words[name] += ["--name", name, "--model", str(model())]
         words[name] += ["--transport", "tcp", "--pool-tokens", "8192", *guarded]
+        words[name] += [BOOTSTRAP, str(ports[BOOTSTRAP])] if role == "prefill" else []
         words[name] += ["--chunk-tokens", str(CHUNK_TOKENS), "--silence-s", "15"]
     words["router"] = ["route", *guarded]
     places = {"registry": world.one, "prefill-0": world.one, "decode-0": world.other, "router": world.other}
@@ -125,6 +130,36 @@ def test_a_key_is_needed_away_from_loopback(world) -> None:
         room = body("hello", bootstrap_host="10.9.9.9", bootstrap_port=1, bootstrap_room=7)
         refused = world.parts[name].ask("/v1/completions", room, world.key)
         assert refused.status == 403, "an API key is not the router's credential"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang_router") is None, reason="there is no sglang-router")
+def test_a_stock_router_has_the_key_of_a_router(world, tmp_path) -> None:
+    """The launch line of docs/deploy.md."""
+    prefill, decode = world.parts["prefill-0"], world.parts["decode-0"]
+    words = ["route", "--print-key", "--secret-file", prefill.option("secret-file")]
+    command = [sys.executable, "-m", "baton", *words]
+    key = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    words = ["--pd-disaggregation", "--prefill", prefill.url, prefill.option("bootstrap-port")]
+    words += ["--decode", decode.url, "--api-key", key]
+    words += ["--prometheus-port", str(free_port()), "--disable-retries"]
+    module = "sglang_router.launch_router"
+    router = Placed(world.other, "stock-router", words, free_port(), tmp_path, module).start()
+    try:
+        until(lambda: router.is_healthy, "the stock router is up", LIMIT_S)
+        prompt = long("by a stock router")
+        asked = body(prompt, model=str(model()))
+        # It knows its workers a moment after it listens.
+        answer = until(
+            lambda: (found := router.ask("/v1/completions", asked, key)).status == 200 and found,
+            "the stock router has its workers",
+            LIMIT_S,
+        )
+        assert answer.json["choices"][0]["text"] == expected(prompt)
+        assert 'stage="exposed"' in prefill.ask("/metrics", key=world.key).text, "the cache was handed over"
+        assert router.ask("/v1/completions", asked, world.key).status == 401, "clients have its key too"
+    finally:
+        router.end()
+        print(router.told(20))
 
 
 def test_the_answer_is_that_of_one_machine_and_the_cable_can_be_seen(world) -> None:
