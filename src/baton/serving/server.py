@@ -132,8 +132,8 @@ class Server:
         """Set when the supervisor has given up."""
         self._loop = asyncio.get_running_loop()
         self._bridge = EventBridge(self._loop)
-        self._observer = RequestObserver(instance.name, instance.role, instance.layout)
         self._model_name = config.served_model_name or instance.model
+        self._observer = RequestObserver(instance.name, instance.role, instance.layout, self._model_name)
         self._created = int(time.time())
         self._model: tuple[Instance, ServedModel, ReceivingInstance, TokenNames] | None = None
         self._open: dict[Generation, Instance] = {}
