@@ -199,7 +199,7 @@ def check_config(config: EngineConfig) -> None:
     if name not in transport_names():
         raise ConfigError(f"transport {name!r} is not known; use {', '.join(transport_names())}")
     if config.device not in DEVICES:
-        raise ConfigError(f"device {config.device!r} is not known; use {', '.join(DEVICES)}")
+        raise ConfigError(f"device {config.device!r} is not known; use auto, cpu or cuda")
     if config.generation_config not in GENERATION_CONFIGS:
         raise ConfigError(
             f"generation_config {config.generation_config!r} is not known; use "
