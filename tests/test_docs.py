@@ -74,8 +74,8 @@ def test_the_commands_of_the_readme_run_as_written() -> None:
 IMPORTED_AS = {"prometheus-client": "prometheus_client"}
 OPTIONAL = {"matplotlib", "mooncake", "nixl", "requests", "sglang", "triton", "vllm"}
 """Imported where they are there: for pictures, transports and GPUs, and under vLLM or SGLang."""
-COMES_ALONG = {"tokenizers", "yarl"}
-"""With transformers and aiohttp."""
+COMES_ALONG = {"huggingface_hub", "tokenizers", "yarl"}
+"""With transformers, and yarl with aiohttp."""
 
 
 def third_parties(source: str) -> set[str]:

@@ -42,6 +42,7 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("baton/cli/route.py", "local-import"): "as cli/bench.py, for aiohttp",
     ("baton/cli/serve.py", "local-import"): "as cli/bench.py",
     ("baton/cli/up.py", "local-import"): "as cli/bench.py",
+    ("baton/engine/model_names.py", "local-import"): "for `org/name` alone",
     ("baton/serving/http.py::HttpServer._middleware", "broad-except"): "the HTTP edge: what escapes is a 500",
     ("baton/session/dispatcher.py::Dispatcher.feed", "broad-except"): "a failed machine ends one transfer",
     ("baton/session/event_loop.py", "broad-except"): "a failed driver ends its instance",

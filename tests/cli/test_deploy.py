@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import configparser
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.cli.commands import in_shell, options, problems
+
+from baton.plan.layout import parse_layout
 
 yaml = pytest.importorskip("yaml", reason="no PyYAML here to read the manifest with")
 
@@ -112,6 +115,35 @@ def test_the_manifest_starts_what_there_is() -> None:
         words = words_of(found[f"baton-{role}"][1])
         assert value(words, "--role") == role
         assert value(words, "--registry") == value(words_of(found["baton-router"][1]), "--registry")
+
+
+def test_the_image_has_what_the_manifest_runs() -> None:
+    text = (ROOT / "deploy/Dockerfile").read_text().replace("\\\n", " ")
+    steps = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    copied = [word for kind, rest in steps if kind == "COPY" for word in rest.split()[:-1]]
+    assert all((ROOT / path).exists() for path in copied)
+    # What the build reads: the package, and the files that its metadata names.
+    needed = {"pyproject.toml", "src", project["project"]["readme"], *project["project"]["license-files"]}
+    assert needed <= set(copied)
+    assert ["RUN", "pip install --no-cache-dir ."] in steps
+    version = next(rest for kind, rest in steps if kind == "FROM").removeprefix("python:").split("-")[0]
+    lowest = project["project"]["requires-python"].removeprefix(">=")
+    assert tuple(map(int, version.split("."))) >= tuple(map(int, lowest.split(".")))
+    user = next(int(rest) for kind, rest in steps if kind == "USER")
+    built = re.search(r"docker build .* -t (\S+)", text)
+    for name, (_, container) in containers().items():
+        assert built, name
+        assert container["image"] == built[1], name
+        assert container["command"][0] in project["project"]["scripts"], name
+        assert container["securityContext"]["runAsUser"] == user, name
+
+
+def test_an_instance_asks_for_a_gpu_for_each_rank() -> None:
+    for role in ("prefill", "decode"):
+        container = containers()[f"baton-{role}"][1]
+        layout = parse_layout(value(words_of(container), "--layout"))
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == layout.num_ranks
 
 
 def test_the_manifest_belongs_together() -> None:

@@ -29,7 +29,7 @@ def test_help_is_plain_text(
 ) -> None:
     text = said(monkeypatch, capsys, *command.split(), "--help")
     assert text.startswith(f"Usage: baton {command} [OPTIONS]")
-    for noise in ("<bool>", "BOOLEAN", "\u2500", "\u2026"):
+    for noise in ("<bool>", "<str>", "<list", "BOOLEAN", "\u2500", "\u2026"):
         assert noise not in text
 
 

@@ -95,7 +95,7 @@ def serve_part(
 ) -> Part:
     """`baton serve`, not started yet; options with underscores for dashes."""
     port = int(options.pop("port", 0)) or free_port()
-    words = ["serve", "--role", role, "--layout", layout, "--name", name]
+    words = ["serve", "--device", "cpu", "--role", role, "--layout", layout, "--name", name]
     words += ["--model", options.pop("model", "") or str(model()), "--secret-file", str(folder / "secret")]
     if role != "decode" and "bootstrap_port" not in options:
         options["bootstrap_port"] = str(free_port())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import secrets
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,11 +13,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.serve.deployment import Deployment, Part, deployment, oracle_text, until
+from tests.serve.deployment import Deployment, Part, deployment, model, oracle_text, until
 from tests.serve.hosts import Host, NoHosts, two_hosts
 
 from baton.engine.trace import RequestTrace
 from baton.observe import covered_s
+from baton.supervisor import free_port
 
 pytestmark = pytest.mark.serve
 
@@ -104,6 +108,36 @@ def test_a_key_is_needed_away_from_loopback(world) -> None:
         room = body("hello", bootstrap_host="10.9.9.9", bootstrap_port=1, bootstrap_room=7)
         refused = world.parts[name].ask("/v1/completions", room, world.key)
         assert refused.status == 403, "an API key is not the router's credential"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang_router") is None, reason="there is no sglang-router")
+def test_a_stock_router_has_the_key_of_a_router(world, tmp_path) -> None:
+    """The launch line of docs/deploy.md."""
+    prefill, decode = world.parts["prefill-0"], world.parts["decode-0"]
+    words = ["route", "--print-key", "--secret-file", prefill.option("secret-file")]
+    command = [sys.executable, "-m", "baton", *words]
+    key = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    words = ["--pd-disaggregation", "--prefill", prefill.url, prefill.option("bootstrap-port")]
+    words += ["--decode", decode.url, "--api-key", key]
+    words += ["--prometheus-port", str(free_port()), "--disable-retries"]
+    module = "sglang_router.launch_router"
+    router = Part("stock-router", words, free_port(), tmp_path, module, host=world.other).start()
+    try:
+        until(lambda: router.is_healthy, "the stock router is up", LIMIT_S)
+        prompt = long("by a stock router")
+        asked = body(prompt, model=str(model()))
+        # It knows its workers a moment after it listens.
+        answer = until(
+            lambda: (found := router.ask("/v1/completions", asked, key)).status == 200 and found,
+            "the stock router has its workers",
+            LIMIT_S,
+        )
+        assert answer.json["choices"][0]["text"] == expected(prompt)
+        assert 'stage="exposed"' in prefill.ask("/metrics", key=world.key).text, "the cache was handed over"
+        assert router.ask("/v1/completions", asked, world.key).status == 401, "clients have its key too"
+    finally:
+        router.end()
+        print(router.told(20))
 
 
 def test_the_answer_is_that_of_one_machine_and_the_cable_can_be_seen(world) -> None:

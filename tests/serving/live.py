@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -59,10 +60,10 @@ class Live:
         return ask(self.url, path, body, key, method)
 
     def metric(self, line: str) -> float:
-        """A figure by its whole name and labels."""
+        """A figure by its whole name and labels, but for the model's."""
         for found in self.ask("/metrics").text.splitlines():
             name, _, value = found.rpartition(" ")
-            if name == line:
+            if re.sub(r',?model_name="[^"]*"', "", name).replace("{,", "{").replace("{}", "") == line:
                 return float(value)
         return 0.0
 

@@ -17,13 +17,13 @@ yaml = pytest.importorskip("yaml", reason="no PyYAML here to read the rules with
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
-OF_SCRAPES = {"instance", "job", "le"}
+OF_SCRAPES = {"instance", "job", "le", "model_name"}
 
 
 def known() -> dict[str, set[str]]:
     """By the name of a sample: its labels."""
     found: dict[str, set[str]] = {}
-    for registry in (ServerMetrics()._registry, RouterMetrics(Fleet())._registry):
+    for registry in (ServerMetrics("m")._registry, RouterMetrics(Fleet())._registry):
         collectors: list[Any] = list(registry._collector_to_names)
         labels = {name: set(each._labelnames) for each in collectors if hasattr(each, "_labelnames")
                   for name in registry._collector_to_names[each]}  # fmt: skip

@@ -60,13 +60,16 @@ def test_a_timeline_has_stages_groups_and_copies():
 
 
 def test_metrics_of_a_hand_over():
-    metrics = ServerMetrics()
+    metrics = ServerMetrics("some/model")
     metrics.add_hand_off(story(), Side.SOURCE.figures(story()))
     text = metrics.text().decode()
-    assert 'baton_route_bytes_total{source_rank="0",target_rank="1"} 50.0' in text
-    assert 'baton_unpipelined_total{reason="cost: N groups"} 1.0' in text
-    assert 'baton_handoff_seconds_sum{stage="exposed"} 1.0' in text
-    assert "baton_exposed_seconds_total 1.0" in text
+    assert 'baton_route_bytes_total{model_name="some/model",source_rank="0",target_rank="1"} 50.0' in text
+    assert 'baton_unpipelined_total{model_name="some/model",reason="cost: N groups"} 1.0' in text
+    assert 'baton_handoff_seconds_sum{model_name="some/model",stage="exposed"} 1.0' in text
+    assert 'baton_exposed_seconds_total{model_name="some/model"} 1.0' in text
+    samples = [line for line in text.splitlines() if not line.startswith("#")]
+    assert all(line.count('model_name="some/model"') == 1 for line in samples), "also when read again"
+    assert metrics.text() == text.encode()
 
 
 def handed(transfer: str, source: str | None) -> ParsedRequest:
@@ -78,8 +81,8 @@ def handed(transfer: str, source: str | None) -> ParsedRequest:
 
 def test_a_hand_over_is_a_line_on_each_side(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, logger="baton.serving.handover"):
-        RequestObserver("p", "prefill", "pp2").traced(handed("7", None), 0, story())
-        target = RequestObserver("d", "decode", "tp3")
+        RequestObserver("p", "prefill", "pp2", "m").traced(handed("7", None), 0, story())
+        target = RequestObserver("d", "decode", "tp3", "m")
         target.traced(handed("7", "p:1"), 0, story())
         target.failed(handed("8", "p:1"), 0, "DEADLINE", "no progress for 30 s")
         target.traced(asked({"prompt": "a"}), 0, story())  # nothing was handed over
@@ -104,7 +107,7 @@ def test_a_hand_over_is_a_line_on_each_side(caplog: pytest.LogCaptureFixture):
 
 
 def test_only_the_latest_timelines_are_kept():
-    observer = RequestObserver("here", "both", "tp1")
+    observer = RequestObserver("here", "both", "tp1", "m")
     many_parsed = [
         asked({"prompt": "a", "baton": {"id": f"cmpl-{number}"}}) for number in range(NUM_TIMELINES_MAX + 3)
     ]

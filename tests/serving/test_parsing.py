@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from tests.engine.text.vocabularies import tokenizer
 from tests.serving.parsed import CONTEXT, DECODE, FAR, NEAR, PREFILL, asked, model, read
 
 from baton.engine.requests import InboundHandoff, OutboundHandoff
+from baton.engine.sampling_params import SamplingParams
 from baton.serving.http import ApiError, Caller
 from baton.serving.openai import ReceivingInstance, parse_request
 
@@ -20,6 +22,23 @@ def problem_of(body, kind="completions", caller=NEAR, place=DECODE) -> ApiError:
     with pytest.raises(ApiError) as raised:
         asked(body, kind, caller, place)
     return raised.value
+
+
+def test_parameters_that_a_request_leaves_out_are_the_models():
+    defaults = SamplingParams(temperature=0.5, top_k=9, top_p=0.9, min_p=0.1, repetition_penalty=1.2)
+    served = replace(model(), defaults=defaults)
+
+    def params(body, kind="completions") -> SamplingParams:
+        return asyncio.run(parse_request(read(kind, body), NEAR, served, DECODE)).jobs[0].request.params
+
+    def chosen(found: SamplingParams) -> tuple[float, ...]:
+        return found.temperature, found.top_k, found.top_p, found.min_p, found.repetition_penalty
+
+    given = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
+    assert chosen(params({"prompt": TEXT})) == (0.5, 9, 0.9, 0.1, 1.2)
+    assert chosen(params({"text": TEXT}, "generate")) == (0.5, 9, 0.9, 0.1, 1.2)
+    assert chosen(params({"prompt": TEXT, **given})) == (0.0, 0, 1.0, 0.0, 1.0)
+    assert chosen(params({"text": TEXT, "sampling_params": given}, "generate")) == (0.0, 0, 1.0, 0.0, 1.0)
 
 
 def test_every_form_of_a_prompt_comes_to_the_same_ids():

@@ -29,11 +29,11 @@ def test_a_client_that_leaves_frees_everything(served: Live, is_stream: bool):
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
         else:
             until(lambda: served.instance.load().num_running, "it is computed")
-        num_generated = served.metric("baton_itl_seconds_count")
+        num_generated = served.metric("baton_inter_token_latency_seconds_count")
     begun_s = time.monotonic()
     until(served.is_idle, "every page is back")
     # It was not computed to its end: that would have been 1200 tokens.
-    assert served.metric("baton_itl_seconds_count") - num_generated < 900
+    assert served.metric("baton_inter_token_latency_seconds_count") - num_generated < 900
     assert time.monotonic() - begun_s < 60
 
 

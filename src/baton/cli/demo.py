@@ -130,6 +130,8 @@ def demo(
         model,
         (prefill,),
         (decode,),
+        device="cpu",  # as the reference, whose tokens are greedy
+        generation_config="none",
         chunk_tokens=CHUNK_TOKENS,
         prefill_args=patient,
         decode_args=patient,

@@ -12,7 +12,7 @@ import secrets
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -41,7 +41,6 @@ from baton.units import parse_speed
 
 REGISTRY, ROUTER = "registry", "router"
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
-NUM_INSTANCES_MAX = 64
 TOKENS_PLANNED = 1024
 POLL_S = 0.25
 FOLDER_CHARS_MAX = 50
@@ -65,6 +64,7 @@ class DeploymentOptions:
     first_token: str | None = None
     dtype: str | None = None
     device: str | None = None
+    generation_config: str | None = None
     page_tokens: int | None = None
     pool_tokens: int | None = None
     max_model_len: int | None = None
@@ -122,18 +122,6 @@ class DeploymentOptions:
         ]
 
 
-def parse_layouts(option: str, text: str | None) -> tuple[str, ...]:
-    """The layouts of `pp2,tp3`, one for each instance."""
-    if text is None:
-        return ()
-    layouts = tuple(part.strip() for part in text.split(","))
-    if not all(layouts):
-        raise ConfigError(f"{option} {text!r} has an empty layout; write it like pp2 or pp2,tp2")
-    if len(layouts) > NUM_INSTANCES_MAX:
-        raise ConfigError(f"{option} has {len(layouts)} layouts; at most {NUM_INSTANCES_MAX} are started")
-    return layouts
-
-
 def kv_transport(options: DeploymentOptions) -> str | None:
     """The transport of the deployment; None: the default of `baton serve`.
 
@@ -143,7 +131,10 @@ def kv_transport(options: DeploymentOptions) -> str | None:
     is_given = any("transport" in side or "link_bytes_per_s" in side for side in sides)
     if options.transport or options.link or is_given or not options.decodes:
         return options.transport
-    devices = {side.get("device", options.device) for side in sides}
+    # Importing torch takes seconds, which a mistake need not wait for.
+    from baton.engine.sizes import find_device
+
+    devices = {find_device(side.get("device", options.device or "auto")) for side in sides}
     return "cuda_ipc" if devices == {"cuda"} else None
 
 
@@ -155,6 +146,7 @@ def instance_services(options: DeploymentOptions, registry: str) -> list[Service
         first_token=options.first_token,
         dtype=options.dtype,
         device=options.device,
+        generation_config=options.generation_config,
         page_tokens=options.page_tokens,
         pool_tokens=options.pool_tokens,
         max_model_len=options.max_model_len,
@@ -244,10 +236,10 @@ def plan_instances(options: DeploymentOptions) -> list[PlannedInstance]:
     if options.link is not None:
         parse_speed(options.link)
     given = {
-        "transport": kv_transport(options),
+        "transport": options.transport,
         "policy": options.overlap,
         "dtype": options.dtype,
-        "device": options.device,
+        "device": options.device or "auto",
         "page_tokens": options.page_tokens,
         "pool_tokens": options.pool_tokens,
         "context_max": options.max_model_len,
@@ -265,9 +257,11 @@ def plan_instances(options: DeploymentOptions) -> list[PlannedInstance]:
         configs.append(EngineConfig(options.model, layout, name, **own))
         check_config(configs[-1])
     check_same_transport(config.transport for config in configs)
-    # Importing torch takes seconds, which a mistake need not wait for.
+    # As in kv_transport, which imports it too.
     from baton.engine.sizes import derive_sizes
 
+    if (transport := kv_transport(options)) is not None and options.transport is None:
+        configs = [replace(config, transport=transport) for config in configs]
     return [PlannedInstance(config.name, config, derive_sizes(config)) for config in configs]
 
 

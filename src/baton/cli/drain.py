@@ -12,7 +12,7 @@ from baton.cli.options import SecretFile, UrlTlsCa
 
 
 def drain(
-    url: Annotated[str, typer.Argument(help="URL of the instance, like http://10.0.0.1:8100")],
+    url: Annotated[str, typer.Argument(metavar="URL", hidden=True)],
     secret_file: SecretFile = None,
     tls_ca: UrlTlsCa = None,
 ) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="the prompt; token ids if the model has no tokenizer")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", hidden=True)],
     *,
     model: Model,
     prefill: Annotated[
@@ -68,7 +68,7 @@ def generate(
             help="dtype of weights and KV cache: auto (the checkpoint's), bfloat16, float16 or float32",
         ),
     ] = "auto",
-    device: Device = "cpu",
+    device: Device = "auto",
     draft: Draft = False,
     prefill_args: PrefillArgs = None,
     decode_args: DecodeArgs = None,
@@ -79,7 +79,10 @@ def generate(
         typer.Option(metavar="FILE", help="write the request's timeline: FILE.png or FILE.json (Perfetto)"),
     ] = None,
 ) -> None:
-    """Answer a prompt; with --decode, prefill it in one layout and decode it in another."""
+    """Answer a prompt; with --decode, prefill it in one layout and decode it in another.
+
+    PROMPT is text, or token ids if the model has no tokenizer.
+    """
     # Importing torch takes seconds, which --help does without.
     from baton.engine.config import EngineConfig
     from baton.engine.deployment import Deployment, PairRequest

@@ -12,7 +12,13 @@ from baton.cli.logs import Form, Level
 RouterPolicy: TypeAlias = Literal["least_loaded", "prefix_aware", "round_robin"]
 """Those of baton.serving.policies, whose import would keep --help waiting."""
 Model: TypeAlias = Annotated[
-    str, typer.Option("--model", metavar="MODEL", help="checkpoint folder, .gguf file, demo, or dummy:CARD")
+    str,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="checkpoint folder, id of a model in the Hugging Face cache (org/name), .gguf file, demo, or "
+        "dummy:CARD",
+    ),
 ]
 Transport: TypeAlias = Annotated[
     str, typer.Option(metavar="NAME", help="KV transfer transport: NAME or NAME:OPTION=VALUE")
@@ -29,7 +35,9 @@ FirstToken: TypeAlias = Annotated[
     Literal["prefill", "decode"],
     typer.Option(help="which side streams the first token; decode does it after the hand-over"),
 ]
-Device: TypeAlias = Annotated[str, typer.Option(metavar="DEVICE", help="cpu or cuda")]
+Device: TypeAlias = Annotated[
+    str, typer.Option(metavar="DEVICE", help="cpu, cuda, or auto: cuda where torch sees a GPU")
+]
 ServedModelName: TypeAlias = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="model name in the API, for requests and responses (default: --model)"),

@@ -28,10 +28,8 @@ from baton.plan.wire import storage_from_bytes
 def plan(
     model: Annotated[
         str,
-        typer.Argument(
-            help="model card, checkpoint folder, config.json, or specs joined by + "
-            "(default: the model of the vLLM command)"
-        ),
+        # Hidden from the table, where typer would write <str> after it; the text above the table has it.
+        typer.Argument(metavar="MODEL", hidden=True),
     ] = "",
     *,
     source: Annotated[
@@ -71,7 +69,11 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="write the plan as a web page")] = None,
 ) -> None:
-    """Show which rank sends what to which rank between two layouts; the plan is checked independently."""
+    """Show which rank sends what to which rank between two layouts; the plan is checked independently.
+
+    MODEL is a model card, checkpoint folder, config.json, or specs joined by + (default: the model of the
+    vLLM command).
+    """
     commands = [parse_command(text) if text else None for text in (from_vllm, to_vllm)]
     for layout, command, name in zip((source, target), commands, ("from", "to"), strict=True):
         if bool(layout) == (command is not None):

@@ -92,10 +92,19 @@ def route(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_ca: TlsCa = None,
+    print_key: Annotated[
+        bool,
+        typer.Option("--print-key", help="print the key that instances trust a stock PD router by, and exit"),
+    ] = False,
     log_level: LogLevel = "info",
     log_format: LogFormat = "text",
 ) -> None:
     """Route requests until interrupted; SIGTERM drains first. Instances may come and go."""
+    if print_key:
+        from baton.serving.http import router_key
+
+        print(router_key(settings.secret(None if secret_file is None else str(secret_file))))
+        return
     is_vllm = engine == "vllm"
     if not is_vllm and (prefill or decode):
         raise ConfigError("--prefill and --decode name vLLM servers; give --engine vllm too, or --registry")

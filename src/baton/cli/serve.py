@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import ipaddress
 import re
@@ -10,8 +9,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from baton import settings
-from baton.cli.logs import set_up_logs
 from baton.cli.options import (
     ApiKeyFile,
     Device,
@@ -166,7 +163,14 @@ def serve(
         bool, typer.Option("--verify", help="verify the received KV cache with checksums")
     ] = False,
     no_prefix_caching: NoPrefixCaching = False,
-    device: Device = "cpu",
+    device: Device = "auto",
+    generation_config: Annotated[
+        Literal["auto", "none"],
+        typer.Option(
+            help="sampling defaults of requests: auto (the checkpoint's generation_config.json) or none "
+            "(OpenAI's)"
+        ),
+    ] = "auto",
     draft: Draft = False,
     drain_s: DrainS = 30.0,
     silence_s: Annotated[
@@ -197,11 +201,19 @@ def serve(
 ) -> None:
     """Serve a model over HTTP; as a prefill or decode instance it hands KV caches over to its peers."""
     # What follows takes longer to import than --help may take; torch waits until all is checked.
-    from baton.engine.config import EngineConfig, check_config
-    from baton.plan import parse_layout
-    from baton.units import parse_speed
+    from baton import settings
+    from baton.cli.checks import check_first
 
     layout = _layout(layout, tensor_parallel_size, pipeline_parallel_size, data_parallel_size)
+    check_first(model, [layout], dtype)
+    settings.check_port(host, port)
+    import asyncio
+
+    from baton.cli.logs import set_up_logs
+    from baton.engine.config import EngineConfig, check_config
+    from baton.plan.layout import parse_layout
+    from baton.units import parse_speed
+
     tls = settings.tls_files(tls_cert, tls_key, tls_ca)
     is_reached_by_peers = role != "both" or registry is not None
     _check_host(host, is_reached_by_peers)
@@ -218,6 +230,7 @@ def serve(
         kv_cache_dtype=kv_cache_dtype or "",
         kv_layout=kv_layout or "",
         device=device,
+        generation_config=generation_config,
         page_tokens=page_tokens,
         pool_tokens=pool_tokens,
         context_max=max_model_len,
@@ -245,7 +258,6 @@ def serve(
     check_config(instance)
     keys = settings.api_keys(None if api_key_file is None else str(api_key_file))
     settings.check_binding(host, has_api_key=bool(keys), has_secret=bool(secret))
-    settings.check_port(host, port)
     from baton.engine.fork_server import FORK_SERVERS
 
     # Server and workers share one import of torch.

@@ -19,7 +19,7 @@ from baton.errors import ConfigError
 BATON_ONLY = (
     *("link", "first_token", "dtype", "device", "page_tokens", "pool_tokens", "chunk_tokens"),
     *("max_model_len", "max_num_seqs", "queue", "transfer_timeout", "served_model_name", "local_prefill_max"),
-    *("no_prefix_caching", "draft"),
+    *("no_prefix_caching", "draft", "generation_config"),
 )
 """Options that vLLM has by other names, or not at all."""
 EXAMPLE = "Explain in one sentence what a relay race is."
@@ -69,7 +69,6 @@ def _check(options: DeploymentOptions) -> list[str]:
 def _check_router(options: DeploymentOptions) -> None:
     keys = settings.api_keys(None if options.api_key_file is None else str(options.api_key_file))
     settings.check_binding(options.host, has_api_key=bool(keys), has_secret=True)
-    settings.check_port(options.host, options.port)
 
 
 def _serve(options: DeploymentOptions, lines: list[str], servers: list[VllmServer]) -> None:

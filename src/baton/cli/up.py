@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from baton import settings
 from baton.cli.options import (
     ApiKeyFile,
     DecodeArgs,
@@ -81,7 +80,17 @@ def up(
             help="weights and KV cache dtype: auto (the checkpoint's, default), bfloat16, float16 or float32",
         ),
     ] = None,
-    device: Annotated[str | None, typer.Option(metavar="DEVICE", help="cpu (default) or cuda")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="DEVICE", help="cpu, cuda, or auto (default): cuda where torch sees a GPU"),
+    ] = None,
+    generation_config: Annotated[
+        Literal["auto", "none"] | None,
+        typer.Option(
+            help="sampling defaults of requests: auto (default, the checkpoint's generation_config.json) or "
+            "none (OpenAI's)"
+        ),
+    ] = None,
     page_tokens: Annotated[
         int | None,
         typer.Option(
@@ -153,28 +162,42 @@ def up(
     ] = None,
     vllm_args: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[-- VLLM-ARGS]", help="with --engine vllm: options of `vllm serve`"),
+        typer.Argument(metavar="-- VLLM-ARGS", hidden=True),
     ] = None,
 ) -> None:
-    """Start a registry, prefill and decode instances and a router, and serve until interrupted."""
+    """Start a registry, prefill and decode instances and a router, and serve until interrupted.
+
+    VLLM-ARGS, with --engine vllm, are options of `vllm serve`.
+    """
     # What follows takes longer to import than --help may take.
-    from baton.cli.deployment import DeploymentOptions, parse_layouts
+    from baton import settings
+    from baton.cli.checks import check_first, parse_layouts
+
+    is_vllm = engine == "vllm"
+    prefills, decodes = parse_layouts("--prefill", prefill), parse_layouts("--decode", decode)
+    if not is_vllm:
+        if vllm or vllm_args:
+            given = " ".join(vllm_args or ["--vllm"])
+            raise ConfigError(f"{given!r} is for vLLM; give --engine vllm too, or leave it out")
+        check_first(model, (*prefills, *decodes), dtype)
+    settings.check_port(host, port)
+    from baton.cli.deployment import DeploymentOptions
     from baton.cli.side_args import parse_side_args
     from baton.cli.start import start, start_vllm
     from baton.cli.vllm_servers import parse_vllm_args
 
-    is_vllm = engine == "vllm"
     parse_args = parse_vllm_args if is_vllm else parse_side_args
     options = DeploymentOptions(
         model=model,
-        prefills=parse_layouts("--prefill", prefill),
-        decodes=parse_layouts("--decode", decode),
+        prefills=prefills,
+        decodes=decodes,
         link=link,
         transport=transport,
         overlap=overlap,
         first_token=first_token,
         dtype=dtype,
         device=device,
+        generation_config=generation_config,
         page_tokens=page_tokens,
         pool_tokens=pool_tokens,
         max_model_len=max_model_len,
@@ -199,7 +222,4 @@ def up(
         vllm=settings.vllm_command(vllm) if is_vllm else "",
         vllm_args=tuple(vllm_args or ()),
     )
-    if not is_vllm and (vllm or vllm_args):
-        given = " ".join(vllm_args or ["--vllm"])
-        raise ConfigError(f"{given!r} is for vLLM; give --engine vllm too, or leave it out")
     (start_vllm if is_vllm else start)(options)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton.engine.model_names import TORCH_DTYPES, check_model, find_dtype
+from baton.engine.model_names import DTYPES, TORCH_DTYPES, check_dtype, check_model, find_dtype
 from baton.engine.pages import KV_LAYOUTS, PageGeometry
 from baton.errors import ConfigError
 from baton.plan import Cache, Layout, Spec, parse_layout
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from baton.engine.checkpoint import Checkpoint
     from baton.engine.models.build import Architecture
 
-DTYPES = ("fp32", "bf16", "fp16")
-"""That the engine computes in."""
 SILENCE_S_MIN = 4 * Timings().beat_s
-DEVICES = ("cpu", "cuda")
+DEVICES = ("auto", "cpu", "cuda")
+GENERATION_CONFIGS = ("auto", "none")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +42,9 @@ class EngineConfig:
     kv_layout: str = ""
     """How pages are stored, one of KV_LAYOUTS; empty: K and V fused where their rows have one size."""
     device: str = "cpu"
+    """cpu, cuda, or auto: cuda where torch sees a GPU."""
+    generation_config: str = "auto"
+    """Sampling defaults: auto takes those of the checkpoint's generation_config.json, none OpenAI's."""
     page_tokens: int = 16
     pool_tokens: int = 0
     """Tokens that the KV cache of a dp group holds; 0: as many as fit into POOL_BYTES_DEFAULT, and at least
@@ -164,10 +166,7 @@ def check_config(config: EngineConfig) -> None:
     """Raises ConfigError on values that cannot be, whatever the model and the machine."""
     parse_layout(config.layout)
     check_model(config.model)
-    if config.dtype not in DTYPES:
-        raise ConfigError(
-            f"dtype {config.dtype!r} is not one the engine computes in; use {', '.join(DTYPES)}"
-        )
+    check_dtype(config.dtype)
     if config.cache_dtype not in DTYPES:
         raise ConfigError(
             f"kv_cache_dtype {config.kv_cache_dtype!r} is not one the engine computes on; use "
@@ -200,7 +199,12 @@ def check_config(config: EngineConfig) -> None:
     if name not in transport_names():
         raise ConfigError(f"transport {name!r} is not known; use {', '.join(transport_names())}")
     if config.device not in DEVICES:
-        raise ConfigError(f"device {config.device!r} is not known; use {' or '.join(DEVICES)}")
+        raise ConfigError(f"device {config.device!r} is not known; use auto, cpu or cuda")
+    if config.generation_config not in GENERATION_CONFIGS:
+        raise ConfigError(
+            f"generation_config {config.generation_config!r} is not known; use "
+            f"{' or '.join(GENERATION_CONFIGS)}"
+        )
     if config.device == "cpu" and Place.HOST not in capabilities_of(name).places:
         raise ConfigError(f"transport {name} moves CUDA memory; use shm with device {config.device!r}")
     if config.has_endpoint_process and not _can_offload(name):

@@ -24,8 +24,8 @@ from baton.engine.core import EngineCore
 from baton.engine.executor import Executor
 from baton.engine.load import SNAPSHOT_S, EngineLoad
 from baton.engine.requests import EngineRequest, ModelContext, RequestError, RequestEvent, RequestFinished
-from baton.engine.sampling_params import SamplingParams
-from baton.engine.sizes import derive_sizes
+from baton.engine.sampling_params import SamplingParams, sampling_defaults
+from baton.engine.sizes import derive_sizes, find_device
 from baton.engine.tokenizer import Tokenizer
 from baton.errors import EngineError
 
@@ -81,12 +81,14 @@ class Instance:
     """A model that runs in one layout."""
 
     def __init__(self, config: EngineConfig, sizes: EngineSizes | None = None) -> None:
-        self.config = config
+        self.config = config = replace(config, device=find_device(config.device))
         self.sizes = sizes or derive_sizes(config)
         self.secret = config.secret or secrets.token_bytes(32)
         backend = load_tokenizer(self.sizes.checkpoint)
         self.tokenizer = Tokenizer(backend) if backend is not None else None
         self.eos_ids = frozenset(eos_ids(self.sizes.checkpoint, backend))
+        stated = self.sizes.checkpoint.generation_config if config.generation_config == "auto" else {}
+        self.sampling_defaults = sampling_defaults(stated, self.sizes.architecture.vocab_size)
         self.failure = ""
         """Why the instance ended, once it has."""
         self._executor = Executor()

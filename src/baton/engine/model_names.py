@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os.path
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,17 +14,37 @@ from baton.plan.models.fields import shown
 
 DEMO, DUMMY = "demo", "dummy:"
 MODEL_FORMS = (
-    f"use a folder with config.json and safetensors, a .gguf file, '{DEMO}', "
-    f"or {DUMMY}CARD for random weights, as in {DUMMY}llama-3-8b"
+    "use a folder with config.json and safetensors, a .gguf file, the id of a model in the Hugging Face "
+    f"cache, '{DEMO}', or {DUMMY}CARD for random weights, as in {DUMMY}llama-3-8b"
 )
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
+DTYPES = ("fp32", "bf16", "fp16")
+"""That the engine computes in."""
 TORCH_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float": "fp32", "half": "fp16"}
 """What other engines and checkpoints call them, and our names."""
 
 
+def find_model(model: str) -> Path | None:
+    """The folder or file of a path, or of an `org/name` that `hf download` has fetched; None without one."""
+    path = os.path.expanduser(model)
+    if os.path.isdir(path) or os.path.isfile(path):  # they answer no where a path is malformed
+        return Path(path)
+    if not _HUB_ID.fullmatch(model):
+        return None
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    # The cache's documented layout: the library's own functions take a quarter of a second to import.
+    folder = Path(HF_HUB_CACHE, f"models--{model.replace('/', '--')}")
+    with suppress(OSError):
+        snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
+        return snapshot if snapshot.is_dir() else None
+    return None
+
+
 def find_dtype(model: str) -> str:
     """The dtype that a checkpoint's config.json states; fp32 where it states none, and for GGUF files."""
-    path = os.path.expanduser(model.removeprefix(DUMMY))
+    path = str(find_model(model) or os.path.expanduser(model.removeprefix(DUMMY)))
     file = path if path.endswith(".json") else os.path.join(path, "config.json")
     config: object = None
     with suppress(OSError, ValueError):  # refused later, where the checkpoint is opened
@@ -38,15 +59,23 @@ def find_dtype(model: str) -> str:
     return "fp32"
 
 
+def check_dtype(dtype: str) -> None:
+    """Raises ConfigError on a dtype that the engine does not compute in."""
+    if dtype != "auto" and TORCH_DTYPES.get(dtype, dtype) not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not one the engine computes in; use {', '.join(DTYPES)}")
+
+
 def check_model(model: str) -> None:
     """Raises ConfigError if there is nothing by this name."""
-    path = os.path.expanduser(model)
-    # os.path answers no where a path is malformed.
-    if model == DEMO or model.startswith(DUMMY) or os.path.isdir(path) or os.path.isfile(path):
+    if model == DEMO or model.startswith(DUMMY) or find_model(model) is not None:
         return
     if model in card_names():
         raise ConfigError(
             f"{model} is a card without weights; name a folder that has them, "
             f"or {DUMMY}{model} for random ones"
         )
-    raise ConfigError(f"there is no model {shown(model)} here, neither a folder nor a file; {MODEL_FORMS}")
+    remedy = f"if it is on the Hugging Face Hub, fetch it with `hf download {model}`; else "
+    raise ConfigError(
+        f"there is no model {shown(model)} here, neither a folder nor a file; "
+        f"{remedy if _HUB_ID.fullmatch(model) else ''}{MODEL_FORMS}"
+    )

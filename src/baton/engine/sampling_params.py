@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -55,6 +55,23 @@ def check_params(params: SamplingParams, vocab_size: int, eos_ids: Collection[in
         for field, is_good, remedy in checks:
             if not is_good:
                 raise ConfigError(f"{field} is {getattr(params, field)!r}: {remedy}")
+
+
+def sampling_defaults(stated: Mapping[str, object], vocab_size: int) -> SamplingParams:
+    """What requests get that say nothing: of generation_config.json as vLLM reads it, else OpenAI's."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {name: stated[name] for name in names if stated.get(name) is not None}
+    try:
+        if given.get("top_k") == -1:
+            del given["top_k"]  # another way to say: all
+        params = msgspec.convert(given, SamplingParams)
+        check_params(params, vocab_size)
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise ConfigError(
+            f"generation_config.json: {error}; mend the file, or do without its sampling defaults "
+            "(--generation-config none)"
+        ) from None
+    return params
 
 
 def _numbers(params: SamplingParams) -> Iterator[tuple[str, bool, str]]:

@@ -27,11 +27,17 @@ STAGING_BYTES_MAX = {"cpu": 4 << 30, "cuda": 256 << 20}
 """Of a rank, if staging_mb is not given. The host commits its memory when it is first used, a GPU at once."""
 
 
+def find_device(device: str) -> str:
+    """The device that `auto` stands for here; others are themselves."""
+    return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def derive_sizes(config: EngineConfig, *, is_checked: bool = False) -> EngineSizes:
     """Derives, and refuses, everything that can be known before a process is started.
 
     `is_checked`: these settings and the checkpoint's tensors were checked before, for the whole instance.
     """
+    config = replace(config, device=find_device(config.device))
     if not is_checked:
         check_config(config)
         check_machine(config)

@@ -37,7 +37,7 @@ from baton.plan.chunks import (
 from baton.plan.ranges import Range
 from baton.plan.routes import Chunk, Plan, Prompt
 from baton.plan.steps import PACK, STAGING, Copy, Pack, PackCost, Spans, Step, Unpack
-from baton.plan.tokens import Ints
+from baton.plan.tokens import Ints, count_below
 
 # What a transfer settles before its first chunk.
 
@@ -314,7 +314,7 @@ def _pages_of(parts: Iterable[RouteChunk], side: str, tables: PageTables) -> dic
         seen.add((end.group, entries))
         table = by_group[end.group] = end.table(tables, part.num_pages[side])
         counts = marks.setdefault(end.group, np.zeros(len(table) + 1, dtype=np.int64))
-        slots = part.owned(side).count(entries.runs.starts)
+        slots = count_below(part.owned(side), entries.runs.starts)
         lengths = entries.runs.stops - entries.runs.starts
         np.add.at(counts, slots // end.at.page_entries, 1)
         np.subtract.at(counts, (slots + lengths - 1) // end.at.page_entries + 1, 1)

@@ -36,7 +36,7 @@ from baton.plan.lowering import (
     stack,
 )
 from baton.plan.ownership import END, Spec, box, placements
-from baton.plan.ranges import to_ids
+from baton.plan.ranges import Stride, to_ids
 from baton.plan.routes import (
     Chunk,
     Plan,
@@ -50,7 +50,7 @@ from baton.plan.routes import (
 )
 from baton.plan.steps import CONVERT, DIRECT, PACK, STAGING, Copy, Pack, PackCost, Spans, Unpack
 from baton.plan.storage import Placement
-from baton.plan.tokens import Ints, Runs, Stride, runs
+from baton.plan.tokens import Ints, Runs, count_below, runs
 
 PLANS_MAX = 64
 BOUND_PLANS_MAX = 256
@@ -129,7 +129,7 @@ class RouteEnd:
         """One layer that begins at byte 0."""
         return LayerEnd(
             item_bytes=self.at.item_bytes,
-            slots=owned.count(token_runs.starts),
+            slots=count_below(owned, token_runs.starts),
             token_stride=self.at.strides.get("token", 0),
             axes=self.axes,
             page_entries=self.at.page_entries,

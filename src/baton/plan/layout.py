@@ -16,8 +16,7 @@ from math import prod
 from typing import TypeAlias
 
 from baton.errors import LayoutError
-from baton.plan.ranges import Range, Ranges, even_cuts, from_sizes
-from baton.plan.tokens import Stride
+from baton.plan.ranges import Range, Ranges, Stride, even_cuts, from_sizes
 
 AXIS_NAMES = ("dp", "pp", "cp", "tp")
 NUM_RANKS_MAX = 16_384

@@ -14,9 +14,8 @@ from baton.errors import ConfigError, LayoutError
 from baton.plan.cache import Cache, Component
 from baton.plan.declared import OverlapCheck, Region, regions_of, resolve_declared
 from baton.plan.layout import Layout, Mirror, Scheme, Stripe
-from baton.plan.ranges import Range, Ranges, intersection, size, to_ids
+from baton.plan.ranges import Range, Ranges, Stride, intersection, size, to_ids
 from baton.plan.storage import DeclaredPlacement, Holding, Placement, Storage, place
-from baton.plan.tokens import Stride
 
 END = 1 << 40
 """Past every layer id and every token: stands for "for any length" in rules."""

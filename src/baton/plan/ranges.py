@@ -1,8 +1,9 @@
-"""Half-open integer ranges, and sorted disjoint lists of them."""
+"""Half-open integer ranges, sorted disjoint lists of them, and periodic sets of tokens. Without numpy."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 Range: TypeAlias = tuple[int, int]
@@ -80,3 +81,27 @@ def from_sizes(sizes: Iterable[int]) -> Ranges:
 def text(ranges: Ranges) -> str:
     """`0-3,8` style, inclusive, for people."""
     return ",".join(f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in ranges) or "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Stride:
+    """Tokens t of [start, stop) with (t - phase) mod period < block."""
+
+    start: int
+    stop: int
+    phase: int = 0
+    block: int = 1
+    period: int = 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every token of the interval belongs."""
+        return self.block >= self.period
+
+    def num_below(self, token: int) -> int:
+        """How many members precede one token."""
+        below = 0
+        for sign, at in ((1, min(max(token, self.start), self.stop)), (-1, self.start)):
+            periods, rest = divmod(at - self.phase, self.period)
+            below += sign * (periods * self.block + min(rest, self.block))
+        return below

@@ -22,8 +22,8 @@ from baton.errors import ConfigError
 from baton.plan.cache import Component
 from baton.plan.dtypes import item_bytes
 from baton.plan.ownership import END, Spec, share_stride
-from baton.plan.ranges import Range, Ranges, from_ids, intersection, size, to_ids
-from baton.plan.tokens import Stride, TokenSet, set_runs, token_set
+from baton.plan.ranges import Range, Ranges, Stride, from_ids, intersection, size, to_ids
+from baton.plan.tokens import TokenSet, set_runs, token_set
 
 TOKENS_MAX = 1 << 24
 NEAREST_TRIES = 1000

@@ -7,8 +7,8 @@ periodic sets is periodic in the least common multiple, so it is found once, as 
 without walking over tokens.
 
 A rank stores what it owns densely in token order. The slot of a token is therefore the number of owned
-tokens before it, which for a periodic set has the closed form `count`: whole periods times the block, plus
-what of the last period is reached.
+tokens before it, which for a periodic set has the closed form `count_below`: whole periods times the block,
+plus what of the last period is reached.
 """
 
 from __future__ import annotations
@@ -21,35 +21,14 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.plan.ranges import Stride
+
 Ints: TypeAlias = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Stride:
-    """Tokens t of [start, stop) with (t - phase) mod period < block."""
-
-    start: int
-    stop: int
-    phase: int = 0
-    block: int = 1
-    period: int = 1
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every token of the interval belongs."""
-        return self.block >= self.period
-
-    def count(self, tokens: Ints) -> Ints:
-        """How many members precede each token, counting from `start`."""
-        return _members_below(self, tokens) - _members_below(self, np.asarray(self.start, dtype=np.int64))
-
-    def num_below(self, token: int) -> int:
-        """How many members precede one token."""
-        below = 0
-        for sign, at in ((1, min(max(token, self.start), self.stop)), (-1, self.start)):
-            periods, rest = divmod(at - self.phase, self.period)
-            below += sign * (periods * self.block + min(rest, self.block))
-        return below
+def count_below(stride: Stride, tokens: Ints) -> Ints:
+    """How many members precede each token, counting from `start`."""
+    return _members_below(stride, tokens) - _members_below(stride, np.asarray(stride.start, dtype=np.int64))
 
 
 def _members_below(stride: Stride, tokens: Ints) -> Ints:

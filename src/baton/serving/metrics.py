@@ -52,8 +52,11 @@ US_PER_S = 1e6
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-class ServerMetrics:
-    def __init__(self) -> None:
+class ServerMetrics(Collector):
+    """Of one instance; where vLLM has the metric too, by its name."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
         registry = self._registry = CollectorRegistry()
 
         def latency(name: str, text: str) -> Histogram:
@@ -65,10 +68,12 @@ class ServerMetrics:
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(f"baton_{name}", text, labels, registry=registry)
 
-        self.ttft = latency("ttft", "Arrival of a request to its first token.")
-        self.itl = latency("itl", "From one token of a choice to its next.")
-        self.e2e = latency("e2e", "Arrival of a request to the end of its last choice.")
-        self.queue = latency("queue", "Arrival of a request to its first step, or at a target to its pages.")
+        self.ttft = latency("time_to_first_token", "Arrival of a request to its first token.")
+        self.itl = latency("inter_token_latency", "From one token of a choice to its next.")
+        self.e2e = latency("e2e_request_latency", "Arrival of a request to the end of its last choice.")
+        self.queue = latency(
+            "request_queue_time", "Arrival of a request to its first step, or at a target to its pages."
+        )
         self.tth = latency("tth", "Arrival of a request to the verdict of its hand-off, at a target.")
         self.requests = counter("requests", "Responses by endpoint and status.", "endpoint", "status")
         self.tokens = counter("tokens", "Tokens of requests.", "kind")
@@ -94,8 +99,8 @@ class ServerMetrics:
             "unpipelined", "Hand-offs that were not cut into groups of layers.", "reason"
         )
         self._pages = gauge("pages", "Pages by state.", "state")
-        self._running = gauge("requests_running", "Running requests.")
-        self._waiting = gauge("requests_waiting", "Waiting requests.")
+        self._running = gauge("num_requests_running", "Running requests.")
+        self._waiting = gauge("num_requests_waiting", "Waiting requests.")
         self._in_flight = gauge("tokens_in_flight", "Tokens of all requests so far.")
         self._ready = gauge("ready", "1 where requests can be served and handed off.")
         self._starts = gauge("instance_starts", "How often the instance was started.")
@@ -137,8 +142,17 @@ class ServerMetrics:
         for kind in ("drafted", "accepted"):
             self._drafts.labels(kind).set(counts.get(kind, 0))
 
+    def collect(self) -> Iterator[Metric]:
+        """Every sample with the model's name."""
+        for family in self._registry.collect():
+            family.samples = [
+                sample._replace(labels={**sample.labels, "model_name": self._model_name})
+                for sample in family.samples
+            ]
+            yield family
+
     def text(self) -> bytes:
-        return generate_latest(self._registry)
+        return generate_latest(self)
 
 
 # ---- of a router

@@ -141,8 +141,8 @@ class RecordedRequest:
 class RequestObserver:
     """Records what happens to a server's requests: metrics, and timelines of the latest by response id."""
 
-    def __init__(self, instance: str, role: str, layout: str) -> None:
-        self.metrics = ServerMetrics()
+    def __init__(self, instance: str, role: str, layout: str, model_name: str) -> None:
+        self.metrics = ServerMetrics(model_name)
         self._instance = instance
         self._role = role
         self._layout = layout

@@ -349,6 +349,8 @@ class ServedModel:
     vocab_size: int
     num_tokens_max: Callable[[int], int]
     """The most tokens of prompt and completion together, for a prompt of so many tokens."""
+    defaults: SamplingParams = field(default_factory=SamplingParams)
+    """What a request that leaves a sampling parameter out gets."""
 
     async def encode(self, text: str, param: str) -> TokenSequence:
         tokenizer = self._tokenizer(param)
@@ -493,7 +495,7 @@ async def parse_request(
     if isinstance(room, list):
         room = room[0] if room else 0
     # The room seeds both sides of a hand-off, so that they sample alike.
-    params = sampling_params(body, room or secrets.randbits(63))
+    params = sampling_params(body, room or secrets.randbits(63), model.defaults)
     if params.stop and model.tokenizer is None:
         raise bad_field("stop", params.stop, "the model has no tokenizer; use stop_token_ids")
     prompts = await _read_prompts(body, model)
@@ -535,7 +537,7 @@ def _check_model(body: RequestBody, served: str) -> None:
 # ---- sampling parameters
 
 
-def sampling_params(body: RequestBody, seed: int) -> SamplingParams:
+def sampling_params(body: RequestBody, seed: int, defaults: SamplingParams) -> SamplingParams:
     """The parameters of every choice; `seed` where the body has none, max_tokens 0 where it sets none."""
     match body:
         case CompletionRequest():
@@ -543,22 +545,23 @@ def sampling_params(body: RequestBody, seed: int) -> SamplingParams:
                 remedy = f"choices are not ranked; use n, which is {body.n or 1}"
                 raise bad_field("best_of", body.best_of, remedy)
             seeds, logprobs = (body.seed, seed), body.logprobs
-            return _params(body, "", seeds, body.min_tokens, body.max_tokens, logprobs)
+            return _params(body, defaults, "", seeds, body.min_tokens, body.max_tokens, logprobs)
         case ChatRequest():
             if body.top_logprobs is not None and not body.logprobs:
                 raise bad_field("top_logprobs", body.top_logprobs, "set logprobs to true too")
             seeds, logprobs = (body.seed, seed), (body.top_logprobs or 0) if body.logprobs else None
             max_tokens = body.max_completion_tokens or body.max_tokens
-            return _params(body, "", seeds, body.min_tokens, max_tokens, logprobs)
+            return _params(body, defaults, "", seeds, body.min_tokens, max_tokens, logprobs)
         case GenerateRequest():
             given = body.sampling_params or GenerateParams()
             logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
             seeds, lengths = (given.sampling_seed, seed), (given.min_new_tokens, given.max_new_tokens)
-            return _params(given, "sampling_params.", seeds, *lengths, logprobs)
+            return _params(given, defaults, "sampling_params.", seeds, *lengths, logprobs)
 
 
 def _params(
     given: SamplingFields,
+    defaults: SamplingParams,
     prefix: str,
     seeds: tuple[int | None, int],
     min_tokens: int | None,
@@ -566,11 +569,11 @@ def _params(
     logprobs: int | None,
 ) -> SamplingParams:
     return SamplingParams(
-        temperature=_or(given.temperature, 1.0),
-        top_k=max(0, given.top_k or 0),
-        top_p=_or(given.top_p, 1.0),
-        min_p=given.min_p or 0.0,
-        repetition_penalty=_or(given.repetition_penalty, 1.0),
+        temperature=_or(given.temperature, defaults.temperature),
+        top_k=defaults.top_k if given.top_k is None else max(0, given.top_k),
+        top_p=_or(given.top_p, defaults.top_p),
+        min_p=_or(given.min_p, defaults.min_p),
+        repetition_penalty=_or(given.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=given.presence_penalty or 0.0,
         frequency_penalty=given.frequency_penalty or 0.0,
         logit_bias=_bias(given.logit_bias, f"{prefix}logit_bias"),

@@ -132,8 +132,8 @@ class Server:
         """Set when the supervisor has given up."""
         self._loop = asyncio.get_running_loop()
         self._bridge = EventBridge(self._loop)
-        self._observer = RequestObserver(instance.name, instance.role, instance.layout)
         self._model_name = config.served_model_name or instance.model
+        self._observer = RequestObserver(instance.name, instance.role, instance.layout, self._model_name)
         self._created = int(time.time())
         self._model: tuple[Instance, ServedModel, ReceivingInstance, TokenNames] | None = None
         self._open: dict[Generation, Instance] = {}
@@ -237,7 +237,7 @@ class Server:
         sizes, tokenizer = instance.sizes, instance.tokenizer
         vocab_size, num_tokens_max = sizes.architecture.vocab_size, instance.core.num_tokens_max
         return (
-            ServedModel(tokenizer, sizes.context_max, vocab_size, num_tokens_max),
+            ServedModel(tokenizer, sizes.context_max, vocab_size, num_tokens_max, instance.sampling_defaults),
             ReceivingInstance(
                 instance.config.role, instance.address, self.config.first_token, self._model_name
             ),

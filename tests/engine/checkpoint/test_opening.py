@@ -1,13 +1,16 @@
 """Names of models: what each leads to, and what is said where it leads nowhere."""
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants, try_to_load_from_cache
 from tests.engine.tiny import tiny
 
 from baton.engine.checkpoint import open_checkpoint
 from baton.engine.checkpoint.safetensors import SafetensorsFolder
+from baton.engine.model_names import find_dtype
 from baton.errors import ConfigError
 
 
@@ -15,6 +18,7 @@ from baton.errors import ConfigError
     ("model", "said"),
     [
         ("nowhere/at-all", "there is no model 'nowhere/at-all' here"),
+        ("nowhere/at-all", "fetch it with `hf download nowhere/at-all`"),
         ("org/model\0", "there is no model"),
         ("", "there is no model ''"),
         ("llama-3-8b", "or dummy:llama-3-8b for random ones"),
@@ -54,3 +58,21 @@ def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     shutil.copytree(tiny("llama"), tmp_path / "model")
     assert isinstance(open_checkpoint("~/model"), SafetensorsFolder)
+
+
+def test_an_id_is_found_in_the_hugging_face_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--some-org--some.model"
+    snapshot = folder / "snapshots" / "1234abcd"
+    shutil.copytree(tiny("llama"), snapshot)
+    config = json.loads((snapshot / "config.json").read_text())
+    (snapshot / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    with pytest.raises(ConfigError, match="hf download some-org/"):
+        open_checkpoint("some-org/some.model")  # fetched by its commit, never as the main branch
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("1234abcd")
+    assert open_checkpoint("some-org/some.model").path == snapshot
+    assert find_dtype("some-org/some.model") == "bf16"
+    # The library finds the same file.
+    found = try_to_load_from_cache("some-org/some.model", "config.json", cache_dir=tmp_path)
+    assert found == str(snapshot / "config.json")

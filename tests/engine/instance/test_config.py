@@ -28,7 +28,8 @@ REASON = "prefixes are not kept: pages before a window are freed, so no whole pr
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"transport": "pigeon"}, "transport 'pigeon' is not known"),
     ({"transport": "tcp:streams"}, "streams"),
-    ({"device": "tpu"}, "device 'tpu'"),
+    ({"device": "tpu"}, "device 'tpu' is not known; use auto, cpu or cuda"),
+    ({"generation_config": "vllm"}, "generation_config 'vllm' is not known; use auto or none"),
     ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8' .* use fp32, bf16, fp16"),
     ({"kv_layout": "nhd.fused"}, "kv_layout 'nhd.fused' is not known; use hnd.fused or hnd.apart"),
     ({"staging_mb": -1}, "staging_mb is -1"),

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
+import torch
 from tests.engine.tiny import tiny
 
 from baton.engine.config import EngineConfig
@@ -26,4 +30,24 @@ def test_requests_fail_before_the_callbacks_and_no_more_come_in() -> None:
         instance.core.submit(EngineRequest((1, 2, 3)), events.append)
     instance.on_end(lambda: events.append("late"))
     assert events[2:] == ["first", "late"]
+    instance.close()
+
+
+def test_sampling_defaults_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny("llama"), tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"temperature": 0.25, "eos_token_id": 3}')
+    for choice, temperature in (("auto", 0.25), ("none", 1.0)):
+        instance = Instance(EngineConfig(str(folder), generation_config=choice))
+        assert instance.sampling_defaults.temperature == temperature
+        assert 3 in instance.eos_ids
+        instance.close()
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_an_automatic_device_is_the_gpu_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    instance = Instance(EngineConfig(str(tiny("llama")), device="auto"))
+    assert (instance.config.device, instance.config.is_offloaded) == (("cpu", "cuda")[has_gpu], has_gpu)
     instance.close()

@@ -5,7 +5,7 @@ import math
 import msgspec
 import pytest
 
-from baton.engine.sampling_params import SamplingParams, check_params
+from baton.engine.sampling_params import SamplingParams, check_params, sampling_defaults
 from baton.errors import ConfigError
 
 VOCAB_SIZE = 50
@@ -103,3 +103,17 @@ def test_something_must_be_left_until_min_tokens():
 def test_every_field_is_checked_or_cannot_be_wrong():
     free = {"ignore_eos"}
     assert {field for field, _ in BAD} == set(SamplingParams.__struct_fields__) - free
+
+
+def test_a_checkpoint_states_sampling_defaults() -> None:
+    stated = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05, "min_p": None}
+    others = {"do_sample": True, "eos_token_id": [1, 2], "max_new_tokens": 7, "transformers_version": "5"}
+    expected = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05)
+    assert sampling_defaults(stated | others, VOCAB_SIZE) == expected
+    assert sampling_defaults({"temperature": 1, "top_k": -1}, VOCAB_SIZE) == SamplingParams()
+
+
+@pytest.mark.parametrize("stated", [{"temperature": "hot"}, {"top_p": 0}, {"top_k": 2.5}])
+def test_sampling_defaults_that_cannot_be(stated: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=rf"generation_config.json: .*{next(iter(stated))}.*config none"):
+        sampling_defaults(stated, VOCAB_SIZE)

@@ -19,8 +19,8 @@ from baton.engine.attention.prefill import ChunkInputs
 from baton.engine.commands import ScheduledSequence
 from baton.errors import EngineError
 from baton.plan.layout import Scheme, Split
-from baton.plan.ranges import Range, Ranges, even_cuts
-from baton.plan.tokens import Ints, Stride
+from baton.plan.ranges import Range, Ranges, Stride, even_cuts
+from baton.plan.tokens import Ints, count_below
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ def _members(stride: Stride, positions: Ints) -> tuple[Ints, Ints]:
     if not stride.is_whole:
         inside &= (positions - stride.phase) % stride.period < stride.block
     found = positions[inside]
-    return found, stride.count(found)
+    return found, count_below(stride, found)
 
 
 # What rows attend with, and their answers put together again.

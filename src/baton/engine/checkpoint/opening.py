@@ -9,7 +9,7 @@ from baton.engine.checkpoint.demo import fetch_demo
 from baton.engine.checkpoint.dummy import DummyWeights
 from baton.engine.checkpoint.gguf import SUFFIX, GgufFile
 from baton.engine.checkpoint.safetensors import SafetensorsFolder
-from baton.engine.model_names import DEMO, DUMMY, MODEL_FORMS, check_model
+from baton.engine.model_names import DEMO, DUMMY, MODEL_FORMS, check_model, find_model
 from baton.errors import ConfigError
 
 _FORMER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt")
@@ -22,7 +22,8 @@ def open_checkpoint(model: str) -> Checkpoint:
     if model.startswith(DUMMY):
         return DummyWeights.open(model.removeprefix(DUMMY))
     check_model(model)
-    path = Path(model).expanduser()
+    path = find_model(model)
+    assert path is not None  # as check_model has found
     return _open_folder(path) if path.is_dir() else _open_file(path)
 
 
