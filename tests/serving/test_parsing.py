@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from tests.engine.text.vocabularies import tokenizer
@@ -194,3 +195,26 @@ def test_echo_goes_ahead():
     assert asked({"prompt": ids, "echo": True}).echoes == (TEXT,)
     assert asked({"prompt": [ids], "echo": True}).echoes == (TEXT,)
     assert asked({"prompt": TEXT}).echoes == ("",)
+
+
+def test_a_dp_rank_is_that_of_the_side_which_reads_it():
+    decode, prefill = (replace(place, num_dp_groups=3) for place in (DECODE, PREFILL))
+    ranks = {"data_parallel_rank": 2, "disagg_prefill_dp_rank": 1}
+    job = asked({"prompt": "a", **ROOM, **ranks}, place=decode).jobs[0].request
+    assert (job.dp, job.handoff.source_dp) == (2, 1)
+    assert asked({"prompt": "a", **ROOM, **ranks}, place=prefill).jobs[0].request.dp == 1
+    # sglang-router names the rank of each side for itself, under the newer name.
+    assert asked({"prompt": "a", **ROOM, "routed_dp_rank": 2}, place=prefill).jobs[0].request.dp == 2
+    plain = asked({"text": "a"}, "generate", place=decode).jobs[0].request
+    assert plain.dp is None
+    assert asked({"text": "a", "data_parallel_rank": 0}, "generate", place=decode).jobs[0].request.dp == 0
+    resumed = {"prompt": "a", "data_parallel_rank": 1, "baton": {"resume": [{"index": 0, "tokens": [5]}]}}
+    assert asked(resumed, place=decode).jobs[0].request.dp == 1
+    for body, place, param in (
+        ({"data_parallel_rank": 3}, decode, "data_parallel_rank"),
+        ({"routed_dp_rank": 3}, decode, "routed_dp_rank"),
+        ({"disagg_prefill_dp_rank": 3}, prefill, "disagg_prefill_dp_rank"),
+    ):
+        problem = problem_of({"prompt": "a", **body}, place=place)
+        assert (problem.status, problem.param) == (400, param)
+        assert problem.message == f"{param} is 3: give a DP group from 0 to 2"

@@ -466,3 +466,25 @@ def test_usage_that_was_lost_with_the_instance_is_made_up_for():
             assert len(w.d1.seen) == 0
 
     run(body)
+
+
+def test_a_dp_rank_goes_to_its_side_and_one_that_no_instance_has_is_refused():
+    ranks = {"routed_dp_rank": 0, "disagg_prefill_dp_rank": 0}
+
+    async def body() -> None:
+        async with world(1, 1, local=LocalMode.AUTO, local_prefill_max=4096) as w:
+            # Short, and of one token: it is handed over all the same.
+            await w.stream({**PROMPT, **ranks, "max_tokens": 1})
+            (prefill,), (decode,) = w.p0.seen, w.d0.seen
+            assert ranks.items() <= decode.body.items()
+            assert "routed_dp_rank" not in prefill.body
+            assert prefill.body["disagg_prefill_dp_rank"] == 0
+            assert prefill.body["bootstrap_room"] == decode.body["bootstrap_room"]
+            for name in ("data_parallel_rank", "disagg_prefill_dp_rank"):
+                status, raw, _ = await w.post({**PROMPT, name: 1})
+                error = json.loads(raw)["error"]
+                assert (status, error["param"]) == (400, name)
+                assert error["message"] == f"{name} is 1: give a DP group from 0 to 0"
+            assert len(w.d0.seen) == 1
+
+    run(body)

@@ -1,7 +1,8 @@
 """OpenAI's API, and SGLang's /generate, as functions: from bodies to jobs, and from choices to responses.
 
-A request field that is not named here is accepted and has no effect. UNSUPPORTED lists the fields that would
-change the response and that this server cannot honour: they may only have a neutral value.
+A field that is not named here is refused. UNSUPPORTED lists the fields of OpenAI, vLLM and SGLang that would
+change the response and that this server cannot honour: they may only have a neutral value. IGNORED lists
+those that change nothing of the text.
 
 The n choices of a prompt are one job: one prefill, one hand-off, and the decode forks. The index of a choice
 is the index of its prompt times n, plus which of the n it is. A request that resumes an earlier attempt has
@@ -36,9 +37,10 @@ from baton.engine.sampling_params import (
 )
 from baton.engine.tokenizer import Tokenizer
 from baton.errors import ConfigError
-from baton.serving.http import ApiError, Caller, RouterHints, bad_field
+from baton.serving.http import VALUE_CHARACTERS_MAX, ApiError, Caller, RouterHints, bad_field
 
 T = TypeVar("T")
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 TokenSequence = tuple[int, ...]
 
 TOO_LONG = "context_length_exceeded"
@@ -86,7 +88,8 @@ IdLists: TypeAlias = Annotated[list[TokenId | TokenIds], _some_of(_ID, _IDS)]
 
 
 # Fields that a router adds: where the KV cache comes from or goes to, in lists for several jobs, and `baton`,
-# a RouterHints from trusted callers that is ignored from others.
+# a RouterHints from trusted callers that is ignored from others. `data_parallel_rank` (newer name:
+# `routed_dp_rank`) is the DP group of the instance that reads it, `disagg_prefill_dp_rank` that of prefill.
 Hosts: TypeAlias = str | list[str]
 Ports: TypeAlias = Port | list[Port | None]
 Rooms: TypeAlias = RoomId | list[RoomId]
@@ -128,6 +131,9 @@ class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
     bootstrap_host: Hosts | None = None
     bootstrap_port: Ports | None = None
     bootstrap_room: Rooms | None = None
+    data_parallel_rank: Count | None = None
+    routed_dp_rank: Count | None = None
+    disagg_prefill_dp_rank: Count | None = None
     baton: msgspec.Raw = _NULL
     cache_salt: str | None = None
     """Requests with different salts never share a cached prefix."""
@@ -139,6 +145,8 @@ class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
     prompt: str | Prompts
     max_tokens: PositiveInt | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its own around a text; true where it is not given."""
     best_of: Count | None = None
     """Only as equal to n: all completions are returned."""
     logprobs: Annotated[int, Meta(ge=0, le=NUM_LOGPROBS_MAX)] | None = None
@@ -198,6 +206,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_host: Hosts | None = None
     bootstrap_port: Ports | None = None
     bootstrap_room: Rooms | None = None
+    data_parallel_rank: Count | None = None
+    routed_dp_rank: Count | None = None
+    disagg_prefill_dp_rank: Count | None = None
     baton: msgspec.Raw = _NULL
     cache_salt: str | None = None
 
@@ -205,7 +216,18 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 RequestBody: TypeAlias = CompletionRequest | ChatRequest | GenerateRequest
 
 
-# ---- unsupported fields
+# ---- fields without an effect, and unsupported ones
+
+_HARMLESS = """
+    user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction
+    parallel_tool_calls include_obfuscation
+    priority request_id session_id include_reasoning spaces_between_special_tokens early_stopping
+    media_io_kwargs mm_processor_kwargs
+    rid model separate_reasoning stream_reasoning require_reasoning stream_interval return_text_in_logprobs
+    log_metrics no_logs custom_labels label conversation_id routing_key bootstrap_pair_key decode_tp_size
+"""
+IGNORED = frozenset(_HARMLESS.split())
+"""Only where a body does not have them as fields of its own, as completions have `model`."""
 
 _LEAVE = "leave it out"
 _FORMATS = """
@@ -246,20 +268,46 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "include_stop_str_in_output": (_OFF, f"stop strings are not part of the output; {_LEAVE}"),
     "skip_special_tokens": ((None, True), f"special tokens have no text here; use true or {_LEAVE}"),
     "logprob_start_len": ((None, -1), f"prompts have no log-probabilities here; {_LEAVE}"),
+    **dict.fromkeys(
+        ("allowed_token_ids", "bad_words"), (_ABSENT, f"use logit_bias to rule tokens in or out, or {_LEAVE}")
+    ),
+    "stop_regex": (_ABSENT, f"use stop or stop_token_ids, or {_LEAVE}"),
+    "length_penalty": ((None, 1, 1.0), f"there is no beam search; use 1 or {_LEAVE}"),
+    "echo": (_OFF, f"only /v1/completions repeats the prompt; {_LEAVE}"),
+    "add_special_tokens": (_OFF, f"the chat template writes special tokens itself; use false or {_LEAVE}"),
+    "documents": (_ABSENT, "give them as documents in chat_template_kwargs"),
+    "extra_key": (_ABSENT, "use cache_salt"),
+    "session_params": (_ABSENT, f"no sessions are kept; {_LEAVE}"),
+    "background": (_OFF, f"requests are answered at once; {_LEAVE}"),
+    "continuous_usage_stats": (_OFF, f"the usage comes at the end of a stream; {_LEAVE}"),
+    "kv_transfer_params": (_ABSENT, "a hand-over is named by bootstrap_host, bootstrap_port, bootstrap_room"),
+    **dict.fromkeys(("vllm_xargs", "custom_params"), (_ABSENT, f"there are no plugins here; {_LEAVE}")),
+    **dict.fromkeys(
+        ("thinking_token_budget", "repetition_detection", "logprob_token_ids", "token_ids_logprob"),
+        (_ABSENT, f"it is not supported; {_LEAVE}"),
+    ),
+    **dict.fromkeys(
+        ("return_tokens_as_token_ids", "return_routed_experts", "return_entropy", "return_bytes"),
+        (_OFF, f"it is not supported; {_LEAVE}"),
+    ),
 }
 """By field: the neutral values, and what to do about any other."""
 
-_Unsupported = msgspec.defstruct("_Unsupported", [(name, Any, None) for name in UNSUPPORTED], frozen=True)
-_unsupported_decoder = msgspec.json.Decoder(_Unsupported)
 
-
-def check_values(fields: Mapping[str, Any], prefix: str = "") -> None:
-    """Refuses unsupported fields; `prefix` is the path of the object that holds them."""
-    for name, (neutral, remedy) in UNSUPPORTED.items():
-        value = fields.get(name)
+def check_fields(fields: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct], prefix: str = "") -> None:
+    """Refuses what would be dropped otherwise; `prefix` is the path of the object that holds the fields."""
+    for name, raw in fields.items():
+        if name in kind.__struct_fields__ or name in IGNORED:
+            continue
+        path = f"{prefix}{name[:VALUE_CHARACTERS_MAX]}"
+        if name not in UNSUPPORTED:
+            text = f"{path!a} is not a field of this API; leave it out, or see GET /openapi.json"
+            raise ApiError(400, text, param=path, code="unknown_field")
+        neutral, remedy = UNSUPPORTED[name]
+        value = msgspec.json.decode(raw)
         # Equal values of different types (0 and false) do not mean the same.
         if not any(value == allowed and type(value) is type(allowed) for allowed in neutral):
-            raise bad_field(f"{prefix}{name}", value, remedy, code="unsupported")
+            raise bad_field(path, value, remedy, code="unsupported")
 
 
 # ---- decoding
@@ -267,13 +315,18 @@ def check_values(fields: Mapping[str, Any], prefix: str = "") -> None:
 _AT = re.compile(r"^(?P<text>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
+_NESTED: Mapping[str, type[msgspec.Struct]] = {
+    "sampling_params": GenerateParams,
+    "stream_options": StreamOptions,
+}
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def reader_of(kind: type[T]) -> Callable[[bytes], T]:
+def reader_of(kind: type[StructT]) -> Callable[[bytes], StructT]:
     """A decoder for bodies of one kind; reuse it."""
     decoder = msgspec.json.Decoder(kind)
 
-    def read(body: bytes) -> T:
+    def read(body: bytes) -> StructT:
         try:
             request = decoder.decode(body)
         except msgspec.ValidationError as error:
@@ -282,9 +335,11 @@ def reader_of(kind: type[T]) -> Callable[[bytes], T]:
             raise ApiError(
                 400, f"the body is not JSON ({error}); send a JSON object", code="no_json"
             ) from None
-        check_values(msgspec.structs.asdict(_unsupported_decoder.decode(body)))
-        if getattr(request, "sampling_params", None) is not None:
-            check_values(msgspec.json.decode(body)["sampling_params"], "sampling_params.")
+        fields = _members.decode(body)
+        check_fields(fields, kind)
+        for name, struct in _NESTED.items():
+            if getattr(request, name, None) is not None:
+                check_fields(_members.decode(fields[name]), struct, f"{name}.")
         return request
 
     return read
@@ -350,10 +405,10 @@ class ServedModel:
     num_tokens_max: Callable[[int], int]
     """The most tokens of prompt and completion together, for a prompt of so many tokens."""
 
-    async def encode(self, text: str, param: str) -> TokenSequence:
+    async def encode(self, text: str, param: str, add_special: bool = True) -> TokenSequence:
         tokenizer = self._tokenizer(param)
         self._check_characters(len(text), param)
-        return tuple(await _off_loop(lambda: tokenizer.encode(text), len(text)))
+        return tuple(await _off_loop(lambda: tokenizer.encode(text, add_special), len(text)))
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
@@ -417,6 +472,7 @@ class ReceivingInstance:
     """prefill or decode: which side's first token is streamed."""
     model: str
     """The served model's name."""
+    num_dp_groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,6 +563,7 @@ async def parse_request(
         match = _FIELD.match(str(error))
         param = _FIELD_NAMES.get(match[1], match[1]) if match else None
         raise ApiError(400, str(error), param=param) from None
+    dp = _dp_group(body, instance)
     first_token = hints.first_token or instance.first_token
     num_jobs = len(hints.resume) or len(prompts)
     hands = _hand_offs(body, replace(instance, first_token=first_token), num_jobs, params.n)
@@ -514,7 +571,7 @@ async def parse_request(
         id=hints.id or f"{_ID_PREFIXES[type(body)]}{secrets.token_hex(16)}",
         created=hints.created or int(time.time()),
         body=body,
-        jobs=_make_jobs(body, params, prompts, hints=hints, hands=hands, model=model),
+        jobs=_make_jobs(body, params, prompts, hints=hints, hands=hands, dp=dp, model=model),
         n=params.n,
         prompts=tuple(prompts),
         echoes=tuple(_echoes(body, prompts, model)),
@@ -606,7 +663,7 @@ async def _read_prompts(body: RequestBody, model: ServedModel) -> list[TokenSequ
             messages = [_template_message(message, index) for index, message in enumerate(body.messages)]
             return [await model.encode_chat(messages, options)]
         case CompletionRequest():
-            return await _texts_or_ids(body.prompt, "prompt", model)
+            return await _texts_or_ids(body.prompt, "prompt", model, body.add_special_tokens is not False)
         case GenerateRequest():
             if (body.text is None) == (body.input_ids is None):
                 raise ApiError(400, "give either text or input_ids", param="text")
@@ -615,9 +672,11 @@ async def _read_prompts(body: RequestBody, model: ServedModel) -> list[TokenSequ
             return await _texts_or_ids(body.input_ids, "input_ids", model)
 
 
-async def _texts_or_ids(value: Any, param: str, model: ServedModel) -> list[TokenSequence]:
+async def _texts_or_ids(
+    value: Any, param: str, model: ServedModel, add_special: bool = True
+) -> list[TokenSequence]:
     if isinstance(value, str):
-        return [await model.encode(value, param)]
+        return [await model.encode(value, param, add_special)]
     if not value:
         raise bad_field(param, value, "give at least one prompt")
     kinds = {type(item) for item in value}
@@ -629,7 +688,7 @@ async def _texts_or_ids(value: Any, param: str, model: ServedModel) -> list[Toke
         raise ApiError(400, f"{param} has {len(value)} prompts; send at most {NUM_PROMPTS_MAX}", param=param)
     if kinds == {list}:
         return [model.check_ids(ids, param) for ids in value]
-    return [await model.encode(text, param) for text in value]
+    return [await model.encode(text, param, add_special) for text in value]
 
 
 def _template_message(message: Message, index: int) -> dict[str, Any]:
@@ -703,6 +762,7 @@ def _make_jobs(
     *,
     hints: RouterHints,
     hands: Sequence[InboundHandoff | OutboundHandoff | None],
+    dp: int | None,
     model: ServedModel,
 ) -> tuple[Job, ...]:
     salt, jobs = body.cache_salt or "", []
@@ -714,11 +774,11 @@ def _make_jobs(
                 raise bad_field("baton.resume", choice.index, "there is no such choice")
             generated = model.check_ids(choice.tokens, "baton.resume")
             prompt = prompts[prompt_index]
-            request = EngineRequest(prompt, alone, hand, salt, generated=generated, index=index)
+            request = EngineRequest(prompt, alone, hand, salt, generated=generated, index=index, dp=dp)
             jobs.append(Job(_fit_to_context(request, body, model), prompt_index))
     else:
         for prompt_index, (prompt, hand) in enumerate(zip(prompts, hands, strict=True)):
-            request = EngineRequest(prompt, params, hand, salt)
+            request = EngineRequest(prompt, params, hand, salt, dp=dp)
             jobs.append(Job(_fit_to_context(request, body, model), prompt_index))
     return tuple(jobs)
 
@@ -765,8 +825,23 @@ def _hand_offs(
         if instance.role == "both" and source == instance.address:
             hands.append(OutboundHandoff(str(room)))
         else:
-            hands.append(InboundHandoff(str(room), source, is_early=instance.first_token == "prefill"))
+            is_early = instance.first_token == "prefill"
+            hands.append(InboundHandoff(str(room), source, body.disagg_prefill_dp_rank, is_early))
     return hands
+
+
+def _dp_group(body: RequestBody, instance: ReceivingInstance) -> int | None:
+    """The DP group that the request names for this instance."""
+    names = ["data_parallel_rank", "routed_dp_rank"]
+    if instance.role == "prefill":
+        names.insert(0, "disagg_prefill_dp_rank")
+    given = [(name, rank) for name in names if (rank := getattr(body, name)) is not None]
+    if not given:
+        return None
+    name, rank = given[0]
+    if rank >= instance.num_dp_groups:
+        raise bad_field(name, rank, f"give a DP group from 0 to {instance.num_dp_groups - 1}")
+    return int(rank)
 
 
 def _by_job(value: Any, param: str, num_jobs: int, n: int) -> list[Any]:

@@ -48,12 +48,15 @@ _STRUCTS = (
 def description() -> dict[str, Any]:
     """The whole document."""
     _, components = msgspec.json.schema_components(_STRUCTS, ref_template=_REF)
-    for name in ("CompletionRequest", "ChatRequest", "GenerateRequest"):
+    for name in ("CompletionRequest", "ChatRequest", "GenerateRequest", "GenerateParams", "StreamOptions"):
         properties = components[name]["properties"]
-        properties["baton"] = {"description": "For routers; ignored from other callers."}
+        components[name]["additionalProperties"] = False
+        if "baton" in properties:
+            properties["baton"] = {"description": "For routers; ignored from other callers."}
         for field, (neutral, _) in openai.UNSUPPORTED.items():
-            if not (name == "ChatRequest" and field == "chat_template"):
-                properties.setdefault(field, {"enum": list(neutral), "description": "Only neutral values."})
+            properties.setdefault(field, {"enum": list(neutral), "description": "Only neutral values."})
+        for field in sorted(openai.IGNORED):
+            properties.setdefault(field, {"description": "Without effect."})
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": __version__, "description": "One instance behind HTTP."},

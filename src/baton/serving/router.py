@@ -66,6 +66,7 @@ from baton.serving.http import (
     EventStream,
     HttpLimits,
     HttpServer,
+    bad_field,
     client_id,
     data_event,
     failure,
@@ -839,7 +840,10 @@ class RouteChooser:
         servers: list[FleetInstance] = []
         for instance in able:
             (prefills if instance.role is Role.PREFILL else servers).append(instance)
-        if request.num_tokens_max == 1 and prefills and self._mode is not LocalMode.ALWAYS:
+        servers = _with_dp_group(servers, "data_parallel_rank", request.dp_rank)
+        prefills = _with_dp_group(prefills, "disagg_prefill_dp_rank", request.prefill_dp_rank)
+        is_one_token = request.num_tokens_max == 1 and request.dp_rank is None
+        if is_one_token and prefills and self._mode is not LocalMode.ALWAYS:
             return choice.route(choice.choose(prefills, self._prefill_policy), None, "one_token")
         if not request.can_hand_off and servers:
             return choice.route(choice.choose(servers, self._decode_policy), None, "form")
@@ -919,8 +923,20 @@ class RouteChooser:
             return choice.route(server, None, "" if server.role is Role.BOTH else "always")
         same = [instance for instance in prefills if instance.fingerprint == server.fingerprint]
         prefill = choice.choose(same, self._prefill_policy)
-        reason = choice.local_reason(prefill, server) if self._mode is LocalMode.AUTO else ""
+        can_be_local = self._mode is LocalMode.AUTO and not choice.names_prefill
+        reason = choice.local_reason(prefill, server) if can_be_local else ""
         return choice.route(server, None if reason else prefill, reason)
+
+
+def _with_dp_group(instances: list[FleetInstance], param: str, rank: int | None) -> list[FleetInstance]:
+    """The instances that have the DP group which a request names."""
+    if rank is None or not instances:
+        return instances
+    chosen = [instance for instance in instances if 0 <= rank < instance.num_dp_groups]
+    if not chosen:
+        most = max(instance.num_dp_groups for instance in instances)
+        raise bad_field(param, rank, f"give a DP group from 0 to {most - 1}")
+    return chosen
 
 
 class _Choice:
@@ -931,6 +947,7 @@ class _Choice:
     ) -> None:
         self._chooser = chooser
         self._constraints = constraints
+        self.names_prefill = request.prefill_dp_rank is not None
         prompt = request.prompt
         self._num_bytes = max(1, len(prompt.raw))
         self._num_tokens = prompt.num_tokens(chooser.token_size.bytes_per_token) + constraints.num_streamed

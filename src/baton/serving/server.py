@@ -239,7 +239,11 @@ class Server:
         return (
             ServedModel(tokenizer, sizes.context_max, vocab_size, num_tokens_max),
             ReceivingInstance(
-                instance.config.role, instance.address, self.config.first_token, self._model_name
+                instance.config.role,
+                instance.address,
+                self.config.first_token,
+                self._model_name,
+                sizes.layout.size("dp"),
             ),
             TokenNames(tokenizer),
         )
