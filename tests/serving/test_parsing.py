@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
 from tests.engine.text.vocabularies import tokenizer
 from tests.serving.parsed import CONTEXT, DECODE, FAR, NEAR, PREFILL, asked, model, read
 
 from baton.engine.requests import InboundHandoff, OutboundHandoff
 from baton.serving.http import ApiError, Caller
-from baton.serving.openai import ReceivingInstance, parse_request
+from baton.serving.openai import (
+    ROLES,
+    DetokenizeRequest,
+    ReceivingInstance,
+    Tokenized,
+    TokenizeRequest,
+    parse_request,
+    reader_of,
+)
 
 TEXT = "the fox"
 ROOM = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 8998, "bootstrap_room": 77}
@@ -41,6 +51,48 @@ def test_parts_of_a_message_are_its_text():
     assert problem_of({"messages": [wrong]}, "chat").param == "messages[0].content[0].type"
     assert problem_of({"messages": [{"role": "user"}]}, "chat").param == "messages[0].content"
     assert problem_of({"messages": [{"role": "nobody", "content": "x"}]}, "chat").param == "messages"
+
+
+def test_roles_are_those_of_the_api_or_of_the_template():
+    for role in ROLES:
+        assert asked({"messages": [{"role": role, "content": "x"}]}, "chat")
+    for role in ("alien", "", "user<|im_end|>", "User"):
+        problem = problem_of({"messages": [{"role": role, "content": "x"}]}, "chat")
+        assert (problem.status, problem.param, problem.code) == (400, "messages[0].role", "unknown_role")
+        assert "developer" in problem.message
+
+
+def test_texts_and_chats_are_tokenized_as_they_are_prompted():
+    def tokenized(**body: Any) -> Tokenized:
+        return asyncio.run(model().tokenize(reader_of(TokenizeRequest)(msgspec.json.encode(body))))
+
+    chat = {"messages": [{"role": "user", "content": "a"}], "add_generation_prompt": False}
+    ids = tokenizer().encode(TEXT)
+    assert tokenized(prompt=TEXT) == Tokenized(len(ids), CONTEXT, ids)
+    assert tuple(tokenized(**chat).tokens) == asked(chat, "chat").prompts[0]
+    spelled = tokenized(prompt=TEXT, return_token_strs=True).token_strs
+    assert "".join(spelled).replace("\u0120", " ") == TEXT
+    for body, param in (
+        ({}, "prompt"),
+        ({"prompt": "a", **chat}, "prompt"),
+        ({**chat, "add_special_tokens": True}, "add_special_tokens"),
+        ({"prompt": "a", "text": "b"}, "text"),
+    ):
+        with pytest.raises(ApiError) as raised:
+            tokenized(**body)
+        assert (raised.value.status, raised.value.param) == (400, param)
+
+
+def test_detokenizing_shows_special_tokens():
+    ids = [*tokenizer().encode(TEXT), 2]
+
+    def detokenized(tokens: list[int]) -> str:
+        return asyncio.run(model().detokenize(DetokenizeRequest(tokens=tokens))).prompt
+
+    assert detokenized(ids) == f"{TEXT}<|im_end|>"
+    assert detokenized([]) == ""
+    with pytest.raises(ApiError, match="tokens is 432: give token ids from 0 to 431"):
+        detokenized([432])
 
 
 def test_tools_need_a_template_that_takes_them():

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from tests.serving.parsed import READERS, read
 
-from baton.serving.http import ApiError
-from baton.serving.openai import IGNORED, UNSUPPORTED
+from baton.serving.http import STATUSES, ApiError
+from baton.serving.openai import IGNORED, TOO_LONG, UNSUPPORTED
 
 GOOD = {
     "completions": {"prompt": "a"},
@@ -142,3 +142,11 @@ def test_the_documentation_lists_the_fields_without_effect():
     text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
     (line,) = (line for line in text.splitlines() if line.startswith("- without effect: "))
     assert set(re.findall(r"`(\w+)`", line)) == IGNORED
+
+
+def test_the_documentation_lists_every_code():
+    root = Path(__file__).parents[2]
+    sources = "".join(path.read_text() for path in (root / "src/baton/serving").glob("*.py"))
+    codes = {*re.findall(r'code="(\w+)"', sources), *STATUSES, "invalid_value", TOO_LONG}
+    table = (root / "docs" / "http.md").read_text().partition("## Errors")[2].partition("## Access")[0]
+    assert {code for code in codes if f"`{code}`" not in table} == set()

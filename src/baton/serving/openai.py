@@ -35,7 +35,7 @@ from baton.engine.sampling_params import (
     SamplingParams,
     check_params,
 )
-from baton.engine.tokenizer import Tokenizer
+from baton.engine.tokenizer import AnswerText, Tokenizer
 from baton.errors import ConfigError
 from baton.serving.http import VALUE_CHARACTERS_MAX, ApiError, Caller, RouterHints, bad_field
 
@@ -179,6 +179,7 @@ class ChatRequest(OpenAIFields, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Annotated[Any, Meta(extra_json_schema={"enum": [None, "none", "auto"]})] = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -216,6 +217,27 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 RequestBody: TypeAlias = CompletionRequest | ChatRequest | GenerateRequest
 
 
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /tokenize; either `prompt` or `messages`, with the fields that chats have for them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
 # ---- fields without an effect, and unsupported ones
 
 _HARMLESS = """
@@ -247,7 +269,6 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
         f"output cannot be constrained to a format here; use text or {_LEAVE}",
     ),
     **dict.fromkeys(_FORMATS.split(), (_ABSENT, _FREE)),
-    "tool_choice": ((None, "none", "auto"), "no call can be forced here; use auto or none"),
     "functions": (_ABSENT, "use tools"),
     "function_call": ((None, "none", "auto"), "no call can be forced here; use auto or none"),
     **dict.fromkeys(("lora_path", "lora_request", "lora_id", "adapter"), (_ABSENT, _ADAPTER)),
@@ -391,6 +412,7 @@ _RESERVED_TEMPLATE_ARGUMENTS = {
 }
 _ID_PREFIXES = {CompletionRequest: "cmpl-", ChatRequest: "chatcmpl-", GenerateRequest: "gen-"}
 _PROMPT_FIELDS = {CompletionRequest: "prompt", ChatRequest: "messages", GenerateRequest: "text"}
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELD = re.compile(r"(\w+) is ")
 _FIELD_NAMES = {"stop_ids": "stop_token_ids"}
 
@@ -433,6 +455,33 @@ class ServedModel:
         except _TEMPLATE_ERRORS as error:
             text = f"the chat template cannot use the messages ({type(error).__name__}: {error}); mend them"
             raise ApiError(400, text, param="messages") from None
+
+    def has_template_word(self, word: str) -> bool:
+        return self.tokenizer is not None and self.tokenizer.has_template_word(word)
+
+    def has_template_role(self, role: str) -> bool:
+        """Whether the chat template names a role that OpenAI's API does not have."""
+        return role.isidentifier() and any(map(self.has_template_word, (f"'{role}'", f'"{role}"')))
+
+    async def tokenize(self, body: TokenizeRequest) -> Tokenized:
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give either prompt or messages", param="prompt")
+        request: CompletionRequest | ChatRequest
+        if body.prompt is not None:
+            request = CompletionRequest(prompt=body.prompt, add_special_tokens=body.add_special_tokens)
+        else:
+            if body.add_special_tokens:
+                raise bad_field("add_special_tokens", True, UNSUPPORTED["add_special_tokens"][1])
+            shared = set(ChatRequest.__struct_fields__) & set(TokenizeRequest.__struct_fields__)
+            request = ChatRequest(**{name: getattr(body, name) for name in shared})
+        (tokens,) = await _read_prompts(request, self)
+        tokenizer = self._tokenizer("prompt")
+        spellings = [tokenizer.spelling(token) for token in tokens] if body.return_token_strs else None
+        return Tokenized(len(tokens), self.context_max, list(tokens), spellings)
+
+    async def detokenize(self, body: DetokenizeRequest) -> Detokenized:
+        tokenizer, tokens = self._tokenizer("tokens"), self.check_ids(body.tokens, "tokens")
+        return Detokenized(await _off_loop(lambda: tokenizer.decode(tokens, has_special=True), len(tokens)))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens; empty without a tokenizer."""
@@ -496,6 +545,8 @@ class ParsedRequest:
     echoes: tuple[str, ...]
     """By prompt: the text that precedes its choices."""
     hints: RouterHints
+    has_tool_calls: bool = False
+    """Whether calls of tools are parsed out of its text."""
 
     @property
     def is_prefill(self) -> bool:
@@ -544,7 +595,7 @@ async def parse_request(
             text = f"{name} is accepted only from this machine or with the router's key; leave it out"
             raise ApiError(403, text, param=name, code="room_not_allowed")
     if not hints.id:  # a router found this instance by its fingerprint; the name may be its peer's
-        _check_model(body, instance.model)
+        check_model(getattr(body, "model", None), instance.model)
     room = body.bootstrap_room
     if isinstance(room, list):
         room = room[0] if room else 0
@@ -576,11 +627,11 @@ async def parse_request(
         prompts=tuple(prompts),
         echoes=tuple(_echoes(body, prompts, model)),
         hints=hints,
+        has_tool_calls=_offers_tools(body) and model.has_template_word(_CALL_BEGIN),
     )
 
 
-def _check_model(body: RequestBody, served: str) -> None:
-    wanted = body.model if isinstance(body, OpenAIFields) else None
+def check_model(wanted: str | None, served: str) -> None:
     if wanted is None or wanted in (served, served.rstrip("/").rpartition("/")[2]):
         return
     if wanted.startswith(f"{served}:"):
@@ -660,7 +711,7 @@ async def _read_prompts(body: RequestBody, model: ServedModel) -> list[TokenSequ
     match body:
         case ChatRequest():
             options = _template_options(body)
-            messages = [_template_message(message, index) for index, message in enumerate(body.messages)]
+            messages = [_template_message(each, index, model) for index, each in enumerate(body.messages)]
             return [await model.encode_chat(messages, options)]
         case CompletionRequest():
             return await _texts_or_ids(body.prompt, "prompt", model, body.add_special_tokens is not False)
@@ -691,9 +742,11 @@ async def _texts_or_ids(
     return [await model.encode(text, param, add_special) for text in value]
 
 
-def _template_message(message: Message, index: int) -> dict[str, Any]:
+def _template_message(message: Message, index: int, model: ServedModel) -> dict[str, Any]:
     """A message as templates expect it: content is one text, arguments of tool calls are objects."""
     where = f"messages[{index}]"
+    if message.role not in ROLES and not model.has_template_role(message.role):
+        raise bad_field(f"{where}.role", message.role, f"use one of {', '.join(ROLES)}", code="unknown_role")
     fields = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not None}
     if isinstance(message.content, list):
         for part_index, part in enumerate(message.content):
@@ -725,7 +778,10 @@ def _template_options(body: ChatRequest) -> dict[str, Any]:
     options = dict(body.chat_template_kwargs or {})
     if reserved := _RESERVED_TEMPLATE_ARGUMENTS.intersection(options):
         raise bad_field("chat_template_kwargs", sorted(reserved), "these cannot be set; leave them out")
-    if body.tools:
+    if body.tool_choice not in (None, "none", "auto"):
+        remedy = "no call can be forced here; use auto or none"
+        raise bad_field("tool_choice", body.tool_choice, remedy, code="unsupported")
+    if _offers_tools(body):
         options["tools"] = body.tools
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
@@ -738,6 +794,11 @@ def _template_options(body: ChatRequest) -> dict[str, Any]:
             remedy = "leave it out where the last message is continued"
             raise bad_field("add_generation_prompt", True, remedy)
     return options
+
+
+def _offers_tools(body: RequestBody) -> bool:
+    """Whether the model is shown tools that it may call."""
+    return isinstance(body, ChatRequest) and bool(body.tools) and body.tool_choice != "none"
 
 
 def _echoes(body: RequestBody, prompts: Sequence[TokenSequence], model: ServedModel) -> list[str]:
@@ -922,12 +983,29 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     content: list[ChatLogprob]
 
 
+class FunctionCall(msgspec.Struct, frozen=True):
+    """A function that the model calls, with its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """One call; in a stream it comes whole, with its place among the choice's calls."""
+
+    id: str
+    function: FunctionCall
+    type: str = "function"
+    index: int | UnsetType = UNSET
+
+
 class AssistantMessage(msgspec.Struct, frozen=True):
     """The generated message."""
 
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: str | None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -956,6 +1034,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
 
     content: str | UnsetType = UNSET
     role: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class DeltaChoice(msgspec.Struct, frozen=True):
@@ -998,6 +1077,21 @@ class Generated(msgspec.Struct, frozen=True):
     output_ids: list[int]
     meta_info: GenerateMeta
     index: int | UnsetType = UNSET
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    """The response of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    """The response of /detokenize."""
+
+    prompt: str
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -1045,6 +1139,7 @@ class ChoiceDelta:
     text: str = ""
     tokens: list[SampledToken] = field(default_factory=list)
     finish: str | None = None
+    calls: list[ToolCall] = field(default_factory=list)
 
     @property
     def ids(self) -> list[int]:
@@ -1075,6 +1170,15 @@ class TokenNames:
         if known is None:
             known = self._known[token] = self._look_up(token)
         return known
+
+    def text_of(self, parsed: ParsedRequest, index: int) -> str:
+        """The text that a client has of a resumed choice."""
+        tokens = parsed.resumed.get(index, ())
+        if self._tokenizer is None or not tokens:
+            return ""
+        prompt = parsed.prompts[index // parsed.n]
+        text = AnswerText(self._tokenizer, parsed.jobs[0].request.params, (), prompt)
+        return "".join(text.push(token) for token in tokens)
 
     def _look_up(self, token: int) -> tuple[str, list[int] | None]:
         if self._tokenizer is None:
@@ -1120,7 +1224,10 @@ class ResponseFormat(ABC):
     def is_silent(self, delta: ChoiceDelta) -> bool:
         """Whether a client would see nothing of this delta, so that it can wait for the next one."""
         has_more = delta.finish or delta.is_first or self.num_top is not None or self.parsed.has_ids
-        return not delta.text and not has_more
+        return not delta.text and not delta.calls and not has_more
+
+    def take(self, delta: ChoiceDelta) -> None:  # noqa: B027  (most forms show the text as it is)
+        """Takes a new delta in, before anything is rendered of it."""
 
     @abstractmethod
     def event(self, delta: ChoiceDelta) -> msgspec.Struct:
@@ -1193,13 +1300,99 @@ class CompletionFormat(ResponseFormat):
         return CompletionLogprobs(names, values, tops, offsets)
 
 
+_CALL_BEGIN, _CALL_END = "<tool_call>", "</tool_call>"
+
+
+class _CallBody(msgspec.Struct, frozen=True):
+    name: str
+    arguments: dict[str, Any] | str = {}
+
+
+class ToolCallParser:
+    """Splits the text of one choice into content and calls, in the form that Hermes and Qwen write them:
+
+        <tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>
+
+    White space around calls is dropped. What is no call, or was cut off, stays content. The result does not
+    depend on how the text was cut into pieces, so another instance can go on from the text so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._held = ""
+        """A call that is not complete, or the end of the text where it may become the tag of one."""
+        self._is_in_call = False
+
+    def push(self, piece: str) -> tuple[str, list[ToolCall]]:
+        text, content, calls = self._held + piece, "", list[ToolCall]()
+        while True:
+            before, tag, after = text.partition(_CALL_END if self._is_in_call else _CALL_BEGIN)
+            if not tag:
+                break
+            if not self._is_in_call:
+                content += before.rstrip()
+            elif call := self._read(before):
+                calls.append(call)
+            else:
+                content += f"{_CALL_BEGIN}{before}{_CALL_END}"
+            self._is_in_call, text = not self._is_in_call, after
+        if not self._is_in_call:
+            num_tag = next(num for num in range(len(_CALL_BEGIN), -1, -1) if text.endswith(_CALL_BEGIN[:num]))
+            num_certain = len(text[: len(text) - num_tag].rstrip())
+            content, text = content + text[:num_certain], text[num_certain:]
+        self._held = text
+        return content, calls
+
+    def finish(self) -> tuple[str, list[ToolCall]]:
+        """The rest, when the text is over; a model may leave out the last tag."""
+        held, self._held = self._held, ""
+        if not self._is_in_call:
+            return held.rstrip() if self.num_calls else held, []
+        call = self._read(held)
+        return ("", [call]) if call else (f"{_CALL_BEGIN}{held}", [])
+
+    def _read(self, text: str) -> ToolCall | None:
+        try:
+            body = msgspec.json.decode(text, type=_CallBody)
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            return None
+        arguments = body.arguments
+        if not isinstance(arguments, str):
+            arguments = msgspec.json.encode(arguments).decode()
+        self.num_calls += 1
+        function = FunctionCall(body.name, arguments)
+        return ToolCall(f"call_{secrets.token_hex(12)}", function, index=self.num_calls - 1)
+
+
 class ChatFormat(ResponseFormat):
     """/v1/chat/completions; the role comes with the first delta of each choice."""
 
+    def __init__(self, parsed: ParsedRequest, model: str, names: TokenNames) -> None:
+        super().__init__(parsed, model, names)
+        self._parsers: dict[int, ToolCallParser] = {}
+
+    def take(self, delta: ChoiceDelta) -> None:
+        if not self.parsed.has_tool_calls:
+            return
+        parser = self._parsers.get(delta.index)
+        if parser is None:
+            parser = self._parsers[delta.index] = ToolCallParser()
+            parser.push(self.names.text_of(self.parsed, delta.index))
+        delta.text, delta.calls = parser.push(delta.text)
+        if delta.finish is not None:
+            rest, calls = parser.finish()
+            delta.text, delta.calls = delta.text + rest, delta.calls + calls
+
+    def _finish_reason(self, delta: ChoiceDelta) -> str | None:
+        parser = self._parsers.get(delta.index)
+        has_calls = parser is not None and parser.num_calls
+        return "tool_calls" if has_calls and delta.finish == "stop" else delta.finish
+
     def event(self, delta: ChoiceDelta) -> ChatChunk:
-        content = Delta(delta.text, "assistant" if delta.is_first else UNSET)
+        calls = delta.calls or UNSET
+        content = Delta(delta.text, "assistant" if delta.is_first else UNSET, calls)
         ids = delta.ids if self.parsed.has_ids else UNSET
-        choice = DeltaChoice(delta.index, content, self._logprobs(delta), delta.finish, ids)
+        choice = DeltaChoice(delta.index, content, self._logprobs(delta), self._finish_reason(delta), ids)
         usage = None if self.parsed.has_usage else UNSET
         return ChatChunk(self.parsed.id, self.parsed.created, self.model, [choice], usage=usage)
 
@@ -1210,14 +1403,20 @@ class ChatFormat(ResponseFormat):
         rendered = [
             ChatChoice(
                 delta.index,
-                AssistantMessage(delta.text),
-                delta.finish,
+                self._message(delta),
+                self._finish_reason(delta),
                 self._logprobs(delta),
                 delta.ids if self.parsed.has_ids else UNSET,
             )
             for delta in choices
         ]
         return ChatCompletion(self.parsed.id, self.parsed.created, self.model, rendered, usage)
+
+    def _message(self, delta: ChoiceDelta) -> AssistantMessage:
+        if not delta.calls:
+            return AssistantMessage(delta.text)
+        calls = [msgspec.structs.replace(call, index=UNSET) for call in delta.calls]
+        return AssistantMessage(delta.text or None, tool_calls=calls)
 
     def _logprobs(self, delta: ChoiceDelta) -> ChatLogprobs | None:
         num_top = self.num_top

@@ -39,6 +39,7 @@ from aiohttp.connector import Connection
 from aiohttp.http import HttpProcessingError, RawResponseMessage
 from yarl import URL
 
+from baton import __version__
 from baton.errors import BatonError
 from baton.serving.fleet import (
     Fleet,
@@ -86,6 +87,7 @@ from baton.serving.wire import (
     RoutableRequest,
     StreamFilter,
     Wire,
+    read_routable,
 )
 from baton.session.registry import RegistryClient, Role, Roster
 from baton.settings import Tls
@@ -216,6 +218,9 @@ class Router:
                 *self._page.routes,
                 web.post("/v1/completions", self._proxy),
                 web.post(CHAT_PATH, self._proxy),
+                web.post("/tokenize", self._forward),
+                web.post("/detokenize", self._forward),
+                web.get("/version", self._get_version),
                 web.get("/health", self._get_health),
                 web.get("/v1/models", self._get_models),
                 web.get("/v1/models/{id:.+}", self._get_model),
@@ -361,7 +366,7 @@ class Router:
             raise ApiError(400, f"format is {form!a}; use perfetto, or leave it out", param="format")
         if not attempts:
             text = f"no request {identity!a} is remembered; timelines are kept for recent requests"
-            raise ApiError(404, text, param="id", code="unknown_timeline")
+            raise ApiError(404, text, param="id", code="unknown_request")
         path = f"/v1/timelines/{quote(identity, safe='')}"
         paths = [path, f"{path}?format={form}"] if form else [path]
         timelines, traces = [], []
@@ -386,7 +391,7 @@ class Router:
     async def _post_drain(self, request: web.Request) -> web.StreamResponse:
         if not request[CALLER].is_trusted:
             text = "draining needs the router's key, or a caller on this machine"
-            raise ApiError(403, text, code="drain_not_allowed")
+            raise ApiError(403, text, code="not_allowed")
         name = request.query.get("instance", "")
         instance = self.fleet.instances.get(name)
         if instance is None:
@@ -395,6 +400,23 @@ class Router:
         status, body = await self._fetch(instance, "/drain", b"{}")
         instance.wake()
         return web.Response(body=body, status=status, headers={"Content-Type": "application/json"})
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        """Any instance of the model answers."""
+        raw = await request.read()
+        model = read_routable(request.path, raw).model
+        try:
+            able = self.chooser.of_model(model)
+        except NoInstance:
+            able = []
+        named = [instance for instance in able if model is None or instance.serves(model)]
+        if not named:
+            raise failure("NO_INSTANCE", self.fleet.missing() or "no instance of the model is able")
+        status, body = await self._fetch(random.choice(named), request.path, raw)
+        return web.Response(status=status, body=body, headers=JSON_HEADERS)
+
+    async def _get_version(self, request: web.Request) -> web.StreamResponse:
+        return json_response({"version": __version__})
 
     async def _fetch(
         self, instance: FleetInstance, path: str, body: bytes | None = None
@@ -834,7 +856,7 @@ class RouteChooser:
 
     def choose(self, request: RoutableRequest, constraints: RouteConstraints) -> Route:
         """Raises NoInstance or AllFull where there is no route now, an ApiError where there cannot be one."""
-        able = self._of_model(request.model)
+        able = self.of_model(request.model)
         choice = _Choice(self, request, constraints)
         prefills: list[FleetInstance] = []
         servers: list[FleetInstance] = []
@@ -867,7 +889,7 @@ class RouteChooser:
             raise AllFull
         raise NoInstance(self._fleet.missing() or "every able instance has just failed")
 
-    def _of_model(self, wanted: str | None) -> list[FleetInstance]:
+    def of_model(self, wanted: str | None) -> list[FleetInstance]:
         """The able instances of a model; there may be none at the moment.
 
         The name is that of the instances which answer. Prefill instances are found by their fingerprint; so

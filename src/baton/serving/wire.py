@@ -220,7 +220,7 @@ def read_routable(path: str, raw: bytes, private: Sequence[str] = _BOOTSTRAP_FIE
         body = _body_decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         text = f"the body cannot be read ({error}); send a JSON object"
-        raise ApiError(400, text, code="bad_json") from None
+        raise ApiError(400, text, code="no_json") from None
     for name in private:
         if getattr(body, name) is not msgspec.UNSET:
             text = f"{name} is chosen by the router; leave it out"
