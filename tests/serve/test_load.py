@@ -14,12 +14,13 @@ from random import Random
 from time import monotonic
 
 import pytest
-from baton.serving.fleet import IDLE_S_MAX
 from tests.serve.clients import Load
 from tests.serve.deployment import Deployment, deployment, until
 from tests.serve.judging import Fate
 from tests.serve.questions import CONTEXT_MAX, Catalogue, Question
 from tests.serve.resources import Snapshot, growth, lost_pages, server_pages, snapshot
+
+from baton.serving.fleet import IDLE_S_MAX
 
 LOAD_S = float(os.environ.get("BATON_LOAD_S", "120"))
 NUM_LOOKS = 6
