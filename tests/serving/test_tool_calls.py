@@ -108,6 +108,8 @@ def test_a_stream_and_a_whole_answer_have_the_same_calls():
     assert (content, reasons) == ("Let me see.", ["tool_calls"])
     assert [(call["function"]["name"], call["function"]["arguments"]) for call in calls] == CALLS
     assert [(call["index"], call["type"]) for call in calls] == [(0, "function"), (1, "function")]
+    (single,) = streamed(parsed(stream=True, parallel_tool_calls=False), list(text))[1]
+    assert single["function"] == calls[0]["function"]
     request = parsed()
     form, delta = response_format(request, "m", TokenNames(tokenizer())), ChoiceDelta(0, True, OSLO)
     delta.finish = "stop"

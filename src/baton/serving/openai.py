@@ -180,6 +180,8 @@ class ChatRequest(OpenAIFields, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Annotated[Any, Meta(extra_json_schema={"enum": [None, "none", "auto"]})] = None
+    parallel_tool_calls: bool | None = None
+    """False: only the first call is returned, as in vLLM."""
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -242,7 +244,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 _HARMLESS = """
     user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction
-    parallel_tool_calls include_obfuscation
+    include_obfuscation
     priority request_id session_id include_reasoning spaces_between_special_tokens early_stopping
     media_io_kwargs mm_processor_kwargs
     rid model separate_reasoning stream_reasoning require_reasoning stream_interval return_text_in_logprobs
@@ -1382,6 +1384,8 @@ class ChatFormat(ResponseFormat):
         if delta.finish is not None:
             rest, calls = parser.finish()
             delta.text, delta.calls = delta.text + rest, delta.calls + calls
+        if isinstance(self.parsed.body, ChatRequest) and self.parsed.body.parallel_tool_calls is False:
+            delta.calls = [call for call in delta.calls if call.index == 0]
 
     def _finish_reason(self, delta: ChoiceDelta) -> str | None:
         parser = self._parsers.get(delta.index)
