@@ -133,6 +133,7 @@ class Peer:
         app.router.add_get("/v1/timelines", self._timelines)
         app.router.add_get("/v1/timelines/{id}", self._timeline)
         app.router.add_post("/drain", self._drain)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/completions", self._answer)
         app.router.add_post("/v1/chat/completions", self._answer)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.05)
@@ -172,6 +173,12 @@ class Peer:
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": self.model, "object": "model"}]})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        prompt = (await request.json()).get("prompt")
+        if prompt is None:
+            return web.json_response({"error": {"message": "no prompt", "param": "prompt"}}, status=400)
+        return web.json_response({"count": len(prompt), "model": self.model})
 
     async def _timeline(self, request: web.Request) -> web.Response:
         if request.query.get("format") == "perfetto":

@@ -10,6 +10,8 @@ from openai import OpenAI
 from tests.serve.speaking import chat_ids, encode, oracle_text, tokenizer
 from tests.serving.live import CONTEXT, Live, until
 
+from baton import __version__
+
 pytestmark = pytest.mark.serve
 
 FOX = "the quick brown fox"
@@ -199,3 +201,23 @@ def test_generate_speaks_its_own_dialect(served: Live):
     events = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     assert json.loads(events[-2])["text"] == expected.text
+
+
+def test_tokens_of_a_text_and_back(served: Live):
+    told = served.ask("/tokenize", {"model": served.model, "prompt": FOX}).json
+    assert told == {
+        "count": len(encode(FOX)),
+        "max_model_len": CONTEXT,
+        "tokens": encode(FOX),
+        "token_strs": None,
+    }
+    assert served.ask("/tokenize", {"messages": CHAT}).json["tokens"] == chat_ids(CHAT)
+    assert served.ask("/detokenize", {"tokens": told["tokens"]}).json == {"prompt": FOX}
+    assert served.ask("/tokenize", {"model": "another", "prompt": FOX}).status == 404
+    assert served.ask("/version").json == {"version": __version__}
+
+
+def test_the_responses_api_is_refused_with_what_to_use(client: OpenAI):
+    with pytest.raises(openai.NotFoundError, match="use POST /v1/chat/completions") as raised:
+        client.responses.create(model="x", input="hello")
+    assert raised.value.code == "unknown_url"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
 from tests.engine.text.vocabularies import tokenizer
 from tests.serving.parsed import CONTEXT, DECODE, FAR, NEAR, PREFILL, asked, model, read
@@ -12,7 +14,15 @@ from tests.serving.parsed import CONTEXT, DECODE, FAR, NEAR, PREFILL, asked, mod
 from baton.engine.requests import InboundHandoff, OutboundHandoff
 from baton.engine.sampling_params import SamplingParams
 from baton.serving.http import ApiError, Caller
-from baton.serving.openai import ReceivingInstance, parse_request
+from baton.serving.openai import (
+    ROLES,
+    DetokenizeRequest,
+    ReceivingInstance,
+    Tokenized,
+    TokenizeRequest,
+    parse_request,
+    reader_of,
+)
 
 TEXT = "the fox"
 ROOM = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 8998, "bootstrap_room": 77}
@@ -59,6 +69,48 @@ def test_parts_of_a_message_are_its_text():
     assert problem_of({"messages": [wrong]}, "chat").param == "messages[0].content[0].type"
     assert problem_of({"messages": [{"role": "user"}]}, "chat").param == "messages[0].content"
     assert problem_of({"messages": [{"role": "nobody", "content": "x"}]}, "chat").param == "messages"
+
+
+def test_roles_are_those_of_the_api_or_of_the_template():
+    for role in ROLES:
+        assert asked({"messages": [{"role": role, "content": "x"}]}, "chat")
+    for role in ("alien", "", "user<|im_end|>", "User"):
+        problem = problem_of({"messages": [{"role": role, "content": "x"}]}, "chat")
+        assert (problem.status, problem.param, problem.code) == (400, "messages[0].role", "unknown_role")
+        assert "developer" in problem.message
+
+
+def test_texts_and_chats_are_tokenized_as_they_are_prompted():
+    def tokenized(**body: Any) -> Tokenized:
+        return asyncio.run(model().tokenize(reader_of(TokenizeRequest)(msgspec.json.encode(body))))
+
+    chat = {"messages": [{"role": "user", "content": "a"}], "add_generation_prompt": False}
+    ids = tokenizer().encode(TEXT)
+    assert tokenized(prompt=TEXT) == Tokenized(len(ids), CONTEXT, ids)
+    assert tuple(tokenized(**chat).tokens) == asked(chat, "chat").prompts[0]
+    spelled = tokenized(prompt=TEXT, return_token_strs=True).token_strs
+    assert "".join(spelled).replace("\u0120", " ") == TEXT
+    for body, param in (
+        ({}, "prompt"),
+        ({"prompt": "a", **chat}, "prompt"),
+        ({**chat, "add_special_tokens": True}, "add_special_tokens"),
+        ({"prompt": "a", "text": "b"}, "text"),
+    ):
+        with pytest.raises(ApiError) as raised:
+            tokenized(**body)
+        assert (raised.value.status, raised.value.param) == (400, param)
+
+
+def test_detokenizing_shows_special_tokens():
+    ids = [*tokenizer().encode(TEXT), 2]
+
+    def detokenized(tokens: list[int]) -> str:
+        return asyncio.run(model().detokenize(DetokenizeRequest(tokens=tokens))).prompt
+
+    assert detokenized(ids) == f"{TEXT}<|im_end|>"
+    assert detokenized([]) == ""
+    with pytest.raises(ApiError, match="tokens is 432: give token ids from 0 to 431"):
+        detokenized([432])
 
 
 def test_tools_need_a_template_that_takes_them():
@@ -213,3 +265,26 @@ def test_echo_goes_ahead():
     assert asked({"prompt": ids, "echo": True}).echoes == (TEXT,)
     assert asked({"prompt": [ids], "echo": True}).echoes == (TEXT,)
     assert asked({"prompt": TEXT}).echoes == ("",)
+
+
+def test_a_dp_rank_is_that_of_the_side_which_reads_it():
+    decode, prefill = (replace(place, num_dp_groups=3) for place in (DECODE, PREFILL))
+    ranks = {"data_parallel_rank": 2, "disagg_prefill_dp_rank": 1}
+    job = asked({"prompt": "a", **ROOM, **ranks}, place=decode).jobs[0].request
+    assert (job.dp, job.handoff.source_dp) == (2, 1)
+    assert asked({"prompt": "a", **ROOM, **ranks}, place=prefill).jobs[0].request.dp == 1
+    # sglang-router names the rank of each side for itself, under the newer name.
+    assert asked({"prompt": "a", **ROOM, "routed_dp_rank": 2}, place=prefill).jobs[0].request.dp == 2
+    plain = asked({"text": "a"}, "generate", place=decode).jobs[0].request
+    assert plain.dp is None
+    assert asked({"text": "a", "data_parallel_rank": 0}, "generate", place=decode).jobs[0].request.dp == 0
+    resumed = {"prompt": "a", "data_parallel_rank": 1, "baton": {"resume": [{"index": 0, "tokens": [5]}]}}
+    assert asked(resumed, place=decode).jobs[0].request.dp == 1
+    for body, place, param in (
+        ({"data_parallel_rank": 3}, decode, "data_parallel_rank"),
+        ({"routed_dp_rank": 3}, decode, "routed_dp_rank"),
+        ({"disagg_prefill_dp_rank": 3}, prefill, "disagg_prefill_dp_rank"),
+    ):
+        problem = problem_of({"prompt": "a", **body}, place=place)
+        assert (problem.status, problem.param) == (400, param)
+        assert problem.message == f"{param} is 3: give a DP group from 0 to 2"

@@ -12,6 +12,7 @@ from tests.serving.peers import Fault, expected
 from tests.serving.router_world import run, until, world
 from tests.session.registry_world import SECRET, registry
 
+from baton import __version__
 from baton.serving import router as routing
 from baton.serving.http import Credentials, router_key
 from baton.serving.router import LocalMode, Router, RouterConfig, RouterLimits
@@ -447,7 +448,7 @@ def test_router_tells_of_itself():
                 await w.metric('baton_router_instance_state{instance="d0",role="decode",state="able"}') == 1
             )
             status, raw, _ = await w.post(b"no json")
-            assert (status, json.loads(raw)["error"]["code"]) == (400, "bad_json")
+            assert (status, json.loads(raw)["error"]["code"]) == (400, "no_json")
             status, _, _ = await w.post({**PROMPT, "bootstrap_room": 5})
             assert status == 403
             assert (await w.get("/nowhere"))[0] == 404
@@ -464,5 +465,43 @@ def test_usage_that_was_lost_with_the_instance_is_made_up_for():
             assert (found.texts, found.num_done) == ({0: expected("x" * 80)}, 1)
             assert found.usage == [{"prompt_tokens": 20, "completion_tokens": 8, "total_tokens": 28}]
             assert len(w.d1.seen) == 0
+
+    run(body)
+
+
+def test_a_dp_rank_goes_to_its_side_and_one_that_no_instance_has_is_refused():
+    ranks = {"routed_dp_rank": 0, "disagg_prefill_dp_rank": 0}
+
+    async def body() -> None:
+        async with world(1, 1, local=LocalMode.AUTO, local_prefill_max=4096) as w:
+            # Short, and of one token: it is handed over all the same.
+            await w.stream({**PROMPT, **ranks, "max_tokens": 1})
+            (prefill,), (decode,) = w.p0.seen, w.d0.seen
+            assert ranks.items() <= decode.body.items()
+            assert "routed_dp_rank" not in prefill.body
+            assert prefill.body["disagg_prefill_dp_rank"] == 0
+            assert prefill.body["bootstrap_room"] == decode.body["bootstrap_room"]
+            for name in ("data_parallel_rank", "disagg_prefill_dp_rank"):
+                status, raw, _ = await w.post({**PROMPT, name: 1})
+                error = json.loads(raw)["error"]
+                assert (status, error["param"]) == (400, name)
+                assert error["message"] == f"{name} is 1: give a DP group from 0 to 0"
+            assert len(w.d0.seen) == 1
+
+    run(body)
+
+
+def test_tokenizing_is_for_any_instance_of_the_model():
+    async def body() -> None:
+        async with world(0, 0, RouterLimits(recover_s_max=0.1)) as w:
+            assert (await w.post(PROMPT, "/tokenize"))[0] == 503
+            await w.join("d0", Role.DECODE)
+            await w.join("b0", Role.BOTH, model="other", fingerprint="another")
+            for model in ("tiny", "other"):
+                status, raw, _ = await w.post({**PROMPT, "model": model}, "/tokenize")
+                assert (status, json.loads(raw)) == (200, {"count": 7, "model": model})
+            assert (await w.post({"model": "third"}, "/tokenize"))[0] == 404
+            assert (await w.post({}, "/tokenize"))[0] == 400
+            assert (await w.get("/version")) == (200, {"version": __version__})
 
     run(body)

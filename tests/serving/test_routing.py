@@ -170,6 +170,21 @@ def test_models_are_routed_by_name():
     assert refused.value.status == 400
 
 
+def test_a_dp_rank_is_for_instances_that_have_it():
+    instances = [instance("p", P), instance("q", P), instance("d", D), instance("e", D)]
+    for each, layout in ((instances[1], "dp3"), (instances[3], "tp1.dp2")):
+        each.roster = msgspec.structs.replace(each.roster, layout=layout)
+    found = choosing(*instances, mode=LocalMode.AUTO)
+    ranks = {"data_parallel_rank": 1, "disagg_prefill_dp_rank": 2}
+    for _ in range(3):
+        assert found.choose(asked(**ranks), RouteConstraints()).names == ("e", "q")
+    assert found.choose(asked(routed_dp_rank=1), RouteConstraints()).server.name == "e"
+    for name, rank, most in (("data_parallel_rank", 2, 1), ("disagg_prefill_dp_rank", 3, 2)):
+        with pytest.raises(ApiError, match=f"{name} is {rank}: give a DP group from 0 to {most}") as refused:
+            found.choose(asked(**{**ranks, name: rank}), RouteConstraints())
+        assert refused.value.status == 400
+
+
 def test_one_token_is_for_prefill_alone():
     found = choosing(instance("p", P), instance("d", D))
     route = found.choose(asked(max_tokens=1), RouteConstraints())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import re
+from pathlib import Path
 
 import pytest
 from tests.serving.parsed import READERS, read
 
-from baton.serving.http import ApiError
-from baton.serving.openai import UNSUPPORTED
+from baton.serving.http import STATUSES, ApiError
+from baton.serving.openai import IGNORED, TOO_LONG, UNSUPPORTED
 
 GOOD = {
     "completions": {"prompt": "a"},
@@ -25,9 +27,32 @@ def problem_of(kind: str, body) -> ApiError:
 
 
 @pytest.mark.parametrize("kind", READERS)
-def test_unknown_fields_are_passed_over(kind: str):
-    more = {"user": "me", "metadata": {"a": 1}, "store": True, "anything": [{}], "separate_reasoning": True}
-    assert read(kind, {**GOOD[kind], **more})
+def test_a_field_is_read_or_refused_or_on_the_list_of_those_without_effect(kind: str):
+    assert not IGNORED & UNSUPPORTED.keys()
+    own = type(read(kind, GOOD[kind])).__struct_fields__
+    assert read(kind, {**GOOD[kind], **{name: [{"a": 1}] for name in IGNORED.difference(own)}})
+    for name in ("temprature", "anything", "max_length", "", "x" * 1000, "\x00"):
+        problem = problem_of(kind, {**GOOD[kind], name: None})
+        assert (problem.param, problem.code) == (name[:80], "unknown_field")
+    for name in ("sampling_params", "stream_options"):
+        if name in own:
+            problem = problem_of(kind, {**GOOD[kind], name: {"top": 1}})
+            assert (problem.param, problem.code) == (f"{name}.top", "unknown_field")
+
+
+def test_fields_of_other_engines_have_an_effect_or_are_known():
+    """What vLLM's and SGLang's own clients and routers send with their defaults."""
+    vllm = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "length_penalty": 1.0, "min_tokens": 0}
+    vllm |= {"ignore_eos": False, "skip_special_tokens": True, "spaces_between_special_tokens": True}
+    vllm |= {"use_beam_search": False, "add_special_tokens": False, "priority": 0, "request_id": "r"}
+    vllm |= {"include_stop_str_in_output": False, "prompt_logprobs": None, "kv_transfer_params": None}
+    sglang = {"no_stop_trim": False, "stop_regex": None, "lora_path": None, "session_params": None}
+    sglang |= {"separate_reasoning": True, "stream_reasoning": True, "return_hidden_states": False}
+    sglang |= {"stream_options": {"include_usage": True, "continuous_usage_stats": False}}
+    for kind in ("completions", "chat"):
+        assert read(kind, {**GOOD[kind], **vllm, **sglang})
+    params = {"skip_special_tokens": True, "spaces_between_special_tokens": True, "json_schema": None}
+    assert read("generate", {"text": "a", "logprob_start_len": -1, "sampling_params": params})
 
 
 @pytest.mark.parametrize(
@@ -64,6 +89,8 @@ def test_what_is_no_object_is_refused(body: bytes):
 @pytest.mark.parametrize("field", UNSUPPORTED)
 def test_fields_that_would_change_the_answer_are_refused_unless_neutral(kind: str, field: str):
     neutral, _ = UNSUPPORTED[field]
+    if kind == "completions" and field in ("echo", "add_special_tokens"):
+        return
     for value in neutral:
         read(kind, {**GOOD[kind], field: value})
     for value in ({"type": "json_object"}, "x", ["y"], 7, False in neutral):
@@ -109,3 +136,17 @@ def test_nothing_but_problems_comes_of_any_body():
             problem = found
         assert problem is None or (problem.status == 400 and len(problem.message) < 500), (kind, body)
     assert 500 < num_read < 4500
+
+
+def test_the_documentation_lists_the_fields_without_effect():
+    text = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    (line,) = (line for line in text.splitlines() if line.startswith("- without effect: "))
+    assert set(re.findall(r"`(\w+)`", line)) == IGNORED
+
+
+def test_the_documentation_lists_every_code():
+    root = Path(__file__).parents[2]
+    sources = "".join(path.read_text() for path in (root / "src/baton/serving").glob("*.py"))
+    codes = {*re.findall(r'code="(\w+)"', sources), *STATUSES, "invalid_value", TOO_LONG}
+    table = (root / "docs" / "http.md").read_text().partition("## Errors")[2].partition("## Access")[0]
+    assert {code for code in codes if f"`{code}`" not in table} == set()

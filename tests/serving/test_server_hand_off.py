@@ -143,3 +143,30 @@ def test_both_legs_that_are_left_return_their_pages(pair: tuple[Live, Live]):
         with half_read(side, "/v1/completions", {"prompt": FOX, "max_tokens": 50, **room}):
             until(lambda side=side: side.server.num_open, "it was taken in")
         until(side.is_idle, f"the pages of {side.server.config.instance.name} are back")
+
+
+def test_dp_ranks_choose_the_groups_of_both_sides():
+    sides = {"secret": SECRET, "is_warmed": False, "layout": "dp2"}
+    with (
+        live(role="prefill", name="source", **sides) as prefill,
+        live(role="decode", name="target", **sides) as decode,
+    ):
+        for source_dp, target_dp in ((1, 0), (0, 1), (1, 1)):
+            ranks = {"disagg_prefill_dp_rank": source_dp, "data_parallel_rank": target_dp}
+            line = f'baton_route_bytes_total{{source_rank="{source_dp}",target_rank="{target_dp}"}}'
+            assert prefill.metric(line) == 0
+            body = {"prompt": FOX, "max_tokens": 5, "temperature": 0, "ignore_eos": True, **ranks}
+            answers = ask_both((prefill, decode), "/v1/completions", body)
+            assert [answer.status for answer in answers] == [200, 200], [each.text for each in answers]
+            assert answers[1].json["choices"][0]["text"] == oracle_text(FOX, 5, ignore_eos=True).text
+            assert prefill.metric(line) > 0
+        assert prefill.metric('baton_route_bytes_total{source_rank="0",target_rank="0"}') == 0
+        answer = decode.ask("/v1/completions", {"prompt": FOX, "data_parallel_rank": 2})
+        assert (answer.status, answer.json["error"]["param"]) == (400, "data_parallel_rank")
+        # Only prefill knows its own groups; it is named with the range.
+        answer = ask_both((prefill, decode), "/v1/completions", {"prompt": FOX, "disagg_prefill_dp_rank": 2})
+        assert (
+            answer[0].json["error"]["message"] == "disagg_prefill_dp_rank is 2: give a DP group from 0 to 1"
+        )
+        assert (answer[1].status, answer[1].json["error"]["code"]) == (502, "REFUSED_LAYOUT")
+        assert "groups are 0 to 1" in answer[1].json["error"]["message"]

@@ -295,6 +295,8 @@ class EngineCore:
 
     def check(self, request: EngineRequest) -> None:
         """Raises ConfigError on a request that could never be served."""
+        if request.dp is not None and not 0 <= request.dp < len(self.schedulers):
+            raise ConfigError(f"dp is {request.dp}: give a dp group from 0 to {len(self.schedulers) - 1}")
         check_request(request, self._model, self.schedulers[0])
 
     def num_tokens_max(self, num_prompt: int) -> int:
@@ -309,7 +311,7 @@ class EngineCore:
     def _add_request(self, number: int, request: EngineRequest, sink: EventSink, arrived_s: float) -> None:
         self._num_taken += 1
         state = RequestState(number, request, sink, RequestTrace(arrived_s), self._model)
-        state.dp = min(range(len(self.schedulers)), key=self._num_known_tokens)
+        state.dp = request.dp if request.dp is not None else self._least_loaded_dp()
         state.open_answer(number, 0)
         self.requests[number] = state
         if state.is_target:
@@ -727,6 +729,9 @@ class EngineCore:
             del self.requests[state.number]
 
     # Load.
+
+    def _least_loaded_dp(self) -> int:
+        return min(range(len(self.schedulers)), key=self._num_known_tokens)
 
     def _num_known_tokens(self, dp: int) -> int:
         """Tokens of all requests of a dp group."""

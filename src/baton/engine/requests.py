@@ -58,6 +58,8 @@ class EngineRequest:
     """Tokens that another instance generated already; this answer continues them."""
     index: int = 0
     """Which of several answers this is, for its randomness and its output; n has to be 1 then."""
+    dp: int | None = None
+    """The dp group that computes it; None: the one with the fewest tokens."""
 
     @property
     def known(self) -> tuple[int, ...]:

@@ -87,10 +87,10 @@ class Tokenizer:
         # The template writes the special tokens itself.
         return self.encode(text, add_special=False)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special ones left out, spaces left as they are."""
+    def decode(self, tokens: Sequence[int], has_special: bool = False) -> str:
+        """The text of tokens, special ones left out unless asked for, spaces left as they are."""
         text = self._backend.decode(
-            [token for token in tokens if self.has_text(token)],
+            [token for token in tokens if self.has_text(token) or (has_special and token in self._special)],
             skip_special_tokens=False,
             clean_up_tokenization_spaces=False,
         )

@@ -26,6 +26,7 @@ from aiohttp.connector import Connection
 from yarl import URL
 
 from baton.errors import ConfigError
+from baton.plan.layout import parse_layout
 from baton.serving.http import read_error
 from baton.session.registry import Change, ChangeKind, RegistryClient, RegistryError, Role, Roster, Topology
 
@@ -352,6 +353,11 @@ class FleetInstance:
     def fingerprint(self) -> str:
         """Equal on instances that can hand off to each other."""
         return self.health.info.pairs_by or self.roster.fingerprint
+
+    @property
+    def num_dp_groups(self) -> int:
+        layout = self.roster.layout
+        return parse_layout(layout).size("dp") if layout else 1
 
     @property
     def model(self) -> str:

@@ -45,6 +45,8 @@ PROMPT_TOKENS_HEADER = "X-Prompt-Tokens"
 """How an instance reports the length of the prompt, whatever the form of its response."""
 EVENT_BYTES_MAX = 16 << 20
 _NOTE = b": baton "
+_CHAT_APIS = ("/v1/responses", "/v1/messages")
+"""Newer APIs of other makers, in place of which chats are served."""
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 _DATA = b"data:"
 
@@ -128,7 +130,7 @@ class ApiError(Exception):
         self.status = status
         self.message = message
         self.param = param
-        self.code = code
+        self.code = code or ("invalid_value" if status == 400 else None)
         self.retry_after_s = retry_after_s
         self.allow = allow
         """The allowed methods, with status 405."""
@@ -438,7 +440,8 @@ class HttpServer:
             if not request.can_read_body:
                 return
         if headers.get("Content-Encoding", "identity").lower() != "identity":
-            raise ApiError(415, "the body is compressed; send it as it is", param="Content-Encoding")
+            text = "the body is compressed; send it as it is"
+            raise ApiError(415, text, param="Content-Encoding", code="compressed")
         if (request.content_length or 0) > limits.body_bytes_max:
             raise self._too_large()
         try:
@@ -494,9 +497,10 @@ def client_id(request: web.Request) -> str:
 def _unknown_path(request: web.Request, error: web.HTTPException) -> ApiError:
     where = f"{request.method} {request.path!a}"
     if error.status == 404:
-        return ApiError(
-            404, f"{where} is not served here; GET /openapi.json lists what is", code="unknown_url"
-        )
+        remedy = "GET /openapi.json lists what is"
+        if request.path.startswith(_CHAT_APIS):
+            remedy = "use POST /v1/chat/completions"
+        return ApiError(404, f"{where} is not served here; {remedy}", code="unknown_url")
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
         return ApiError(405, f"{where}: use {allowed}", code="method_not_allowed", allow=allowed)

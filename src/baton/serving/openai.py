@@ -1,7 +1,8 @@
 """OpenAI's API, and SGLang's /generate, as functions: from bodies to jobs, and from choices to responses.
 
-A request field that is not named here is accepted and has no effect. UNSUPPORTED lists the fields that would
-change the response and that this server cannot honour: they may only have a neutral value.
+A field that is not named here is refused. UNSUPPORTED lists the fields of OpenAI, vLLM and SGLang that would
+change the response and that this server cannot honour: they may only have a neutral value. IGNORED lists
+those that change nothing of the text.
 
 The n choices of a prompt are one job: one prefill, one hand-off, and the decode forks. The index of a choice
 is the index of its prompt times n, plus which of the n it is. A request that resumes an earlier attempt has
@@ -34,11 +35,12 @@ from baton.engine.sampling_params import (
     SamplingParams,
     check_params,
 )
-from baton.engine.tokenizer import Tokenizer
+from baton.engine.tokenizer import AnswerText, Tokenizer
 from baton.errors import ConfigError
-from baton.serving.http import ApiError, Caller, RouterHints, bad_field
+from baton.serving.http import VALUE_CHARACTERS_MAX, ApiError, Caller, RouterHints, bad_field
 
 T = TypeVar("T")
+StructT = TypeVar("StructT", bound=msgspec.Struct)
 TokenSequence = tuple[int, ...]
 
 TOO_LONG = "context_length_exceeded"
@@ -86,7 +88,8 @@ IdLists: TypeAlias = Annotated[list[TokenId | TokenIds], _some_of(_ID, _IDS)]
 
 
 # Fields that a router adds: where the KV cache comes from or goes to, in lists for several jobs, and `baton`,
-# a RouterHints from trusted callers that is ignored from others.
+# a RouterHints from trusted callers that is ignored from others. `data_parallel_rank` (newer name:
+# `routed_dp_rank`) is the DP group of the instance that reads it, `disagg_prefill_dp_rank` that of prefill.
 Hosts: TypeAlias = str | list[str]
 Ports: TypeAlias = Port | list[Port | None]
 Rooms: TypeAlias = RoomId | list[RoomId]
@@ -128,6 +131,9 @@ class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
     bootstrap_host: Hosts | None = None
     bootstrap_port: Ports | None = None
     bootstrap_room: Rooms | None = None
+    data_parallel_rank: Count | None = None
+    routed_dp_rank: Count | None = None
+    disagg_prefill_dp_rank: Count | None = None
     baton: msgspec.Raw = _NULL
     cache_salt: str | None = None
     """Requests with different salts never share a cached prefix."""
@@ -139,6 +145,8 @@ class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
     prompt: str | Prompts
     max_tokens: PositiveInt | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
+    """Whether the tokenizer adds its own around a text; true where it is not given."""
     best_of: Count | None = None
     """Only as equal to n: all completions are returned."""
     logprobs: Annotated[int, Meta(ge=0, le=NUM_LOGPROBS_MAX)] | None = None
@@ -171,6 +179,9 @@ class ChatRequest(OpenAIFields, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: Annotated[Any, Meta(extra_json_schema={"enum": [None, "none", "auto"]})] = None
+    parallel_tool_calls: bool | None = None
+    """False: only the first call is returned, as in vLLM."""
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -198,6 +209,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_host: Hosts | None = None
     bootstrap_port: Ports | None = None
     bootstrap_room: Rooms | None = None
+    data_parallel_rank: Count | None = None
+    routed_dp_rank: Count | None = None
+    disagg_prefill_dp_rank: Count | None = None
     baton: msgspec.Raw = _NULL
     cache_salt: str | None = None
 
@@ -205,7 +219,39 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 RequestBody: TypeAlias = CompletionRequest | ChatRequest | GenerateRequest
 
 
-# ---- unsupported fields
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /tokenize; either `prompt` or `messages`, with the fields that chats have for them."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+# ---- fields without an effect, and unsupported ones
+
+_HARMLESS = """
+    user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction
+    include_obfuscation
+    priority request_id session_id include_reasoning spaces_between_special_tokens early_stopping
+    media_io_kwargs mm_processor_kwargs
+    rid model separate_reasoning stream_reasoning require_reasoning stream_interval return_text_in_logprobs
+    log_metrics no_logs custom_labels label conversation_id routing_key bootstrap_pair_key decode_tp_size
+"""
+IGNORED = frozenset(_HARMLESS.split())
+"""Only where a body does not have them as fields of its own, as completions have `model`."""
 
 _LEAVE = "leave it out"
 _FORMATS = """
@@ -225,7 +271,6 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
         f"output cannot be constrained to a format here; use text or {_LEAVE}",
     ),
     **dict.fromkeys(_FORMATS.split(), (_ABSENT, _FREE)),
-    "tool_choice": ((None, "none", "auto"), "no call can be forced here; use auto or none"),
     "functions": (_ABSENT, "use tools"),
     "function_call": ((None, "none", "auto"), "no call can be forced here; use auto or none"),
     **dict.fromkeys(("lora_path", "lora_request", "lora_id", "adapter"), (_ABSENT, _ADAPTER)),
@@ -246,20 +291,46 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "include_stop_str_in_output": (_OFF, f"stop strings are not part of the output; {_LEAVE}"),
     "skip_special_tokens": ((None, True), f"special tokens have no text here; use true or {_LEAVE}"),
     "logprob_start_len": ((None, -1), f"prompts have no log-probabilities here; {_LEAVE}"),
+    **dict.fromkeys(
+        ("allowed_token_ids", "bad_words"), (_ABSENT, f"use logit_bias to rule tokens in or out, or {_LEAVE}")
+    ),
+    "stop_regex": (_ABSENT, f"use stop or stop_token_ids, or {_LEAVE}"),
+    "length_penalty": ((None, 1, 1.0), f"there is no beam search; use 1 or {_LEAVE}"),
+    "echo": (_OFF, f"only /v1/completions repeats the prompt; {_LEAVE}"),
+    "add_special_tokens": (_OFF, f"the chat template writes special tokens itself; use false or {_LEAVE}"),
+    "documents": (_ABSENT, "give them as documents in chat_template_kwargs"),
+    "extra_key": (_ABSENT, "use cache_salt"),
+    "session_params": (_ABSENT, f"no sessions are kept; {_LEAVE}"),
+    "background": (_OFF, f"requests are answered at once; {_LEAVE}"),
+    "continuous_usage_stats": (_OFF, f"the usage comes at the end of a stream; {_LEAVE}"),
+    "kv_transfer_params": (_ABSENT, "a hand-over is named by bootstrap_host, bootstrap_port, bootstrap_room"),
+    **dict.fromkeys(("vllm_xargs", "custom_params"), (_ABSENT, f"there are no plugins here; {_LEAVE}")),
+    **dict.fromkeys(
+        ("thinking_token_budget", "repetition_detection", "logprob_token_ids", "token_ids_logprob"),
+        (_ABSENT, f"it is not supported; {_LEAVE}"),
+    ),
+    **dict.fromkeys(
+        ("return_tokens_as_token_ids", "return_routed_experts", "return_entropy", "return_bytes"),
+        (_OFF, f"it is not supported; {_LEAVE}"),
+    ),
 }
 """By field: the neutral values, and what to do about any other."""
 
-_Unsupported = msgspec.defstruct("_Unsupported", [(name, Any, None) for name in UNSUPPORTED], frozen=True)
-_unsupported_decoder = msgspec.json.Decoder(_Unsupported)
 
-
-def check_values(fields: Mapping[str, Any], prefix: str = "") -> None:
-    """Refuses unsupported fields; `prefix` is the path of the object that holds them."""
-    for name, (neutral, remedy) in UNSUPPORTED.items():
-        value = fields.get(name)
+def check_fields(fields: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct], prefix: str = "") -> None:
+    """Refuses what would be dropped otherwise; `prefix` is the path of the object that holds the fields."""
+    for name, raw in fields.items():
+        if name in kind.__struct_fields__ or name in IGNORED:
+            continue
+        path = f"{prefix}{name[:VALUE_CHARACTERS_MAX]}"
+        if name not in UNSUPPORTED:
+            text = f"{path!a} is not a field of this API; leave it out, or see GET /openapi.json"
+            raise ApiError(400, text, param=path, code="unknown_field")
+        neutral, remedy = UNSUPPORTED[name]
+        value = msgspec.json.decode(raw)
         # Equal values of different types (0 and false) do not mean the same.
         if not any(value == allowed and type(value) is type(allowed) for allowed in neutral):
-            raise bad_field(f"{prefix}{name}", value, remedy, code="unsupported")
+            raise bad_field(path, value, remedy, code="unsupported")
 
 
 # ---- decoding
@@ -267,13 +338,18 @@ def check_values(fields: Mapping[str, Any], prefix: str = "") -> None:
 _AT = re.compile(r"^(?P<text>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+)\]")
 _MISSING = re.compile(r"Object missing required field `(\w+)`")
+_NESTED: Mapping[str, type[msgspec.Struct]] = {
+    "sampling_params": GenerateParams,
+    "stream_options": StreamOptions,
+}
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def reader_of(kind: type[T]) -> Callable[[bytes], T]:
+def reader_of(kind: type[StructT]) -> Callable[[bytes], StructT]:
     """A decoder for bodies of one kind; reuse it."""
     decoder = msgspec.json.Decoder(kind)
 
-    def read(body: bytes) -> T:
+    def read(body: bytes) -> StructT:
         try:
             request = decoder.decode(body)
         except msgspec.ValidationError as error:
@@ -282,9 +358,11 @@ def reader_of(kind: type[T]) -> Callable[[bytes], T]:
             raise ApiError(
                 400, f"the body is not JSON ({error}); send a JSON object", code="no_json"
             ) from None
-        check_values(msgspec.structs.asdict(_unsupported_decoder.decode(body)))
-        if getattr(request, "sampling_params", None) is not None:
-            check_values(msgspec.json.decode(body)["sampling_params"], "sampling_params.")
+        fields = _members.decode(body)
+        check_fields(fields, kind)
+        for name, struct in _NESTED.items():
+            if getattr(request, name, None) is not None:
+                check_fields(_members.decode(fields[name]), struct, f"{name}.")
         return request
 
     return read
@@ -336,6 +414,7 @@ _RESERVED_TEMPLATE_ARGUMENTS = {
 }
 _ID_PREFIXES = {CompletionRequest: "cmpl-", ChatRequest: "chatcmpl-", GenerateRequest: "gen-"}
 _PROMPT_FIELDS = {CompletionRequest: "prompt", ChatRequest: "messages", GenerateRequest: "text"}
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELD = re.compile(r"(\w+) is ")
 _FIELD_NAMES = {"stop_ids": "stop_token_ids"}
 
@@ -352,10 +431,10 @@ class ServedModel:
     defaults: SamplingParams = field(default_factory=SamplingParams)
     """What a request that leaves a sampling parameter out gets."""
 
-    async def encode(self, text: str, param: str) -> TokenSequence:
+    async def encode(self, text: str, param: str, add_special: bool = True) -> TokenSequence:
         tokenizer = self._tokenizer(param)
         self._check_characters(len(text), param)
-        return tuple(await _off_loop(lambda: tokenizer.encode(text), len(text)))
+        return tuple(await _off_loop(lambda: tokenizer.encode(text, add_special), len(text)))
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
@@ -380,6 +459,33 @@ class ServedModel:
         except _TEMPLATE_ERRORS as error:
             text = f"the chat template cannot use the messages ({type(error).__name__}: {error}); mend them"
             raise ApiError(400, text, param="messages") from None
+
+    def has_template_word(self, word: str) -> bool:
+        return self.tokenizer is not None and self.tokenizer.has_template_word(word)
+
+    def has_template_role(self, role: str) -> bool:
+        """Whether the chat template names a role that OpenAI's API does not have."""
+        return role.isidentifier() and any(map(self.has_template_word, (f"'{role}'", f'"{role}"')))
+
+    async def tokenize(self, body: TokenizeRequest) -> Tokenized:
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "give either prompt or messages", param="prompt")
+        request: CompletionRequest | ChatRequest
+        if body.prompt is not None:
+            request = CompletionRequest(prompt=body.prompt, add_special_tokens=body.add_special_tokens)
+        else:
+            if body.add_special_tokens:
+                raise bad_field("add_special_tokens", True, UNSUPPORTED["add_special_tokens"][1])
+            shared = set(ChatRequest.__struct_fields__) & set(TokenizeRequest.__struct_fields__)
+            request = ChatRequest(**{name: getattr(body, name) for name in shared})
+        (tokens,) = await _read_prompts(request, self)
+        tokenizer = self._tokenizer("prompt")
+        spellings = [tokenizer.spelling(token) for token in tokens] if body.return_token_strs else None
+        return Tokenized(len(tokens), self.context_max, list(tokens), spellings)
+
+    async def detokenize(self, body: DetokenizeRequest) -> Detokenized:
+        tokenizer, tokens = self._tokenizer("tokens"), self.check_ids(body.tokens, "tokens")
+        return Detokenized(await _off_loop(lambda: tokenizer.decode(tokens, has_special=True), len(tokens)))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens; empty without a tokenizer."""
@@ -419,6 +525,7 @@ class ReceivingInstance:
     """prefill or decode: which side's first token is streamed."""
     model: str
     """The served model's name."""
+    num_dp_groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,6 +549,8 @@ class ParsedRequest:
     echoes: tuple[str, ...]
     """By prompt: the text that precedes its choices."""
     hints: RouterHints
+    has_tool_calls: bool = False
+    """Whether calls of tools are parsed out of its text."""
 
     @property
     def is_prefill(self) -> bool:
@@ -490,7 +599,7 @@ async def parse_request(
             text = f"{name} is accepted only from this machine or with the router's key; leave it out"
             raise ApiError(403, text, param=name, code="room_not_allowed")
     if not hints.id:  # a router found this instance by its fingerprint; the name may be its peer's
-        _check_model(body, instance.model)
+        check_model(getattr(body, "model", None), instance.model)
     room = body.bootstrap_room
     if isinstance(room, list):
         room = room[0] if room else 0
@@ -509,6 +618,7 @@ async def parse_request(
         match = _FIELD.match(str(error))
         param = _FIELD_NAMES.get(match[1], match[1]) if match else None
         raise ApiError(400, str(error), param=param) from None
+    dp = _dp_group(body, instance)
     first_token = hints.first_token or instance.first_token
     num_jobs = len(hints.resume) or len(prompts)
     hands = _hand_offs(body, replace(instance, first_token=first_token), num_jobs, params.n)
@@ -516,16 +626,16 @@ async def parse_request(
         id=hints.id or f"{_ID_PREFIXES[type(body)]}{secrets.token_hex(16)}",
         created=hints.created or int(time.time()),
         body=body,
-        jobs=_make_jobs(body, params, prompts, hints=hints, hands=hands, model=model),
+        jobs=_make_jobs(body, params, prompts, hints=hints, hands=hands, dp=dp, model=model),
         n=params.n,
         prompts=tuple(prompts),
         echoes=tuple(_echoes(body, prompts, model)),
         hints=hints,
+        has_tool_calls=_offers_tools(body) and model.has_template_word(_CALL_BEGIN),
     )
 
 
-def _check_model(body: RequestBody, served: str) -> None:
-    wanted = body.model if isinstance(body, OpenAIFields) else None
+def check_model(wanted: str | None, served: str) -> None:
     if wanted is None or wanted in (served, served.rstrip("/").rpartition("/")[2]):
         return
     if wanted.startswith(f"{served}:"):
@@ -606,10 +716,10 @@ async def _read_prompts(body: RequestBody, model: ServedModel) -> list[TokenSequ
     match body:
         case ChatRequest():
             options = _template_options(body)
-            messages = [_template_message(message, index) for index, message in enumerate(body.messages)]
+            messages = [_template_message(each, index, model) for index, each in enumerate(body.messages)]
             return [await model.encode_chat(messages, options)]
         case CompletionRequest():
-            return await _texts_or_ids(body.prompt, "prompt", model)
+            return await _texts_or_ids(body.prompt, "prompt", model, body.add_special_tokens is not False)
         case GenerateRequest():
             if (body.text is None) == (body.input_ids is None):
                 raise ApiError(400, "give either text or input_ids", param="text")
@@ -618,9 +728,11 @@ async def _read_prompts(body: RequestBody, model: ServedModel) -> list[TokenSequ
             return await _texts_or_ids(body.input_ids, "input_ids", model)
 
 
-async def _texts_or_ids(value: Any, param: str, model: ServedModel) -> list[TokenSequence]:
+async def _texts_or_ids(
+    value: Any, param: str, model: ServedModel, add_special: bool = True
+) -> list[TokenSequence]:
     if isinstance(value, str):
-        return [await model.encode(value, param)]
+        return [await model.encode(value, param, add_special)]
     if not value:
         raise bad_field(param, value, "give at least one prompt")
     kinds = {type(item) for item in value}
@@ -632,12 +744,14 @@ async def _texts_or_ids(value: Any, param: str, model: ServedModel) -> list[Toke
         raise ApiError(400, f"{param} has {len(value)} prompts; send at most {NUM_PROMPTS_MAX}", param=param)
     if kinds == {list}:
         return [model.check_ids(ids, param) for ids in value]
-    return [await model.encode(text, param) for text in value]
+    return [await model.encode(text, param, add_special) for text in value]
 
 
-def _template_message(message: Message, index: int) -> dict[str, Any]:
+def _template_message(message: Message, index: int, model: ServedModel) -> dict[str, Any]:
     """A message as templates expect it: content is one text, arguments of tool calls are objects."""
     where = f"messages[{index}]"
+    if message.role not in ROLES and not model.has_template_role(message.role):
+        raise bad_field(f"{where}.role", message.role, f"use one of {', '.join(ROLES)}", code="unknown_role")
     fields = {name: value for name, value in msgspec.structs.asdict(message).items() if value is not None}
     if isinstance(message.content, list):
         for part_index, part in enumerate(message.content):
@@ -669,7 +783,10 @@ def _template_options(body: ChatRequest) -> dict[str, Any]:
     options = dict(body.chat_template_kwargs or {})
     if reserved := _RESERVED_TEMPLATE_ARGUMENTS.intersection(options):
         raise bad_field("chat_template_kwargs", sorted(reserved), "these cannot be set; leave them out")
-    if body.tools:
+    if body.tool_choice not in (None, "none", "auto"):
+        remedy = "no call can be forced here; use auto or none"
+        raise bad_field("tool_choice", body.tool_choice, remedy, code="unsupported")
+    if _offers_tools(body):
         options["tools"] = body.tools
     if body.reasoning_effort is not None:
         options["reasoning_effort"] = body.reasoning_effort
@@ -682,6 +799,11 @@ def _template_options(body: ChatRequest) -> dict[str, Any]:
             remedy = "leave it out where the last message is continued"
             raise bad_field("add_generation_prompt", True, remedy)
     return options
+
+
+def _offers_tools(body: RequestBody) -> bool:
+    """Whether the model is shown tools that it may call."""
+    return isinstance(body, ChatRequest) and bool(body.tools) and body.tool_choice != "none"
 
 
 def _echoes(body: RequestBody, prompts: Sequence[TokenSequence], model: ServedModel) -> list[str]:
@@ -706,6 +828,7 @@ def _make_jobs(
     *,
     hints: RouterHints,
     hands: Sequence[InboundHandoff | OutboundHandoff | None],
+    dp: int | None,
     model: ServedModel,
 ) -> tuple[Job, ...]:
     salt, jobs = body.cache_salt or "", []
@@ -717,11 +840,11 @@ def _make_jobs(
                 raise bad_field("baton.resume", choice.index, "there is no such choice")
             generated = model.check_ids(choice.tokens, "baton.resume")
             prompt = prompts[prompt_index]
-            request = EngineRequest(prompt, alone, hand, salt, generated=generated, index=index)
+            request = EngineRequest(prompt, alone, hand, salt, generated=generated, index=index, dp=dp)
             jobs.append(Job(_fit_to_context(request, body, model), prompt_index))
     else:
         for prompt_index, (prompt, hand) in enumerate(zip(prompts, hands, strict=True)):
-            request = EngineRequest(prompt, params, hand, salt)
+            request = EngineRequest(prompt, params, hand, salt, dp=dp)
             jobs.append(Job(_fit_to_context(request, body, model), prompt_index))
     return tuple(jobs)
 
@@ -768,8 +891,23 @@ def _hand_offs(
         if instance.role == "both" and source == instance.address:
             hands.append(OutboundHandoff(str(room)))
         else:
-            hands.append(InboundHandoff(str(room), source, is_early=instance.first_token == "prefill"))
+            is_early = instance.first_token == "prefill"
+            hands.append(InboundHandoff(str(room), source, body.disagg_prefill_dp_rank, is_early))
     return hands
+
+
+def _dp_group(body: RequestBody, instance: ReceivingInstance) -> int | None:
+    """The DP group that the request names for this instance."""
+    names = ["data_parallel_rank", "routed_dp_rank"]
+    if instance.role == "prefill":
+        names.insert(0, "disagg_prefill_dp_rank")
+    given = [(name, rank) for name in names if (rank := getattr(body, name)) is not None]
+    if not given:
+        return None
+    name, rank = given[0]
+    if rank >= instance.num_dp_groups:
+        raise bad_field(name, rank, f"give a DP group from 0 to {instance.num_dp_groups - 1}")
+    return int(rank)
 
 
 def _by_job(value: Any, param: str, num_jobs: int, n: int) -> list[Any]:
@@ -850,12 +988,29 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     content: list[ChatLogprob]
 
 
+class FunctionCall(msgspec.Struct, frozen=True):
+    """A function that the model calls, with its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """One call; in a stream it comes whole, with its place among the choice's calls."""
+
+    id: str
+    function: FunctionCall
+    type: str = "function"
+    index: int | UnsetType = UNSET
+
+
 class AssistantMessage(msgspec.Struct, frozen=True):
     """The generated message."""
 
-    content: str
+    content: str | None
     role: str = "assistant"
     refusal: str | None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -884,6 +1039,7 @@ class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
 
     content: str | UnsetType = UNSET
     role: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class DeltaChoice(msgspec.Struct, frozen=True):
@@ -926,6 +1082,21 @@ class Generated(msgspec.Struct, frozen=True):
     output_ids: list[int]
     meta_info: GenerateMeta
     index: int | UnsetType = UNSET
+
+
+class Tokenized(msgspec.Struct, frozen=True):
+    """The response of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct, frozen=True):
+    """The response of /detokenize."""
+
+    prompt: str
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -973,6 +1144,7 @@ class ChoiceDelta:
     text: str = ""
     tokens: list[SampledToken] = field(default_factory=list)
     finish: str | None = None
+    calls: list[ToolCall] = field(default_factory=list)
 
     @property
     def ids(self) -> list[int]:
@@ -1003,6 +1175,15 @@ class TokenNames:
         if known is None:
             known = self._known[token] = self._look_up(token)
         return known
+
+    def text_of(self, parsed: ParsedRequest, index: int) -> str:
+        """The text that a client has of a resumed choice."""
+        tokens = parsed.resumed.get(index, ())
+        if self._tokenizer is None or not tokens:
+            return ""
+        prompt = parsed.prompts[index // parsed.n]
+        text = AnswerText(self._tokenizer, parsed.jobs[0].request.params, (), prompt)
+        return "".join(text.push(token) for token in tokens)
 
     def _look_up(self, token: int) -> tuple[str, list[int] | None]:
         if self._tokenizer is None:
@@ -1048,7 +1229,10 @@ class ResponseFormat(ABC):
     def is_silent(self, delta: ChoiceDelta) -> bool:
         """Whether a client would see nothing of this delta, so that it can wait for the next one."""
         has_more = delta.finish or delta.is_first or self.num_top is not None or self.parsed.has_ids
-        return not delta.text and not has_more
+        return not delta.text and not delta.calls and not has_more
+
+    def take(self, delta: ChoiceDelta) -> None:  # noqa: B027  (most forms show the text as it is)
+        """Takes a new delta in, before anything is rendered of it."""
 
     @abstractmethod
     def event(self, delta: ChoiceDelta) -> msgspec.Struct:
@@ -1121,13 +1305,101 @@ class CompletionFormat(ResponseFormat):
         return CompletionLogprobs(names, values, tops, offsets)
 
 
+_CALL_BEGIN, _CALL_END = "<tool_call>", "</tool_call>"
+
+
+class _CallBody(msgspec.Struct, frozen=True):
+    name: str
+    arguments: dict[str, Any] | str = {}
+
+
+class ToolCallParser:
+    """Splits the text of one choice into content and calls, in the form that Hermes and Qwen write them:
+
+        <tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>
+
+    White space around calls is dropped. What is no call, or was cut off, stays content. The result does not
+    depend on how the text was cut into pieces, so another instance can go on from the text so far.
+    """
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._held = ""
+        """A call that is not complete, or the end of the text where it may become the tag of one."""
+        self._is_in_call = False
+
+    def push(self, piece: str) -> tuple[str, list[ToolCall]]:
+        text, content, calls = self._held + piece, "", list[ToolCall]()
+        while True:
+            before, tag, after = text.partition(_CALL_END if self._is_in_call else _CALL_BEGIN)
+            if not tag:
+                break
+            if not self._is_in_call:
+                content += before.rstrip()
+            elif call := self._read(before):
+                calls.append(call)
+            else:
+                content += f"{_CALL_BEGIN}{before}{_CALL_END}"
+            self._is_in_call, text = not self._is_in_call, after
+        if not self._is_in_call:
+            num_tag = next(num for num in range(len(_CALL_BEGIN), -1, -1) if text.endswith(_CALL_BEGIN[:num]))
+            num_certain = len(text[: len(text) - num_tag].rstrip())
+            content, text = content + text[:num_certain], text[num_certain:]
+        self._held = text
+        return content, calls
+
+    def finish(self) -> tuple[str, list[ToolCall]]:
+        """The rest, when the text is over; a model may leave out the last tag."""
+        held, self._held = self._held, ""
+        if not self._is_in_call:
+            return held.rstrip() if self.num_calls else held, []
+        call = self._read(held)
+        return ("", [call]) if call else (f"{_CALL_BEGIN}{held}", [])
+
+    def _read(self, text: str) -> ToolCall | None:
+        try:
+            body = msgspec.json.decode(text, type=_CallBody)
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            return None
+        arguments = body.arguments
+        if not isinstance(arguments, str):
+            arguments = msgspec.json.encode(arguments).decode()
+        self.num_calls += 1
+        function = FunctionCall(body.name, arguments)
+        return ToolCall(f"call_{secrets.token_hex(12)}", function, index=self.num_calls - 1)
+
+
 class ChatFormat(ResponseFormat):
     """/v1/chat/completions; the role comes with the first delta of each choice."""
 
+    def __init__(self, parsed: ParsedRequest, model: str, names: TokenNames) -> None:
+        super().__init__(parsed, model, names)
+        self._parsers: dict[int, ToolCallParser] = {}
+
+    def take(self, delta: ChoiceDelta) -> None:
+        if not self.parsed.has_tool_calls:
+            return
+        parser = self._parsers.get(delta.index)
+        if parser is None:
+            parser = self._parsers[delta.index] = ToolCallParser()
+            parser.push(self.names.text_of(self.parsed, delta.index))
+        delta.text, delta.calls = parser.push(delta.text)
+        if delta.finish is not None:
+            rest, calls = parser.finish()
+            delta.text, delta.calls = delta.text + rest, delta.calls + calls
+        if isinstance(self.parsed.body, ChatRequest) and self.parsed.body.parallel_tool_calls is False:
+            delta.calls = [call for call in delta.calls if call.index == 0]
+
+    def _finish_reason(self, delta: ChoiceDelta) -> str | None:
+        parser = self._parsers.get(delta.index)
+        has_calls = parser is not None and parser.num_calls
+        return "tool_calls" if has_calls and delta.finish == "stop" else delta.finish
+
     def event(self, delta: ChoiceDelta) -> ChatChunk:
-        content = Delta(delta.text, "assistant" if delta.is_first else UNSET)
+        calls = delta.calls or UNSET
+        content = Delta(delta.text, "assistant" if delta.is_first else UNSET, calls)
         ids = delta.ids if self.parsed.has_ids else UNSET
-        choice = DeltaChoice(delta.index, content, self._logprobs(delta), delta.finish, ids)
+        choice = DeltaChoice(delta.index, content, self._logprobs(delta), self._finish_reason(delta), ids)
         usage = None if self.parsed.has_usage else UNSET
         return ChatChunk(self.parsed.id, self.parsed.created, self.model, [choice], usage=usage)
 
@@ -1138,14 +1410,20 @@ class ChatFormat(ResponseFormat):
         rendered = [
             ChatChoice(
                 delta.index,
-                AssistantMessage(delta.text),
-                delta.finish,
+                self._message(delta),
+                self._finish_reason(delta),
                 self._logprobs(delta),
                 delta.ids if self.parsed.has_ids else UNSET,
             )
             for delta in choices
         ]
         return ChatCompletion(self.parsed.id, self.parsed.created, self.model, rendered, usage)
+
+    def _message(self, delta: ChoiceDelta) -> AssistantMessage:
+        if not delta.calls:
+            return AssistantMessage(delta.text)
+        calls = [msgspec.structs.replace(call, index=UNSET) for call in delta.calls]
+        return AssistantMessage(delta.text or None, tool_calls=calls)
 
     def _logprobs(self, delta: ChoiceDelta) -> ChatLogprobs | None:
         num_top = self.num_top

@@ -31,6 +31,10 @@ _STRUCTS = (
     openai.CompletionRequest,
     openai.ChatRequest,
     openai.GenerateRequest,
+    openai.TokenizeRequest,
+    openai.DetokenizeRequest,
+    openai.Tokenized,
+    openai.Detokenized,
     openai.Completion,
     openai.ChatCompletion,
     openai.ChatChunk,
@@ -44,16 +48,26 @@ _STRUCTS = (
 )
 
 
+_CHECKED = (
+    *("CompletionRequest", "ChatRequest", "GenerateRequest", "TokenizeRequest", "DetokenizeRequest"),
+    *("GenerateParams", "StreamOptions"),
+)
+"""Schemas whose other fields are refused."""
+
+
 @cache
 def description() -> dict[str, Any]:
     """The whole document."""
     _, components = msgspec.json.schema_components(_STRUCTS, ref_template=_REF)
-    for name in ("CompletionRequest", "ChatRequest", "GenerateRequest"):
+    for name in _CHECKED:
         properties = components[name]["properties"]
-        properties["baton"] = {"description": "For routers; ignored from other callers."}
+        components[name]["additionalProperties"] = False
+        if "baton" in properties:
+            properties["baton"] = {"description": "For routers; ignored from other callers."}
         for field, (neutral, _) in openai.UNSUPPORTED.items():
-            if not (name == "ChatRequest" and field == "chat_template"):
-                properties.setdefault(field, {"enum": list(neutral), "description": "Only neutral values."})
+            properties.setdefault(field, {"enum": list(neutral), "description": "Only neutral values."})
+        for field in sorted(openai.IGNORED):
+            properties.setdefault(field, {"description": "Without effect."})
     return {
         "openapi": "3.1.0",
         "info": {"title": "Baton", "version": __version__, "description": "One instance behind HTTP."},
@@ -83,6 +97,9 @@ def _paths() -> dict[str, Any]:
             "GenerateRequest",
             {"anyOf": [{"$ref": _REF.format(name="Generated")}, _many("Generated")]},
         ),
+        "/tokenize": _post("The token ids of a prompt or chat.", "TokenizeRequest", "Tokenized"),
+        "/detokenize": _post("The text of token ids.", "DetokenizeRequest", "Detokenized"),
+        "/version": _get("The version of Baton.", set(), _json(any_object)),
         "/v1/models": _get("The served models.", set(), _json("ModelList")),
         "/v1/models/{id}": model,
         "/health": _get("Whether it can serve and hand off.", {"503"}, _json("HealthBody")),

@@ -39,6 +39,7 @@ from aiohttp.connector import Connection
 from aiohttp.http import HttpProcessingError, RawResponseMessage
 from yarl import URL
 
+from baton import __version__
 from baton.errors import BatonError
 from baton.serving.fleet import (
     Fleet,
@@ -66,6 +67,7 @@ from baton.serving.http import (
     EventStream,
     HttpLimits,
     HttpServer,
+    bad_field,
     client_id,
     data_event,
     failure,
@@ -85,6 +87,7 @@ from baton.serving.wire import (
     RoutableRequest,
     StreamFilter,
     Wire,
+    read_routable,
 )
 from baton.session.registry import RegistryClient, Role, Roster
 from baton.settings import Tls
@@ -215,6 +218,9 @@ class Router:
                 *self._page.routes,
                 web.post("/v1/completions", self._proxy),
                 web.post(CHAT_PATH, self._proxy),
+                web.post("/tokenize", self._forward),
+                web.post("/detokenize", self._forward),
+                web.get("/version", self._get_version),
                 web.get("/health", self._get_health),
                 web.get("/v1/models", self._get_models),
                 web.get("/v1/models/{id:.+}", self._get_model),
@@ -360,7 +366,7 @@ class Router:
             raise ApiError(400, f"format is {form!a}; use perfetto, or leave it out", param="format")
         if not attempts:
             text = f"no request {identity!a} is remembered; timelines are kept for recent requests"
-            raise ApiError(404, text, param="id", code="unknown_timeline")
+            raise ApiError(404, text, param="id", code="unknown_request")
         path = f"/v1/timelines/{quote(identity, safe='')}"
         paths = [path, f"{path}?format={form}"] if form else [path]
         timelines, traces = [], []
@@ -385,7 +391,7 @@ class Router:
     async def _post_drain(self, request: web.Request) -> web.StreamResponse:
         if not request[CALLER].is_trusted:
             text = "draining needs the router's key, or a caller on this machine"
-            raise ApiError(403, text, code="drain_not_allowed")
+            raise ApiError(403, text, code="not_allowed")
         name = request.query.get("instance", "")
         instance = self.fleet.instances.get(name)
         if instance is None:
@@ -394,6 +400,23 @@ class Router:
         status, body = await self._fetch(instance, "/drain", b"{}")
         instance.wake()
         return web.Response(body=body, status=status, headers={"Content-Type": "application/json"})
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        """Any instance of the model answers."""
+        raw = await request.read()
+        model = read_routable(request.path, raw).model
+        try:
+            able = self.chooser.of_model(model)
+        except NoInstance:
+            able = []
+        named = [instance for instance in able if model is None or instance.serves(model)]
+        if not named:
+            raise failure("NO_INSTANCE", self.fleet.missing() or "no instance of the model is able")
+        status, body = await self._fetch(random.choice(named), request.path, raw)
+        return web.Response(status=status, body=body, headers=JSON_HEADERS)
+
+    async def _get_version(self, request: web.Request) -> web.StreamResponse:
+        return json_response({"version": __version__})
 
     async def _fetch(
         self, instance: FleetInstance, path: str, body: bytes | None = None
@@ -833,13 +856,16 @@ class RouteChooser:
 
     def choose(self, request: RoutableRequest, constraints: RouteConstraints) -> Route:
         """Raises NoInstance or AllFull where there is no route now, an ApiError where there cannot be one."""
-        able = self._of_model(request.model)
+        able = self.of_model(request.model)
         choice = _Choice(self, request, constraints)
         prefills: list[FleetInstance] = []
         servers: list[FleetInstance] = []
         for instance in able:
             (prefills if instance.role is Role.PREFILL else servers).append(instance)
-        if request.num_tokens_max == 1 and prefills and self._mode is not LocalMode.ALWAYS:
+        servers = _with_dp_group(servers, "data_parallel_rank", request.dp_rank)
+        prefills = _with_dp_group(prefills, "disagg_prefill_dp_rank", request.prefill_dp_rank)
+        is_one_token = request.num_tokens_max == 1 and request.dp_rank is None
+        if is_one_token and prefills and self._mode is not LocalMode.ALWAYS:
             return choice.route(choice.choose(prefills, self._prefill_policy), None, "one_token")
         if not request.can_hand_off and servers:
             return choice.route(choice.choose(servers, self._decode_policy), None, "form")
@@ -863,7 +889,7 @@ class RouteChooser:
             raise AllFull
         raise NoInstance(self._fleet.missing() or "every able instance has just failed")
 
-    def _of_model(self, wanted: str | None) -> list[FleetInstance]:
+    def of_model(self, wanted: str | None) -> list[FleetInstance]:
         """The able instances of a model; there may be none at the moment.
 
         The name is that of the instances which answer. Prefill instances are found by their fingerprint; so
@@ -919,8 +945,20 @@ class RouteChooser:
             return choice.route(server, None, "" if server.role is Role.BOTH else "always")
         same = [instance for instance in prefills if instance.fingerprint == server.fingerprint]
         prefill = choice.choose(same, self._prefill_policy)
-        reason = choice.local_reason(prefill, server) if self._mode is LocalMode.AUTO else ""
+        can_be_local = self._mode is LocalMode.AUTO and not choice.names_prefill
+        reason = choice.local_reason(prefill, server) if can_be_local else ""
         return choice.route(server, None if reason else prefill, reason)
+
+
+def _with_dp_group(instances: list[FleetInstance], param: str, rank: int | None) -> list[FleetInstance]:
+    """The instances that have the DP group which a request names."""
+    if rank is None or not instances:
+        return instances
+    chosen = [instance for instance in instances if 0 <= rank < instance.num_dp_groups]
+    if not chosen:
+        most = max(instance.num_dp_groups for instance in instances)
+        raise bad_field(param, rank, f"give a DP group from 0 to {most - 1}")
+    return chosen
 
 
 class _Choice:
@@ -931,6 +969,7 @@ class _Choice:
     ) -> None:
         self._chooser = chooser
         self._constraints = constraints
+        self.names_prefill = request.prefill_dp_rank is not None
         prompt = request.prompt
         self._num_bytes = max(1, len(prompt.raw))
         self._num_tokens = prompt.num_tokens(chooser.token_size.bytes_per_token) + constraints.num_streamed

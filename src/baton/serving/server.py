@@ -59,6 +59,7 @@ from baton.serving.openai import (
     ChatRequest,
     ChoiceDelta,
     CompletionRequest,
+    DetokenizeRequest,
     DrainBody,
     GenerateRequest,
     HealthBody,
@@ -69,8 +70,10 @@ from baton.serving.openai import (
     RequestBody,
     ResponseFormat,
     ServedModel,
+    TokenizeRequest,
     TokenNames,
     Usage,
+    check_model,
     parse_request,
     reader_of,
     response_format,
@@ -87,10 +90,13 @@ LOST_S = 1.0
 USAGE_S_MAX = 0.2
 """How long a response waits for the number of cached tokens, which is known when its pages are freed."""
 WRITE_S_MAX = 30.0
+NUM_HELD_MAX = 16
+"""Tokens of a choice that wait until there is something to show of them."""
 
 OnEvent = Callable[[RequestEvent], None]
 
 _encoder = msgspec.json.Encoder()
+_read_tokenize, _read_detokenize = reader_of(TokenizeRequest), reader_of(DetokenizeRequest)
 _log = logging.getLogger("baton.serving.server")
 
 
@@ -152,6 +158,9 @@ class Server:
                 web.post("/v1/completions", partial(generate, reader_of(CompletionRequest))),
                 web.post("/v1/chat/completions", partial(generate, reader_of(ChatRequest))),
                 web.post("/generate", partial(generate, reader_of(GenerateRequest))),
+                web.post("/tokenize", self._tokenize),
+                web.post("/detokenize", self._detokenize),
+                web.get("/version", self._get_version),
                 web.get("/health", self._get_health),
                 web.get("/health_generate", self._get_health),
                 web.get("/v1/models", self._get_models),
@@ -217,10 +226,7 @@ class Server:
     ) -> web.StreamResponse:
         if self.is_draining:
             raise self._draining()
-        instance = self.supervisor.running()
-        if self._model is None or self._model[0] is not instance:
-            self._model = (instance, *self._describe(instance))
-        _, model, receiver, names = self._model
+        instance, model, receiver, names = self._running()
         body = read(await request.read())
         parsed = await parse_request(body, request[CALLER], model, receiver)
         generation = Generation(parsed, self._observer, self._on_generation_closed)
@@ -232,6 +238,25 @@ class Server:
         finally:
             generation.close(instance)
 
+    def _running(self) -> tuple[Instance, ServedModel, ReceivingInstance, TokenNames]:
+        instance = self.supervisor.running()
+        if self._model is None or self._model[0] is not instance:
+            self._model = (instance, *self._describe(instance))
+        return self._model
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = _read_tokenize(await request.read())
+        check_model(body.model, self._model_name)
+        return json_response(await self._running()[1].tokenize(body))
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        body = _read_detokenize(await request.read())
+        check_model(body.model, self._model_name)
+        return json_response(await self._running()[1].detokenize(body))
+
+    async def _get_version(self, request: web.Request) -> web.Response:
+        return json_response({"version": __version__})
+
     def _describe(self, instance: Instance) -> tuple[ServedModel, ReceivingInstance, TokenNames]:
         """What parsing and rendering need of a running instance."""
         sizes, tokenizer = instance.sizes, instance.tokenizer
@@ -239,7 +264,11 @@ class Server:
         return (
             ServedModel(tokenizer, sizes.context_max, vocab_size, num_tokens_max, instance.sampling_defaults),
             ReceivingInstance(
-                instance.config.role, instance.address, self.config.first_token, self._model_name
+                instance.config.role,
+                instance.address,
+                self.config.first_token,
+                self._model_name,
+                sizes.layout.size("dp"),
             ),
             TokenNames(tokenizer),
         )
@@ -443,11 +472,13 @@ class Generation:
         async for deltas in self._all_deltas():
             blocks = []
             for delta in deltas:
+                form.take(delta)
                 earlier = held.pop(delta.index, None)
                 if earlier is not None:
                     delta.tokens[:0] = earlier.tokens
-                # Tokens without text, as parts of a character, wait for the next ones.
-                if form.is_silent(delta):
+                # Tokens without text, as parts of a character or of a tool call, wait for the next ones; not
+                # for long, since a router takes a stream that does not grow for a stalled one.
+                if form.is_silent(delta) and len(delta.tokens) < NUM_HELD_MAX:
                     held[delta.index] = delta
                 else:
                     blocks.append(self._event_block(delta, form))
@@ -476,6 +507,8 @@ class Generation:
         usage = await self._usage()
         self._finish()
         ordered = [choices[index] for index in sorted(choices)]
+        for delta in ordered:
+            form.take(delta)
         headers = {ID_HEADER: parsed.id, PROMPT_TOKENS_HEADER: str(usage.prompt_tokens), **NO_STORE}
         if not parsed.is_stream:
             headers["Content-Type"] = "application/json"

@@ -24,6 +24,8 @@ NUM_CHOICES_MAX = 4096
 ROOM_BITS = 63
 
 _BOOTSTRAP_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+DP_RANK_FIELDS = ("data_parallel_rank", "routed_dp_rank")
+"""Of the instance that answers; prefill's is `disagg_prefill_dp_rank`."""
 _SPACE = b" \t\r\n"
 _EMPTY = msgspec.Raw(b"")
 _ERROR = b'{"error"'
@@ -110,7 +112,11 @@ class BatonWire:
         stream_filter = None
         if request.is_stream:
             stream_filter = StreamFilter(progress, 1 if hints.resume else request.n)
-        return Legs(request.path, body, body, num_rooms, stream_filter)
+        prefill_body = body
+        if request.dp_rank is not None:
+            fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+            prefill_body = _encoder.encode({k: v for k, v in fields.items() if k not in DP_RANK_FIELDS})
+        return Legs(request.path, body, prefill_body, num_rooms, stream_filter)
 
     def resume_problem(self, request: RoutableRequest, progress: StreamProgress) -> str:
         return ""
@@ -160,6 +166,9 @@ class _Body(msgspec.Struct):
     bootstrap_room: Any = msgspec.UNSET
     kv_transfer_params: Any = msgspec.UNSET
     baton: Any = msgspec.UNSET
+    data_parallel_rank: Any = None
+    routed_dp_rank: Any = None
+    disagg_prefill_dp_rank: Any = None
     model: Any = None
     prompt: msgspec.Raw = _EMPTY
     messages: msgspec.Raw = _EMPTY
@@ -191,6 +200,9 @@ class RoutableRequest(msgspec.Struct, frozen=True):
     wants_usage: bool
     can_hand_off: bool = True
     """False where its form allows no hand-off: one instance answers it alone."""
+    dp_rank: int | None = None
+    """The DP group of the instance that answers."""
+    prefill_dp_rank: int | None = None
 
     @property
     def num_choices(self) -> int:
@@ -208,7 +220,7 @@ def read_routable(path: str, raw: bytes, private: Sequence[str] = _BOOTSTRAP_FIE
         body = _body_decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         text = f"the body cannot be read ({error}); send a JSON object"
-        raise ApiError(400, text, code="bad_json") from None
+        raise ApiError(400, text, code="no_json") from None
     for name in private:
         if getattr(body, name) is not msgspec.UNSET:
             text = f"{name} is chosen by the router; leave it out"
@@ -230,7 +242,13 @@ def read_routable(path: str, raw: bytes, private: Sequence[str] = _BOOTSTRAP_FIE
         num_tokens_max=_count(body.max_completion_tokens) or _count(body.max_tokens),
         is_stream=body.stream is True,
         wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        dp_rank=_rank(body.routed_dp_rank if body.data_parallel_rank is None else body.data_parallel_rank),
+        prefill_dp_rank=_rank(body.disagg_prefill_dp_rank),
     )
+
+
+def _rank(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _count(value: Any) -> int | None:

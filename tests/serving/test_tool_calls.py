@@ -1,0 +1,220 @@
+"""Tool calls: out of text that comes in pieces, whole or as a stream, and over a resumed stream."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import random
+import shutil
+import string
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from tests.engine import tiny
+from tests.engine.text.vocabularies import byte_level
+from tests.serve.speaking import model as tiny_model
+from tests.serving.live import live
+from tests.serving.parsed import DECODE, NEAR, read
+from tests.serving.test_server_hand_off import ask_both
+from tokenizers import Tokenizer as Fast
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from baton.engine.tokenizer import Tokenizer
+from baton.serving.http import ApiError, EventReader
+from baton.serving.openai import (
+    ChoiceDelta,
+    ParsedRequest,
+    ServedModel,
+    TokenNames,
+    ToolCallParser,
+    Usage,
+    parse_request,
+    response_format,
+)
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }} answer with <tool_call>{}</tool_call>\n{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+OSLO = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+ROME = '<tool_call>{"arguments": "{\\"city\\": \\"Rome\\"}", "name": "weather"}</tool_call>'
+CALLS = [("weather", '{"city":"Oslo"}'), ("weather", '{"city": "Rome"}')]
+CASES = {
+    "plain text < and </tool_call> ": ("plain text < and </tool_call> ", []),
+    OSLO: ("", CALLS[:1]),
+    f"Let me see.\n\n{OSLO}\n{ROME}\n": ("Let me see.", CALLS),
+    f"{ROME} done.": (" done.", CALLS[1:]),
+    OSLO.removesuffix("</tool_call>"): ("", CALLS[:1]),
+    # What is no call stays as it is.
+    OSLO[:40]: (OSLO[:40], []),
+    "<tool_call>{oops}</tool_call>!": ("<tool_call>{oops}</tool_call>!", []),
+    '<tool_call>{"name": 5}</tool_call>': ('<tool_call>{"name": 5}</tool_call>', []),
+    "<<tool_call": ("<<tool_call", []),
+}
+
+
+def pieces(text: str, chance: random.Random) -> list[str]:
+    cuts = sorted(chance.choices(range(len(text) + 1), k=chance.randrange(9)))
+    return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_calls_do_not_depend_on_how_the_text_was_cut(text: str):
+    chance = random.Random(4)
+    for _ in range(200):
+        parser, content, calls = ToolCallParser(), "", []
+        for part in (*(parser.push(piece) for piece in pieces(text, chance)), parser.finish()):
+            content += part[0]
+            calls += part[1]
+        assert (content, [(call.function.name, call.function.arguments) for call in calls]) == CASES[text]
+        assert [call.index for call in calls] == list(range(len(calls)))
+        assert len({call.id for call in calls}) == len(calls)
+
+
+def tokenizer() -> Tokenizer:
+    backend = copy.deepcopy(byte_level())
+    backend.chat_template = TEMPLATE
+    return Tokenizer(backend)
+
+
+def parsed(**more: Any) -> ParsedRequest:
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS, **more}
+    model = ServedModel(tokenizer(), 4096, 432, lambda num_prompt: 4096)
+    return asyncio.run(parse_request(read("chat", body), NEAR, model, DECODE))
+
+
+def streamed(request: ParsedRequest, texts: list[str]) -> tuple[str, list[Any], list[str]]:
+    """The content, the calls and the reasons to finish that a client reads."""
+    form, content, calls, reasons = response_format(request, "m", TokenNames(tokenizer())), "", [], []
+    for place, text in enumerate(texts):
+        delta = ChoiceDelta(0, place == 0, text, finish="stop" if place == len(texts) - 1 else None)
+        form.take(delta)
+        choice = msgspec.to_builtins(form.event(delta))["choices"][0]
+        content += choice["delta"].get("content", "")
+        calls += choice["delta"].get("tool_calls", [])
+        reasons += [choice["finish_reason"]] if choice["finish_reason"] else []
+    return content, calls, reasons
+
+
+def test_a_stream_and_a_whole_answer_have_the_same_calls():
+    text = f"Let me see.\n{OSLO}\n{ROME}"
+    content, calls, reasons = streamed(parsed(stream=True), list(text))
+    assert (content, reasons) == ("Let me see.", ["tool_calls"])
+    assert [(call["function"]["name"], call["function"]["arguments"]) for call in calls] == CALLS
+    assert [(call["index"], call["type"]) for call in calls] == [(0, "function"), (1, "function")]
+    (single,) = streamed(parsed(stream=True, parallel_tool_calls=False), list(text))[1]
+    assert single["function"] == calls[0]["function"]
+    request = parsed()
+    form, delta = response_format(request, "m", TokenNames(tokenizer())), ChoiceDelta(0, True, OSLO)
+    delta.finish = "stop"
+    form.take(delta)
+    choice = msgspec.to_builtins(form.whole([delta], Usage(1, 1, 2)))["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"]["content"] is None
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "weather", "arguments": '{"city":"Oslo"}'}
+    assert "index" not in call
+
+
+def test_another_instance_goes_on_in_the_middle_of_a_call():
+    text = f"I see.\n{OSLO}\n{ROME}"
+    ids = tokenizer().encode(text)
+    for num in range(len(ids)):
+        begun = tokenizer().decode(ids[:num])
+        resume = {"baton": {"id": "x", "resume": [{"index": 0, "tokens": ids[:num]}]}}
+        second = streamed(parsed(stream=True, **resume), list(text[len(begun) :]))
+        # What the first instance held back was never sent.
+        kept = ToolCallParser().push(begun)
+        assert kept[0] + second[0] == "I see."
+        arguments = [call.function.arguments for call in kept[1]] + [
+            call["function"]["arguments"] for call in second[1]
+        ]
+        assert arguments == [call[1] for call in CALLS]
+        assert [call["index"] for call in second[1]] == list(range(2 - len(second[1]), 2))
+        assert second[2] == ["tool_calls"]
+
+
+def test_tools_are_shown_and_calls_parsed_unless_the_choice_is_none():
+    with_tools, without = parsed(), parsed(tool_choice="none")
+    assert with_tools.has_tool_calls
+    assert not without.has_tool_calls
+    assert len(without.prompts[0]) < len(with_tools.prompts[0])
+    assert streamed(without, [OSLO])[:2] == (OSLO, [])
+    assert parsed(tool_choice="auto").prompts == with_tools.prompts
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}, 5):
+        with pytest.raises(ApiError, match="use auto or none") as refused:
+            parsed(tool_choice=choice)
+        assert (refused.value.status, refused.value.param, refused.value.code) == (
+            400,
+            "tool_choice",
+            "unsupported",
+        )
+
+
+PARTS = ['<tool_call>{"name": "weather", ', '"arguments": {"city"', ': "Oslo"}}', "</tool_call>"]
+
+
+def calling_model(folder: Path) -> tuple[Path, list[dict[str, str]], int]:
+    """A checkpoint whose answer to a chat is a call, the chat, and the token after the call.
+
+    Its weights are random; the tokens that it happens to answer with are spelled as the parts of a call.
+    """
+    where = folder / "calling"
+    shutil.copytree(tiny_model(), where)
+    network = tiny._loaded(str(tiny_model()))
+    letters = dict(zip(string.printable, range(3, 3 + len(string.printable)), strict=True))
+    for text in string.ascii_lowercase:
+        vocabulary = {**letters, "<unk>": 0}
+        chat = [{"role": "user", "content": text}]
+        prompt = word_level(vocabulary).apply_chat_template(chat, tools=TOOLS, return_dict=False)
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        answer = network.generate(ids, attention_mask=mask, max_new_tokens=len(PARTS) + 1, do_sample=False)
+        tokens = answer[0, len(prompt) :].tolist()
+        if len(set(tokens)) == len(PARTS) + 1 and not set(tokens) & set(vocabulary.values()):
+            vocabulary |= dict(zip(PARTS, tokens, strict=False))
+            word_level(vocabulary).save_pretrained(where)
+            return where, chat, tokens[-1]
+    raise AssertionError("no prompt has an answer of tokens that can be spelled anew")
+
+
+def word_level(vocabulary: dict[str, int]) -> PreTrainedTokenizerFast:
+    fast = Fast(models.WordLevel(vocabulary, unk_token="<unk>"))
+    fast.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast.decoder = decoders.Fuse()
+    backend = PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="<unk>")
+    backend.chat_template = TEMPLATE
+    return backend
+
+
+@pytest.mark.serve
+def test_a_call_is_parsed_behind_a_hand_over(tmp_path: Path):
+    where, chat, after = calling_model(tmp_path)
+    sides = {"model": str(where), "secret": b"a secret of both sides", "is_warmed": False}
+    body = {"messages": chat, "tools": TOOLS, "temperature": 0, "ignore_eos": True, "stop_token_ids": [after]}
+    with (
+        live(role="prefill", name="source", layout="pp2", **sides) as prefill,
+        live(role="decode", name="target", **sides) as decode,
+    ):
+        for ask in (
+            lambda more: decode.ask("/v1/chat/completions", {**body, **more}),
+            lambda more: ask_both((prefill, decode), "/v1/chat/completions", {**body, **more})[1],
+        ):
+            (choice,) = ask({}).json["choices"]
+            assert choice["finish_reason"] == "tool_calls", choice
+            (call,) = choice["message"]["tool_calls"]
+            assert call["function"] == {"name": "weather", "arguments": '{"city":"Oslo"}'}
+            (choice,) = ask({"tool_choice": "none", "max_tokens": 5}).json["choices"]
+            assert "tool_calls" not in choice["message"]
+            events = [event.data for event in EventReader().feed(ask({"stream": True}).body)]
+            choices = [json.loads(event)["choices"][0] for event in events if event != b"[DONE]"]
+            assert "".join(each["delta"].get("content", "") for each in choices) == ""
+            (call,) = (call for each in choices for call in each["delta"].get("tool_calls", []))
+            assert (call["index"], call["function"]["arguments"]) == (0, '{"city":"Oslo"}')
+            assert choices[-1]["finish_reason"] == "tool_calls"
