@@ -286,7 +286,7 @@ def test_data_parallel_engines_are_named_by_header_and_port():
         async with vllm_world(dp=3, prefill_policy="round_robin") as world:
             peer = world.prefills[0]
             # The pairing that the peer checks is with its first engine; here only what was sent counts.
-            world.decodes[0].faults = [Fault(status=400)] * 6
+            world.decodes[0].faults = [Fault(status=400, is_late=True)] * 6
             for _ in range(6):
                 await world.post({"prompt": "hello", "max_tokens": 2})
             ranks = [int(seen.headers["X-data-parallel-rank"]) for seen in peer.seen]

@@ -53,6 +53,8 @@ class Fault:
 
     status: int = 0
     """The whole response."""
+    is_late: bool = False
+    """Only once prefill has the request too."""
     after: int = 0
     """Events that come before the end."""
     is_error: bool = False
@@ -133,6 +135,8 @@ class VllmPeer:
         if fault is not None and fault.is_held:
             await asyncio.Event().wait()
         if fault is not None and fault.status:
+            if fault.is_late:
+                await until(lambda: body["kv_transfer_params"]["transfer_id"] in self._transfers)
             return _error(fault.status)
         if body.get("stream_options") and not is_stream:
             return _error(400)
