@@ -1,9 +1,9 @@
-"""Mixed load on unlike layouts behind the router while everything that can befall a deployment does.
+"""Mixed load on unlike layouts behind the router, with every fault that can be injected here.
 
 BATON_LOAD_S says how long (default 300 s; an hour is `make soak`). After a warm-up, the first half has what
 everybody lives through: clients that leave, processes that stand still, a network that is cut and reset, a
 full disk, no descriptors. Nobody may end, and the memory of no process may grow. In the second half every
-part is killed too. All the time an answer is right, or a clean error that a blow explains; at the end every
+part is killed too. All the time an answer is right, or a clean error that a fault explains; at the end every
 page is free. Where network namespaces are allowed, prefill and decode are on two hosts.
 
 For a request that was under way when a part was killed, or asked until it was there again: if it fails, it
@@ -23,9 +23,9 @@ from random import Random
 from time import monotonic
 
 import pytest
-from tests.serve.blows import FAILURES, Blow, Blows
 from tests.serve.clients import Load, Outcome
 from tests.serve.deployment import Deployment, deployment, until
+from tests.serve.faults import FAILURES, Fault, FaultInjector
 from tests.serve.hosts import NoHosts, two_hosts
 from tests.serve.judging import Fate, Reply, Verdict
 from tests.serve.questions import COMPLETIONS, CONTEXT_MAX, Catalogue, Question
@@ -35,7 +35,7 @@ from baton.serving.fleet import IDLE_S_MAX
 
 LOAD_S = float(os.environ.get("BATON_LOAD_S", "300"))
 CALM_S = 4.0
-NUM_BLOWS = 3
+NUM_FAULTS = 3
 """Between two looks at the deployment while it is idle."""
 FAIL_S = 2.0
 SLACK_S = 8.0
@@ -55,11 +55,11 @@ pytestmark = pytest.mark.load
 
 
 class Soak:
-    """A deployment under load, and what befalls it."""
+    """A deployment under load, with faults."""
 
-    def __init__(self, world: Deployment, blows: Blows, load: Load) -> None:
+    def __init__(self, world: Deployment, injector: FaultInjector, load: Load) -> None:
         self.world = world
-        self.blows = blows
+        self.injector = injector
         self.load = load
 
     @asynccontextmanager
@@ -74,22 +74,22 @@ class Soak:
             await running
 
     async def calm(self, duration_s: float) -> list[Outcome]:
-        """What clients get when nothing befalls anybody."""
+        """What clients get without faults."""
         num_before = len(self.load.outcomes)
         async with self.loaded():
             await asyncio.sleep(duration_s)
         return self.load.outcomes[num_before:]
 
-    async def struck(self, names: list[str], duration_s: float) -> list[Snapshot]:
-        """Each of these blows at least once, then again until the time is over; idle looks now and then."""
+    async def disturbed(self, names: list[str], duration_s: float) -> list[Snapshot]:
+        """Each of these faults at least once, then again until the time is over; idle looks now and then."""
         seen, waiting = [idle_snapshot(self.world)], list(names)
         limit_s = monotonic() + duration_s
-        while monotonic() < limit_s or not set(names) <= {blow.name for blow in self.blows.struck}:
+        while monotonic() < limit_s or not set(names) <= {fault.name for fault in self.injector.injected}:
             async with self.loaded():
-                for _ in range(NUM_BLOWS):
+                for _ in range(NUM_FAULTS):
                     await asyncio.sleep(CALM_S)
-                    waiting = waiting or self.blows.chance.sample(names, len(names))
-                    await self.blows.strike(waiting.pop(0))
+                    waiting = waiting or self.injector.chance.sample(names, len(names))
+                    await self.injector.inject(waiting.pop(0))
                 await asyncio.sleep(CALM_S)
             seen.append(idle_snapshot(self.world))
         return seen
@@ -99,17 +99,17 @@ class Soak:
         print(f"\n{len(self.load.outcomes)} requests: {self.load.tally()}")
         for outcome in self.load.of(Fate.WRONG)[:10]:
             print(f"  {outcome}")
-        for blow in self.blows.struck:
-            print(blow.told([each for each in self.load.outcomes if blow.hits(each)]))
+        for fault in self.injector.injected:
+            print(fault.told([each for each in self.load.outcomes if fault.hits(each)]))
 
     @property
     def unexplained(self) -> list[str]:
-        """Failures that no blow explains, and requests that never ended."""
+        """Failures that no fault explains, and requests that never ended."""
         return [
             str(outcome)
             for outcome in self.load.of(*FAILURES)
             if "no end after" in outcome.reply.trouble
-            or not any(blow.hits(outcome) for blow in self.blows.struck)
+            or not any(fault.explains(outcome) for fault in self.injector.injected)
         ]
 
 
@@ -153,17 +153,17 @@ def soaked() -> Iterator[Soak]:
         load = Load(world.url, catalogue.question, num_clients=8, key=KEY, pause_s=0.1)
         if hosts:
             load.socket = stack.enter_context(other.relay(world.folder / "clients", world.url))
-        yield Soak(world, Blows(world, Random(seed), hosts), load)
+        yield Soak(world, FaultInjector(world, Random(seed), hosts), load)
 
 
 def test_soak() -> None:
     with soaked() as soak:
         world, load = soak.world, soak.load
         assert any(each.verdict.fate is Fate.RIGHT for each in asyncio.run(soak.calm(LOAD_S / 10)))
-        grips, kills = list(soak.blows.grips), list(soak.blows.kills)
-        print(f"\nblows: {', '.join([*grips, *kills])}")
+        disturbances, kills = list(soak.injector.disturbances), list(soak.injector.kills)
+        print(f"\nfaults: {', '.join([*disturbances, *kills])}")
 
-        seen = asyncio.run(soak.struck(grips, LOAD_S * 0.4))
+        seen = asyncio.run(soak.disturbed(disturbances, LOAD_S * 0.4))
         soak.report()
         done = counters(world)
         print(done, *growth_lines(seen), sep="\n")
@@ -175,13 +175,13 @@ def test_soak() -> None:
         steady = Bounds(process_bytes=max(GROWTH_MIN, int(GROWTH_PER_MIN * minutes)), num_fds=10)
         check_growth(lambda: growth([*seen, idle_snapshot(world)], steady))
 
-        num_before = len(soak.blows.struck)
-        asyncio.run(soak.struck(kills + grips, LOAD_S * 0.4))
+        num_before = len(soak.injector.injected)
+        asyncio.run(soak.disturbed(kills + disturbances, LOAD_S * 0.4))
         soak.report()
         assert not load.of(Fate.WRONG)
         assert soak.unexplained == []
-        for blow in soak.blows.struck[num_before:]:
-            check_kill(blow, [each for each in load.outcomes if blow.hits(each)])
+        for fault in soak.injector.injected[num_before:]:
+            check_kill(fault, [each for each in load.outcomes if fault.hits(each)])
         later = asyncio.run(soak.calm(max(CALM_S * 2, LOAD_S / 10)))
         assert [str(each) for each in later if each.verdict.fate in (*FAILURES, Fate.WRONG)] == []
         assert any(each.verdict.fate is Fate.RIGHT for each in later)
@@ -198,19 +198,19 @@ def growth_lines(seen: list[Snapshot]) -> list[str]:
     return [*found, *seen[-1].lines()]
 
 
-def check_kill(blow: Blow, hit: list[Outcome]) -> None:
+def check_kill(fault: Fault, hit: list[Outcome]) -> None:
     """What is promised where a process is killed."""
-    if "killed" not in blow.name:
+    if "killed" not in fault.name:
         return
-    assert hit, f"{blow.name}: nothing was under way"
+    assert hit, f"{fault.name}: nothing was under way"
     failed = [each for each in hit if each.verdict.fate in FAILURES]
-    late = [each for each in failed if blow.failed_after_s(each) > FAIL_S + SLACK_S]
-    assert not late, f"{blow.name}: {late[0]} failed {blow.failed_after_s(late[0]):.1f} s after"
-    if blow.name == "registry killed":
+    late = [each for each in failed if fault.failed_after_s(each) > FAIL_S + SLACK_S]
+    assert not late, f"{fault.name}: {late[0]} failed {fault.failed_after_s(late[0]):.1f} s after"
+    if fault.name == "registry killed":
         assert not failed, f"hand-overs need no registry: {failed[0]}"
-    if blow.name != "router killed":
+    if fault.name != "router killed":
         cut = [each for each in failed if each.verdict.fate is Fate.BROKEN]
-        assert not cut, f"{blow.name}: the router is there, and yet {cut[0]}"
+        assert not cut, f"{fault.name}: the router is there, and yet {cut[0]}"
 
 
 def check_left(world: Deployment, before: Snapshot) -> None:
@@ -226,17 +226,17 @@ def check_left(world: Deployment, before: Snapshot) -> None:
     assert snapshot(world).segments <= before.segments, "named segments of shared memory were left"
 
 
-def test_a_failure_that_no_blow_explains_is_named() -> None:
+def test_a_failure_that_no_fault_explains_is_named() -> None:
     def outcome(begun_s: float, trouble: str = "reset") -> Outcome:
         reply = Reply(begun_s, trouble=trouble, ended_s=begun_s + 1.0)
         return Outcome(Question("text", COMPLETIONS, {}), reply, Verdict(Fate.BROKEN, trouble))
 
     with deployment(has_registry=False, router=False) as nobody:
-        soak = Soak(nobody, Blows(nobody, Random(0)), Load("", Catalogue().question))
-        soak.blows.struck.append(Blow("router killed", 10.0, 20.0))
+        soak = Soak(nobody, FaultInjector(nobody, Random(0)), Load("", Catalogue().question))
+        soak.injector.injected += [Fault("router killed", 10.0, 20.0), Fault("disk full", 30.0, 40.0)]
         soak.load.outcomes += [outcome(9.5), outcome(19.5)]
         assert soak.unexplained == []
-        soak.load.outcomes += [outcome(8.0), outcome(21.0), outcome(15.0, "no end after 120 s")]
+        soak.load.outcomes += [outcome(8.0), outcome(35.0), outcome(15.0, "no end after 120 s")]
         assert len(soak.unexplained) == 3
 
 
@@ -254,7 +254,7 @@ def test_a_wrong_expectation_is_caught() -> None:
     with deployment(["tp1"], ["pp2"], serve=SERVE) as world:
         catalogue.model = world.model
         load = Load(world.url, spoiled, num_clients=4)
-        asyncio.run(Soak(world, Blows(world, Random(0)), load).calm(5.0))
+        asyncio.run(Soak(world, FaultInjector(world, Random(0)), load).calm(5.0))
         asked = [outcome for outcome in load.outcomes if outcome.question.kind == "spoiled"]
         assert asked
         assert load.of(Fate.WRONG) == asked

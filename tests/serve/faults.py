@@ -1,4 +1,4 @@
-"""What befalls a deployment: parts are killed or stopped, links cut and reset, resources taken away."""
+"""Faults of a deployment: parts are killed or stopped, links cut and reset, resources taken away."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from statistics import median
@@ -15,36 +15,42 @@ from time import monotonic
 
 from tests.serve.clients import Outcome
 from tests.serve.deployment import Deployment, Part, children, until
-from tests.serve.hosts import Host
+from tests.serve.hosts import Host, NoHosts
 from tests.serve.judging import Fate
 
 RECOVER_S_MAX = 180.0
 AWAY_S = 1.5
-GRIP_S = 4.0
+HOLD_S = 4.0
 """How long something is stopped, cut or taken away: shorter than what makes a peer give up on it."""
 FAILURES = (Fate.FAILED, Fate.BROKEN, Fate.BUSY)
+HARMLESS = ("rank stopped", "server stopped", "disk full")
+"""Faults that fail no request: what stands still for a short time goes on. It may be turned away."""
 
 
 @dataclass(frozen=True, slots=True)
-class Blow:
-    """Something that befell the deployment, and when all of it was able to serve again."""
+class Fault:
+    """A fault that was injected, and when all of the deployment was able to serve again."""
 
     name: str
-    struck_s: float
+    begun_s: float
     back_s: float
 
     def hits(self, outcome: Outcome) -> bool:
         """Whether a request was under way, or asked, at that time."""
-        return outcome.reply.begun_s < self.back_s and outcome.reply.ended_s > self.struck_s
+        return outcome.reply.begun_s < self.back_s and outcome.reply.ended_s > self.begun_s
+
+    def explains(self, outcome: Outcome) -> bool:
+        """Whether a request may have failed by it."""
+        return self.hits(outcome) and (self.name not in HARMLESS or outcome.verdict.fate is Fate.BUSY)
 
     def failed_after_s(self, outcome: Outcome) -> float:
         """From when its failure could be known to when its client knew it."""
-        return outcome.reply.ended_s - max(self.struck_s, outcome.reply.begun_s)
+        return outcome.reply.ended_s - max(self.begun_s, outcome.reply.begun_s)
 
     def silent_s(self, outcome: Outcome) -> float:
-        """From the blow to the next byte, for one that was under way then."""
-        after = [moment for moment in outcome.reply.moments if moment >= self.struck_s]
-        return (min(after) if after else outcome.reply.ended_s) - self.struck_s
+        """From the fault to the next byte, for one that was under way then."""
+        after = [moment for moment in outcome.reply.moments if moment >= self.begun_s]
+        return (min(after) if after else outcome.reply.ended_s) - self.begun_s
 
     def told(self, hit: list[Outcome]) -> str:
         """Its figures."""
@@ -52,7 +58,7 @@ class Blow:
         silences = [
             self.silent_s(each)
             for each in hit
-            if each.verdict.fate is Fate.RIGHT and each.reply.begun_s < self.struck_s
+            if each.verdict.fate is Fate.RIGHT and each.reply.begun_s < self.begun_s
         ]
         fates = {fate.value: num for fate in Fate if (num := sum(each.verdict.fate is fate for each in hit))}
         worst = f"failed after at most {max(failures):.2f} s" if failures else "none failed"
@@ -61,29 +67,33 @@ class Blow:
             if silences
             else "-"
         )
-        return f"{self.name}: back after {self.back_s - self.struck_s:.1f} s; {fates}; {worst}; {went_on}"
+        return f"{self.name}: back after {self.back_s - self.begun_s:.1f} s; {fates}; {worst}; {went_on}"
 
 
-Strike = Callable[[], Awaitable[float]]
-"""Strikes, undoes it, and returns when it struck; `Blows.strike` waits until all are able again."""
+Injection = Callable[[], Awaitable[float]]
+"""Injects a fault, undoes it, and returns when it began."""
 
 
 @dataclass
-class Blows:
-    """All that can befall a deployment, by name."""
+class FaultInjector:
+    """All faults that a deployment can have here, by name."""
 
     world: Deployment
     chance: Random
     hosts: tuple[Host, Host] | None = None
-    struck: list[Blow] = field(default_factory=list)
+    injected: list[Fault] = field(default_factory=list)
     can_reset: bool = False
     """Whether this kernel lets connections be ended from outside."""
 
     def __post_init__(self) -> None:
-        self.can_reset = self.hosts is not None and bool(self.hosts[1].reset(self.hosts[0]))
+        if self.hosts is not None:
+            try:
+                self.can_reset = bool(self.hosts[1].reset(self.hosts[0]))
+            except (NoHosts, OSError) as reason:
+                print(f"\nno connection can be reset here: {reason}")
 
     @property
-    def kills(self) -> dict[str, Strike]:
+    def kills(self) -> dict[str, Injection]:
         """Processes end, and start again."""
         world = self.world
         assert world.router is not None
@@ -99,7 +109,7 @@ class Blows:
         }
 
     @property
-    def grips(self) -> dict[str, Strike]:
+    def disturbances(self) -> dict[str, Injection]:
         """Everybody lives through these."""
         found = {
             "rank stopped": lambda: self._hold(self._stopped(self.chance.choice(self._instance().rank_pids))),
@@ -113,13 +123,13 @@ class Blows:
             found["connections reset"] = self._reset
         return found
 
-    async def strike(self, name: str) -> Blow:
+    async def inject(self, name: str) -> Fault:
         """One of them, until the deployment is able to serve as before."""
-        strike = {**self.kills, **self.grips}[name]
-        struck_s = await strike()
+        injection = {**self.kills, **self.disturbances}[name]
+        begun_s = await injection()
         await asyncio.to_thread(self._until_able)
-        self.struck.append(Blow(name, struck_s, monotonic()))
-        return self.struck[-1]
+        self.injected.append(Fault(name, begun_s, monotonic()))
+        return self.injected[-1]
 
     def _until_able(self) -> None:
         """Every part is healthy and the router sees it."""
@@ -149,38 +159,38 @@ class Blows:
         """Kills the last rank of an instance; its server starts the instance again by itself."""
         ranks, server = part.rank_pids, part.pid
         await asyncio.to_thread(self._until_busy, part)
-        struck_s = monotonic()
+        begun_s = monotonic()
         os.kill(ranks[-1], signal.SIGKILL)
-        limit_s = struck_s + RECOVER_S_MAX
+        limit_s = begun_s + RECOVER_S_MAX
         while not await asyncio.to_thread(_is_anew, part, ranks):
             assert monotonic() < limit_s, f"{part.name} is not back\n{part.told()}"
             await asyncio.sleep(0.1)
         assert part.pid == server, "the server itself has to live on"
-        return struck_s
+        return begun_s
 
     async def _kill_part(self, part: Part) -> float:
         """Kills a process, and starts it again on its port after a while."""
         if part in self.world.instances:
             await asyncio.to_thread(self._until_busy, part)
-        struck_s = monotonic()
+        begun_s = monotonic()
         await asyncio.to_thread(part.kill)
         await asyncio.sleep(AWAY_S)
         part.start()
-        return struck_s
+        return begun_s
 
-    async def _hold(self, grip: Iterator[None]) -> float:
+    async def _hold(self, disturbance: AbstractContextManager[None]) -> float:
         """Holds it for a time."""
-        struck_s = monotonic()
-        with grip:
-            await asyncio.sleep(GRIP_S)
-        return struck_s
+        begun_s = monotonic()
+        with disturbance:
+            await asyncio.sleep(HOLD_S)
+        return begun_s
 
     async def _reset(self) -> float:
         assert self.hosts is not None
-        struck_s = monotonic()
+        begun_s = monotonic()
         for one, other in (self.hosts, self.hosts[::-1]):
             await asyncio.to_thread(one.reset, other)
-        return struck_s
+        return begun_s
 
     @contextmanager
     def _cut(self) -> Iterator[None]:
