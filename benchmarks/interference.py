@@ -30,10 +30,10 @@ from baton.bench.serve.client import (
     RequestTiming,
     ask,
     find_model,
-    find_vocabulary,
     make_prompt,
     make_session,
     percentiles_of,
+    probe,
 )
 from baton.bench.serve.deployment import BenchProcesses, DeploymentShape, start_deployment
 from baton.bench.serve.load import ClientMeter, ClientOverhead
@@ -184,8 +184,8 @@ async def _measure(
     first = OpenAIEndpoint(urls[COMBINED])
     async with make_session(first) as session:
         model = await find_model(session, first)
-        endpoints = {name: OpenAIEndpoint(url, model) for name, url in urls.items()}
-        vocabulary = await find_vocabulary(session, endpoints[COMBINED])
+        first, vocabulary = await probe(session, replace(first, model=model))
+        endpoints = {name: replace(first, url=url) for name, url in urls.items()}
         source = Source(random.Random(options.seed), vocabulary)
         alone = await one_at_a_time(session, endpoints, source, progress)
         turns = _in_turn(list(urls), options.repeats or ROUNDS)

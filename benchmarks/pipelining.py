@@ -1,8 +1,10 @@
 """Layer pipelining off and on, in the form of the pull request that first measured it, sized to this machine.
 
-A sweep over prompt lengths, dialogues of many turns, and a stress run. Both deployments are up at the same
-time and take turns. Decode streams the first token, after admission: that is what TTFT means in that report.
-The link is throttled so that a transfer takes about as long as the compute of its prompt.
+A sweep over prompt lengths, dialogues of many turns, and a stress run. Decode streams the first token, after
+admission: that is what TTFT means in that report. On CPUs both deployments are up at the same time and take
+turns, and the link is throttled so that a transfer takes about as long as the compute of its prompt. On a GPU
+(`--device cuda --model dummy:benchmarks/llama-8b.json`) one follows the other, since weights and KV caches of
+both do not fit.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from baton.bench.serve.client import (
     RequestTiming,
     ask,
     find_model,
-    find_vocabulary,
     join,
     make_prompt,
     make_session,
+    probe,
 )
 from baton.bench.serve.deployment import BenchProcesses, DeploymentShape, start_deployment
 from baton.bench.serve.load import ClientMeter, LoadResult, LoadSpec, TokenRange, drive
@@ -40,13 +42,49 @@ POLICIES = ("off", "cost")
 """Without layer pipelining and with."""
 ROUTE_WORDS = ("--local", "never")
 """Every prompt is handed over, short ones too."""
-LINK_DEFAULT = "32MB/s"
-LENGTHS = (128, 256, 512, 1024)
-SWEEP = LoadSpec(8, TokenRange(0, 0), TokenRange(16, 16), concurrency=4)
-SWEEP_ROUNDS = 2
-STRESS = LoadSpec(32, TokenRange(256, 256), TokenRange(64, 64), concurrency=16)
 NUM_SESSIONS, NUM_TURNS = 16, 10
-TURN_TOKENS, TURN_ANSWER = 32, 8
+HALF_A_GPU = ("--gpu-memory-utilization", "0.45")
+"""Prefill and decode share it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What is sent, by device."""
+
+    link: str
+    lengths: tuple[int, ...]
+    sweep: LoadSpec
+    rounds: int
+    stress: LoadSpec
+    turn_tokens: int
+    turn_answer: int
+    instance_options: tuple[str, ...] = ()
+    is_together: bool = True
+    """Whether the deployments are up at the same time."""
+
+
+SIZES = {
+    "cpu": Sizes(
+        link="32MB/s",
+        lengths=(128, 256, 512, 1024),
+        sweep=LoadSpec(8, TokenRange(0, 0), TokenRange(16, 16), concurrency=4),
+        rounds=2,
+        stress=LoadSpec(32, TokenRange(256, 256), TokenRange(64, 64), concurrency=16),
+        turn_tokens=32,
+        turn_answer=8,
+    ),
+    "cuda": Sizes(
+        link="25GB/s",
+        lengths=(256, 1024, 4096, 8192, 16384),
+        sweep=LoadSpec(16, TokenRange(0, 0), TokenRange(64, 64), concurrency=16),
+        rounds=3,
+        stress=LoadSpec(64, TokenRange(4096, 4096), TokenRange(256, 256), concurrency=64),
+        turn_tokens=256,
+        turn_answer=32,
+        instance_options=("--chunk-tokens", "8192", "--page-tokens", "64", *HALF_A_GPU),
+        is_together=False,
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,50 +115,59 @@ class Turn:
         return zlib.crc32(f"{first} {self.part} {self.round}".encode())
 
 
-def turns(rounds: int) -> list[Turn]:
+def turns(sizes: Sizes, rounds: int) -> list[Turn]:
     """Everything for one policy, in order."""
     sweep = [
-        Turn(str(length), replace(SWEEP, input_tokens=TokenRange(length, length)), index)
-        for length in LENGTHS
+        Turn(str(length), replace(sizes.sweep, input_tokens=TokenRange(length, length)), index)
+        for length in sizes.lengths
         for index in range(rounds)
     ]
-    return [*sweep, Turn("dialogue", None, 0), Turn("stress", STRESS, 0)]
+    return [*sweep, Turn("dialogue", None, 0), Turn("stress", sizes.stress, 0)]
 
 
 def measure(options: SuiteOptions, progress: ProgressCallback) -> PipeliningResult:
-    """Every part, the policies taking turns in changing order."""
-    before = load_averages()
-    link = options.link or LINK_DEFAULT
+    """Every part, the policies taking turns in changing order where both are up."""
+    before, sizes = load_averages(), SIZES[options.device]
+    link = options.link or sizes.link
     shape = DeploymentShape(options.model or "demo", prefill_options=("--link", link))
-    with BenchProcesses() as processes:
-        urls = {}
-        for policy in POLICIES:
-            progress(None, 0, f"starting a deployment with --overlap {policy}")
-            words = ("--overlap", policy, "--first-token", "decode")
-            urls[policy] = start_deployment(
-                processes, replace(shape, instance_options=words, route_options=ROUTE_WORDS)
-            ).url
-        timings, clients = asyncio.run(_measure(urls, options, progress))
+    timings: dict[tuple[str, str], tuple[RequestTiming, ...]] = {}
+    clients: list[str] = []
+    for policies in [POLICIES] if sizes.is_together else [(policy,) for policy in POLICIES]:
+        with BenchProcesses() as processes:
+            urls = {}
+            for policy in policies:
+                progress(None, 0, f"starting a deployment with --overlap {policy}")
+                words = ("--overlap", policy, "--first-token", "decode", "--device", options.device)
+                words += sizes.instance_options
+                urls[policy] = start_deployment(
+                    processes, replace(shape, instance_options=words, route_options=ROUTE_WORDS)
+                ).url
+            timed, told_clients = asyncio.run(_measure(urls, options, progress))
+        timings |= timed
+        clients += told_clients
     told = {"model": shape.model, "link": link, "policies": POLICIES, "seed": options.seed}
+    told |= {"device": options.device, "sweep": str(sizes.sweep), "stress": str(sizes.stress)}
+    told |= {"turn_tokens": sizes.turn_tokens, "turn_answer": sizes.turn_answer}
     return PipeliningResult(timings, told, (before, load_averages()), clients)
 
 
 async def _measure(
     urls: dict[str, str], options: SuiteOptions, progress: ProgressCallback
 ) -> tuple[dict[tuple[str, str], tuple[RequestTiming, ...]], list[str]]:
-    first = OpenAIEndpoint(urls[POLICIES[0]])
+    sizes, policies = SIZES[options.device], tuple(urls)
+    first = OpenAIEndpoint(urls[policies[0]])
     async with make_session(first) as session:
         model = await find_model(session, first)
-        endpoints = {policy: OpenAIEndpoint(url, model) for policy, url in urls.items()}
-        vocabulary = await find_vocabulary(session, endpoints[POLICIES[0]])
+        first, vocabulary = await probe(session, replace(first, model=model))
+        endpoints = {policy: replace(first, url=url) for policy, url in urls.items()}
     found: dict[tuple[str, str], tuple[RequestTiming, ...]] = {}
     clients = []
-    plan = list(_plan(turns(options.repeats or SWEEP_ROUNDS)))
+    plan = list(_plan(turns(sizes, options.repeats or sizes.rounds), policies))
     for number, (turn, policy) in enumerate(plan):
         progress(len(plan), number, f"{turn.part}, {policy}")
         seed = turn.seed(options.seed)
         if turn.load is None:
-            run = await dialogues(endpoints[policy], vocabulary, seed)
+            run = await dialogues(endpoints[policy], vocabulary, seed, sizes)
         else:
             run = await drive(endpoints[policy], replace(turn.load, seed=seed), vocabulary)
         key = (turn.part, policy)
@@ -129,10 +176,10 @@ async def _measure(
     return found, clients
 
 
-def _plan(parts: list[Turn]) -> Iterator[tuple[Turn, str]]:
-    """Each part by both policies in turn; who begins changes, so that a drift falls on both."""
+def _plan(parts: list[Turn], policies: tuple[str, ...]) -> Iterator[tuple[Turn, str]]:
+    """Each part by the policies in turn; who begins changes, so that a drift falls on both."""
     for number, turn in enumerate(parts):
-        for policy in POLICIES if number % 2 == 0 else POLICIES[::-1]:
+        for policy in policies if number % 2 == 0 else policies[::-1]:
             yield turn, policy
 
 
@@ -155,16 +202,17 @@ def rebased(
     )
 
 
-async def dialogues(endpoint: OpenAIEndpoint, vocabulary: int, seed: int) -> LoadResult:
+async def dialogues(endpoint: OpenAIEndpoint, vocabulary: int, seed: int, sizes: Sizes) -> LoadResult:
     """Sessions at once, each a dialogue replayed: the next turn does not hold what the model answered."""
 
     async def one(number: int) -> list[RequestTiming]:
         source = random.Random(f"dialogue {seed} {number}")
-        history: Prompt = make_prompt(source, TURN_TOKENS, vocabulary)
+        history: Prompt = make_prompt(source, sizes.turn_tokens, vocabulary)
         timings = []
         for _ in range(NUM_TURNS):
-            timings.append(await ask(session, endpoint, BenchRequest(history, TURN_ANSWER)))
-            history = join(history, make_prompt(source, TURN_ANSWER + TURN_TOKENS, vocabulary))
+            timings.append(await ask(session, endpoint, BenchRequest(history, sizes.turn_answer)))
+            num_tokens = sizes.turn_answer + sizes.turn_tokens
+            history = join(history, make_prompt(source, num_tokens, vocabulary))
         return timings
 
     async with make_session(endpoint) as session, ClientMeter() as meter:
@@ -190,7 +238,7 @@ def tables_of(found: PipeliningResult) -> list[Table]:
         shown.append(table)
     for part, title in (
         ("dialogue", f"dialogues ({NUM_SESSIONS} sessions x {NUM_TURNS} turns)"),
-        ("stress", f"stress ({STRESS})"),
+        ("stress", f"stress ({found.options['stress']})"),
     ):
         table = Table("figure", "without", "with", "change", title=title)
         summaries = [found.summary(part, policy) for policy in (off, on)]

@@ -37,6 +37,7 @@ class SuiteOptions:
     link: str = ""
     repeats: int = 0
     seed: int = 0
+    device: str = "cpu"
 
 
 def run_suite(
@@ -50,6 +51,7 @@ def run_suite(
     parser.add_argument("--model", default="", help="model to deploy (default: demo)")
     parser.add_argument("--link", default="", metavar="SPEED", help="link speed of each prefill rank")
     parser.add_argument("--repeat", type=int, default=0, metavar="N", help="rounds (default: the suite's)")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     default = RESULTS / f"serve-{name}-{datetime.now(UTC):%Y-%m-%d}.json"
     parser.add_argument("--json", type=Path, default=default, metavar="FILE", help="file for the results")
@@ -62,7 +64,8 @@ def run_suite(
             def progress(total: int | None, done: int, text: str) -> None:
                 bar.update(task, total=total, completed=done, description=text)
 
-            result = measure(SuiteOptions(given.model, given.link, given.repeat, given.seed), progress)
+            options = SuiteOptions(given.model, given.link, given.repeat, given.seed, given.device)
+            result = measure(options, progress)
         show(result, given.json, given.png)
     except BatonError as error:
         sys.exit(f"{name}: {error}")

@@ -103,12 +103,14 @@ def vllm_command(given: str | None) -> str:
     return command
 
 
-def gpus() -> list[str]:
-    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+def gpus(count: int | None = None) -> list[str]:
+    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; `count` are here."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name for name in named.split(",") if name and name != "-1"]
-    return [str(index) for index, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
+    if count is None:
+        count = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    return [str(index) for index in range(count)]
 
 
 def vllm_environment() -> dict[str, str]:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -28,8 +28,9 @@ from baton.cli.output import REFRESH_PER_S
 from baton.cli.side_args import ALIKE, SideArgs, check_same_transport
 from baton.cli.vllm_servers import VllmServer
 from baton.engine.config import EngineConfig, EngineSizes, check_config
+from baton.engine.gpu_memory import deal_gpus, read_gpus
 from baton.errors import ConfigError, EngineError
-from baton.plan import Spec
+from baton.plan import Spec, parse_layout
 from baton.plan.planner import plan
 from baton.plan.printer import human_bytes
 from baton.plan.report import Report
@@ -67,6 +68,8 @@ class DeploymentOptions:
     generation_config: str | None = None
     page_tokens: int | None = None
     pool_tokens: int | None = None
+    gpu_memory_utilization: float | None = None
+    """The share of a GPU that all instances on it take together."""
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     chunk_tokens: int | None = None
@@ -131,11 +134,25 @@ def kv_transport(options: DeploymentOptions) -> str | None:
     is_given = any("transport" in side or "link_bytes_per_s" in side for side in sides)
     if options.transport or options.link or is_given or not options.decodes:
         return options.transport
+    return "cuda_ipc" if _is_on_gpus(options) else None
+
+
+def gpu_places(options: DeploymentOptions) -> list[dict[str, Any]]:
+    """For every instance, first GPU and share of its GPUs, as fields of EngineConfig; none on CPUs."""
+    gpus = read_gpus() if _is_on_gpus(options) else []
+    if not gpus:
+        return [{} for _ in options.instances]
+    dealt = deal_gpus([parse_layout(layout).num_ranks for _, _, layout in options.instances], len(gpus))
+    whole = options.gpu_memory_utilization or EngineConfig.gpu_memory_utilization
+    return [{"base_gpu_id": first, "gpu_memory_utilization": whole * share} for first, share in dealt]
+
+
+def _is_on_gpus(options: DeploymentOptions) -> bool:
     # Importing torch takes seconds, which a mistake need not wait for.
     from baton.engine.sizes import find_device
 
-    devices = {find_device(side.get("device", options.device or "auto")) for side in sides}
-    return "cuda_ipc" if devices == {"cuda"} else None
+    sides = [side.engine_options for side in (options.prefill_args, options.decode_args)]
+    return {find_device(side.get("device", options.device or "auto")) for side in sides} == {"cuda"}
 
 
 def instance_services(options: DeploymentOptions, registry: str) -> list[Service]:
@@ -157,8 +174,8 @@ def instance_services(options: DeploymentOptions, registry: str) -> list[Service
         served_model_name=options.served_model_name,
     )
     services = []
-    for role, name, layout in options.instances:
-        own = _arguments(role=role, model=options.model, layout=layout, registry=registry, name=name)
+    for (role, name, layout), place in zip(options.instances, gpu_places(options), strict=True):
+        own = _arguments(role=role, model=options.model, layout=layout, registry=registry, name=name, **place)
         link = _arguments(link=options.link if role == PREFILL else None)
         flags = [
             f"--{name.replace('_', '-')}"
@@ -252,8 +269,8 @@ def plan_instances(options: DeploymentOptions) -> list[PlannedInstance]:
     }
     overrides = {name: value for name, value in given.items() if value is not None}
     configs = []
-    for role, name, layout in options.instances:
-        own = overrides | dict(options.side_args(role).engine_options)
+    for (role, name, layout), place in zip(options.instances, gpu_places(options), strict=True):
+        own = overrides | place | dict(options.side_args(role).engine_options)
         configs.append(EngineConfig(options.model, layout, name, **own))
         check_config(configs[-1])
     check_same_transport(config.transport for config in configs)

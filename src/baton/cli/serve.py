@@ -88,7 +88,19 @@ def serve(
     overlap: Overlap = "cost",
     first_token: FirstToken = "prefill",
     pool_tokens: Annotated[
-        int, typer.Option(min=0, metavar="N", help="KV cache size in tokens; 0: what fits into 512 MiB")
+        int,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="KV cache size in tokens; 0: what fits on the GPU, or into 512 MiB without one",
+        ),
+    ] = 0,
+    gpu_memory_utilization: Annotated[
+        float,
+        typer.Option(metavar="SHARE", help="share of each GPU for weights, workspace and KV cache"),
+    ] = 0.9,
+    base_gpu_id: Annotated[
+        int, typer.Option(min=0, metavar="N", help="GPU of the first rank; the others take the next ones")
     ] = 0,
     page_tokens: Annotated[
         int,
@@ -233,6 +245,8 @@ def serve(
         generation_config=generation_config,
         page_tokens=page_tokens,
         pool_tokens=pool_tokens,
+        gpu_memory_utilization=gpu_memory_utilization,
+        base_gpu_id=base_gpu_id,
         context_max=max_model_len,
         chunk_tokens=chunk_tokens,
         transport=transport,

@@ -20,10 +20,12 @@ from baton.transport import parse_transport
 from baton.units import parse_speed
 
 ENGINE_FIELDS: Mapping[str, str] = {
+    "base_gpu_id": "base_gpu_id",
     "chunk_tokens": "chunk_tokens",
     "device": "device",
     "dtype": "dtype",
     "endpoint_process": "has_endpoint_process",
+    "gpu_memory_utilization": "gpu_memory_utilization",
     "kv_cache_dtype": "kv_cache_dtype",
     "kv_layout": "kv_layout",
     "link": "link_bytes_per_s",

@@ -18,6 +18,7 @@ from baton.errors import ConfigError
 
 BATON_ONLY = (
     *("link", "first_token", "dtype", "device", "page_tokens", "pool_tokens", "chunk_tokens"),
+    "gpu_memory_utilization",
     *("max_model_len", "max_num_seqs", "queue", "transfer_timeout", "served_model_name", "local_prefill_max"),
     *("no_prefix_caching", "draft", "generation_config"),
 )

@@ -103,7 +103,15 @@ def up(
     ] = None,
     pool_tokens: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="KV cache size in tokens (default: what fits into 512 MiB)"),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="KV cache size in tokens (default: what fits on the GPU, or into 512 MiB without one)",
+        ),
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="share of each GPU that its instances take (default: 0.9)"),
     ] = None,
     max_model_len: Annotated[
         int | None,
@@ -200,6 +208,7 @@ def up(
         generation_config=generation_config,
         page_tokens=page_tokens,
         pool_tokens=pool_tokens,
+        gpu_memory_utilization=gpu_memory_utilization,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         chunk_tokens=chunk_tokens,

@@ -47,8 +47,12 @@ class EngineConfig:
     """Sampling defaults: auto takes those of the checkpoint's generation_config.json, none OpenAI's."""
     page_tokens: int = 16
     pool_tokens: int = 0
-    """Tokens that the KV cache of a dp group holds; 0: as many as fit into POOL_BYTES_DEFAULT, and at least
-    two contexts where `context_max` is given."""
+    """Tokens that the KV cache of a dp group holds. 0: on a GPU what `gpu_memory_utilization` leaves room
+    for; otherwise what fits into POOL_BYTES_DEFAULT, and at least two contexts if `context_max` is given."""
+    gpu_memory_utilization: float = 0.9
+    """The share of each GPU that the ranks of this instance take: weights, workspace and KV cache."""
+    base_gpu_id: int = 0
+    """The GPU of rank 0; the other ranks take the next ones."""
     state_slots: int = 0
     """Sequences whose recurrent state is kept at once; 0: what fits into POOL_BYTES_DEFAULT, up to 64."""
     context_max: int = 0
@@ -141,6 +145,8 @@ class EngineSizes:
     architecture: Architecture
     checkpoint: Checkpoint
     num_pages: Mapping[str, int]
+    pool_tokens: int
+    """That the KV cache of a dp group holds."""
     context_max: int
     num_threads: int
     spec: Spec
@@ -155,7 +161,8 @@ class EngineSizes:
         pages = ", ".join(f"{count} {group}" for group, count in sorted(self.num_pages.items()))
         lines = [
             f"{self.layout.num_ranks} ranks ({self.layout}), {self.num_threads} threads each",
-            f"pages per dp group: {pages}; context up to {self.context_max} tokens",
+            f"KV cache of {self.pool_tokens} tokens per dp group ({pages} pages); context up to "
+            f"{self.context_max} tokens",
         ]
         # The reason does not depend on the page size.
         reason = PageGeometry(self.layout, self.cache, 1).why_no_prefix
@@ -183,6 +190,12 @@ def check_config(config: EngineConfig) -> None:
             raise ConfigError(f"{name} is {getattr(config, name)}; it has to be at least 1")
     if config.state_slots < 0:
         raise ConfigError(f"state_slots is {config.state_slots}; give a count from 0 (0: derived)")
+    if not 0 < config.gpu_memory_utilization <= 1:
+        raise ConfigError(
+            f"gpu_memory_utilization is {config.gpu_memory_utilization}; give a share in (0, 1]"
+        )
+    if config.base_gpu_id < 0:
+        raise ConfigError(f"base_gpu_id is {config.base_gpu_id}; give the number of a GPU, from 0")
     if config.growth_tokens < 0:
         raise ConfigError(f"growth_tokens is {config.growth_tokens}; give a count from 0 (0: no room)")
     if config.queue_max < 0:

@@ -31,6 +31,7 @@ from baton.engine.requests import (
     RequestEvent,
     RequestFinished,
 )
+from baton.engine.sizes import place_on_gpus
 from baton.engine.tokenizer import Tokenizer
 from baton.engine.trace import HandoffTrace, RequestTrace
 from baton.errors import BatonError, ConfigError, EngineError
@@ -174,10 +175,13 @@ class Deployment(Pair):
         if decode is None:
             super().__init__(Instance(replace(prefill, role="both", secret=secret)))
         else:
-            super().__init__(
-                Instance(replace(prefill, name="prefill", role="prefill", secret=secret)),
-                Instance(replace(decode, name="decode", role="decode", secret=secret)),
+            prefill, decode = place_on_gpus(
+                [
+                    replace(prefill, name="prefill", role="prefill", secret=secret),
+                    replace(decode, name="decode", role="decode", secret=secret),
+                ]
             )
+            super().__init__(Instance(prefill), Instance(decode))
         plan(self.instances[0].sizes.spec, self.instances[-1].sizes.spec)
 
     @property

@@ -137,7 +137,11 @@ class Instance:
         is_up = False
         try:
             engine = replace(
-                self.config, model=self.sizes.model, secret=self.secret, num_threads=self.sizes.num_threads
+                self.config,
+                model=self.sizes.model,
+                secret=self.secret,
+                num_threads=self.sizes.num_threads,
+                pool_tokens=self.sizes.pool_tokens,
             )
             eos_ids = tuple(sorted(self.eos_ids))
             self._executor.start(engine, self.sizes.layout.num_ranks, eos_ids, progress)

@@ -160,17 +160,6 @@ class Mesh:
             uses_host_memory=uses_host_memory,
         )
 
-    def cut(self, num_layers: int, dtype: torch.dtype, device: torch.device) -> Cut:
-        """What this rank holds of a model."""
-        tp, dp = self.layout.size("tp"), self.layout.size("dp")
-        return Cut(
-            layers=self.layout.stages(num_layers, "engine")[self.at["pp"]],
-            heads=Share(self.at["tp"], tp),
-            width=Share(self.at["dp"] * tp + self.at["tp"], dp * tp),
-            dtype=dtype,
-            device=device,
-        )
-
     def close(self) -> None:
         """Waits for sends to the next stage, and leaves the groups."""
         if self.layout.num_ranks == 1 or not dist.is_initialized():
@@ -191,6 +180,18 @@ class Mesh:
             if self.rank in ranks:
                 own = RankGroup(ranks, ranks.index(self.rank), handle, uses_host_memory)
         return own
+
+
+def cut_of(layout: Layout, rank: int, num_layers: int, dtype: torch.dtype, device: torch.device) -> Cut:
+    """What a rank holds of a model."""
+    at, tp, dp = layout.coordinates(rank), layout.size("tp"), layout.size("dp")
+    return Cut(
+        layers=layout.stages(num_layers, "engine")[at["pp"]],
+        heads=Share(at["tp"], tp),
+        width=Share(at["dp"] * tp + at["tp"], dp * tp),
+        dtype=dtype,
+        device=device,
+    )
 
 
 def partition(layout: Layout, axes: Iterable[str]) -> list[tuple[int, ...]]:

@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from baton import settings
-from baton.engine.checkpoint import open_checkpoint
+from baton.engine.attention.pools import DTYPES
+from baton.engine.checkpoint import Checkpoint, open_checkpoint
 from baton.engine.config import EngineConfig, EngineSizes, check_config
-from baton.engine.models.build import describe, missing
+from baton.engine.gpu_memory import (
+    CONTEXT_BYTES,
+    WORKSPACE_BYTES,
+    GpuMemory,
+    RankRoom,
+    deal_gpus,
+    gpu_of,
+    read_gpus,
+)
+from baton.engine.models.build import Architecture, check_weights, describe
 from baton.engine.pages import engine_storage
+from baton.engine.parallel import cut_of
 from baton.errors import ConfigError
 from baton.plan import Cache, Spec, parse_layout
 from baton.plan.dtypes import item_bytes
 from baton.plan.models.config import read_cache
 from baton.plan.ownership import box, buffers
+from baton.plan.printer import human_bytes
 from baton.session import SocketConfig
 from baton.session.registry import RegistryError, check_instance, check_registry, check_url
 
 POOL_BYTES_DEFAULT = 512 << 20
-"""KV cache on all ranks of a dp group together, if no pool size is given."""
+"""KV cache on all ranks of a dp group together, if no pool size is given and it is not on a GPU."""
+CONTEXTS_MAX = 2
+"""On a GPU, the KV cache that is derived holds at most this many contexts of every sequence in a step."""
 STATE_SLOTS_MIN, STATE_SLOTS_MAX = 4, 64
 """Slots for recurrent state, if their number is not given."""
 STAGING_BYTES_MAX = {"cpu": 4 << 30, "cuda": 256 << 20}
@@ -32,10 +47,22 @@ def find_device(device: str) -> str:
     return device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def place_on_gpus(configs: Sequence[EngineConfig]) -> list[EngineConfig]:
+    """Instances that share this machine, each on its GPUs and with its share of their memory."""
+    if {find_device(config.device) for config in configs} != {"cuda"} or not (gpus := read_gpus()):
+        return list(configs)
+    dealt = deal_gpus([parse_layout(config.layout).num_ranks for config in configs], len(gpus))
+    return [
+        replace(config, base_gpu_id=first, gpu_memory_utilization=config.gpu_memory_utilization * share)
+        for config, (first, share) in zip(configs, dealt, strict=True)
+    ]
+
+
 def derive_sizes(config: EngineConfig, *, is_checked: bool = False) -> EngineSizes:
     """Derives, and refuses, everything that can be known before a process is started.
 
-    `is_checked`: these settings and the checkpoint's tensors were checked before, for the whole instance.
+    `is_checked`: these settings and the checkpoint's tensors were checked before, for the whole instance, and
+    `pool_tokens` is what was derived then.
     """
     config = replace(config, device=find_device(config.device))
     if not is_checked:
@@ -44,47 +71,133 @@ def derive_sizes(config: EngineConfig, *, is_checked: bool = False) -> EngineSiz
     layout = parse_layout(config.layout)
     checkpoint = open_checkpoint(config.model)
     if not is_checked:
-        missing(checkpoint, has_draft=config.has_draft)
+        check_weights(checkpoint, has_draft=config.has_draft)
     cache = read_cache(checkpoint.config, f"model {config.model}", has_draft=config.has_draft)
     layout.stages(cache.num_layers, "this")
     storage = engine_storage(cache, config.page_tokens, config.cache_dtype, config.kv_layout)
     spec = Spec(layout, cache, storage)
     for component in cache.components:
         box(spec, component, 0, "this")  # refuses a tp that cannot divide it
-    token_bytes = _entry_bytes(cache, config.cache_dtype, has_tokens=True)
-    # Twice the context: half of a pool may wait for a grant, so that the longest prompt has to fit there.
-    default_tokens = max(1024, POOL_BYTES_DEFAULT // max(1, token_bytes), 2 * config.context_max)
-    pool_tokens = config.pool_tokens or default_tokens
+    architecture = describe(checkpoint.config, config.context_max or None)
+    pool = PoolSizes(config, spec)
+    pool_tokens = config.pool_tokens
+    if config.device == "cuda" and not is_checked:
+        rooms = gpu_rooms(config, checkpoint, architecture, pool, read_gpus())
+        pool_tokens = fit_gpus(config, architecture, pool, rooms)
+    elif not pool_tokens:
+        token_bytes = _entry_bytes(cache, config.cache_dtype, has_tokens=True)
+        # Twice the context: half of a pool may wait for a grant, so that the longest prompt has to fit there.
+        pool_tokens = max(1024, POOL_BYTES_DEFAULT // max(1, token_bytes), 2 * config.context_max)
     if config.context_max > pool_tokens:
         raise ConfigError(
             f"a context of {config.context_max} tokens does not fit into a KV cache of {pool_tokens}; raise "
             "pool_tokens, or ask for a shorter context"
         )
-    architecture = describe(checkpoint.config, config.context_max or None)
-    context_max = min(config.context_max or architecture.max_positions, pool_tokens)
-    # Where cp ranks share the tokens, a page id stands for a page on every cp rank.
-    num_shares = layout.size("cp") if layout.scheme.num_shares(layout.size("cp")) > 1 else 1
-    num_token_pages = -(-pool_tokens // (config.page_tokens * num_shares))
-    slot_bytes = _entry_bytes(cache, config.cache_dtype, has_tokens=False)
-    num_slots_default = max(STATE_SLOTS_MIN, min(STATE_SLOTS_MAX, POOL_BYTES_DEFAULT // max(1, slot_bytes)))
-    num_slots = config.state_slots or num_slots_default
-    has_tokens = {component.group for component in cache.components if component.extent.has_tokens}
-    num_pages = {group: num_token_pages if group in has_tokens else num_slots for group in cache.groups}
     num_threads = config.num_threads or settings.default_threads(layout.num_ranks)
     model = str(checkpoint.path) if checkpoint.path is not None else config.model
-    spec = Spec(layout, cache, storage.with_pages(num_pages))
+    spec = pool.spec(pool_tokens)
     return EngineSizes(
         layout=layout,
         cache=cache,
         architecture=architecture,
         checkpoint=checkpoint,
-        num_pages=num_pages,
-        context_max=context_max,
+        num_pages=pool.num_pages(pool_tokens),
+        pool_tokens=pool_tokens,
+        context_max=min(config.context_max or architecture.max_positions, pool_tokens),
         num_threads=num_threads,
         spec=spec,
         staging_bytes=config.staging_mb << 20 or _staging_bytes(spec, config.device),
         model=model,
     )
+
+
+class PoolSizes:
+    """Pages and bytes of a KV cache by the number of its tokens."""
+
+    def __init__(self, config: EngineConfig, spec: Spec) -> None:
+        self._spec = spec
+        # Where cp ranks share the tokens, a page id stands for a page on every cp rank.
+        num_cp = spec.layout.size("cp")
+        num_shares = num_cp if spec.layout.scheme.num_shares(num_cp) > 1 else 1
+        self.page_tokens = config.page_tokens * num_shares
+        """Of one page id."""
+        slot_bytes = _entry_bytes(spec.cache, config.cache_dtype, has_tokens=False)
+        num_slots = max(STATE_SLOTS_MIN, min(STATE_SLOTS_MAX, POOL_BYTES_DEFAULT // max(1, slot_bytes)))
+        self._num_slots = config.state_slots or num_slots
+
+    def num_pages(self, pool_tokens: int) -> dict[str, int]:
+        """By cache group; a group without tokens has slots."""
+        cache = self._spec.cache
+        has_tokens = {component.group for component in cache.components if component.extent.has_tokens}
+        num_pages = -(-pool_tokens // self.page_tokens)
+        return {group: num_pages if group in has_tokens else self._num_slots for group in cache.groups}
+
+    def spec(self, pool_tokens: int) -> Spec:
+        """The spec with pools of this size."""
+        return replace(self._spec, storage=self._spec.storage.with_pages(self.num_pages(pool_tokens)))
+
+    def num_bytes(self, pool_tokens: int, rank: int) -> int:
+        """On one rank."""
+        return sum(buffers(self.spec(pool_tokens), rank, "this").values())
+
+    def page_bytes(self, rank: int) -> int:
+        """What one more page takes on a rank; 0 where it holds states only."""
+        return self.num_bytes(2 * self.page_tokens, rank) - self.num_bytes(self.page_tokens, rank)
+
+
+def gpu_rooms(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    architecture: Architecture,
+    pool: PoolSizes,
+    gpus: Sequence[GpuMemory],
+) -> list[RankRoom]:
+    """What every rank may take of its GPU."""
+    if not gpus:
+        raise ConfigError(
+            "device cuda: the driver's management library (libnvidia-ml) shows no GPU that this process may "
+            "use, so that the KV cache cannot be sized; mend the driver, or use cpu"
+        )
+    layout = parse_layout(config.layout)
+    devices = [gpu_of(config.base_gpu_id, rank, len(gpus)) for rank in range(layout.num_ranks)]
+    other = CONTEXT_BYTES * (1 + config.is_offloaded) + STAGING_BYTES_MAX["cuda"] + WORKSPACE_BYTES
+    # Sampling works on a few copies of the logits, in float32.
+    other += 4 * config.sequences_max * architecture.vocab_size * 4
+    context_max = config.context_max or architecture.max_positions
+    weights: dict[tuple[int, int], int] = {}
+    """By the layers of a stage: its first rank has the largest share."""
+    rooms = []
+    for rank, device in enumerate(devices):
+        cut = cut_of(layout, rank, architecture.num_layers, DTYPES[config.dtype], torch.device("meta"))
+        if cut.layers not in weights:
+            weights[cut.layers] = check_weights(checkpoint, cut, has_draft=config.has_draft)
+        # Prefill gathers the keys and values of one layer for a whole context, and computes on a copy.
+        first, last = cut.layers
+        gathered = 2 * context_max * pool.page_bytes(rank) // pool.page_tokens // (last - first)
+        room = RankRoom(
+            gpus[device],
+            devices.count(device),
+            config.gpu_memory_utilization,
+            weights[cut.layers],
+            other,
+        )
+        rooms.append(replace(room, other=other + min(gathered, max(0, room.cache_bytes) // 8)))
+    return rooms
+
+
+def fit_gpus(
+    config: EngineConfig, architecture: Architecture, pool: PoolSizes, rooms: Sequence[RankRoom]
+) -> int:
+    """The tokens of the KV cache: as many as were asked for, or as many as every rank has room for."""
+    wanted = config.pool_tokens or max(pool.page_tokens, 2 * config.context_max)
+    most = CONTEXTS_MAX * config.sequences_max * (config.context_max or architecture.max_positions)
+    for rank, room in enumerate(rooms):
+        num_bytes, page_bytes = pool.num_bytes(wanted, rank), pool.page_bytes(rank)
+        if num_bytes > room.cache_bytes:
+            raise room.refusal(f"a KV cache of {wanted} tokens ({human_bytes(num_bytes)} on rank {rank})")
+        if page_bytes:
+            most = min(most, wanted + (room.cache_bytes - num_bytes) // page_bytes * pool.page_tokens)
+    return config.pool_tokens or max(wanted, most // pool.page_tokens * pool.page_tokens)
 
 
 def check_machine(config: EngineConfig) -> None:

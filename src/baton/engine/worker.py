@@ -46,6 +46,7 @@ from baton.engine.config import EngineConfig, WorkerConfig
 from baton.engine.connector import KVConnector, PromptSlice
 from baton.engine.cost_model import CostModel, LayerBytes
 from baton.engine.drafting import HIDDEN, PROPOSAL, DraftToken
+from baton.engine.gpu_memory import gpu_of
 from baton.engine.layer_pipeline import LayerPipeline, clock_of
 from baton.engine.model_runner import (
     ModelRunner,
@@ -55,7 +56,7 @@ from baton.engine.model_runner import (
     why_not_paged,
 )
 from baton.engine.models.build import build
-from baton.engine.parallel import connect
+from baton.engine.parallel import connect, cut_of
 from baton.engine.sampler import Sampler
 from baton.engine.sampling_params import Progress, SamplingParams, ending
 from baton.engine.sizes import derive_sizes
@@ -136,12 +137,12 @@ class Worker:
         self.process = EndpointProcess(_transport_config(config)) if config.is_offloaded else None
         self.device = torch.device(config.device)
         if config.device == "cuda":
-            self.device = torch.device("cuda", rank % torch.cuda.device_count())
+            self.device = torch.device("cuda", gpu_of(config.base_gpu_id, rank, torch.cuda.device_count()))
             torch.cuda.set_device(self.device)
         prefill.preload(self.device)
         self.mesh = connect(sizes.layout, rank, self.rendezvous, self.device)
-        share = self.mesh.cut(sizes.cache.num_layers, DTYPES[config.dtype], self.device)
-        self.stage = build(sizes.checkpoint, share, max_context=sizes.context_max, has_draft=config.has_draft)
+        cut = cut_of(sizes.layout, rank, sizes.cache.num_layers, DTYPES[config.dtype], self.device)
+        self.stage = build(sizes.checkpoint, cut, max_context=sizes.context_max, has_draft=config.has_draft)
 
     def _attach(self, coordinator: AttachCoordinator | None) -> str:
         """Makes the pools, the endpoint over them, and what runs steps; returns what users should know."""

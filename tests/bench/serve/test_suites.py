@@ -208,9 +208,10 @@ def test_router_without_the_other_one():
 
 
 def test_pipelining_gives_both_policies_the_same():
-    plan = list(pipelining._plan(pipelining.turns(3)))
+    sizes = pipelining.SIZES["cpu"]
+    plan = list(pipelining._plan(pipelining.turns(sizes, 3), pipelining.POLICIES))
     counts = Counter((turn.part, policy) for turn, policy in plan)
-    parts = [*(str(length) for length in pipelining.LENGTHS), "dialogue", "stress"]
+    parts = [*(str(length) for length in sizes.lengths), "dialogue", "stress"]
     assert {part for part, _ in counts} == set(parts)
     assert all(counts[part, "off"] == counts[part, "cost"] for part in parts)
     assert counts["128", "cost"] == 3
@@ -219,10 +220,11 @@ def test_pipelining_gives_both_policies_the_same():
 
 
 def test_pipelining_prompts_share_no_beginning():
-    parts = [turn for turn in pipelining.turns(2) if turn.load is not None]
+    sizes = pipelining.SIZES["cpu"]
+    parts = [turn for turn in pipelining.turns(sizes, 2) if turn.load is not None]
     loads = [replace(turn.load, seed=turn.seed(0)) for turn in parts]
     wanted = [each for load in loads for group in make_requests(load, 20_000) for each in group]
-    assert len({each.prompt[:16] for each in wanted}) == len(wanted) > 2 * 8 * len(pipelining.LENGTHS)
+    assert len({each.prompt[:16] for each in wanted}) == len(wanted) > 2 * 8 * len(sizes.lengths)
 
 
 def test_pipelining_tables(tmp_path: Path):
@@ -230,7 +232,7 @@ def test_pipelining_tables(tmp_path: Path):
     for part in ("128", "dialogue", "stress"):
         for policy, first_s in (("off", 0.4), ("cost", 0.1)):
             timings[part, policy] = (timing(first_s, first_s + 0.2), timing(first_s, first_s + 0.2))
-    found = pipelining.PipeliningResult(timings, {}, ([], []), [])
+    found = pipelining.PipeliningResult(timings, {"stress": "32 requests"}, ([], []), [])
     tables = pipelining.tables_of(found)
     text = printed(tables[0])
     assert all(word in text for word in ("128", "400", "100", "-75 %"))

@@ -10,7 +10,7 @@ import asyncio
 import random
 import re
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import monotonic
 from typing import Any
@@ -109,7 +109,7 @@ class RequestTiming:
     sent_s: float
     ended_s: float
     stamps_s: tuple[float, ...] = ()
-    """When each event that carried text, or a finish without any, was read."""
+    """When each event that carried text, or tokens of a model without a tokenizer, was read."""
     status: str = OK
     """`ok`, or a short cause; equal causes are counted together."""
     num_prompt: int = 0
@@ -185,11 +185,13 @@ class Choice(msgspec.Struct):
     text: str | None = None
     delta: Delta | None = None
     finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    """Where they were asked for."""
 
     @property
-    def has_text(self) -> bool:
-        """Whether it carries text; the event that names the role does not."""
-        return bool(self.text or (self.delta is not None and self.delta.content))
+    def has_output(self) -> bool:
+        """Whether it carries text or tokens; the event that names the role does not."""
+        return bool(self.text or self.token_ids or (self.delta is not None and self.delta.content))
 
 
 class CachedTokens(msgspec.Struct):
@@ -327,7 +329,7 @@ class _StreamReader:
             self.status = f"error event: {event.error.code or event.error.message[:60]}"
         if event.usage is not None:
             self.usage = event.usage
-        if any(choice.has_text for choice in event.choices):
+        if any(choice.has_output for choice in event.choices):
             self.stamps_s.append(now_s)
 
     @property
@@ -423,12 +425,17 @@ def latest_handover(timeline: Any) -> float | None:
     return max((float(value) for value in found if isinstance(value, int | float)), default=None)
 
 
-async def find_vocabulary(session: aiohttp.ClientSession, endpoint: OpenAIEndpoint) -> int:
-    """The vocabulary size, found by trying the highest id; 0: the server takes text only."""
+async def probe(session: aiohttp.ClientSession, endpoint: OpenAIEndpoint) -> tuple[OpenAIEndpoint, int]:
+    """How to ask this server, and the vocabulary size, found by trying the highest id; 0: it takes text only.
+
+    A server without a tokenizer sends no text: it is asked for token ids, so that its events can be timed.
+    """
     for vocabulary in VOCABULARIES:
-        if (await ask(session, endpoint, BenchRequest((vocabulary - 1,), 1))).is_ok:
-            return vocabulary
-    return 0
+        timing = await ask(session, endpoint, BenchRequest((vocabulary - 1,), 1))
+        if timing.is_ok:
+            extra = endpoint.extra if timing.stamps_s else (*endpoint.extra, ("return_token_ids", True))
+            return replace(endpoint, extra=extra), vocabulary
+    return endpoint, 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,11 @@ from baton.bench.serve.client import (
     RequestTiming,
     ask,
     find_model,
-    find_vocabulary,
     join,
     make_prompt,
     make_session,
     percentiles_of,
+    probe,
     time_to_handover,
 )
 from baton.bench.serve.deployment import BenchProcesses, DeploymentShape, start_deployment
@@ -319,7 +319,7 @@ async def _measure(options: ServeBenchOptions, endpoint: OpenAIEndpoint, progres
             endpoint = replace(endpoint, model=await find_model(session, endpoint))
         vocabulary = 0
         if options.kind != "chat" and options.prompts != "text":
-            vocabulary = await find_vocabulary(session, endpoint)
+            endpoint, vocabulary = await probe(session, endpoint)
             if options.prompts == "tokens" and not vocabulary:
                 raise EngineError(f"{endpoint.target} takes no token ids; use --prompts text")
     return await drive(endpoint, options.load, vocabulary, progress)

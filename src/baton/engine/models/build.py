@@ -1,6 +1,6 @@
 """From a config to a description of the model, and from a checkpoint to what one rank runs.
 
-`describe` and `missing` read no weights, so that what cannot run is refused before any worker starts.
+`describe` and `check_weights` read no weights, so that what cannot run is refused before any worker starts.
 """
 
 from __future__ import annotations
@@ -93,8 +93,11 @@ def build(
     return _load(blueprint, Loader(checkpoint, cut, max_context))
 
 
-def missing(checkpoint: Checkpoint, cut: Cut | None = None, *, has_draft: bool = False) -> None:
-    """Raises ConfigError where tensors of a rank, or of the model, are missing or of a wrong shape."""
+def check_weights(checkpoint: Checkpoint, cut: Cut | None = None, *, has_draft: bool = False) -> int:
+    """The bytes of the weights of a rank, or of the model; reads none.
+
+    Raises ConfigError where tensors are missing or of a wrong shape.
+    """
     blueprint = _blueprint(checkpoint.config, has_draft)
     loader = DryLoader(checkpoint, cut or _whole(blueprint))
     with ShapesOnly():
@@ -104,6 +107,7 @@ def missing(checkpoint: Checkpoint, cut: Cut | None = None, *, has_draft: bool =
         further = len(loader.problems) - PROBLEMS_SHOWN
         more = f"; and {further} more" if further > 0 else ""
         raise ConfigError(f"the checkpoint does not match its config: {listed}{more}")
+    return loader.num_bytes
 
 
 def _whole(blueprint: Blueprint) -> Cut:

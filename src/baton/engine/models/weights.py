@@ -111,13 +111,17 @@ class DryLoader(Loader):
     def __init__(self, checkpoint: Checkpoint, cut: Cut) -> None:
         super().__init__(checkpoint, Cut(cut.layers, cut.heads, cut.width, cut.dtype, torch.device("meta")))
         self.problems: list[str] = []
+        self.num_bytes = 0
+        """Of all that was taken."""
 
     def take(self, piece: TensorSlice, dtype: torch.dtype | None = None) -> Tensor:
         """An empty stand-in."""
         problem = shape_problem(self._checkpoint, piece)
         if problem:
             self.problems.append(problem)
-        return torch.empty(piece.sizes, dtype=dtype or self.cut.dtype, device=self.cut.device)
+        taken = torch.empty(piece.sizes, dtype=dtype or self.cut.dtype, device=self.cut.device)
+        self.num_bytes += taken.nbytes
+        return taken
 
     def rope(self, spec: RopeSpec) -> Rope:
         """The rotation of one position: it depends on no tensor."""
