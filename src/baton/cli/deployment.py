@@ -27,7 +27,7 @@ from baton.cli.logs import Form, Level, is_json_log, with_service
 from baton.cli.output import REFRESH_PER_S
 from baton.cli.side_args import ALIKE, SideArgs, check_same_transport
 from baton.cli.vllm_servers import VllmServer
-from baton.engine.config import EngineConfig, EngineSizes, check_config
+from baton.engine.config import GPU_MEMORY_UTILIZATION, EngineConfig, EngineSizes, check_config
 from baton.engine.gpu_memory import deal_gpus, read_gpus
 from baton.errors import ConfigError, EngineError
 from baton.plan import Spec, parse_layout
@@ -143,7 +143,7 @@ def gpu_places(options: DeploymentOptions) -> list[dict[str, Any]]:
     if not gpus:
         return [{} for _ in options.instances]
     dealt = deal_gpus([parse_layout(layout).num_ranks for _, _, layout in options.instances], len(gpus))
-    whole = options.gpu_memory_utilization or EngineConfig.gpu_memory_utilization
+    whole = options.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
     return [{"base_gpu_id": first, "gpu_memory_utilization": whole * share} for first, share in dealt]
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 SILENCE_S_MIN = 4 * Timings().beat_s
 DEVICES = ("auto", "cpu", "cuda")
+GPU_MEMORY_UTILIZATION = 0.9
 GENERATION_CONFIGS = ("auto", "none")
 
 
@@ -49,7 +50,7 @@ class EngineConfig:
     pool_tokens: int = 0
     """Tokens that the KV cache of a dp group holds. 0: on a GPU what `gpu_memory_utilization` leaves room
     for; otherwise what fits into POOL_BYTES_DEFAULT, and at least two contexts if `context_max` is given."""
-    gpu_memory_utilization: float = 0.9
+    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
     """The share of each GPU that the ranks of this instance take: weights, workspace and KV cache."""
     base_gpu_id: int = 0
     """The GPU of rank 0; the other ranks take the next ones."""
