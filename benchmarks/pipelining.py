@@ -76,7 +76,7 @@ SIZES = {
     "cuda": Sizes(
         link="25GB/s",
         lengths=(256, 1024, 4096, 8192, 16384),
-        sweep=LoadSpec(16, TokenRange(0, 0), TokenRange(64, 64), concurrency=16),
+        sweep=LoadSpec(12, TokenRange(0, 0), TokenRange(64, 64), concurrency=12),
         rounds=3,
         stress=LoadSpec(64, TokenRange(4096, 4096), TokenRange(256, 256), concurrency=64),
         turn_tokens=256,

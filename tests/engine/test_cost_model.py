@@ -73,6 +73,7 @@ def hand_over(
         copies.append(CopyRecord(0, chunk, size * 10**6, ready[chunk], free_s))
     costs.add_copies(1, copies, ready)
     costs.add_step(4096, StepTiming(layer_s, 0.6 * layer_s))
+    costs.link(1)  # the next step asks, before another hand-over is done
 
 
 # Links
@@ -141,8 +142,40 @@ def test_a_latency_is_no_overhead_where_other_groups_queue(latency_s: float) -> 
             free_s = start_s + overhead_s + size * 1e6 * byte_s
             copies.append(CopyRecord(0, chunk, size * 10**6, ready[chunk] + latency_s, free_s))
         costs.add_copies(1, copies, ready)
+        costs.link(1)
     assert costs.link(1)[0] < 4e-4
     assert costs.link(1)[1] == pytest.approx(byte_s, rel=0.15)
+
+
+def test_hand_overs_that_share_a_link_are_fitted_together() -> None:
+    """Prompts that leave in one step take turns on a link; each alone would seem to take as long as all."""
+    overhead_s, byte_s, sizes = 2e-4, 1e-9, [8, 1, 4, 2, 1, 8]
+    together, alone = CostModel(), CostModel()
+    copies: list[list[CopyRecord]] = [[], [], []]
+    ready, free_s, num_layers = {}, 0.0, 0
+    for chunk, size in enumerate(sizes):
+        num_layers += size
+        ready[chunk] = 100.0 + num_layers * 1e-4
+        for records in copies:
+            free_s = max(free_s, ready[chunk]) + overhead_s + size * 1e6 * byte_s
+            records.append(CopyRecord(0, chunk, size * 10**6, ready[chunk], free_s))
+    for records in copies:
+        together.add_copies(1, records, ready)
+        alone.add_copies(1, records, ready)
+        alone.link(1)
+    assert together.link(1) == (pytest.approx(overhead_s, rel=0.15), pytest.approx(byte_s, rel=0.1))
+    assert alone.link(1)[1] > 1.5 * byte_s
+
+
+def test_every_prompt_of_a_step_has_its_own_groups() -> None:
+    costs = CostModel()
+    hand_over(costs, [20, 8, 4], overhead_s=2e-4, byte_s=1e-9, layer_s=1e-3)
+    costs.add_step(4096, StepTiming(1e-3, group_s=1e-4), num_groups=4)
+    one = costs.predict(NUM_LAYERS, 4096, {1: 10**6})
+    many = costs.predict(NUM_LAYERS, 4096, {1: 10**6}, num_prompts={1: 16})
+    assert many.transfer_s == one.transfer_s
+    assert (many.overhead_s, many.group_s) == (pytest.approx(16 * one.overhead_s), pytest.approx(16e-4))
+    assert len(plan(many)) < len(plan(one))
 
 
 def test_a_new_session_is_taken_for_the_one_before() -> None:

@@ -337,6 +337,8 @@ def test_groups_take_from_a_forward_what_other_threads_took_while_the_device_wai
     forward = Forward(1024, launched_s=10.0, other_threads_s=0.032, num_early=32)
     assert forward.group_s(late_s=10.5) == 0.0, "the device was behind: nothing was held up"
     assert forward.group_s(late_s=9.5) == pytest.approx(1e-3)
+    forward.offering_s = 0.064
+    assert forward.group_s(late_s=9.5) == pytest.approx(3e-3), "and what the offers took the launching thread"
     assert Forward(1024, launched_s=10.0, other_threads_s=0.032).group_s(late_s=9.5) is None
 
 
@@ -351,7 +353,7 @@ def test_a_forward_counts_the_processor_time_of_other_threads_and_the_groups_off
     forward.offered = [(offer, chunk) for chunk, offer in enumerate(offers)]
     forward.end()
     assert forward.other_threads_s == pytest.approx(3.0)
-    assert forward.num_early == 2
+    assert forward.num_early == 3, "each prompt's offer of a group counts"
 
 
 def test_layers_of_a_kind_share_what_the_kind_takes() -> None:

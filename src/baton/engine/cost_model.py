@@ -2,8 +2,9 @@
 
 **CostModel** measures. Compute is averaged by powers of two of the rows in a step, since a step of a few rows
 takes as long as one of some dozens. A link is fitted as time = overhead + bytes / speed over the groups that
-crossed it. A group's time begins when the group is computed and the link is free, so the overhead holds all
-that a group costs besides its bytes. A group that finds the link idle may take a latency longer, to be bound
+crossed it, of all hand-overs that shared it. A group's time begins when the group is computed and the link is
+free, so the overhead holds all that a group costs besides its bytes; where several prompts leave in a step,
+each of them has its own. A group that finds the link idle may take a latency longer, to be bound
 and submitted; other groups hide that behind the copy before them, so it is fitted apart.
 
 **GroupPlanner** chooses the groups of least predicted completion, from the begin of the forward to the last
@@ -21,7 +22,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations
-from math import isclose, log2
+from math import inf, isclose, log2
 from operator import sub
 
 import numpy as np
@@ -90,7 +91,7 @@ class StepTiming:
     spread: float = 0.0
     """By what part of it steps have differed from the prediction."""
     group_s: float | None = None
-    """What each group of layers took from the forward; None: not measured."""
+    """What each group of layers of each prompt took from the forward; None: not measured."""
     least_s: float = 0.0
     """Of a layer in recent steps that nothing slowed down."""
 
@@ -220,6 +221,8 @@ class CostModel:
         """By powers of two of the rows, in seconds per row."""
         self._links: dict[int, LinkModel] = {}
         """By session, the one measured last at the end."""
+        self._unfitted: dict[int, list[tuple[float, float, int]]] = {}
+        """By session, the groups that crossed its link since it was fitted: (end, computed, bytes)."""
 
     def add_step(self, num_rows: int, timing: StepTiming, *, num_groups: int = 0) -> None:
         """What a step of so many rows took; `num_groups` is 0 where it handed nothing over."""
@@ -247,25 +250,34 @@ class CostModel:
         if not copies:
             return
         # Groups that were computed before the grant waited for that, not for the link.
-        free_s = min(copy.submitted_s for copy in copies)
-        groups: list[tuple[int, float, bool]] = []
-        for chunk in sorted({copy.chunk for copy in copies}):
+        granted_s = min(copy.submitted_s for copy in copies)
+        crossed = []
+        for chunk in {copy.chunk for copy in copies}:
             chunk_copies = [copy for copy in copies if copy.chunk == chunk]
             submitted_s = min(copy.submitted_s for copy in chunk_copies)
-            computed_s = min(submitted_s, ready_s.get(chunk, submitted_s))
-            start_s = max(free_s, computed_s)
-            was_idle = not groups or computed_s >= free_s
-            free_s = max(free_s, *(copy.ended_s for copy in chunk_copies))
-            if free_s > start_s:
-                groups.append((sum(copy.num_bytes for copy in chunk_copies), free_s - start_s, was_idle))
-        if not groups:
-            return
+            computed_s = max(granted_s, min(submitted_s, ready_s.get(chunk, submitted_s)))
+            ended_s = max(copy.ended_s for copy in chunk_copies)
+            crossed.append((ended_s, computed_s, sum(copy.num_bytes for copy in chunk_copies)))
         with self._lock:
-            link = self._links.pop(session, None) or LinkModel()
-            link.add(groups)
-            self._links[session] = link
-            while len(self._links) > NUM_LINKS_MAX:
-                del self._links[next(iter(self._links))]
+            self._unfitted.setdefault(session, []).extend(crossed)
+
+    def _fit(self) -> None:
+        """Fits the links by what crossed them since the last time, hand-overs that shared one together."""
+        for session, crossed in self._unfitted.items():
+            groups: list[tuple[int, float, bool]] = []
+            free_s = -inf
+            for ended_s, computed_s, num_bytes in sorted(crossed):
+                start_s, was_idle = max(free_s, computed_s), computed_s >= free_s
+                free_s = max(free_s, ended_s)
+                if free_s > start_s:
+                    groups.append((num_bytes, free_s - start_s, was_idle))
+            if groups:
+                link = self._links.pop(session, None) or LinkModel()
+                link.add(groups)
+                self._links[session] = link
+        self._unfitted.clear()
+        while len(self._links) > NUM_LINKS_MAX:
+            del self._links[next(iter(self._links))]
 
     def step(self, num_rows: int) -> StepTiming:
         """What a step of so many rows is expected to take."""
@@ -280,24 +292,32 @@ class CostModel:
     def link(self, session: int) -> tuple[float, float]:
         """Overhead per group and seconds per byte of a session's link; of the last one for a new session."""
         with self._lock:
+            self._fit()
             if not self._links:
                 return OVERHEAD_S_DEFAULT, 1 / BYTES_PER_S_DEFAULT
             link = self._links.get(session) or next(reversed(self._links.values()))
             return link.overhead_s, link.byte_s
 
     def predict(
-        self, num_layers: int, num_rows: int, layer_bytes: Mapping[int, int | Ints], lead_s: float = 0.0
+        self,
+        num_layers: int,
+        num_rows: int,
+        layer_bytes: Mapping[int, int | Ints],
+        lead_s: float = 0.0,
+        num_prompts: Mapping[int, int] | None = None,
     ) -> StepPrediction:
         """A step, given the bytes that each session gets from a layer, or from each of the layers.
 
-        What goes to several sessions leaves by one port, one after the other.
+        What goes to several sessions leaves by one port, one after the other. `num_prompts`, by session,
+        leave in the step, each in its own groups; without it one for each session.
         """
+        counts = num_prompts or dict.fromkeys(layer_bytes, 1)
         step, transfer_s, overhead_s = self.step(num_rows), np.zeros(num_layers), 0.0
         for session, num_bytes in layer_bytes.items():
             link_overhead_s, byte_s = self.link(session)
             transfer_s += np.asarray(num_bytes) * byte_s
-            overhead_s += link_overhead_s
-        group_s = GROUP_COST * overhead_s if step.group_s is None else step.group_s
+            overhead_s += link_overhead_s * counts[session]
+        group_s = GROUP_COST * overhead_s if step.group_s is None else step.group_s * sum(counts.values())
         return StepPrediction(
             step.layer_s, step.rest_s, tuple(transfer_s.tolist()), overhead_s, group_s, step.spread, lead_s
         )

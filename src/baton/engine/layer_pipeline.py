@@ -18,7 +18,7 @@ it is launched, with a fence.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -180,20 +180,22 @@ class Forward:
     other_threads_s: float = field(default_factory=lambda: process_time() - thread_time())
     """Processor time of other threads: before the forward, then, at its end, while it lasted."""
     num_early: int = 0
-    """Groups that were offered before the last layer was launched."""
+    """Offers before the last layer was launched: groups of layers, of each prompt."""
+    offering_s: float = 0.0
+    """What they took the thread that launches."""
 
     def end(self) -> None:
         """The host has launched the last layer."""
         self.launched_s = monotonic()
         self.other_threads_s = process_time() - thread_time() - self.other_threads_s
-        self.num_early = len({offer.mark_index for offer, _ in self.offered})
+        self.num_early = len(self.offered)
 
     def group_s(self, late_s: float) -> float | None:
-        """What a group took from the forward: nothing if the device still computed at `late_s`, long after
-        the launch; None if none was offered during it."""
+        """What an offer took from the forward: nothing if the device still computed at `late_s`, long after
+        the launch; None if none was made during it."""
         if not self.num_early:
             return None
-        return 0.0 if self.launched_s < late_s else self.other_threads_s / self.num_early
+        return 0.0 if self.launched_s < late_s else (self.other_threads_s + self.offering_s) / self.num_early
 
 
 class LayerPipeline:
@@ -307,13 +309,15 @@ class LayerPipeline:
 
     def _offer(self, *, is_last: bool = False) -> None:
         """Offers the groups that can be copied by now; at the end of the launch all, to be copied later."""
-        forward = self._forward
+        forward, begun_s = self._forward, monotonic()
         is_all = is_last or not self._has_to_wait
         while forward.pending and (is_all or forward.pending[0].mark.fence.is_ready()):
             offer = forward.pending.popleft()
             chunk = self._connector.offer(offer.part, offer.layers, offer.mark.fence)
             if chunk is not None:
                 forward.offered.append((offer, chunk))
+        if not is_last:
+            forward.offering_s += monotonic() - begun_s
 
     def _close_group(self, layer: int, mark: Mark | None = None) -> None:
         """Ends a group with this layer, if the plan does; `mark` where the layer was launched before."""
@@ -404,12 +408,14 @@ class LayerPipeline:
 
     def _predict(self, slices: Sequence[PromptSlice], lead_s: float = 0.0) -> StepPrediction:
         layer_bytes: dict[int, int | Ints] = {}
+        num_prompts = Counter[int]()
         for part in slices:
             session = part.transfer.session
             num_bytes, _ = self._layer_bytes.of_tokens(part.transfer.command.num_tokens, part.tokens)
             layer_bytes[session] = layer_bytes.get(session, 0) + num_bytes
+            num_prompts[session] += 1
         num_layers = self._layers[1] - self._layers[0]
-        return self._costs.predict(num_layers, self._forward.num_rows, layer_bytes, lead_s)
+        return self._costs.predict(num_layers, self._forward.num_rows, layer_bytes, lead_s, num_prompts)
 
 
 def layer_weights(stored_s: Sequence[float], kinds: Sequence[int]) -> tuple[float, ...]:
