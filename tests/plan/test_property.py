@@ -32,7 +32,7 @@ from baton.plan.dtypes import convert
 from baton.plan.execution import Memory, allocate, execute
 from baton.plan.kinds import Paged
 from baton.plan.layout import parse_layout
-from baton.plan.ownership import Spec
+from baton.plan.ownership import Spec, by_layer
 from baton.plan.planner import plan
 from baton.plan.routes import Prompt, resolve
 from baton.plan.steps import ALWAYS_PACK, NEVER_PACK, Copy, PackCost, Step
@@ -91,8 +91,11 @@ def small_chunks_up_to(num_spans: int) -> Iterator[None]:
         chunks._bound_plan.cache_clear()
 
 
-def hand_over(world: World, cost: PackCost) -> None:
-    """Plans, binds and executes one world chunk by chunk and compares every byte of the target."""
+def hand_over(world: World, cost: PackCost, by_layer_at: str = "") -> None:
+    """Plans, binds and executes one world chunk by chunk and compares every byte of the target.
+
+    `by_layer_at` is the side that declares a component for each layer, if any.
+    """
     rng = np.random.default_rng(world.seed)
     granule = world.source.storage.granule
     tables = Tables(
@@ -109,7 +112,11 @@ def hand_over(world: World, cost: PackCost) -> None:
             raw_values(held.identities, held.item_bytes, world.seed),
         )
     image, writes, least = expected_image(world, tables.target, target)
-    found = plan(world.source, world.target, world.source_dp, world.target_dp)
+    ends = [
+        by_layer(spec, side) if side == by_layer_at else spec
+        for spec, side in ((world.source, "source"), (world.target, "target"))
+    ]
+    found = plan(*ends, world.source_dp, world.target_dp)
     check(found, world.prompt, resolve(found, world.prompt))
     steps: list[Step] = []
     for chunk in chunks_of(world, random.Random(world.seed)):
@@ -184,4 +191,4 @@ def test_a_wrong_place_is_noticed(variant, monkeypatch: pytest.MonkeyPatch) -> N
 def test_every_target_byte_is_right_and_written_once(part: int, world: World) -> None:
     cost = [NEVER_PACK, ALWAYS_PACK, PackCost(span_s=2e-6)][world.seed % 3]
     with small_chunks_up_to(chunks.SMALL_SPANS_MAX if world.seed % 2 else 0):
-        hand_over(world, cost)
+        hand_over(world, cost, ("", "", "source", "target")[world.seed % 4])
