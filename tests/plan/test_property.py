@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from tests.plan.world import (
     worlds,
 )
 
+from baton.errors import ConfigError
 from baton.plan import chunks
 from baton.plan.binding import bind
 from baton.plan.checker import check
@@ -36,7 +38,7 @@ from baton.plan.ownership import Spec, by_layer
 from baton.plan.planner import plan
 from baton.plan.routes import Prompt, resolve
 from baton.plan.steps import ALWAYS_PACK, NEVER_PACK, Copy, PackCost, Step
-from baton.plan.storage import Placement, Storage
+from baton.plan.storage import DeclaredPlacement, Placement, Storage
 from baton.sim.placements import draw_placements
 
 NUM_PARTS = 8
@@ -165,23 +167,44 @@ def write_under_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RouteEnd, "table", of_another)
 
 
+def begin_every_layer_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong where a component is declared by layer alone: then each layer has an offset, and no stride."""
+    right = DeclaredPlacement.__init__
+
+    def alike(at: DeclaredPlacement, *args: Any, **fields: Any) -> None:
+        if fields.get("component", "").endswith(".1"):
+            fields["offset"] = 0
+        right(at, *args, **fields)
+
+    monkeypatch.setattr(DeclaredPlacement, "__init__", alike)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("variant", [ignore_offset, take_layers_in_order, write_under_another_group])
-def test_a_wrong_place_is_noticed(variant, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variant", "by_layer_at"),
+    [
+        (ignore_offset, ""),
+        (take_layers_in_order, ""),
+        (write_under_another_group, ""),
+        (begin_every_layer_alike, "source"),
+    ],
+)
+def test_a_wrong_place_is_noticed(variant, by_layer_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many worlds, since not each has offsets, uneven layers and overlaid groups."""
+    caches = (chunks._bound_plan, chunks._pair_index, by_layer, plan)
     for seed in range(8):
-        hand_over(overlaid_world(seed), NEVER_PACK)
+        hand_over(overlaid_world(seed), NEVER_PACK, by_layer_at)
     variant(monkeypatch)
-    chunks._bound_plan.cache_clear()
-    chunks._pair_index.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
     noticed = 0
     for seed in range(8):
         try:
-            hand_over(overlaid_world(seed), NEVER_PACK)
-        except AssertionError:
+            hand_over(overlaid_world(seed), NEVER_PACK, by_layer_at)
+        except (AssertionError, ConfigError):
             noticed += 1
-    chunks._bound_plan.cache_clear()
-    chunks._pair_index.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
     assert noticed >= 2
 
 
