@@ -25,8 +25,11 @@ from baton.adapters.sglang.transfers import (
     TransferFailedError,
     Transfers,
 )
+from baton.engine.pages import engine_storage
 from baton.errors import BatonError, ConfigError
-from baton.session import Endpoint, EndpointConfig
+from baton.plan import Spec, load_cache, parse_layout
+from baton.plan.execution import allocate
+from baton.session import Endpoint, EndpointConfig, Ready, Request, prompt_digest
 from baton.transport import NOW, open_transport
 
 LAYERS, HEADS, CHANNELS, SLOTS = 3, 12, 8, 256
@@ -121,7 +124,12 @@ class Side:
     def request(self, tokens: list[int], first_slot: int) -> Any:
         slots = np.arange(first_slot, first_slot + len(tokens))
         return SimpleNamespace(
-            origin_input_ids=tokens, extra_key=None, pending_bootstrap=False, output_ids=[42], slots=slots
+            origin_input_ids=tokens,
+            extra_key=None,
+            pending_bootstrap=False,
+            output_ids=[42],
+            return_logprob=False,
+            slots=slots,
         )
 
     def content(self, request: Any) -> list[torch.Tensor]:
@@ -232,6 +240,44 @@ def test_every_byte_arrives(pair: Pair, source_layout: str, target_layout: str, 
         for one, other in zip(source.content(sent), target.content(wanted), strict=True):
             assert torch.equal(one, other)
         assert all(rows[2].tolist() == [1, 2, 3, 4, 5] for rows in target.rows)
+
+
+def test_the_storage_of_our_engine_receives_it() -> None:
+    """One component for all layers, K and V fused, heads before tokens, pages of 16."""
+    source = Side("prefill", *LAYOUTS["pp2.tp2"], 1, MHATokenToKVPool)
+    cache = load_cache(f"paged:layers={LAYERS},heads={HEADS},dim={CHANNELS}")
+    spec = Spec(parse_layout("tp1"), cache, engine_storage(cache, 16, "fp32").with_pages({"tokens": 8}))
+    pools = {name: memory for (_, name), memory in allocate(spec, 0, "target").items()}
+    config = EndpointConfig("decode", spec, 0, b"a secret of the tests")
+    endpoint = Endpoint(config, pools, open_transport("tcp"))
+    tokens, pages = list(range(50)), np.array([5, 2, 7, 1])
+    sent = source.request(tokens, 16)
+    sent.return_logprob = True
+    sent.logprob = SimpleNamespace(
+        output_token_logprobs_val=[-0.5],
+        output_top_logprobs_idx=[[42, 7]],
+        output_top_logprobs_val=[[-0.5, -1.5]],
+    )
+    senders = [Sender(manager, "", 3) for manager in source.managers]
+    for sender in senders:
+        sender.bind(sent)
+    request = Request("3", source.address, prompt_digest(tokens), {0: {"tokens": pages}})
+    receiving = endpoint.receive(request)
+    try:
+        poll_until(senders, WAITING_FOR_INPUT)
+        prefill(source, sent, senders, [20, 50])
+        poll_until(senders, SUCCESS)
+        assert receiving.wait_released(WAIT_S)
+        assert isinstance(receiving.state, Ready)
+        aux = receiving.state.aux
+        assert (aux.tokens, aux.logprobs) == ((42,), ({42: -0.5, 7: -1.5},))
+    finally:
+        endpoint.close()
+        source.close()
+    stored = pools["kv"].view(np.float32).reshape(LAYERS, 8, 2, HEADS, 16, CHANNELS)[:, pages]
+    found = stored.transpose(2, 0, 1, 4, 3, 5).reshape(2 * LAYERS, 64, HEADS, CHANNELS)[:, :50]
+    for one, other in zip(source.content(sent), found, strict=True):
+        assert np.array_equal(one.numpy(), other)
 
 
 def test_nothing_is_offered_before_decode_has_room(pair: Pair) -> None:

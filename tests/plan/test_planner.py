@@ -11,7 +11,7 @@ from baton.errors import LayoutError
 from baton.plan.cache import Cache
 from baton.plan.kinds import Draft, Latent, Paged, Recurrent
 from baton.plan.layout import parse_layout
-from baton.plan.ownership import Spec
+from baton.plan.ownership import Spec, by_layer
 from baton.plan.planner import plan
 from baton.plan.routes import Prompt, resolve
 from baton.plan.storage import Storage, parse_storage
@@ -54,6 +54,23 @@ def test_a_source_may_have_more_than_the_target_wants() -> None:
     more = make_cache(4, (Paged(4, 8), ((0, 4),)), (Draft(Paged(4, 8)), ((4, 5),)))
     found = plan(*(Spec(parse_layout("tp2"), cache, HND) for cache in (more, BASE)))
     assert {route.component for route in resolve(found, Prompt(8))} == {"k", "v"}
+
+
+def test_a_component_for_each_layer_meets_one_for_all_of_them() -> None:
+    """Engines that allocate each layer by itself declare `k.0`, `k.1`; others have one `k`."""
+    spec = Spec(parse_layout("pp2.tp2"), BASE, HND)
+    split = by_layer(spec, "source")
+    assert split.cache.by_name["k.3"].layers == ((3, 4),)
+    assert by_layer(split, "source").cache == split.cache
+    for ends in ((split, spec), (spec, split)):
+        names = {route.component for route in plan(*ends).routes}
+        assert names == {f"{name}.{layer}" for name in "kv" for layer in range(4)}
+    less = replace(spec, cache=make_cache(4, (Paged(4, 8), ((0, 3),))))
+    with pytest.raises(LayoutError, match=r"component k\.3, .*the source does not cache it"):
+        plan(by_layer(less, "source"), spec)
+    wide = replace(spec, cache=make_cache(4, (Paged(4, 16), ((0, 4),))))
+    with pytest.raises(LayoutError, match=r"component k\.0, .*sizes of one unit differs: source 8 channel"):
+        plan(split, wide)
 
 
 def test_granules() -> None:

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from tests.plan.world import (
     worlds,
 )
 
+from baton.errors import ConfigError
 from baton.plan import chunks
 from baton.plan.binding import bind
 from baton.plan.checker import check
@@ -32,11 +34,11 @@ from baton.plan.dtypes import convert
 from baton.plan.execution import Memory, allocate, execute
 from baton.plan.kinds import Paged
 from baton.plan.layout import parse_layout
-from baton.plan.ownership import Spec
+from baton.plan.ownership import Spec, by_layer
 from baton.plan.planner import plan
 from baton.plan.routes import Prompt, resolve
 from baton.plan.steps import ALWAYS_PACK, NEVER_PACK, Copy, PackCost, Step
-from baton.plan.storage import Placement, Storage
+from baton.plan.storage import DeclaredPlacement, Placement, Storage
 from baton.sim.placements import draw_placements
 
 NUM_PARTS = 8
@@ -91,8 +93,11 @@ def small_chunks_up_to(num_spans: int) -> Iterator[None]:
         chunks._bound_plan.cache_clear()
 
 
-def hand_over(world: World, cost: PackCost) -> None:
-    """Plans, binds and executes one world chunk by chunk and compares every byte of the target."""
+def hand_over(world: World, cost: PackCost, by_layer_at: str = "") -> None:
+    """Plans, binds and executes one world chunk by chunk and compares every byte of the target.
+
+    `by_layer_at` is the side that declares a component for each layer, if any.
+    """
     rng = np.random.default_rng(world.seed)
     granule = world.source.storage.granule
     tables = Tables(
@@ -109,7 +114,11 @@ def hand_over(world: World, cost: PackCost) -> None:
             raw_values(held.identities, held.item_bytes, world.seed),
         )
     image, writes, least = expected_image(world, tables.target, target)
-    found = plan(world.source, world.target, world.source_dp, world.target_dp)
+    ends = [
+        by_layer(spec, side) if side == by_layer_at else spec
+        for spec, side in ((world.source, "source"), (world.target, "target"))
+    ]
+    found = plan(*ends, world.source_dp, world.target_dp)
     check(found, world.prompt, resolve(found, world.prompt))
     steps: list[Step] = []
     for chunk in chunks_of(world, random.Random(world.seed)):
@@ -158,23 +167,44 @@ def write_under_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RouteEnd, "table", of_another)
 
 
+def begin_every_layer_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong where a component is declared by layer alone: then each layer has an offset, and no stride."""
+    right = DeclaredPlacement.__init__
+
+    def alike(at: DeclaredPlacement, *args: Any, **fields: Any) -> None:
+        if fields.get("component", "").endswith(".1"):
+            fields["offset"] = 0
+        right(at, *args, **fields)
+
+    monkeypatch.setattr(DeclaredPlacement, "__init__", alike)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("variant", [ignore_offset, take_layers_in_order, write_under_another_group])
-def test_a_wrong_place_is_noticed(variant, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variant", "by_layer_at"),
+    [
+        (ignore_offset, ""),
+        (take_layers_in_order, ""),
+        (write_under_another_group, ""),
+        (begin_every_layer_alike, "source"),
+    ],
+)
+def test_a_wrong_place_is_noticed(variant, by_layer_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many worlds, since not each has offsets, uneven layers and overlaid groups."""
+    caches = (chunks._bound_plan, chunks._pair_index, by_layer, plan)
     for seed in range(8):
-        hand_over(overlaid_world(seed), NEVER_PACK)
+        hand_over(overlaid_world(seed), NEVER_PACK, by_layer_at)
     variant(monkeypatch)
-    chunks._bound_plan.cache_clear()
-    chunks._pair_index.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
     noticed = 0
     for seed in range(8):
         try:
-            hand_over(overlaid_world(seed), NEVER_PACK)
-        except AssertionError:
+            hand_over(overlaid_world(seed), NEVER_PACK, by_layer_at)
+        except (AssertionError, ConfigError):
             noticed += 1
-    chunks._bound_plan.cache_clear()
-    chunks._pair_index.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
     assert noticed >= 2
 
 
@@ -184,4 +214,4 @@ def test_a_wrong_place_is_noticed(variant, monkeypatch: pytest.MonkeyPatch) -> N
 def test_every_target_byte_is_right_and_written_once(part: int, world: World) -> None:
     cost = [NEVER_PACK, ALWAYS_PACK, PackCost(span_s=2e-6)][world.seed % 3]
     with small_chunks_up_to(chunks.SMALL_SPANS_MAX if world.seed % 2 else 0):
-        hand_over(world, cost)
+        hand_over(world, cost, ("", "", "source", "target")[world.seed % 4])

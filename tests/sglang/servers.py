@@ -66,7 +66,7 @@ class SglangServer(Server):
         if self.mode == "decode":
             # SGLang's default for retracted requests is memory that CUDA pins.
             command += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
-        options = {"trace": str(self.trace), **DEADLINES, **self.options}
+        options = {"trace": str(self.trace), "port": self.kv_port, **DEADLINES, **self.options}
         cores = "|".join(["0"] * int(self.layout[-1]))
         self.env = environment() | {
             "BATON_SGLANG": json.dumps(options),
@@ -105,23 +105,33 @@ class SglangServer(Server):
         num_tokens: int,
         bootstrap: dict[str, Any] | None = None,
     ) -> tuple[int, Any]:
-        """The status, and tokens with their log-probabilities, rounded, or the error."""
-        asked = {
-            "input_ids": prompt,
-            "sampling_params": {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True},
-            "return_logprob": True,
-            "top_logprobs_num": 2,
-            **(bootstrap or {}),
-        }
-        async with session.post(f"{self.url}/generate", json=asked) as response:
-            status, answer = response.status, await response.json()
-        return status, answer if status != 200 else read_answer(answer)
+        return await generate(session, self.url, prompt, num_tokens, bootstrap)
 
     async def num_tokens_used(self, session: aiohttp.ClientSession) -> float:
         """Slots of the pool that requests hold."""
         _, text = await self.get(session, "/metrics")
         names = ("sglang:num_used_tokens{", "sglang:num_running_reqs{", "sglang:num_queue_reqs{")
         return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(names))
+
+
+async def generate(
+    session: aiohttp.ClientSession,
+    url: str,
+    prompt: list[int],
+    num_tokens: int,
+    bootstrap: dict[str, Any] | None = None,
+) -> tuple[int, Any]:
+    """What a server answers: the status, and tokens with their log-probabilities, or the error."""
+    asked = {
+        "input_ids": prompt,
+        "sampling_params": {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        **(bootstrap or {}),
+    }
+    async with session.post(f"{url}/generate", json=asked) as response:
+        status, answer = response.status, await response.json()
+    return status, answer if status != 200 else read_answer(answer)
 
 
 def read_answer(answer: dict[str, Any]) -> list[tuple[int, float]]:

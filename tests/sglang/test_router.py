@@ -18,22 +18,36 @@ from baton.supervisor import free_port
 
 MODULE = "sglang_router"
 START_S_MAX = 300.0
-pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.skipif(importlib.util.find_spec(MODULE) is None, reason=f"{MODULE} is not installed"),
-]
+SOME = [LENGTHS.index(length) for length in (1, 129, 640)]
+is_installed = pytest.mark.skipif(
+    importlib.util.find_spec(MODULE) is None, reason=f"{MODULE} is not installed"
+)
+pytestmark = [pytest.mark.sglang, is_installed]
 
 
 def test_the_stock_router_hands_requests_over(
     folder: Path, servers: dict[str, SglangServer], prompts: list[list[int]], answers: list[Any]
 ) -> None:
-    prefill, decode, port = servers["prefill tp2"], servers["decode tp1"], free_port()
+    prefill = servers["prefill tp2"]
+    check_routed(folder, prefill, prefill.bootstrap_port, servers["decode tp1"].url, prompts, answers)
+
+
+def check_routed(
+    folder: Path,
+    prefill: SglangServer,
+    bootstrap_port: int,
+    decode_url: str,
+    prompts: list[list[int]],
+    answers: list[Any],
+) -> None:
+    """Asks two servers through sglang-router."""
+    port = free_port()
     command = [
         *(sys.executable, "-m", f"{MODULE}.launch_router", "--pd-disaggregation", "--host", "127.0.0.1"),
-        *("--port", str(port), "--prefill", prefill.url, str(prefill.bootstrap_port)),
-        *("--decode", decode.url, "--prometheus-port", str(free_port()), "--disable-retries"),
+        *("--port", str(port), "--prefill", prefill.url, str(bootstrap_port)),
+        *("--decode", decode_url, "--prometheus-port", str(free_port()), "--disable-retries"),
     ]
-    url, some = f"http://127.0.0.1:{port}", [LENGTHS.index(length) for length in (1, 129, 640)]
+    url = f"http://127.0.0.1:{port}"
     num_traces = len(prefill.traces())
 
     async def has_workers(session: aiohttp.ClientSession) -> bool:
@@ -46,7 +60,7 @@ def test_the_stock_router_hands_requests_over(
 
     async def ask(session: aiohttp.ClientSession) -> list[Any]:
         got = []
-        for number in some:
+        for number in SOME:
             asked = {
                 "input_ids": prompts[number],
                 "sampling_params": {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True},
@@ -65,6 +79,6 @@ def test_the_stock_router_hands_requests_over(
     finally:
         router.terminate()
         router.wait(END_S_MAX)
-    for number, answer in zip(some, got, strict=True):
+    for number, answer in zip(SOME, got, strict=True):
         assert is_alike(answer, answers[number]), f"{len(prompts[number])} tokens: {answer}"
     assert len(prefill.traces()) > num_traces, "nothing was handed over"

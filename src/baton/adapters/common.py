@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -9,6 +12,8 @@ from typing import Any
 
 import torch
 
+from baton.engine.checkpoint import open_checkpoint
+from baton.engine.model_names import find_model
 from baton.errors import ConfigError
 from baton.plan import overlap
 from baton.session import SocketConfig, Timings
@@ -23,6 +28,8 @@ DTYPES = {
     torch.float8_e4m3fn: "fp8",
     torch.float8_e5m2: "fp8",
 }
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +75,7 @@ class ConnectorConfig:
     url: str = ""
     """Where this server answers HTTP, for routers that find it in the registry."""
     fingerprint: str = ""
-    """Of the weights, if the model's configuration says too little about them."""
+    """Of the weights, where they are not those of the checkpoint, or Baton cannot read it."""
     ungranted_share_max: float = 0.5
     """The share of the blocks that prompts may hold which decode has not asked for; a pure producer may take
     1.0."""
@@ -145,3 +152,25 @@ class ConnectorConfig:
         if "host" in option_names(name):
             options.setdefault("host", self.host)
         return open_transport(name, **options)
+
+
+def model_fingerprint(model: str, config: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
+    """What two instances have to agree on beside the layout of their caches.
+
+    It is the fingerprint of the checkpoint, as Baton's own engine has it, so that unlike engines can hand
+    over. What `changes` the model that is in the files makes it another one. A checkpoint that Baton cannot
+    read, such as a quantised one, is known by its `config` alone; only engines of one kind agree on that.
+    """
+    path = find_model(model)
+    try:
+        if path is None:
+            raise ConfigError(f"{model} is neither a folder nor a file here")
+        described: list[Any] = [open_checkpoint(str(path.resolve())).fingerprint()]
+    except ConfigError as error:
+        logger.warning("baton: the weights are not compared, give their fingerprint: %s", error)
+        described = [{key: value for key, value in config.items() if not key.startswith("_name")}]
+    described += sorted((key, value) for key, value in changes.items() if value)
+    if len(described) == 1 and isinstance(described[0], str):
+        return described[0]
+    text = json.dumps(described, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

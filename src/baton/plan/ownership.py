@@ -7,8 +7,11 @@ mirrors. dp only selects a group of ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import product
+
+import numpy as np
 
 from baton.errors import ConfigError, LayoutError
 from baton.plan.cache import Cache, Component
@@ -144,6 +147,51 @@ def space_sizes(spec: Spec, rank: int) -> dict[str, int]:
     for group, space in sorted(page_spaces(spec, rank).items()):
         sizes[space] = max(sizes.get(space, 0), spec.storage.pages_of(group))
     return sizes
+
+
+@lru_cache(maxsize=256)
+def by_layer(spec: Spec, side: str) -> Spec:
+    """The same memory with a component for each layer: `k` of two layers becomes `k.0` and `k.1`.
+
+    Engines that allocate every layer by itself declare their caches so.
+    """
+    names = {component.name: layer_names(component) for component in spec.cache.components}
+    components = tuple(
+        replace(component, name=name, bundle=name, layers=((layer, layer + 1),))
+        for component in spec.cache.components
+        for layer, name in names[component.name].items()
+    )
+    steps = spec.layout.strides()
+    placed = []
+    for stage, tp in product(range(spec.layout.size("pp")), range(spec.layout.size("tp"))):
+        rank = stage * steps["pp"] + tp * steps["tp"]
+        for name, at in placements(spec, rank, side).items():
+            component = spec.cache.by_name[name]
+            layers = to_ids(box(spec, component, rank, side).layers)
+            axes = ["page", "unit", *(["token"] if component.extent.has_tokens else [])]
+            axes += [dim.name for dim in component.dims]
+            placed += [
+                DeclaredPlacement(
+                    component=names[name][layer],
+                    buffer=at.buffer,
+                    buffer_bytes=at.buffer_bytes,
+                    offset=int(start),
+                    strides=tuple((axis, at.stride(axis)) for axis in axes),
+                    stage=stage,
+                    tp=tp,
+                )
+                for layer, start in zip(layers, at.layer_starts(np.arange(len(layers))), strict=True)
+            ]
+    cache = replace(spec.cache, components=components)
+    return Spec(spec.layout, cache, spec.storage.with_placements(placed))
+
+
+def layer_names(component: Component) -> dict[int, str]:
+    """By layer, what `by_layer` calls a component; one that has one layer and its number stays as it is."""
+    layers = to_ids(component.layers)
+    if len(layers) == 1 and component.name.endswith(f".{layers[0]}"):
+        return {layers[0]: component.name}
+    return {layer: f"{component.name}.{layer}" for layer in layers}
 
 
 # Where an engine says where its memory is.

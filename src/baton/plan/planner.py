@@ -16,7 +16,7 @@ from typing import TypeAlias, TypeVar
 from baton.errors import LayoutError
 from baton.plan.cache import Component
 from baton.plan.checker import prove
-from baton.plan.ownership import END, Spec, box, cuts, placements, share_stride
+from baton.plan.ownership import END, Spec, box, by_layer, cuts, layer_names, placements, share_stride
 from baton.plan.ranges import Range, Ranges, intersection, overlap, text
 from baton.plan.routes import Plan, Route, deal
 from baton.plan.tokens import can_meet
@@ -47,6 +47,10 @@ def plan(source: Spec, target: Spec, source_dp: int = 0, target_dp: int = 0) -> 
                 f"dp group {dp} does not exist; groups are 0 to {spec.layout.size('dp') - 1}",
                 sides=f"{side} {spec.layout}",
             )
+    lacking = [part for part in target.cache.components if part.name not in source.cache.by_name]
+    if _layer_names(lacking) & _layer_names(source.cache.components):
+        # One side has a component for each layer, because it allocates each by itself.
+        source, target = by_layer(source, "source"), by_layer(target, "target")
     routes: list[Route] = []
     for component in target.cache.components:
         check_component(source, target, component)
@@ -57,6 +61,10 @@ def plan(source: Spec, target: Spec, source_dp: int = 0, target_dp: int = 0) -> 
     result = Plan(source, target, source_dp, target_dp, tuple(routes))
     prove(result)
     return result
+
+
+def _layer_names(components: Iterable[Component]) -> set[str]:
+    return {name for component in components for name in layer_names(component).values()}
 
 
 def _component_routes(

@@ -136,7 +136,10 @@ class CoordinatorDriver:
             text = f"{mine.instance} is {self.record.state.value}; try again"
             return mine.cause(Why.PEER_LOST, Stage.HANDSHAKE, text)
         if peer.fingerprint != mine.fingerprint:
-            text = f"{mine.instance} has model {mine.fingerprint!r}, {peer.instance} has {peer.fingerprint!r}"
+            text = (
+                f"{mine.instance} has model {mine.fingerprint!r}, {peer.instance} has {peer.fingerprint!r}; "
+                "start both with the same config and weights"
+            )
             return mine.cause(Why.REFUSED_LAYOUT, Stage.HANDSHAKE, text)
         if peer.transport != mine.transport:
             text = f"{mine.instance} moves bytes by {mine.transport}, {peer.instance} by {peer.transport}"

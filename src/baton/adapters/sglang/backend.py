@@ -7,8 +7,6 @@ the coordinator is registered there as the one rank of its group.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import pkgutil
 import threading
@@ -27,9 +25,9 @@ from sglang.srt.disaggregation.base.conn import BaseKVManager, BaseKVReceiver, B
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+from sglang.srt.runtime_context import get_disagg, get_model, get_parallel, get_serving
 
-from baton.adapters.common import ConnectorConfig, Mesh
+from baton.adapters.common import ConnectorConfig, Mesh, model_fingerprint
 from baton.adapters.sglang import check_version
 from baton.adapters.sglang.cache import describe_pool, make_pools, make_spec
 from baton.adapters.sglang.transfers import MetadataRows, Receiver, Sender, Transfers
@@ -256,13 +254,14 @@ def _check_supported(queue: Any, kv_args: Any) -> None:
 
 
 def _fingerprint(model: Any, weights: str) -> str:
-    """What two servers have to agree on beside the layout of their caches."""
-    described = {
-        key: value for key, value in model.hf_text_config.to_dict().items() if not key.startswith("_name")
+    load_format = get_model().load_format
+    changes = {
+        "config": model.model_override_args,
+        "quantization": model.quantization,
+        "revision": model.revision,
+        "weights": weights or (load_format if load_format == "dummy" else ""),
     }
-    described |= {"quantization": model.quantization, "weights": weights}
-    text = json.dumps(described, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return model_fingerprint(model.model_path, model.hf_text_config.to_dict(), changes)
 
 
 # Hooks. SGLang logs one that it cannot apply and goes on; `check_hooks` does not.

@@ -259,7 +259,8 @@ class Sender:
             aux = None
             if transfers.has_aux:
                 row = transfers.metadata.read(self._metadata_index)
-                aux = Aux(tokens=tuple(self.request.output_ids), tensors={METADATA: row})
+                tokens, logprobs = tuple(self.request.output_ids), first_logprobs(self.request)
+                aux = Aux(tokens=tokens, logprobs=logprobs, tensors={METADATA: row})
             self._sending.commit(aux)
 
     def poll(self) -> int:
@@ -473,6 +474,21 @@ class Receiver:
 def request_digest(request: Any) -> Digest:
     """What shaped the cache: the whole prompt and SGLang's extra key."""
     return prompt_digest(request.origin_input_ids, salt=request.extra_key or "")
+
+
+def first_logprobs(request: Any) -> tuple[dict[int, float], ...]:
+    """Of the first token and the likeliest ones beside it, where they were asked for.
+
+    SGLang reads them from its metadata; other engines have them from here.
+    """
+    if not request.return_logprob:
+        return ()
+    logprob = request.logprob
+    first = {request.output_ids[0]: float(logprob.output_token_logprobs_val[0])}
+    if logprob.output_top_logprobs_idx:
+        tokens, values = logprob.output_top_logprobs_idx[0], logprob.output_top_logprobs_val[0]
+        first |= {int(token): float(value) for token, value in zip(tokens, values, strict=True)}
+    return (first,)
 
 
 def outcome_text(handle: Handle) -> str:

@@ -6,8 +6,6 @@ Data-parallel engines share no group: each is an instance of its own, with a por
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
@@ -22,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from baton.adapters.common import ConnectorConfig, Mesh
+from baton.adapters.common import ConnectorConfig, Mesh, model_fingerprint
 from baton.adapters.vllm.cache import describe_layers, make_pools, make_spec, window_of
 from baton.adapters.vllm.scheduler import SchedulerSide, WindowPins
 from baton.adapters.vllm.worker import WorkerSide
@@ -276,11 +274,11 @@ def _check_supported(vllm_config: VllmConfig) -> None:
 
 
 def _fingerprint(vllm_config: VllmConfig, weights: str) -> str:
-    """What two engines have to agree on beside the layout of their caches."""
-    model = vllm_config.model_config
-    described = {
-        key: value for key, value in model.hf_text_config.to_dict().items() if not key.startswith("_name")
+    model, load_format = vllm_config.model_config, vllm_config.load_config.load_format
+    changes = {
+        "config": model.hf_overrides,
+        "quantization": model.quantization,
+        "revision": model.revision,
+        "weights": weights or (load_format if load_format == "dummy" else ""),
     }
-    described |= {"quantization": model.quantization, "weights": weights}
-    text = json.dumps(described, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return model_fingerprint(model.model, model.hf_text_config.to_dict(), changes)
