@@ -46,6 +46,8 @@ def derive_sizes(config: EngineConfig, *, is_checked: bool = False) -> EngineSiz
     if not is_checked:
         missing(checkpoint, has_draft=config.has_draft)
     cache = read_cache(checkpoint.config, f"model {config.model}", has_draft=config.has_draft)
+    if config.cache_dtype == "fp8":
+        cache = _with_wide_states(cache, config.dtype)
     layout.stages(cache.num_layers, "this")
     storage = engine_storage(cache, config.page_tokens, config.cache_dtype, config.kv_layout)
     spec = Spec(layout, cache, storage)
@@ -110,6 +112,15 @@ def _staging_bytes(spec: Spec, device: str) -> int:
     widest = Spec(spec.layout, spec.cache, replace(spec.storage, dtype="fp32"))
     pool_bytes = max(sum(buffers(widest, rank, "this").values()) for rank in range(spec.layout.num_ranks))
     return min(pool_bytes, STAGING_BYTES_MAX[device])
+
+
+def _with_wide_states(cache: Cache, dtype: str) -> Cache:
+    """The cache with recurrent state in `dtype`: its rounding adds up over a sequence, unlike a token's."""
+    components = [
+        each if each.extent.has_tokens else replace(each, dtype=each.dtype or dtype)
+        for each in cache.components
+    ]
+    return replace(cache, components=tuple(components))
 
 
 def _entry_bytes(cache: Cache, dtype: str, *, has_tokens: bool) -> int:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention import decode, prefill, slots, softmax
-from baton.engine.attention.pools import CachePools
+from baton.engine.attention.pools import FP8, CachePools, movable
 from baton.engine.attention.prefill import ChunkInputs, Masks, Sight
 from baton.engine.attention.slots import (
     AttentionInputs,
@@ -44,6 +44,7 @@ from baton.errors import EngineError
 from baton.plan.cache import Component
 from baton.plan.ranges import Range
 
+FP8_MAX = torch.finfo(FP8).max
 ABSORBED_RATIO = 8
 """A chunk this many times shorter than its context attends to the latent itself: expanding costs more."""
 
@@ -290,4 +291,7 @@ def _is_short(chunk: Chunk) -> bool:
 
 def _store(pool: Tensor, writes: Writes, rows: Tensor) -> None:
     kept = rows if writes.rows is None else rows.index_select(0, writes.rows)
-    pool.index_copy_(0, writes.slots, kept.reshape(-1, pool.shape[1]).to(pool.dtype))
+    if pool.dtype == FP8:
+        # Before 2.12 torch converts numbers beyond e4m3 to NaN.
+        kept = kept.clamp(-FP8_MAX, FP8_MAX)
+    movable(pool).index_copy_(0, writes.slots, movable(kept.reshape(-1, pool.shape[1]).to(pool.dtype)))
