@@ -14,7 +14,7 @@ from torch import Tensor
 
 BLOCK = (20, 12)
 """Divides few sizes and few cuts, and differs by dim, so that every mistake shows."""
-_QUANTISED = re.compile(r"_proj(_\w+)?(\.weight)?$")
+_QUANTISED = re.compile(r"_proj(_with_mqa|_\w)?(\.weight)?$")
 _FP8_MAX = 448.0
 
 

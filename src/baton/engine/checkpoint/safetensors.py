@@ -3,6 +3,9 @@
 fp8 weights (e4m3) in blocks are dequantised as they are read: a tensor `X` is multiplied with `X_scale_inv`,
 which has one scale for each block of the last two dims. Blocks begin at the tensor's first row and column;
 the last ones may be cut short. Which tensors are quantised is seen from their stored dtype.
+
+Of a multimodal checkpoint of Qwen3.5 this is the language model: the config is its text part, and tensors
+have the names that they have in a checkpoint of the language model alone.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, _
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, _FP8: 1}
 _NARROW = ("F8", "F6", "F4", "U8", "I8")
 _SCALES = "_scale_inv"
+_MULTIMODAL = ("qwen3_5", "qwen3_5_moe")
+_LANGUAGE_MODEL = "model.language_model."
 _REMEDY = "use a checkpoint in bf16, fp16, fp32 or fp8 with block scales (weight_block_size), or a GGUF file"
 _HEADER_BYTES_MAX = 100 << 20
 _LISTED_MAX = 8
@@ -45,9 +50,10 @@ _LISTED_MAX = 8
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies: its file, its type and shape, and its first byte in the file."""
+    """Where one tensor lies: its file and name there, its type and shape, and its first byte in the file."""
 
     file: Path
+    name: str
     kind: str
     shape: tuple[int, ...]
     start: int
@@ -72,11 +78,12 @@ class SafetensorsFolder(Checkpoint):
     @classmethod
     def open(cls, folder: Path) -> SafetensorsFolder:
         """Reads the config and the headers of the weights, and checks that all files are there and whole."""
-        config = read_config(folder)
+        config = _text_config(read_config(folder), f"{folder / CONFIG}")
         block = _block_size(config, f"{folder / CONFIG}")
         tensors: dict[str, StoredTensor] = {}
         for file in _files(folder):
             tensors |= _header(file)
+        tensors = {name.replace(_LANGUAGE_MODEL, "model.", 1): each for name, each in tensors.items()}
         for name, stored in tensors.items():
             if stored.kind == _FP8:
                 _check_scales(name, tensors, block)
@@ -97,9 +104,10 @@ class SafetensorsFolder(Checkpoint):
         self, name: str, ranges: Sequence[Range], device: torch.device | None, dtype: torch.dtype | None
     ) -> torch.Tensor:
         cut = tuple(slice(start, stop) for start, stop in ranges)
-        is_fp8 = self.tensors[name].kind == _FP8
-        with safe_open(self.tensors[name].file, framework="pt", device="cpu") as file:
-            found: torch.Tensor = file.get_slice(name)[cut] if cut else file.get_tensor(name)
+        stored = self.tensors[name]
+        is_fp8 = stored.kind == _FP8
+        with safe_open(stored.file, framework="pt", device="cpu") as file:
+            found: torch.Tensor = file.get_slice(stored.name)[cut] if cut else file.get_tensor(stored.name)
             # The copy is made while the file is mapped; without one the weights would stay pages of the file.
             values = found.to(device=device, dtype=torch.float32 if is_fp8 else dtype, copy=True).contiguous()
         return values.mul_(self._scales(name, ranges).to(device)).to(dtype) if is_fp8 else values
@@ -186,10 +194,26 @@ def _entries(file: Path, entries: dict[str, Any], start: int, size: int) -> dict
             raise _broken(file, f"{size} bytes where {name} ends at byte {start + last}")
         kind = entry["dtype"]
         if kind in _DTYPES:
-            found[name] = StoredTensor(file, kind, tuple(entry["shape"]), start + first)
+            found[name] = StoredTensor(file, name, kind, tuple(entry["shape"]), start + first)
         elif kind.startswith(_NARROW):
             raise ConfigError(f"{file}: tensor {name} is {kind}, which is not supported; {_REMEDY}")
     return found
+
+
+def _text_config(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """The config of the language model, which a multimodal one nests."""
+    model_type, text = config.get("model_type"), config.get("text_config")
+    if model_type not in _MULTIMODAL:
+        return config
+    if not isinstance(text, Mapping):
+        raise ConfigError(
+            f"{where}: has no text_config, which a {model_type} model has; fetch the file again"
+        )
+    shared = {
+        key: value for key, value in config.items() if value is not None and not key.endswith("_config")
+    }
+    quantisation = {"quantization_config": config.get("quantization_config")}
+    return {**quantisation, **text, **shared, "model_type": f"{model_type}_text"}
 
 
 def _block_size(config: Mapping[str, Any], where: str) -> tuple[int, int] | None:
