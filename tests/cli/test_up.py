@@ -76,8 +76,8 @@ MISUSES = {
         "--decode-args: --port is not an option of one side",
     ),
     "no KV cache dtype": (
-        ["--prefill", "tp1", "--decode", "tp1", "--decode-args", "--kv-cache-dtype fp8"],
-        "kv_cache_dtype 'fp8'",
+        ["--prefill", "tp1", "--decode", "tp1", "--decode-args", "--kv-cache-dtype fp8_e5m2"],
+        "kv_cache_dtype 'fp8_e5m2'",
     ),
     "no storage order": (["--prefill", "tp1", "--prefill-args", "--kv-layout nhd"], "hnd.fused or hnd.apart"),
     "options without a side": (["--prefill", "tp1", "--decode-args", "--verify"], "give --decode too"),

@@ -72,6 +72,15 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 
 
+def multimodal(family: str) -> Path:
+    """A checkpoint of a Qwen3.5 family with images, which has the language model of `hybrid` in it."""
+    text = HYBRIDS[f"{family}_text"]
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    vision |= {"out_hidden_size": text["hidden_size"], "num_position_embeddings": 16}
+    is_tied = text["tie_word_embeddings"]
+    return tiny(family, text_config=text, vision_config=vision, tie_word_embeddings=is_tied)
+
+
 def hybrid(family: str, folder: Path | None = None, **changes: Any) -> Path:
     """Writes a checkpoint of the family, once for the same arguments, and says where."""
     return tiny(family, folder, **{**HYBRIDS[family], **changes})

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.engine.hooks import NoHooks
@@ -26,6 +27,16 @@ from baton.plan.ownership import buffers
 PAGE, ROWS_MAX, CONTEXT = 4, 6, 64
 CUDA = torch.device("cuda")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
+
+
+def test_fp8_runs_without_the_kernels() -> None:
+    checkpoint = open_checkpoint(str(tiny("llama")))
+    cache, mesh = read_cache(checkpoint.config, "tiny"), Mesh(parse_layout("tp1"), 0)
+    spec = Spec(mesh.layout, cache, replace(engine_storage(cache, PAGE, "fp8"), num_pages_default=1))
+    content = {name: np.zeros(size, dtype=np.uint8) for name, size in buffers(spec, 0, "t").items()}
+    stage = build(checkpoint, mesh.cut(cache.num_layers, torch.float32, torch.device("cpu")))
+    reason = why_not_paged(stage, mesh, CachePools(spec, 0, content, CUDA))
+    assert reason == "no kernel reads an fp8 KV cache"
 
 
 class Rig:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging
 
 from baton.engine.checkpoint import open_checkpoint
@@ -86,6 +86,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "index_topk": 21,
     },
 }
+# The same for GLM-5, in which every other layer shares the choice of the one before it.
+_GLM = {key: value for key, value in FAMILIES["deepseek_v32"].items() if key not in ("n_group", "topk_group")}
+GLM: dict[str, Any] = {**_GLM, "vocab_size": 139, "indexer_types": ["full", "shared"] * 2}
 WINDOW = 24
 """Half again as long as a page."""
 WINDOWED: dict[str, dict[str, Any]] = {
@@ -174,9 +177,10 @@ def windowed(family: str, folder: Path | None = None, **changes: Any) -> Path:
 
 
 def _model(family: str, config: dict[str, Any], seed: int) -> Any:
+    kind = AutoModelForImageTextToText if "text_config" in config else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config), dtype=torch.float32)
+        model = kind.from_config(AutoConfig.for_model(family, **config), dtype=torch.float32)
         for name, tensor in model.state_dict().items():
             is_vector = tensor.dim() == 1 or name.endswith("_bias")
             if not is_vector or not tensor.is_floating_point():

@@ -182,6 +182,10 @@ BAD_FIELDS: list[tuple[dict[str, object], str]] = [
     ),
     ({**LATENT, "model_type": "deepseek_v32"}, "index_head_dim is missing"),
     ({**LATENT, "model_type": "glm_moe_dsa", "index_head_dim": 8, "indexer_types": ["shared"] * 6}, "'full'"),
+    (
+        {**LATENT, "model_type": "glm_moe_dsa", "index_head_dim": 8, "index_topk_pattern": "FSSFSS"},
+        "spell it out",
+    ),
     ({**DELTA, "model_type": "qwen3_next", "linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim is 1"),
     ({**DELTA, "model_type": "qwen3_next", "linear_num_key_heads": 3}, "linear_num_value_heads is 4"),
     ({**DELTA, "model_type": "qwen3_next", "mamba_ssm_dtype": "int8"}, "mamba_ssm_dtype is 'int8'"),

@@ -143,7 +143,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="DTYPE",
-            help="KV cache dtype: auto (default: that of --dtype), bfloat16, float16 or float32",
+            help="KV cache dtype: auto (default: that of --dtype), bfloat16, float16, float32 or fp8",
         ),
     ] = None,
     kv_layout: Annotated[

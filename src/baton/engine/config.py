@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton.engine.model_names import DTYPES, TORCH_DTYPES, check_dtype, check_model, find_dtype
+from baton.engine.model_names import KV_DTYPES, TORCH_DTYPES, check_dtype, check_model, find_dtype
 from baton.engine.pages import KV_LAYOUTS, PageGeometry
 from baton.errors import ConfigError
 from baton.plan import Cache, Layout, Spec, parse_layout
@@ -39,7 +39,8 @@ class EngineConfig:
     dtype: str = "auto"
     """Of weights and activations: fp32, bf16 or fp16 (or torch's names); auto: as the checkpoint says."""
     kv_cache_dtype: str = ""
-    """Of the KV cache; empty: `dtype`. Where prefill and decode differ, the hand-over converts."""
+    """Of the KV cache, fp8 (e4m3) too; empty: `dtype`. Where prefill and decode differ, the hand-over
+    converts."""
     kv_layout: str = ""
     """How pages are stored, one of KV_LAYOUTS; empty: K and V fused where their rows have one size."""
     device: str = "cpu"
@@ -112,7 +113,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in ("dtype", "kv_cache_dtype"):
             given = getattr(self, name)
-            known = "" if name == "kv_cache_dtype" and given == "auto" else TORCH_DTYPES.get(given, given)
+            known = TORCH_DTYPES.get(given, given)
+            if name == "kv_cache_dtype":
+                known = {"auto": "", "fp8_e4m3": "fp8"}.get(given, known)
             object.__setattr__(self, name, find_dtype(self.model) if known == "auto" else known)
 
     @property
@@ -175,10 +178,10 @@ def check_config(config: EngineConfig) -> None:
     parse_layout(config.layout)
     check_model(config.model)
     check_dtype(config.dtype)
-    if config.cache_dtype not in DTYPES:
+    if config.cache_dtype not in KV_DTYPES:
         raise ConfigError(
             f"kv_cache_dtype {config.kv_cache_dtype!r} is not one the engine computes on; use "
-            f"{', '.join(DTYPES)}, or leave it out for the dtype of the weights"
+            f"{', '.join(KV_DTYPES)}, or leave it out for the dtype of the weights"
         )
     if config.kv_layout and config.kv_layout not in KV_LAYOUTS:
         raise ConfigError(f"kv_layout {config.kv_layout!r} is not known; use {' or '.join(KV_LAYOUTS)}")

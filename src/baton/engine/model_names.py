@@ -23,6 +23,8 @@ DTYPES = ("fp32", "bf16", "fp16")
 """That the engine computes in."""
 TORCH_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float": "fp32", "half": "fp16"}
 """What other engines and checkpoints call them, and our names."""
+KV_DTYPES = (*DTYPES, "fp8")
+"""That the KV cache is stored in; fp8 is e4m3 with a scale of 1."""
 
 
 def find_model(model: str) -> Path | None:

@@ -313,6 +313,8 @@ def why_not_paged(stage: Stage, mesh: Mesh, pools: CachePools) -> str:
     """Why decode steps of a rank do not run on the paged kernels; empty where they do."""
     if pools.device.type != "cuda":
         return "the device is not a GPU"
+    if pools.spec.storage.dtype == "fp8":
+        return "no kernel reads an fp8 KV cache"
     if find_spec("triton") is None:
         return "triton is not installed"
     if mesh.cp.size > 1:

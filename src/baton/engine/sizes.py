@@ -29,6 +29,7 @@ from baton.plan.dtypes import item_bytes
 from baton.plan.models.config import read_cache
 from baton.plan.ownership import box, buffers
 from baton.plan.printer import human_bytes
+from baton.plan.ranges import Ranges, to_ids
 from baton.session import SocketConfig
 from baton.session.registry import RegistryError, check_instance, check_registry, check_url
 
@@ -73,7 +74,11 @@ def derive_sizes(config: EngineConfig, *, is_checked: bool = False) -> EngineSiz
     if not is_checked:
         check_weights(checkpoint, has_draft=config.has_draft)
     cache = read_cache(checkpoint.config, f"model {config.model}", has_draft=config.has_draft)
-    layout.stages(cache.num_layers, "this")
+    if config.cache_dtype == "fp8":
+        cache = _with_wide_states(cache, config.dtype)
+    stages = layout.stages(cache.num_layers, "this")
+    if "index_k" in cache.by_name:
+        _check_stages(stages, to_ids(cache.by_name["index_k"].layers))
     storage = engine_storage(cache, config.page_tokens, config.cache_dtype, config.kv_layout)
     spec = Spec(layout, cache, storage)
     for component in cache.components:
@@ -223,6 +228,26 @@ def _staging_bytes(spec: Spec, device: str) -> int:
     widest = Spec(spec.layout, spec.cache, replace(spec.storage, dtype="fp32"))
     pool_bytes = max(sum(buffers(widest, rank, "this").values()) for rank in range(spec.layout.num_ranks))
     return min(pool_bytes, STAGING_BYTES_MAX[device])
+
+
+def _check_stages(stages: Ranges, indexed: Sequence[int]) -> None:
+    """Raises ConfigError where a stage begins with a layer that needs what an earlier stage has chosen."""
+    for first, _ in stages:
+        if first not in indexed:
+            near = max(layer for layer in indexed if layer < first)
+            raise ConfigError(
+                f"a pipeline stage begins with layer {first}, which shares the indexer of layer {near}; "
+                "give the sizes of the stages (pp2:3-5) so that it begins there"
+            )
+
+
+def _with_wide_states(cache: Cache, dtype: str) -> Cache:
+    """The cache with recurrent state in `dtype`: its rounding adds up over a sequence, unlike a token's."""
+    components = [
+        each if each.extent.has_tokens else replace(each, dtype=each.dtype or dtype)
+        for each in cache.components
+    ]
+    return replace(cache, components=tuple(components))
 
 
 def _entry_bytes(cache: Cache, dtype: str, *, has_tokens: bool) -> int:

@@ -243,7 +243,8 @@ def resolve(plan: Plan, prompt: Prompt) -> tuple[BoundRoute, ...]:
         tokens, count = sets[strides]
         layers = route_layers(plan, route, prompt, (0, END))
         if count and layers:
-            per_unit = component.num_elements * item_bytes(plan.source.storage.dtype_of(component))
+            given = plan.source.cache.by_name[route.component]
+            per_unit = component.num_elements * item_bytes(plan.source.storage.dtype_of(given))
             num_bytes = size(layers) * (route.units[1] - route.units[0]) * count * per_unit
             units = route.units if component.units else None
             spelt = tokens if component.extent.has_tokens else None

@@ -16,9 +16,10 @@ from tests.engine.attention.world import (
 )
 from tests.engine.parallel.ranks import on_mesh
 
-from baton.engine.attention import prefill, softmax
-from baton.engine.attention.passes import Pass
-from baton.engine.attention.pools import CachePools
+from baton.engine.attention import pools, prefill, softmax
+from baton.engine.attention.passes import Pass, _store
+from baton.engine.attention.pools import FP8, CachePools
+from baton.engine.attention.slots import Writes
 from baton.engine.commands import Batch, PageCopy, ScheduledSequence
 from baton.engine.parallel import Mesh
 from baton.errors import ConfigError, EngineError
@@ -53,6 +54,29 @@ def test_half_floats(dtype: torch.dtype) -> None:
     world.step({0: 9, 1: 1, 2: 17})
     world.step({0: 1, 1: 1, 2: 8})
     world.step({0: 1, 1: 1, 2: 1})
+
+
+@pytest.mark.parametrize("seed", [7, 8])
+def test_fp8(seed: int) -> None:
+    world = World(Mesh(ALONE, 0), seed, stored=FP8)
+    world.step({0: 9, 1: 1, 2: 17})
+    world.step({0: 1, 1: 1, 2: 8})
+    world.step({0: 1, 1: 1, 2: 1})
+    assert world.pools.view("k", 0).element_size() == 1
+
+
+def test_fp8_saturates() -> None:
+    pool = torch.zeros(3, 2, dtype=FP8)
+    _store(pool, Writes(None, torch.tensor([2, 0])), torch.tensor([[1e3, -1e9], [1.0, 0.3]]))
+    assert pool.float().tolist() == [[1.0, 0.3125], [0.0, 0.0], [448.0, -448.0]]
+
+
+@pytest.mark.long
+def test_another_fp8_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "FP8", torch.float8_e5m2)
+    monkeypatch.setitem(pools.DTYPES, "fp8", torch.float8_e5m2)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        test_fp8(7)
 
 
 def test_rows_of_two_sizes_are_not_kept_side_by_side() -> None:

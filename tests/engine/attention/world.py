@@ -11,7 +11,7 @@ from tests.engine.attention.reference import History, RandomLatent, attend, chos
 from torch import Tensor
 
 from baton.engine.attention.passes import Pass
-from baton.engine.attention.pools import CachePools
+from baton.engine.attention.pools import FP8, CachePools
 from baton.engine.commands import Batch, ScheduledSequence
 from baton.engine.models.base import HeadOptions, IndexQuery
 from baton.engine.pages import engine_storage
@@ -56,18 +56,26 @@ def cache(value_dim: int) -> Cache:
 class World:
     """Sequences of one rank, step by step; every rank of a mesh makes the same ones.
 
-    With an odd seed v has fewer channels than k, so that they are kept apart.
+    With an odd seed v has fewer channels than k, so that they are kept apart. A cache of another dtype holds
+    all numbers of the world exactly.
     """
 
     def __init__(
-        self, mesh: Mesh, seed: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU
+        self,
+        mesh: Mesh,
+        seed: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
+        stored: torch.dtype | None = None,
     ) -> None:
         self._mesh = mesh
         self._chance = random.Random(seed)
         self._numbers = torch.Generator().manual_seed(seed)
         self._dtype = dtype
         self._device = device
-        name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+        self._stored = stored or dtype
+        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8"}
+        name = names[self._stored]
         self._value_dim = VALUE_DIM if seed % 2 else DIM
         kept = cache(self._value_dim)
         storage = engine_storage(kept, PAGE, name)
@@ -114,7 +122,7 @@ class World:
         return ScheduledSequence(sequence, start, [0] * length, tables, prompt)
 
     def _random(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self._numbers).to(self._device, self._dtype)
+        return torch.randn(*shape, generator=self._numbers).to(self._device, self._stored).to(self._dtype)
 
     def _heads(self, found: Pass, batch: Batch, layer: int, own: slice) -> None:
         how = options(layer, self._device)

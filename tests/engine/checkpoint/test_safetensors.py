@@ -140,14 +140,3 @@ def test_file_cut_short(folder: Path, keep: int):
     whole = (folder / SINGLE).read_bytes()
     (folder / SINGLE).write_bytes(whole[:keep])
     assert "not a whole safetensors file" in refusal(folder)
-
-
-def test_quantised_weights_are_refused(folder: Path):
-    saved = load_file(folder / SINGLE)
-    save_file({**saved, Q: saved[Q].to(torch.float8_e4m3fn)}, folder / SINGLE)
-    assert f"tensor {Q} is F8_E4M3, which is not supported" in refusal(folder)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({**config, "quantization_config": {"quant_method": "fp8"}})
-    )
-    assert "the weights are quantised (fp8)" in refusal(folder)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from tests.engine.e2e.instances import InstancePool, Side, ask_all, ask_one, check_idle, greedy, opened
 from tests.engine.e2e.prompts import check_tokens, prompt
-from tests.engine.hybrids import HYBRIDS, REACH, hybrid
+from tests.engine.fp8 import quantised
+from tests.engine.hybrids import HYBRIDS, REACH, hybrid, multimodal
 
 pytestmark = pytest.mark.engine
 
@@ -51,6 +52,15 @@ def sides(folder: Path, prefill: str, decode: str) -> tuple[Side, Side]:
     plain = Side(str(folder)).but(chunk_tokens=CHUNK)
     first, second = replace(plain, layout=prefill), replace(plain, layout=decode)
     return first, second if second != first else replace(second, name="two")
+
+
+def test_an_fp8_checkpoint_with_images(pool: InstancePool, tmp_path: Path) -> None:
+    fp8, dequantised = quantised(multimodal("qwen3_5_moe"), tmp_path)
+    pair = pool.pair(*sides(fp8, "tp2", "pp2"))
+    asked = [prompt(length) for length in LENGTHS]
+    found = ask_all(pair, [greedy(each, NUM_TOKENS) for each in asked])
+    check_tokens(dequantised, asked, found, NUM_TOKENS)
+    check_idle(pair.prefill, pair.decode)
 
 
 @pytest.mark.parametrize(("family", "prefill", "decode"), [*CASES, *FURTHER])

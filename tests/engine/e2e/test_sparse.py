@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 between layouts: latents and index keys travel, tokens are those of `transformers`."""
+"""Sparse attention between layouts: latents and index keys travel, tokens are those of `transformers`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from tests.engine.e2e.instances import (
     opened,
 )
 from tests.engine.e2e.prompts import check_tokens, prompt
-from tests.engine.tiny import FAMILIES, tiny
+from tests.engine.tiny import FAMILIES, GLM, tiny
 
 from baton.engine.deployment import Pair
+from baton.engine.sizes import derive_sizes
+from baton.errors import ConfigError
 
 pytestmark = pytest.mark.engine
 
@@ -60,6 +62,23 @@ def test_tokens(pool: InstancePool, crossing: tuple[str, str]) -> None:
     check_tokens(tiny(FAMILY), [longer], [again], NUM_TOKENS)
     if "dp" not in crossing[0] and "split" not in crossing[0]:
         assert again.traces["prefill"].num_cached > 0
+
+
+@pytest.mark.parametrize("crossing", [("tp2", "tp1"), ("pp2", "cp2"), ("cp2:split", "pp2")], ids=" to ".join)
+def test_layers_share_an_indexer(pool: InstancePool, crossing: tuple[str, str]) -> None:
+    folder = tiny("glm_moe_dsa", **GLM)
+    prefill, decode = (replace(side, model=str(folder)) for side in sides(*crossing))
+    pair = pool.pair(prefill, decode)
+    asked = [prompt(length) for length in LENGTHS]
+    found = ask_all(pair, [greedy(each, NUM_TOKENS) for each in asked])
+    check_tokens(folder, asked, found, NUM_TOKENS)
+    check_idle(pair.prefill, pair.decode)
+
+
+def test_a_stage_does_not_begin_with_a_shared_indexer() -> None:
+    side = Side(str(tiny("glm_moe_dsa", **GLM)), "pp2:1-3")
+    with pytest.raises(ConfigError, match=r"begins with layer 1, which shares the indexer of layer 0"):
+        derive_sizes(side.config)
 
 
 def test_index_keys_travel_with_the_latent(pool: InstancePool) -> None:

@@ -1,10 +1,11 @@
 """Pairs whose KV caches differ in page size, storage order and dtype, with checksums on what arrives.
 
-Where both sides store fp32, the oracle is `transformers`. Where the decode instance stores bf16, it is that
-instance by itself, without a hand-over. A prompt that is prefilled in one step attends to its own keys before
-they are stored, so prefill computes the same logits and the same K and V whatever the cache's dtype is, and
-the hand-over rounds them as storing does. Two kinds of prompts are exceptions, since prefill then reads what
-it has stored: a prompt of one token, and a prompt of several chunks. They agree where both sides store bf16.
+Where both sides store fp32, the oracle is `transformers`. Where the decode instance stores bf16 or fp8, it is
+that instance by itself, without a hand-over. A prompt that is prefilled in one step attends to its own keys
+before they are stored, so prefill computes the same logits and the same K and V whatever the cache's dtype
+is, and the hand-over rounds them as storing does. Two kinds of prompts are exceptions, since prefill then
+reads what it has stored: a prompt of one token, and a prompt of several chunks. They agree where both sides
+store the same.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from tests.engine.e2e.instances import InstancePool, Side, ask_all, ask_one, check_idle, greedy, opened
 from tests.engine.e2e.prompts import LENGTHS, check_tokens, difference, prompt
+from tests.engine.hybrids import hybrid
 from tests.engine.tiny import tiny
 
 from baton.engine.deployment import Pair
@@ -24,7 +26,7 @@ from baton.errors import EngineError
 pytestmark = pytest.mark.engine
 
 NUM_TOKENS = 32
-GQA, MLA = "llama", "deepseek_v3"
+GQA, MLA, HYBRID = "llama", "deepseek_v3", "qwen3_5_moe_text"
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +81,31 @@ def test_fp32_to_bf16(pool: InstancePool, family: str, transport: str) -> None:
     check_alone(pool.pair(*sides(tiny(family), {"transport": transport}, options)), LENGTHS[1:])
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 @pytest.mark.parametrize("family", [GQA, MLA])
-def test_bf16_to_bf16(pool: InstancePool, family: str) -> None:
-    options = {"kv_cache_dtype": "bf16", "chunk_tokens": 100}
+def test_both_store_the_same(pool: InstancePool, family: str, dtype: str) -> None:
+    options = {"kv_cache_dtype": dtype, "chunk_tokens": 100}
     check_alone(pool.pair(*sides(tiny(family), options, options)), LENGTHS)
+
+
+@pytest.mark.parametrize("family", [GQA, MLA, HYBRID])
+def test_fp32_to_fp8(pool: InstancePool, family: str) -> None:
+    folder = hybrid(family) if family == HYBRID else tiny(family)
+    check_alone(pool.pair(*sides(folder, {}, {"kv_cache_dtype": "fp8_e4m3"})), LENGTHS[1:])
+
+
+@pytest.mark.parametrize("family", [GQA, MLA])
+def test_fp8_to_bf16(pool: InstancePool, family: str) -> None:
+    """The prompt has been rounded to fp8; what is decoded first is what an fp8 cache gives."""
+    fp8, bf16 = {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "bf16"}
+    pair = pool.pair(*sides(tiny(family), fp8, bf16))
+    for length in LENGTHS[1:]:
+        request = greedy(prompt(length), NUM_TOKENS)
+        (handed,) = ask_one(pair, request).tokens
+        (alone,) = ask_one(pair.prefill, replace(request, salt="alone")).tokens
+        assert handed[:2] == alone[:2]
+        assert len(handed) == NUM_TOKENS
+    check_idle(pair.prefill, pair.decode)
 
 
 @pytest.mark.parametrize("layouts", [("tp2", "tp1"), ("tp1", "cp2"), ("dp2.tp1", "pp2")], ids=" to ".join)

@@ -30,7 +30,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"transport": "tcp:streams"}, "streams"),
     ({"device": "tpu"}, "device 'tpu' is not known; use auto, cpu or cuda"),
     ({"generation_config": "vllm"}, "generation_config 'vllm' is not known; use auto or none"),
-    ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8' .* use fp32, bf16, fp16"),
+    ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype 'fp8_e5m2' .* use fp32, bf16, fp16, fp8"),
+    ({"dtype": "fp8"}, "dtype 'fp8' is not one the engine computes in; use fp32, bf16, fp16"),
     ({"kv_layout": "nhd.fused"}, "kv_layout 'nhd.fused' is not known; use hnd.fused or hnd.apart"),
     ({"staging_mb": -1}, "staging_mb is -1"),
     ({"packing": "always"}, "packing 'always' is not known; use convert or cost"),
@@ -173,6 +174,7 @@ def test_auto_is_what_the_checkpoint_states(tmp_path: Path, stated: object, dtyp
     assert EngineConfig(f"{DUMMY}{tmp_path / 'config.json'}").dtype == dtype
     given = EngineConfig(str(tmp_path), dtype="float32", kv_cache_dtype="bfloat16")
     assert (given.dtype, given.cache_dtype) == ("fp32", "bf16")
+    assert EngineConfig(str(tmp_path), kv_cache_dtype="fp8_e4m3").cache_dtype == "fp8"
 
 
 def test_a_model_that_is_not_there_is_refused_later() -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -120,6 +120,7 @@ class PlainAttention:
         self.is_absorbed = is_absorbed
         self.positions: Tensor = torch.cat([torch.arange(p.start, p.start + len(p.tokens)) for p in parts])
         self.options: list[HeadOptions] = []
+        self.unchosen: dict[int, Tensor] = {}
 
     def heads(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: HeadOptions) -> Tensor:
         self.options.append(options)
@@ -138,13 +139,15 @@ class PlainAttention:
         query: LatentQuery,
         latent: Tensor,
         scale: float,
-        chosen_by: IndexQuery | None = None,
+        chosen_by: IndexQuery | Literal["shared"] | None = None,
     ) -> Tensor:
         q = query.absorbed() if self.is_absorbed else query.plain()
         outs = []
         for part, rows in self._rows():
             cached = self._remember(part, layer, "latent", latent[rows])
-            unchosen = None if chosen_by is None else self._unchosen(part, layer, chosen_by, rows)
+            if isinstance(chosen_by, IndexQuery):
+                self.unchosen[part.sequence] = self._unchosen(part, layer, chosen_by, rows)
+            unchosen = None if chosen_by is None else self.unchosen[part.sequence]
             if self.is_absorbed:
                 keys = cached.unsqueeze(1).expand(-1, q.shape[1], -1)
                 values = keys[..., : query.num_value_channels]

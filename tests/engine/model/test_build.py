@@ -46,7 +46,6 @@ def test_older_names_and_lists_are_read() -> None:
         (config_of("llama", hidden_act="relu6"), "hidden_act is 'relu6'; use one of silu"),
         (config_of("llama", partial_rotary_factor=0.5), "partial_rotary_factor turns 4 of 8"),
         (config_of("llama", dtype="int8"), "dtype is 'int8'; use one of float32"),
-        (config_of("llama", quantization_config={"quant_method": "fp8"}), "quantized weights"),
         (config_of("qwen3_moe", num_experts_per_tok=7), "num_experts_per_tok is 7"),
         (config_of("deepseek_v2", norm_topk_prob=True), "norm_topk_prob is True, which is not supported"),
         (config_of("deepseek_v2", topk_method="noaux_tc"), "topk_method is 'noaux_tc'; use one of greedy"),

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.hybrids import HYBRIDS, hybrid
+from tests.engine.fp8 import quantised
+from tests.engine.hybrids import HYBRIDS, hybrid, multimodal
 from tests.engine.model.reference import (
     DiskCheckpoint,
     Plan,
@@ -20,6 +21,7 @@ from tests.engine.model.reference import (
 )
 from tests.engine.model.test_broken import reruled, respecified
 
+from baton.engine.checkpoint import open_checkpoint
 from baton.engine.models import gated_delta, gqa, mamba2, mlp, moe
 from baton.engine.models.base import Share
 from baton.engine.models.build import describe
@@ -67,6 +69,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     ),
 }
 """With the numbers of tp ranks that each is cut for."""
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_the_language_model_of_a_multimodal_checkpoint(family: str, is_fp8: bool, tmp_path: Path) -> None:
+    folder = wanted = multimodal(family)
+    if is_fp8:
+        folder, wanted = quantised(folder, tmp_path)
+    checkpoint = open_checkpoint(str(folder))
+    assert describe(checkpoint.config).model_type == f"{family}_text"
+    sequences = prompts(checkpoint.config["vocab_size"], LENGTHS)
+    found = whole_logits(Ranks(checkpoint, Plan(tp=2)), sequences)
+    assert worst(found, oracle_logits(wanted, sequences)) < CLOSE
 
 
 @pytest.mark.parametrize("name", named(VARIANTS))

@@ -1,4 +1,4 @@
-"""The indexer of DeepSeek-V3.2 against `transformers`: logits of all positions, and what is cached."""
+"""The indexers of DeepSeek-V3.2 and GLM-5 against `transformers`: all logits, and what is cached."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tests.engine.model.reference import (
 )
 from tests.engine.model.test_broken import respecified
 from tests.engine.model.test_families import DEEPSEEK_YARN
-from tests.engine.tiny import FAMILIES, tiny
+from tests.engine.tiny import FAMILIES, GLM, tiny
 
 from baton.engine.models import mla
 from baton.engine.models.base import IndexQuery
@@ -49,6 +49,16 @@ def test_logits_are_those_of_transformers(name: str, models: Path) -> None:
     wanted = oracle_logits(folder, sequences)
     for plan in (Plan(), Plan(tp=2, dp=2, stages=(1, 3), is_absorbed=True)):
         assert worst(whole_logits(Ranks(checkpoint, plan), sequences), wanted) < CLOSE
+
+
+@pytest.mark.parametrize("types", ["full", "shared"])
+def test_logits_of_glm(types: str, models: Path) -> None:
+    folder = tiny("glm_moe_dsa", models, **{**GLM, "indexer_types": ["full", "full", "full", types]})
+    checkpoint = DiskCheckpoint(folder)
+    sequences = prompts(checkpoint.config["vocab_size"], LENGTHS)
+    for plan in (Plan(), Plan(tp=2, dp=2, stages=(1, 3), is_absorbed=True)):
+        found = whole_logits(Ranks(checkpoint, plan), sequences)
+        assert worst(found, oracle_logits(folder, sequences)) < CLOSE
 
 
 def test_index_keys_are_those_that_transformers_caches(models: Path) -> None:
@@ -87,12 +97,12 @@ def requeried(change: Callable[[IndexQuery], IndexQuery]) -> Callable[[pytest.Mo
     return apply
 
 
-def _paired(patch: pytest.MonkeyPatch) -> None:
+def _turned(patch: pytest.MonkeyPatch, *, is_paired_in: bool) -> None:
     load = mla.IndexerSpec.load
     patch.setattr(
         mla.IndexerSpec,
         "load",
-        lambda self, *args: load(replace(self, rope=replace(self.rope, is_paired_in=True)), *args),
+        lambda self, *args: load(replace(self, rope=replace(self.rope, is_paired_in=is_paired_in)), *args),
     )
 
 
@@ -109,7 +119,7 @@ CASES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "everything attended to": _dense,
     "one token too many": respecified(mla.IndexerSpec, num_chosen=NUM_CHOSEN + 1),
     "one token too few": respecified(mla.IndexerSpec, num_chosen=NUM_CHOSEN - 1),
-    "index channels turned in pairs": _paired,
+    "index channels turned in pairs": lambda patch: _turned(patch, is_paired_in=True),
     "index keys not normed": _unnormed,
     "heads not weighted": requeried(lambda query: replace(query, weights=torch.ones_like(query.weights))),
     "keys of nothing": requeried(lambda query: replace(query, keys=torch.zeros_like(query.keys))),
@@ -128,3 +138,19 @@ def test_a_broken_rule_is_seen(name: str, models: Path, monkeypatch: pytest.Monk
     assert worst(found, wanted) > SEEN
     if name != "one token too few":
         assert worst(found[:2], wanted[:2]) < CLOSE, "prompts that are chosen whole are as they were"
+
+
+GLM_CASES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "no choice where it is shared": respecified(mla.MlaSpec, is_choice_shared=False),
+    "index channels turned in halves": lambda patch: _turned(patch, is_paired_in=False),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", GLM_CASES)
+def test_a_broken_rule_of_glm_is_seen(name: str, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny("glm_moe_dsa", models, **GLM)
+    checkpoint = DiskCheckpoint(folder)
+    sequences = prompts(checkpoint.config["vocab_size"], LENGTHS)
+    GLM_CASES[name](monkeypatch)
+    assert worst(whole_logits(Ranks(checkpoint), sequences), oracle_logits(folder, sequences)) > SEEN

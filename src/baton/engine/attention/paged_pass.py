@@ -8,6 +8,7 @@ it, so that a CUDA graph that was captured with a pass computes whatever the inp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -121,7 +122,7 @@ class PagedPass:
         query: LatentQuery,
         latent: Tensor,
         scale: float,
-        chosen_by: IndexQuery | None = None,
+        chosen_by: IndexQuery | Literal["shared"] | None = None,
     ) -> Tensor:
         """Stores latent (rows, channels), attends causally; returns (rows, heads, value channels)."""
         if chosen_by is not None:

@@ -13,13 +13,14 @@ group, at the first layer that needs it.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from baton.engine.attention import decode, prefill, slots, softmax
-from baton.engine.attention.pools import CachePools
+from baton.engine.attention.pools import FP8, CachePools, movable
 from baton.engine.attention.prefill import ChunkInputs, Masks, Sight
 from baton.engine.attention.slots import (
     AttentionInputs,
@@ -44,6 +45,7 @@ from baton.errors import EngineError
 from baton.plan.cache import Component
 from baton.plan.ranges import Range
 
+FP8_MAX = torch.finfo(FP8).max
 ABSORBED_RATIO = 8
 """A chunk this many times shorter than its context attends to the latent itself: expanding costs more."""
 
@@ -63,6 +65,8 @@ class Pass:
         self._masks = Masks(pools.device)
         self._found: dict[tuple[str, tuple[int, int]], Writes] = {}
         self._reads: dict[tuple[str, tuple[int, int], int | None, torch.dtype], Reads] = {}
+        self._choice: Reads | None = None
+        """What the last indexer chose."""
         places = [np.arange(work.start, work.start + len(work.tokens)) for work in batch.sequences]
         every = np.concatenate([np.empty(0, dtype=np.int64), *places])
         self._positions = torch.from_numpy(every).to(pools.device, non_blocking=True)
@@ -121,7 +125,7 @@ class Pass:
         query: LatentQuery,
         latent: Tensor,
         scale: float,
-        chosen_by: IndexQuery | None = None,
+        chosen_by: IndexQuery | Literal["shared"] | None = None,
     ) -> Tensor:
         """Stores latent (rows, channels), attends causally; returns (rows, heads, value channels)."""
         keeper = self._pools.component("latent", layer)
@@ -131,8 +135,11 @@ class Pass:
         _store(rows, self._writes(keeper, (1, page_rows)), every)
         options = HeadOptions(scale, keeper.extent.window)
         reads = self._read(keeper, (1, page_rows), options.window, latent.dtype)
-        if chosen_by is not None:
-            reads = self._chosen(layer, chosen_by, reads)
+        if chosen_by == "shared":
+            assert self._choice is not None, f"layer {layer} has no indexer before it on this stage"
+            reads = self._choice
+        elif chosen_by is not None:
+            reads = self._choice = self._chosen(layer, chosen_by, reads)
         if self._keeping.is_whole:
             return self._attend_latent(query, every, pool, (reads, options))
         q = query.absorbed()
@@ -290,4 +297,7 @@ def _is_short(chunk: Chunk) -> bool:
 
 def _store(pool: Tensor, writes: Writes, rows: Tensor) -> None:
     kept = rows if writes.rows is None else rows.index_select(0, writes.rows)
-    pool.index_copy_(0, writes.slots, kept.reshape(-1, pool.shape[1]).to(pool.dtype))
+    if pool.dtype == FP8:
+        # Before 2.12 torch converts numbers beyond e4m3 to NaN.
+        kept = kept.clamp(-FP8_MAX, FP8_MAX)
+    movable(pool).index_copy_(0, writes.slots, movable(kept.reshape(-1, pool.shape[1]).to(pool.dtype)))

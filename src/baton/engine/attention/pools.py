@@ -18,7 +18,8 @@ from baton.plan.ownership import Spec, box, placements
 from baton.plan.ranges import to_ids
 from baton.plan.storage import FUSED, HND, Placement
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FP8 = torch.float8_e4m3fn
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": FP8}
 _SIDE = "engine"
 
 
@@ -45,7 +46,7 @@ class CachePools:
             held = box(spec, component, rank, _SIDE)
             ids = to_ids(held.layers)
             whole = _view(spec, component, placed, buffers[placed.buffer], (len(ids), _length(held.units)))
-            self._whole[name] = whole
+            self._whole[name] = movable(whole)
             for i, layer in enumerate(ids):
                 self._layers[stem(name), layer] = (component, whole[i])
 
@@ -93,6 +94,11 @@ class CachePools:
             return self._layers[part, layer]
         except KeyError:
             raise EngineError(f"layer {layer} keeps no {part} on this rank") from None
+
+
+def movable(pool: Tensor) -> Tensor:
+    """A pool for operations that move its numbers, which torch does not have for fp8 on CPU."""
+    return pool.view(torch.uint8) if pool.dtype == FP8 else pool
 
 
 def stem(name: str) -> str:
@@ -177,4 +183,5 @@ class Scratch:
             room = torch.empty(count + count // 2, dtype=pool.dtype, device=pool.device)
             self._rooms[name] = room
         out = room[:count].view(-1, pool.shape[-1])
-        return torch.index_select(pool, 0, slots, out=out)
+        torch.index_select(movable(pool), 0, slots, out=movable(out))
+        return out

@@ -111,8 +111,6 @@ def sample_ranges(num_bytes: int) -> list[Range]:
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 
-_PLAIN_QUANTISATION: tuple[object, ...] = (None, {})
-
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file that must exist."""
@@ -130,31 +128,17 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config of a folder, of weights that are not quantised."""
+    """The config of a folder."""
     path = folder / CONFIG
     if not path.is_file():
         raise ConfigError(
             f"folder {folder} has no {CONFIG}; name the folder that holds it beside the weights, "
             "as a download from the Hugging Face Hub has them"
         )
-    config = read_object(path)
-    refuse_quantised(config, str(path))
-    return config
+    return read_object(path)
 
 
 def read_generation_config(folder: Path) -> dict[str, Any]:
     """The defaults for generating, empty where the folder has none."""
     path = folder / GENERATION
     return read_object(path) if path.is_file() else {}
-
-
-def refuse_quantised(config: Mapping[str, Any], where: str) -> None:
-    """Weights with scales beside them are no plain numbers, so they are not read as such."""
-    quantisation = config.get("quantization_config")
-    if quantisation in _PLAIN_QUANTISATION:
-        return
-    method = quantisation.get("quant_method") if isinstance(quantisation, Mapping) else quantisation
-    raise ConfigError(
-        f"{where}: the weights are quantised ({method}), which is not supported; "
-        "use a checkpoint in bf16, fp16 or fp32, or a GGUF file"
-    )

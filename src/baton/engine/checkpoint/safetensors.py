@@ -1,4 +1,12 @@
-"""Folders with a config.json and safetensors files, one or sharded."""
+"""Folders with a config.json and safetensors files, one or sharded.
+
+fp8 weights (e4m3) in blocks are dequantised as they are read: a tensor `X` is multiplied with `X_scale_inv`,
+which has one scale for each block of the last two dims. Blocks begin at the tensor's first row and column;
+the last ones may be cut short. Which tensors are quantised is seen from their stored dtype.
+
+Of a multimodal checkpoint of Qwen3.5 this is the language model: the config is its text part, and tensors
+have the names that they have in a checkpoint of the language model alone.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +35,25 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SUFFIX = ".safetensors"
 
-_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-_ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+_FP8 = "F8_E4M3"
+# What `read` gives; fp8 is multiplied with its scales in float32.
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, _FP8: torch.float32}
+_ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, _FP8: 1}
 _NARROW = ("F8", "F6", "F4", "U8", "I8")
+_SCALES = "_scale_inv"
+_MULTIMODAL = ("qwen3_5", "qwen3_5_moe")
+_LANGUAGE_MODEL = "model.language_model."
+_REMEDY = "use a checkpoint in bf16, fp16, fp32 or fp8 with block scales (weight_block_size), or a GGUF file"
 _HEADER_BYTES_MAX = 100 << 20
 _LISTED_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies: its file, its type and shape, and its first byte in the file."""
+    """Where one tensor lies: its file and name there, its type and shape, and its first byte in the file."""
 
     file: Path
+    name: str
     kind: str
     shape: tuple[int, ...]
     start: int
@@ -57,15 +72,22 @@ class SafetensorsFolder(Checkpoint):
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor] = field(repr=False)
+    block: tuple[int, int] | None = None
+    """Rows and columns that share a scale in fp8 weights."""
 
     @classmethod
     def open(cls, folder: Path) -> SafetensorsFolder:
         """Reads the config and the headers of the weights, and checks that all files are there and whole."""
-        config = read_config(folder)
+        config = _text_config(read_config(folder), f"{folder / CONFIG}")
+        block = _block_size(config, f"{folder / CONFIG}")
         tensors: dict[str, StoredTensor] = {}
         for file in _files(folder):
             tensors |= _header(file)
-        return cls(folder, config, read_generation_config(folder), tensors)
+        tensors = {name.replace(_LANGUAGE_MODEL, "model.", 1): each for name, each in tensors.items()}
+        for name, stored in tensors.items():
+            if stored.kind == _FP8:
+                _check_scales(name, tensors, block)
+        return cls(folder, config, read_generation_config(folder), tensors, block)
 
     def names(self) -> Iterable[str]:
         return self.tensors.keys()
@@ -75,7 +97,6 @@ class SafetensorsFolder(Checkpoint):
         return found.shape if found else None
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """The type a tensor is stored in, or None."""
         found = self.tensors.get(name)
         return _DTYPES[found.kind] if found else None
 
@@ -83,10 +104,26 @@ class SafetensorsFolder(Checkpoint):
         self, name: str, ranges: Sequence[Range], device: torch.device | None, dtype: torch.dtype | None
     ) -> torch.Tensor:
         cut = tuple(slice(start, stop) for start, stop in ranges)
-        with safe_open(self.tensors[name].file, framework="pt", device="cpu") as file:
-            found: torch.Tensor = file.get_slice(name)[cut] if cut else file.get_tensor(name)
+        stored = self.tensors[name]
+        is_fp8 = stored.kind == _FP8
+        with safe_open(stored.file, framework="pt", device="cpu") as file:
+            found: torch.Tensor = file.get_slice(stored.name)[cut] if cut else file.get_tensor(stored.name)
             # The copy is made while the file is mapped; without one the weights would stay pages of the file.
-            return found.to(device=device, dtype=dtype, copy=True).contiguous()
+            values = found.to(device=device, dtype=torch.float32 if is_fp8 else dtype, copy=True).contiguous()
+        return values.mul_(self._scales(name, ranges).to(device)).to(dtype) if is_fp8 else values
+
+    def _scales(self, name: str, ranges: Sequence[Range]) -> torch.Tensor:
+        """The scale of every element of a slice, which may begin and end inside a block."""
+        assert self.block is not None
+        *leading, rows, columns = ranges
+        blocks = [
+            (start // size, -(-stop // size))
+            for (start, stop), size in zip((rows, columns), self.block, strict=True)
+        ]
+        scales = self.read_ranges(name + _SCALES, (*leading, *blocks), None, torch.float32)
+        for dim, (start, stop), size in zip((-2, -1), (rows, columns), self.block, strict=True):
+            scales = scales.repeat_interleave(size, dim).narrow(dim, start % size, stop - start)
+        return scales
 
     def sample(self, name: str, *, is_read: bool) -> tuple[str, bytes]:
         stored = self.tensors[name]
@@ -156,14 +193,60 @@ def _entries(file: Path, entries: dict[str, Any], start: int, size: int) -> dict
         if start + last > size:
             raise _broken(file, f"{size} bytes where {name} ends at byte {start + last}")
         kind = entry["dtype"]
-        if kind.startswith(_NARROW):
-            raise ConfigError(
-                f"{file}: tensor {name} is {kind}, which is not supported; "
-                "use a checkpoint in bf16, fp16 or fp32, or a GGUF file"
-            )
         if kind in _DTYPES:
-            found[name] = StoredTensor(file, kind, tuple(entry["shape"]), start + first)
+            found[name] = StoredTensor(file, name, kind, tuple(entry["shape"]), start + first)
+        elif kind.startswith(_NARROW):
+            raise ConfigError(f"{file}: tensor {name} is {kind}, which is not supported; {_REMEDY}")
     return found
+
+
+def _text_config(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """The config of the language model, which a multimodal one nests."""
+    model_type, text = config.get("model_type"), config.get("text_config")
+    if model_type not in _MULTIMODAL:
+        return config
+    if not isinstance(text, Mapping):
+        raise ConfigError(
+            f"{where}: has no text_config, which a {model_type} model has; fetch the file again"
+        )
+    shared = {
+        key: value for key, value in config.items() if value is not None and not key.endswith("_config")
+    }
+    quantisation = {"quantization_config": config.get("quantization_config")}
+    return {**quantisation, **text, **shared, "model_type": f"{model_type}_text"}
+
+
+def _block_size(config: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+    """Rows and columns of a block of fp8 weights, None without fp8; other quantisations are refused."""
+    stated = config.get("quantization_config")
+    if not stated:
+        return None
+    fields = stated if isinstance(stated, Mapping) else {"quant_method": stated}
+    match fields.get("quant_method"), fields.get("weight_block_size"):
+        case "fp8", [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return rows, columns
+        case method, block:
+            raise ConfigError(
+                f"{where}: the weights are quantised ({method}, weight_block_size {block}), "
+                f"which is not supported; {_REMEDY}"
+            )
+
+
+def _check_scales(name: str, tensors: Mapping[str, StoredTensor], block: tuple[int, int] | None) -> None:
+    """Raises ConfigError where an fp8 tensor has no scale for each of its blocks."""
+    stored, scales = tensors[name], tensors.get(name + _SCALES)
+    if block is None or len(stored.shape) < 2:
+        raise ConfigError(
+            f"{stored.file}: tensor {name} is {stored.kind} {stored.shape} without block scales; {_REMEDY}"
+        )
+    *leading, rows, columns = stored.shape
+    wanted = (*leading, -(-rows // block[0]), -(-columns // block[1]))
+    if scales is None or scales.shape != wanted or scales.kind == _FP8:
+        found = f"is {scales.kind} {scales.shape}" if scales else "is missing"
+        raise ConfigError(
+            f"{stored.file}: {name}{_SCALES} {found}, {wanted} is wanted for blocks of {block}; "
+            "the files are incomplete or belong to another config: fetch the checkpoint again"
+        )
 
 
 def _broken(file: Path, what: str) -> ConfigError:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -92,11 +92,12 @@ class Attention(Protocol):
         query: LatentQuery,
         latent: Tensor,
         scale: float,
-        chosen_by: IndexQuery | None = None,
+        chosen_by: IndexQuery | Literal["shared"] | None = None,
     ) -> Tensor:
         """Stores latent (rows, channels), attends causally; returns (rows, heads, value channels).
 
-        With `chosen_by`, whose keys are stored too, a row attends only to what it chooses.
+        With `chosen_by`, whose keys are stored too, a row attends only to what it chooses; with "shared" to
+        what it chose at the last layer that had an index query.
         """
 
     def recur(self, layer: int, rows: Tensor, rule: Recurrence) -> Tensor:

@@ -155,7 +155,9 @@ def read_groups(fields: ModelFields) -> tuple[int, int]:
     return num_groups, chosen
 
 
-def assemble_latent(fields: ModelFields, mixer: MlaSpec, rule: Rule, has_mlp_bias: bool = False) -> Blueprint:
+def assemble_latent(
+    fields: ModelFields, mixers: Sequence[MlaSpec], rule: Rule, has_mlp_bias: bool = False
+) -> Blueprint:
     """The model, its first layers dense."""
     dense, sparse = read_dense(fields, has_mlp_bias), _read_moe(fields, rule, has_mlp_bias)
     first = fields.number("first_k_dense_replace", least=0)
@@ -164,7 +166,7 @@ def assemble_latent(fields: ModelFields, mixer: MlaSpec, rule: Rule, has_mlp_bia
     if types is None:
         types = [SPARSE if i >= first and i % step == 0 else DENSE for i in range(fields.num_layers)]
     mlps = [sparse if each == SPARSE else dense for each in types]
-    made = assemble(fields, [mixer] * fields.num_layers, mlps)
+    made = assemble(fields, mixers, mlps)
     has_draft = bool(fields.number_or_none("num_nextn_predict_layers", least=0))
     return replace(made, num_experts=sparse.num_experts, draft=made.layers[-1] if has_draft else None)
 

@@ -164,8 +164,6 @@ def _read(config: Mapping[str, Any]) -> tuple[ModelFields, Blueprint]:
         )
     family = known[model_type]
     fields = ModelFields(f"config of a {model_type} model", {**family.defaults, **config})
-    if fields.values.get("quantization_config") is not None:
-        raise fields.refusal("quantized weights are not supported; use a checkpoint in float32 or bfloat16")
     return fields, family.read(fields)
 
 

@@ -9,6 +9,7 @@ the latent itself is key and value to all heads.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -52,6 +53,8 @@ class MlaSpec:
     """On the projections into latents and on the output."""
     indexer: IndexerSpec | None = None
     """Picks what rows attend to, by the latent of their queries."""
+    is_choice_shared: bool = False
+    """Rows attend to what the last indexer before this layer picked."""
 
     def load(self, loader: Loader, index: int, prefix: str) -> Mla:
         """This rank's heads; `prefix` names the module."""
@@ -123,11 +126,11 @@ class Mla:
         positions, rank = attention.positions, self.spec.latent_rank
         size = rank + self.spec.rope.dim
         q, kv = self.project(x).tensor_split([-size], dim=-1)
-        chosen_by = None
+        chosen_by: IndexQuery | Literal["shared"] | None = "shared" if self.spec.is_choice_shared else None
         if self.query is not None:
             norm, expand = self.query
             q = norm(q)
-            chosen_by = self.indexer.query(x, q, positions) if self.indexer else None
+            chosen_by = self.indexer.query(x, q, positions) if self.indexer else chosen_by
             q = expand(q)
         q = q.view(x.shape[0], self.num_heads, self.spec.key_dim)
         turned = self.rope.rotate(kv[:, None, rank:], positions).squeeze(1)

@@ -1,11 +1,13 @@
 """DeepSeek: latent attention, and mixtures of experts after some dense layers.
 
 V2 routes by softmax. V3 and R1, and Kimi K2 in their shape, route by corrected sigmoids. V3.2 is V3 with an
-indexer on every layer, which picks the tokens to attend to.
+indexer on every layer, which picks the tokens to attend to. GLM-5 is V3.2 with another rotation in the
+indexer, which several layers may share.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.engine.models.blueprint import (
@@ -19,6 +21,7 @@ from baton.engine.models.blueprint import (
 from baton.engine.models.config import ModelFields
 from baton.engine.models.mla import IndexerSpec, MlaSpec
 from baton.engine.models.moe import Sigmoid, Softmax
+from baton.plan.models.families.latent import INDEXED, SHARED, indexer_types
 
 METHODS = {"greedy": "greedy", "group_limited_greedy": "group_limited_greedy"}
 
@@ -35,7 +38,8 @@ def _read_v2(fields: ModelFields) -> Blueprint:
         num_groups=num_groups,
         num_groups_chosen=num_groups_chosen,
     )
-    return assemble_latent(fields, read_mla(fields), rule, fields.flag("mlp_bias"))
+    mixers = [read_mla(fields)] * fields.num_layers
+    return assemble_latent(fields, mixers, rule, fields.flag("mlp_bias"))
 
 
 V2_DEFAULTS = {
@@ -80,7 +84,7 @@ def read_mixer(fields: ModelFields) -> MlaSpec:
 
 
 def _read_v3(fields: ModelFields) -> Blueprint:
-    return assemble_latent(fields, read_mixer(fields), read_rule(fields))
+    return assemble_latent(fields, [read_mixer(fields)] * fields.num_layers, read_rule(fields))
 
 
 V3_DEFAULTS = {
@@ -104,7 +108,8 @@ V3_DEFAULTS = {
 }
 
 
-def _read_v32(fields: ModelFields) -> Blueprint:
+def _read_sparse(fields: ModelFields, types: Sequence[str], *, is_index_paired: bool) -> Blueprint:
+    """Layers with an indexer, or with the choice of the last one before them."""
     fields.require("rope_interleave", True)
     fields.require("mlp_bias", False)
     mixer = read_mixer(fields)
@@ -113,11 +118,22 @@ def _read_v32(fields: ModelFields) -> Blueprint:
         query_rank=fields.number("q_lora_rank"),
         num_heads=fields.number("index_n_heads"),
         dim=fields.number("index_head_dim", least=mixer.rope.dim),
-        # In halves, unlike the attention that it picks for.
-        rope=replace(mixer.rope, is_paired_in=False),
+        rope=replace(mixer.rope, is_paired_in=is_index_paired),
         num_chosen=fields.number("index_topk"),
     )
-    return assemble_latent(fields, replace(mixer, indexer=indexer), read_rule(fields))
+    mixers = {INDEXED: replace(mixer, indexer=indexer), SHARED: replace(mixer, is_choice_shared=True)}
+    return assemble_latent(fields, [mixers[each] for each in types], read_rule(fields))
+
+
+def _read_v32(fields: ModelFields) -> Blueprint:
+    # In halves, unlike the attention that it picks for.
+    return _read_sparse(fields, [INDEXED] * fields.num_layers, is_index_paired=False)
+
+
+def _read_glm(fields: ModelFields) -> Blueprint:
+    fields.require("indexer_rope_interleave", True)
+    made = _read_sparse(fields, indexer_types(fields), is_index_paired=True)
+    return replace(made, draft=None)
 
 
 V32_DEFAULTS = {
@@ -127,6 +143,19 @@ V32_DEFAULTS = {
     "index_n_heads": 64,
     "index_topk": 2048,
 }
+GLM_DEFAULTS = {
+    **V32_DEFAULTS,
+    "index_n_heads": 32,
+    "index_skip_topk_offset": 2,
+    "index_topk_freq": 1,
+    "max_position_embeddings": 202_752,
+    "n_group": 1,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "rms_norm_eps": 1e-5,
+    "topk_group": 1,
+    "v_head_dim": 256,
+}
 _V3 = Family(_read_v3, {**COMMON_DEFAULTS, **V3_DEFAULTS})
 _V32 = Family(_read_v32, {**COMMON_DEFAULTS, **V32_DEFAULTS})
 FAMILIES = {
@@ -135,4 +164,5 @@ FAMILIES = {
     "kimi_k2": _V3,
     "deepseek_v32": _V32,
     "deepseek_v3_2": _V32,
+    "glm_moe_dsa": Family(_read_glm, {**COMMON_DEFAULTS, **GLM_DEFAULTS}),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.plan.kinds import Index, Latent
-from baton.plan.models.fields import Family, Fields, Placed
+from baton.plan.models.fields import Family, Fields, Placed, shown
 from baton.plan.ranges import from_ids
 
 INDEXED = "full"
@@ -21,16 +21,23 @@ def sparse(fields: Fields) -> tuple[Placed, ...]:
     return (*dense(fields), (Index(fields.number("index_head_dim")), ((0, fields.num_layers),)))
 
 
-def shared_sparse(fields: Fields) -> tuple[Placed, ...]:
-    """As `sparse`, but a layer may follow the choice of an earlier one and then keeps no index keys."""
+def indexer_types(fields: Fields) -> list[str]:
+    """INDEXED or SHARED by layer: whether it chooses by itself, or follows the last one that does."""
     types = fields.per_layer("indexer_types", (INDEXED, SHARED))
     if types is None:
+        if (pattern := fields.values.get("index_topk_pattern")) is not None:
+            raise fields.refusal(f"index_topk_pattern is {shown(pattern)}; spell it out as indexer_types")
         period = fields.number("index_topk_freq")
         first = fields.number("index_skip_topk_offset", least=0)
         types = [SHARED if max(i - first + 1, 0) % period else INDEXED for i in range(fields.num_layers)]
-    layers = from_ids(i for i, word in enumerate(types) if word == INDEXED)
-    if not layers:
-        raise fields.refusal(f"indexer_types has no layer that is {INDEXED!r}; the first one must be")
+    if types[0] != INDEXED:
+        raise fields.refusal(f"indexer_types begins with {types[0]!r}; the first layer must be {INDEXED!r}")
+    return types
+
+
+def shared_sparse(fields: Fields) -> tuple[Placed, ...]:
+    """As `sparse`, but a layer that follows the choice of an earlier one keeps no index keys."""
+    layers = from_ids(i for i, word in enumerate(indexer_types(fields)) if word == INDEXED)
     return (*dense(fields), (Index(fields.number("index_head_dim")), layers))
 
 
