@@ -65,6 +65,12 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     batches: list[Batch]
 
 
+class SetTokenizer(msgspec.Struct, frozen=True, tag=True):
+    """The model's tokenizer, as in tokenizer.json; comes before the first answer with a grammar."""
+
+    tokenizer: str
+
+
 class StartSequence(msgspec.Struct, frozen=True, tag=True):
     """A sequence is new to the ranks of its dp group: what the sampler needs to know of it."""
 
@@ -162,6 +168,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 Command: TypeAlias = (
     Step
+    | SetTokenizer
     | StartSequence
     | EndSequence
     | SendKV
@@ -203,6 +210,8 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     """By sequence: the draft token to follow its last sampled token."""
     hidden: dict[int, bytes] = {}
     """By sequence whose answers fork: the normed row that their first tokens were sampled from."""
+    failures: dict[int, str] = {}
+    """By sequence that cannot continue, whatever was sampled for it: why."""
     unpipelined: str = ""
     """Why the step's hand-overs were not split into groups of layers, where they were not."""
     start_s: float = 0.0

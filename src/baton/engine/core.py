@@ -34,13 +34,14 @@ from baton.engine.commands import (
     ScheduledSequence,
     SendCached,
     SendKV,
+    SetTokenizer,
     StartSequence,
     Step,
     StepDone,
     TransferUpdate,
 )
 from baton.engine.config import EngineConfig, EngineSizes
-from baton.engine.drafting import hidden_of, problem_of, proposal_of
+from baton.engine.drafting import FAILURE, hidden_of, problem_of, proposal_of
 from baton.engine.load import LoadMonitor, QueueSnapshot
 from baton.engine.pages import PageGeometry
 from baton.engine.requests import (
@@ -269,6 +270,7 @@ class EngineCore:
         self._renewed_s = 0.0
         self._in_flight: deque[InFlightStep] = deque()
         self._is_checked = True
+        self._has_sent_tokenizer = False
         self._num_taken = 0
         self.monitor = LoadMonitor(self.schedulers)
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
@@ -440,6 +442,11 @@ class EngineCore:
             self.counters["accepted"] += len(samples) - 1
         if state.is_closed:
             return
+        if failure := step.failures.get(number):
+            text = f"the output cannot continue in its format ({failure}); simplify the format"
+            state.fail(text, Cause(Why.REFUSED_PROMPT, Stage.COMMIT, self._config.name, text=text))
+            self._drop(state, text, now_s)
+            return
         if state.is_source:
             for answer, sampled in zip(state.open_answers(len(samples)), samples, strict=True):
                 state.append(answer, sampled, now_s, is_last=True)
@@ -475,6 +482,9 @@ class EngineCore:
 
     def _send_begin(self, sequence: Sequence) -> None:
         request = self.requests[sequence.number].request
+        if request.params.grammar and not self._has_sent_tokenizer and self._model.tokenizer is not None:
+            self._has_sent_tokenizer = True
+            self._send(SetTokenizer(self._model.tokenizer.serialize()))
         tokens = sequence.tokens(0, sequence.num_tokens)
         # The scheduler treats tokens generated elsewhere as prompt; the sampler must not.
         num_prompt, index = len(request.tokens), request.index + sequence.index
@@ -664,6 +674,8 @@ class EngineCore:
         problem = problem_of(aux, vocab_size, self._model.hidden_size)
         if len(aux.tokens) != num_wanted or not all(0 <= token < vocab_size for token in aux.tokens):
             problem = f"sampled {list(aux.tokens)}; {num_wanted} tokens were asked for"
+            if failure := aux.fields.get(FAILURE):
+                problem = f"cannot continue the output in its format ({failure})"
         if problem:
             handoff = state.request.handoff
             assert isinstance(handoff, InboundHandoff)

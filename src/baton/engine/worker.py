@@ -35,6 +35,7 @@ from baton.engine.commands import (
     ScheduledSequence,
     SendCached,
     SendKV,
+    SetTokenizer,
     StartSequence,
     Step,
     StepDone,
@@ -45,7 +46,7 @@ from baton.engine.commands import (
 from baton.engine.config import EngineConfig, WorkerConfig
 from baton.engine.connector import KVConnector, PromptSlice
 from baton.engine.cost_model import CostModel, LayerBytes
-from baton.engine.drafting import HIDDEN, PROPOSAL, DraftToken
+from baton.engine.drafting import FAILURE, HIDDEN, PROPOSAL, DraftToken
 from baton.engine.layer_pipeline import LayerPipeline, clock_of
 from baton.engine.model_runner import (
     ModelRunner,
@@ -245,6 +246,9 @@ class Worker:
             match self._queue.get():
                 case Step() as step:
                     self.pipe.send(self._run(step))
+                case SetTokenizer(tokenizer):
+                    if self.sampler:
+                        self.sampler.set_tokenizer(tokenizer)
                 case StartSequence() as started:
                     if self.sampler and started.dp == self.mesh.at["dp"]:
                         self.sampler.begin(started)
@@ -281,6 +285,7 @@ class Worker:
             rank=self.rank,
             groups=groups,
             samples=samples,
+            failures=self.sampler.failures(samples) if self.sampler else {},
             proposals={sequence: draft.token for sequence, draft in drafts.items()},
             hidden={
                 scheduled.sequence: drafts[scheduled.sequence].hidden
@@ -315,6 +320,8 @@ class Worker:
         first_tokens = samples.get(scheduled.sequence)
         if not first_tokens or self.sampler is None:
             return None, False
+        if failures := self.sampler.failures([scheduled.sequence]):
+            return Aux(fields={FAILURE: failures[scheduled.sequence]}), False
         aux = Aux(
             tokens=tuple(sample.token for sample in first_tokens),
             # Where any were asked for, a token's own is among them; where none were, the target reports none.
