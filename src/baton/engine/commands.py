@@ -65,12 +65,6 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     batches: list[Batch]
 
 
-class SetTokenizer(msgspec.Struct, frozen=True, tag=True):
-    """The model's tokenizer, as in tokenizer.json; comes before the first answer with a grammar."""
-
-    tokenizer: str
-
-
 class StartSequence(msgspec.Struct, frozen=True, tag=True):
     """A sequence is new to the ranks of its dp group: what the sampler needs to know of it."""
 
@@ -168,7 +162,6 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 Command: TypeAlias = (
     Step
-    | SetTokenizer
     | StartSequence
     | EndSequence
     | SendKV

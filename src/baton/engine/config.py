@@ -140,6 +140,8 @@ class WorkerConfig:
     rendezvous: str
     """A path at which torch.distributed connects the ranks of the instance."""
     eos_ids: tuple[int, ...]
+    tokenizer: str = ""
+    """As in tokenizer.json; empty where the model has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,6 @@ from baton.engine.commands import (
     ScheduledSequence,
     SendCached,
     SendKV,
-    SetTokenizer,
     StartSequence,
     Step,
     StepDone,
@@ -270,7 +269,6 @@ class EngineCore:
         self._renewed_s = 0.0
         self._in_flight: deque[InFlightStep] = deque()
         self._is_checked = True
-        self._has_sent_tokenizer = False
         self._num_taken = 0
         self.monitor = LoadMonitor(self.schedulers)
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
@@ -482,9 +480,6 @@ class EngineCore:
 
     def _send_begin(self, sequence: Sequence) -> None:
         request = self.requests[sequence.number].request
-        if request.params.grammar and not self._has_sent_tokenizer and self._model.tokenizer is not None:
-            self._has_sent_tokenizer = True
-            self._send(SetTokenizer(self._model.tokenizer.serialize()))
         tokens = sequence.tokens(0, sequence.num_tokens)
         # The scheduler treats tokens generated elsewhere as prompt; the sampler must not.
         num_prompt, index = len(request.tokens), request.index + sequence.index

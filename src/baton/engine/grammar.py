@@ -83,10 +83,15 @@ def _quoted(text: str) -> str:
 
 
 class Grammars:
-    """Grammars over the tokens of one model; making it takes a second with a large vocabulary."""
+    """Grammars over the tokens of one model.
+
+    Making it holds Python's lock for a second where the vocabulary is large.
+    """
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_ids: Collection[int]) -> None:
         """`tokenizer` is serialized, as in tokenizer.json."""
+        if not tokenizer:
+            raise ConfigError("the model has no tokenizer of the tokenizers library")
         if not eos_ids:
             raise ConfigError("the model has no token that ends an answer")
         self._vocab_size = vocab_size

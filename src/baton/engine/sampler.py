@@ -45,15 +45,11 @@ class Want:
 class Sampler:
     """Samples for the sequences of one dp group."""
 
-    def __init__(self, vocab_size: int, eos_ids: Collection[int]) -> None:
+    def __init__(self, vocab_size: int, eos_ids: Collection[int], grammars: Grammars | None = None) -> None:
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._histories: dict[int, History] = {}
-        self._grammars: Grammars | None = None
-
-    def set_tokenizer(self, tokenizer: str) -> None:
-        """The serialized tokenizer, which has to be known before a sequence with a grammar."""
-        self._grammars = Grammars(tokenizer, self._vocab_size, self._eos_ids)
+        self._grammars = grammars
 
     def begin(self, order: StartSequence) -> None:
         """Takes a sequence in; one that is known already (it was preempted, say) is replaced."""
@@ -261,7 +257,9 @@ class History:
         self.matcher = None
         if params.grammar:
             if grammars is None:
-                raise EngineError(f"sequence {order.sequence} has a grammar; set the tokenizer first")
+                raise EngineError(
+                    f"sequence {order.sequence} has a grammar, and the model no tokenizer for it"
+                )
             self.matcher = grammars.matcher(params.grammar)
             self.matcher.extend(order.tokens[order.num_prompt :])
 

@@ -56,11 +56,9 @@ class Tokenizer:
         self._grammars: Grammars | None = None
 
     def serialize(self) -> str:
-        """As in tokenizer.json."""
+        """As in tokenizer.json; empty for one that is not of the tokenizers library."""
         fast = getattr(self._backend, "backend_tokenizer", None)
-        if fast is None:
-            raise ConfigError("the model's tokenizer is not one of the tokenizers library")
-        return str(fast.to_str())
+        return "" if fast is None else str(fast.to_str())
 
     def check_grammar(self, grammar: str, vocab_size: int, eos_ids: Collection[int]) -> None:
         """Raises ConfigError, with the problem, on a grammar that no answer of the model can be held to."""

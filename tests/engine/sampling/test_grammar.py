@@ -71,9 +71,8 @@ def logits_at(position: int, seed: int) -> torch.Tensor:
 
 
 def opened(backend: Any = None) -> Sampler:
-    sampler = Sampler(VOCAB_SIZE, EOS_IDS)
-    sampler.set_tokenizer((backend or byte_level()).backend_tokenizer.to_str())
-    return sampler
+    serialized = (backend or byte_level()).backend_tokenizer.to_str()
+    return Sampler(VOCAB_SIZE, EOS_IDS, Grammars(serialized, VOCAB_SIZE, EOS_IDS))
 
 
 def generate(
@@ -205,7 +204,7 @@ def test_an_answer_that_left_its_grammar_fails_alone():
     failures = sampler.failures([1, 2])
     assert list(failures) == [1]
     assert "satisfy the grammar" in failures[1]
-    with pytest.raises(EngineError, match="set the tokenizer first"):
+    with pytest.raises(EngineError, match="no tokenizer for it"):
         Sampler(VOCAB_SIZE, EOS_IDS).begin(StartSequence(1, 0, PROMPT, 3, SamplingParams(grammar="start:")))
 
 
