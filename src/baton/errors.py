@@ -61,6 +61,10 @@ class ProcessError(BatonError):
     """A child process ended early, or did not answer."""
 
 
+class ContextError(ConfigError):
+    """A prompt and its answer do not fit into the context or the pool."""
+
+
 class EngineError(BatonError):
     """A model could not be loaded or run."""
 

@@ -257,7 +257,7 @@ def bad_requests(model: str) -> Sequence[tuple[Any, ...]]:
         ("seed", "s"),
         ("stream", "perhaps"),
         ("logprobs", -3),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}),
     ]
     wrong = [
         (f"{name}={value!r}"[:40], COMPLETIONS, {**text, name: value}, (400, 422)) for name, value in fields

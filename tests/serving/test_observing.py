@@ -156,6 +156,6 @@ def test_events_cross_in_order_and_none_is_left_behind():
 
 def test_the_description_names_what_is_refused():
     schemas = description()["components"]["schemas"]
-    assert schemas["ChatRequest"]["properties"]["response_format"]["enum"] == [None, {"type": "text"}]
+    assert schemas["ChatRequest"]["properties"]["modalities"]["enum"] == [None, [], ["text"]]
     assert "RouterHints" in schemas
     assert set(description()["paths"]) >= {"/v1/completions", "/v1/timelines/{id}", "/drain"}

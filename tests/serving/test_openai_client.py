@@ -165,7 +165,14 @@ def test_errors_are_the_clients_own(served: Live, client: OpenAI):
     for wrong, param in (
         ({"max_tokens": CONTEXT}, "max_tokens"),
         ({"prompt": [9999]}, "prompt"),
-        ({"extra_body": {"response_format": {"type": "json_object"}}}, "response_format"),
+        (
+            {
+                "extra_body": {
+                    "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}
+                }
+            },
+            "response_format",
+        ),
         ({"extra_body": {"lora_path": "x"}}, "lora_path"),
         ({"suffix": "end"}, "suffix"),
         ({"temperature": -1}, "temperature"),

@@ -183,6 +183,8 @@ def test_a_dp_rank_is_for_instances_that_have_it():
         with pytest.raises(ApiError, match=f"{name} is {rank}: give a DP group from 0 to {most}") as refused:
             found.choose(asked(**{**ranks, name: rank}), RouteConstraints())
         assert refused.value.status == 400
+    with pytest.raises(ApiError, match="routed_dp_rank is 2"):
+        found.choose(asked(routed_dp_rank=2), RouteConstraints())
 
 
 def test_one_token_is_for_prefill_alone():

@@ -100,8 +100,8 @@ def test_fields_that_would_change_the_answer_are_refused_unless_neutral(kind: st
 
 
 def test_fields_inside_of_sampling_params_are_looked_at_too():
-    body = {"text": "a", "sampling_params": {"regex": "a*"}}
-    assert problem_of("generate", body).param == "sampling_params.regex"
+    body = {"text": "a", "sampling_params": {"stop_regex": "a*"}}
+    assert problem_of("generate", body).param == "sampling_params.stop_regex"
     assert read("generate", {"text": "a", "sampling_params": {"skip_special_tokens": True}})
 
 

@@ -81,3 +81,4 @@ def test_what_cannot_go_on_is_refused(served: Live):
     answer = served.ask(COMPLETIONS, {**body, "baton": {"resume": [{"index": 0, "tokens": tokens}]}})
     assert answer.status == 400
     assert "complete" in answer.text
+    assert answer.json["error"]["code"] == "invalid_value"

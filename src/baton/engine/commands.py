@@ -203,6 +203,8 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     """By sequence: the draft token to follow its last sampled token."""
     hidden: dict[int, bytes] = {}
     """By sequence whose answers fork: the normed row that their first tokens were sampled from."""
+    failures: dict[int, str] = {}
+    """By sequence that cannot continue, whatever was sampled for it: why."""
     unpipelined: str = ""
     """Why the step's hand-overs were not split into groups of layers, where they were not."""
     start_s: float = 0.0

@@ -7,8 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton.engine.model_names import KV_DTYPES, TORCH_DTYPES, check_dtype, check_model, find_dtype
+from baton.engine.model_names import (
+    GENERATION,
+    KV_DTYPES,
+    TORCH_DTYPES,
+    check_dtype,
+    check_model,
+    find_dtype,
+    find_model,
+    read_object,
+)
 from baton.engine.pages import KV_LAYOUTS, PageGeometry
+from baton.engine.sampling_params import sampling_defaults
 from baton.errors import ConfigError
 from baton.plan import Cache, Layout, Spec, parse_layout
 from baton.plan.overlap import LayerTimes, choose
@@ -138,6 +148,8 @@ class WorkerConfig:
     rendezvous: str
     """A path at which torch.distributed connects the ranks of the instance."""
     eos_ids: tuple[int, ...]
+    tokenizer: str = ""
+    """As in tokenizer.json; empty where the model has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +234,9 @@ def check_config(config: EngineConfig) -> None:
             f"generation_config {config.generation_config!r} is not known; use "
             f"{' or '.join(GENERATION_CONFIGS)}"
         )
+    folder = find_model(config.model) if config.generation_config == "auto" else None
+    if folder is not None and (folder / GENERATION).is_file():
+        sampling_defaults(read_object(folder / GENERATION), 1)  # which no default depends on
     if config.device == "cpu" and Place.HOST not in capabilities_of(name).places:
         raise ConfigError(f"transport {name} moves CUDA memory; use shm with device {config.device!r}")
     if config.has_endpoint_process and not _can_offload(name):

@@ -40,7 +40,7 @@ from baton.engine.commands import (
     TransferUpdate,
 )
 from baton.engine.config import EngineConfig, EngineSizes
-from baton.engine.drafting import hidden_of, problem_of, proposal_of
+from baton.engine.drafting import FAILURE, hidden_of, problem_of, proposal_of
 from baton.engine.load import LoadMonitor, QueueSnapshot
 from baton.engine.pages import PageGeometry
 from baton.engine.requests import (
@@ -440,6 +440,11 @@ class EngineCore:
             self.counters["accepted"] += len(samples) - 1
         if state.is_closed:
             return
+        if failure := step.failures.get(number):
+            text = f"the output cannot continue in its format ({failure}); simplify the format"
+            state.fail(text, Cause(Why.REFUSED_PROMPT, Stage.COMMIT, self._config.name, text=text))
+            self._drop(state, text, now_s)
+            return
         if state.is_source:
             for answer, sampled in zip(state.open_answers(len(samples)), samples, strict=True):
                 state.append(answer, sampled, now_s, is_last=True)
@@ -664,6 +669,8 @@ class EngineCore:
         problem = problem_of(aux, vocab_size, self._model.hidden_size)
         if len(aux.tokens) != num_wanted or not all(0 <= token < vocab_size for token in aux.tokens):
             problem = f"sampled {list(aux.tokens)}; {num_wanted} tokens were asked for"
+            if failure := aux.fields.get(FAILURE):
+                problem = f"cannot continue the output in its format ({failure})"
         if problem:
             handoff = state.request.handoff
             assert isinstance(handoff, InboundHandoff)

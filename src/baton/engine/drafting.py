@@ -22,6 +22,8 @@ FORK = -1
 """Stands for the token of a row that is not computed but given."""
 PROPOSAL, HIDDEN = "proposal", "hidden"
 """The names, in an aux record, of a draft token and of the row that it was predicted from (float32)."""
+FAILURE = "failure"
+"""The name, in an aux record without tokens, of why none could be sampled in the requested format."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,11 +117,17 @@ class Executor:
         self.is_closed = False
 
     def start(
-        self, engine: EngineConfig, num_ranks: int, eos_ids: tuple[int, ...], progress: Callable[[str], None]
+        self,
+        engine: EngineConfig,
+        num_ranks: int,
+        eos_ids: tuple[int, ...],
+        tokenizer: str,
+        progress: Callable[[str], None],
     ) -> None:
         """Starts the workers and waits until all are up."""
         for rank in range(num_ranks):
-            self.workers.append(WorkerProcess(WorkerConfig(engine, rank, self.rendezvous, eos_ids)))
+            config = WorkerConfig(engine, rank, self.rendezvous, eos_ids, tokenizer)
+            self.workers.append(WorkerProcess(config))
         first, *others = self.workers
         self.up = self._wait_up(first)
         for worker in others:

@@ -144,7 +144,8 @@ class Instance:
                 pool_tokens=self.sizes.pool_tokens,
             )
             eos_ids = tuple(sorted(self.eos_ids))
-            self._executor.start(engine, self.sizes.layout.num_ranks, eos_ids, progress)
+            tokenizer = self.tokenizer.serialize() if self.tokenizer is not None else ""
+            self._executor.start(engine, self.sizes.layout.num_ranks, eos_ids, tokenizer, progress)
             self._thread = threading.Thread(target=self._run, name=f"baton {self.config.name}", daemon=True)
             self.core.set_running()
             self._thread.start()

@@ -7,6 +7,7 @@ import os.path
 import re
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from baton.errors import ConfigError
 from baton.plan.models import card_names
@@ -17,6 +18,7 @@ MODEL_FORMS = (
     "use a folder with config.json and safetensors, a .gguf file, the id of a model in the Hugging Face "
     f"cache, '{DEMO}', or {DUMMY}CARD for random weights, as in {DUMMY}llama-3-8b"
 )
+GENERATION = "generation_config.json"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -42,6 +44,21 @@ def find_model(model: str) -> Path | None:
         snapshot = folder / "snapshots" / (folder / "refs" / "main").read_text().strip()
         return snapshot if snapshot.is_dir() else None
     return None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file that must exist."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except OSError as cause:
+        raise ConfigError(
+            f"{path}: cannot be read ({cause.strerror}); check the path and its rights"
+        ) from None
+    except (ValueError, RecursionError) as cause:
+        raise ConfigError(f"{path}: is not JSON ({str(cause)!a}); fetch the file again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: holds a {type(found).__name__}, not an object; fetch the file again")
+    return found
 
 
 def find_dtype(model: str) -> str:

@@ -11,7 +11,7 @@ from baton.engine.sampling_params import Progress, SamplingParams, check_params,
 from baton.engine.scheduler import Scheduler
 from baton.engine.tokenizer import Tokenizer
 from baton.engine.trace import RequestTrace
-from baton.errors import ConfigError
+from baton.errors import ConfigError, ContextError
 from baton.plan.overlap import LayerTimes, choose
 from baton.protocol.outcomes import Cause
 
@@ -116,6 +116,10 @@ class ModelContext:
 def check_request(request: EngineRequest, model: ModelContext, scheduler: Scheduler) -> None:
     """Raises ConfigError, with the value and the remedy, on a request that could never be served."""
     check_params(request.params, model.vocab_size, model.eos_ids)
+    if request.params.grammar:
+        if model.tokenizer is None:
+            raise ConfigError("a grammar, but the model has no tokenizer; leave the grammar out")
+        model.tokenizer.check_grammar(request.params.grammar, model.vocab_size, model.eos_ids)
     if request.index < 0:
         raise ConfigError(f"index {request.index}: answers are counted from 0")
     if (request.generated or request.index) and request.params.n != 1:
@@ -126,14 +130,14 @@ def check_request(request: EngineRequest, model: ModelContext, scheduler: Schedu
         _check_continuation(request, model)
     limit, num_known = model.context_max, request.num_known
     if not request.tokens or num_known >= limit:
-        raise ConfigError(
+        raise ContextError(
             f"a prompt of {num_known} tokens; give 1 to {limit - 1}: the context has {limit}, "
             "one of them for the answer"
         )
     num_wanted = request.params.max_tokens - len(request.generated)
     num_fit = scheduler.num_tokens_max(num_known)
     if not isinstance(request.handoff, OutboundHandoff) and num_known + num_wanted > num_fit:
-        raise ConfigError(
+        raise ContextError(
             f"a prompt of {num_known} tokens and max_tokens {num_wanted}: together at most {num_fit}; "
             "ask for fewer, or give the pool more tokens"
         )

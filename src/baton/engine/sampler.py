@@ -1,6 +1,6 @@
 """Turns logits into tokens.
 
-Order: bias, min_tokens, penalties (`shape`); temperature, top-k, top-p, min-p (`weigh`); `draw`.
+Order: bias, min_tokens, penalties, grammar (`shape`); temperature, top-k, top-p, min-p (`weigh`); `draw`.
 Temperature 0 takes the largest logit after shaping, the lowest id among equals. Randomness is a function of
 seed, answer and position, and every row is computed by itself: neither the batch a row is in nor the instance
 it is on can change its token.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.commands import SampledToken, StartSequence
+from baton.engine.grammar import Grammars
 from baton.engine.sampling_params import SamplingParams
 from baton.errors import EngineError
 
@@ -44,14 +45,20 @@ class Want:
 class Sampler:
     """Samples for the sequences of one dp group."""
 
-    def __init__(self, vocab_size: int, eos_ids: Collection[int]) -> None:
+    def __init__(self, vocab_size: int, eos_ids: Collection[int], grammars: Grammars | None = None) -> None:
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(eos_ids)
         self._histories: dict[int, History] = {}
+        self._grammars = grammars
 
     def begin(self, order: StartSequence) -> None:
         """Takes a sequence in; one that is known already (it was preempted, say) is replaced."""
-        self._histories[order.sequence] = History(order, self._vocab_size, self._eos_ids)
+        self._histories[order.sequence] = History(order, self._vocab_size, self._eos_ids, self._grammars)
+
+    def failures(self, sequences: Iterable[int]) -> dict[int, str]:
+        """Why some of these sequences cannot continue; what was sampled for them is void."""
+        matchers = {sequence: self._history(sequence).matcher for sequence in sequences}
+        return {sequence: m.failure for sequence, m in matchers.items() if m is not None and m.failure}
 
     def extend(self, sequence: int, tokens: Sequence[int], start: int | None = None) -> None:
         """Takes in tokens from position `start` on (None: at the end), passing over those known already."""
@@ -226,7 +233,13 @@ class TokenCounts:
 class History:
     """One sequence as the sampler sees it: its wishes, its length, and its tokens where a penalty asks."""
 
-    def __init__(self, order: StartSequence, vocab_size: int, eos_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        order: StartSequence,
+        vocab_size: int,
+        eos_ids: Collection[int],
+        grammars: Grammars | None = None,
+    ) -> None:
         params = order.params
         self.params = params
         self.index = order.index
@@ -241,6 +254,14 @@ class History:
         penalties = (params.repetition_penalty - 1, params.presence_penalty, params.frequency_penalty)
         has_penalty = any(penalties)
         self.counts = TokenCounts(order.tokens, order.num_prompt, vocab_size) if has_penalty else None
+        self.matcher = None
+        if params.grammar:
+            if grammars is None:
+                raise EngineError(
+                    f"sequence {order.sequence} has a grammar, and the model no tokenizer for it"
+                )
+            self.matcher = grammars.matcher(params.grammar)
+            self.matcher.extend(order.tokens[order.num_prompt :])
 
     @property
     def is_too_short_to_end(self) -> bool:
@@ -260,13 +281,16 @@ class History:
         if self.counts is not None:
             for token in new:
                 self.counts.add(token)
+        if self.matcher is not None:
+            self.matcher.extend(new)
 
 
 # What a request changes about the logits before a token is chosen.
 #
 # In the order in which it is done: the bias is added; tokens that would end the answer are ruled out until
 # min_tokens are there; the repetition penalty divides positive and multiplies negative logits of tokens in
-# prompt or answer; presence and frequency penalties are subtracted for tokens of the answer.
+# prompt or answer; presence and frequency penalties are subtracted for tokens of the answer; tokens that the
+# grammar does not allow are ruled out.
 #
 # Each change is one gather and one scatter for all rows of the batch.
 
@@ -282,7 +306,8 @@ def shape(logits: Tensor, histories: Sequence[History]) -> Tensor:
     counted = [
         (row, history, history.counts) for row, history in enumerate(histories) if history.counts is not None
     ]
-    if not (biased or barred or counted):
+    matchers = [(row, history.matcher) for row, history in enumerate(histories) if history.matcher]
+    if not (biased or barred or counted or matchers):
         return logits
     shaped = logits.clone()
     if biased:
@@ -293,6 +318,10 @@ def shape(logits: Tensor, histories: Sequence[History]) -> Tensor:
         shaped[_places(shaped, [(row, history.ending_ids) for row, history in barred])] = -math.inf
     if counted:
         _penalise(shaped, counted)
+    if matchers:
+        allowed = _tensor(np.stack([matcher.allowed() for _, matcher in matchers]), shaped)
+        rows = _tensor(np.array([row for row, _ in matchers]), shaped)
+        shaped[rows] = shaped[rows].masked_fill(~allowed, -math.inf)
     return shaped
 
 

@@ -34,6 +34,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
     n: int = 1
     logprobs: int | None = None
     """How many of the likeliest tokens are reported with each token, besides its own; None: no logprobs."""
+    grammar: str = ""
+    """What the answer has to match (baton.engine.grammar); empty: anything."""
 
 
 # Refuses sampling parameters that no sampler could honour, before a request is queued.
@@ -103,6 +105,9 @@ def _counts(params: SamplingParams, vocab_size: int) -> Iterator[tuple[str, bool
     yield "logprobs", is_told, f"give a count from 0 to {num_logprobs_max}, or leave it out"
     yield "stop", len(params.stop) <= NUM_STOPS_MAX, f"give at most {NUM_STOPS_MAX} stop strings"
     yield "stop", all(params.stop), "give no empty stop string"
+    for field in ("min_tokens", "ignore_eos"):
+        is_free = not (params.grammar and getattr(params, field))
+        yield field, is_free, "a structured output ends where its format does; leave one of the two out"
 
 
 def _ids(

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import jinja2
 
+from baton.engine.grammar import Grammars
 from baton.engine.sampling_params import SamplingParams, ends_with
 from baton.errors import ConfigError
 
@@ -52,6 +53,18 @@ class Tokenizer:
         self._special = frozenset(token for token, what in added.items() if what.special)
         self._has_text: dict[int, bool] = {}
         self._bytes: dict[int, int | None] = {}
+        self._grammars: Grammars | None = None
+
+    def serialize(self) -> str:
+        """As in tokenizer.json; empty for one that is not of the tokenizers library."""
+        fast = getattr(self._backend, "backend_tokenizer", None)
+        return "" if fast is None else str(fast.to_str())
+
+    def check_grammar(self, grammar: str, vocab_size: int, eos_ids: Collection[int]) -> None:
+        """Raises ConfigError, with the problem, on a grammar that no answer of the model can be held to."""
+        if self._grammars is None:
+            self._grammars = Grammars(self.serialize(), vocab_size, eos_ids)
+        self._grammars.check(grammar)
 
     @property
     def has_chat_template(self) -> bool:

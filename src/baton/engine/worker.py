@@ -12,6 +12,7 @@ import os
 import queue
 import sys
 import threading
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
@@ -45,8 +46,9 @@ from baton.engine.commands import (
 from baton.engine.config import EngineConfig, WorkerConfig
 from baton.engine.connector import KVConnector, PromptSlice
 from baton.engine.cost_model import CostModel, LayerBytes
-from baton.engine.drafting import HIDDEN, PROPOSAL, DraftToken
+from baton.engine.drafting import FAILURE, HIDDEN, PROPOSAL, DraftToken
 from baton.engine.gpu_memory import gpu_of
+from baton.engine.grammar import Grammars
 from baton.engine.layer_pipeline import LayerPipeline, clock_of
 from baton.engine.model_runner import (
     ModelRunner,
@@ -60,7 +62,7 @@ from baton.engine.parallel import connect, cut_of
 from baton.engine.sampler import Sampler
 from baton.engine.sampling_params import Progress, SamplingParams, ending
 from baton.engine.sizes import derive_sizes
-from baton.errors import BatonError, EngineError
+from baton.errors import BatonError, ConfigError, EngineError
 from baton.plan import Spec
 from baton.plan.ownership import buffers
 from baton.protocol.outcomes import Aux
@@ -112,7 +114,7 @@ class Worker:
         self.eos_ids = config.eos_ids
         self.pipe = pipe
         self.sizes = derive_sizes(config.engine, is_checked=True)
-        self._load()
+        self._load(config.tokenizer)
         if self.rank == 0:
             note = self._attach(None)
             endpoint = self.connector.endpoint
@@ -130,7 +132,7 @@ class Worker:
                 raise EngineError(f"rank {config.rank} received {command} before its coordinator's address")
             pipe.send(WorkerReady(config.rank, note=self._attach(command)))
 
-    def _load(self) -> None:
+    def _load(self, tokenizer: str) -> None:
         """Loads the weights of this rank, and connects to the other ranks."""
         config, rank, sizes = self.config, self.rank, self.sizes
         # Now, so that it has imported what it needs when the weights are loaded.
@@ -143,6 +145,13 @@ class Worker:
         self.mesh = connect(sizes.layout, rank, self.rendezvous, self.device)
         cut = cut_of(sizes.layout, rank, sizes.cache.num_layers, DTYPES[config.dtype], self.device)
         self.stage = build(sizes.checkpoint, cut, max_context=sizes.context_max, has_draft=config.has_draft)
+        self.sampler = None
+        if self.mesh.is_last and self.mesh.at["cp"] == 0 and self.mesh.at["tp"] == 0:
+            vocab_size, grammars = sizes.architecture.vocab_size, None
+            with suppress(ConfigError):  # requests with grammars are refused for the same reason
+                # Now: it holds Python's lock for a second, and the heartbeats of an endpoint would wait.
+                grammars = Grammars(tokenizer, vocab_size, self.eos_ids)
+            self.sampler = Sampler(vocab_size, self.eos_ids, grammars)
 
     def _attach(self, coordinator: AttachCoordinator | None) -> str:
         """Makes the pools, the endpoint over them, and what runs steps; returns what users should know."""
@@ -195,9 +204,6 @@ class Worker:
             policy=config.policy,
             is_offloaded=self.process is not None,
         )
-        is_sampler = mesh.is_last and mesh.at["cp"] == 0 and mesh.at["tp"] == 0
-        vocab_size = self.sizes.architecture.vocab_size
-        self.sampler = Sampler(vocab_size, self.eos_ids) if is_sampler else None
         self._prompts: dict[int, tuple[int, SamplingParams]] = {}
         """By sequence: the length of its prompt, without tokens answered already, and its parameters."""
         self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
@@ -282,6 +288,7 @@ class Worker:
             rank=self.rank,
             groups=groups,
             samples=samples,
+            failures=self.sampler.failures(samples) if self.sampler else {},
             proposals={sequence: draft.token for sequence, draft in drafts.items()},
             hidden={
                 scheduled.sequence: drafts[scheduled.sequence].hidden
@@ -316,6 +323,8 @@ class Worker:
         first_tokens = samples.get(scheduled.sequence)
         if not first_tokens or self.sampler is None:
             return None, False
+        if failures := self.sampler.failures([scheduled.sequence]):
+            return Aux(fields={FAILURE: failures[scheduled.sequence]}), False
         aux = Aux(
             tokens=tuple(sample.token for sample in first_tokens),
             # Where any were asked for, a token's own is among them; where none were, the target reports none.

@@ -16,14 +16,22 @@ import re
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from baton.engine.commands import SampledToken
+from baton.engine.grammar import (
+    call_grammar,
+    choice_grammar,
+    json_grammar,
+    regex_grammar,
+    text_grammar,
+)
 from baton.engine.requests import EngineRequest, InboundHandoff, OutboundHandoff
 from baton.engine.sampling_params import (
     BIAS_MAX,
@@ -102,6 +110,35 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_usage: bool | None = None
 
 
+class NamedSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`json_schema` of a response format."""
+
+    schema: dict[str, Any] | bool
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    """The output satisfies the schema in any case."""
+
+
+class OutputFormat(msgspec.Struct, frozen=True):
+    """`response_format`."""
+
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "json_object", "json_schema"]})]
+    json_schema: NamedSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """`structured_outputs` as in vLLM; exactly one of its fields."""
+
+    json: dict[str, Any] | str | None = None
+    """A schema, or its text."""
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    grammar: str | None = None
+    """In Lark or GBNF."""
+
+
 class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters that have one name in OpenAI's and SGLang's API."""
 
@@ -128,6 +165,8 @@ class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: OutputFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     bootstrap_host: Hosts | None = None
     bootstrap_port: Ports | None = None
     bootstrap_room: Rooms | None = None
@@ -170,6 +209,9 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     reasoning_content: str | None = None
 
 
+ToolChoice: TypeAlias = Annotated[str, Meta(extra_json_schema={"enum": ["none", "auto", "required"]})]
+
+
 class ChatRequest(OpenAIFields, frozen=True, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
@@ -179,7 +221,8 @@ class ChatRequest(OpenAIFields, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Annotated[Any, Meta(extra_json_schema={"enum": [None, "none", "auto"]})] = None
+    tool_choice: ToolChoice | dict[str, Any] | None = None
+    """An object names the function to call."""
     parallel_tool_calls: bool | None = None
     """False: only the first call is returned, as in vLLM."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -194,6 +237,9 @@ class GenerateParams(SamplingFields, frozen=True, kw_only=True):
     max_new_tokens: PositiveInt | None = None
     min_new_tokens: Count | None = None
     sampling_seed: Seed | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -255,10 +301,9 @@ IGNORED = frozenset(_HARMLESS.split())
 
 _LEAVE = "leave it out"
 _FORMATS = """
-    guided_json guided_regex guided_choice guided_grammar structured_outputs structural_tag json_schema regex
-    ebnf grammar
+    guided_json guided_regex guided_choice guided_grammar structural_tag json_schema regex ebnf grammar
 """
-_FREE = f"output cannot be constrained to a format here; {_LEAVE}"
+_FORMAT = "use response_format or structured_outputs"
 _ADAPTER = f"adapters are not served; {_LEAVE}"
 _MEDIA = "audio image_data audio_data video_data input_embeds prompt_embeds input_audio"
 _TEXT = f"prompts and answers are text or token ids; {_LEAVE}"
@@ -266,13 +311,9 @@ _OFF: tuple[Any, ...] = (None, False)
 _ABSENT: tuple[Any, ...] = (None, [], {}, "")
 
 UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "response_format": (
-        (None, {"type": "text"}),
-        f"output cannot be constrained to a format here; use text or {_LEAVE}",
-    ),
-    **dict.fromkeys(_FORMATS.split(), (_ABSENT, _FREE)),
+    **dict.fromkeys(_FORMATS.split(), (_ABSENT, _FORMAT)),
     "functions": (_ABSENT, "use tools"),
-    "function_call": ((None, "none", "auto"), "no call can be forced here; use auto or none"),
+    "function_call": ((None, "none", "auto"), "use tool_choice"),
     **dict.fromkeys(("lora_path", "lora_request", "lora_id", "adapter"), (_ABSENT, _ADAPTER)),
     **dict.fromkeys(
         ("logits_processors", "custom_logit_processor"), (_ABSENT, f"logits cannot be changed; {_LEAVE}")
@@ -341,6 +382,8 @@ _MISSING = re.compile(r"Object missing required field `(\w+)`")
 _NESTED: Mapping[str, type[msgspec.Struct]] = {
     "sampling_params": GenerateParams,
     "stream_options": StreamOptions,
+    "response_format": OutputFormat,
+    "structured_outputs": StructuredOutputs,
 }
 _members = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -430,6 +473,7 @@ class ServedModel:
     """The most tokens of prompt and completion together, for a prompt of so many tokens."""
     defaults: SamplingParams = field(default_factory=SamplingParams)
     """What a request that leaves a sampling parameter out gets."""
+    eos_ids: frozenset[int] = frozenset()
 
     async def encode(self, text: str, param: str, add_special: bool = True) -> TokenSequence:
         tokenizer = self._tokenizer(param)
@@ -460,8 +504,21 @@ class ServedModel:
             text = f"the chat template cannot use the messages ({type(error).__name__}: {error}); mend them"
             raise ApiError(400, text, param="messages") from None
 
+    async def check_grammar(self, grammar: str, param: str) -> None:
+        tokenizer = self._tokenizer(param)
+        try:
+            # On a thread: a large schema takes long, and the first grammar needs the whole vocabulary.
+            await asyncio.to_thread(tokenizer.check_grammar, grammar, self.vocab_size, self.eos_ids)
+        except ConfigError as error:
+            raise _bad_format(param, error) from None
+
     def has_template_word(self, word: str) -> bool:
         return self.tokenizer is not None and self.tokenizer.has_template_word(word)
+
+    def tag(self, text: str) -> int | str:
+        """A tag as the one token that it is in the vocabulary, or as text."""
+        tokens = [] if self.tokenizer is None else self.tokenizer.encode(text, add_special=False)
+        return tokens[0] if len(tokens) == 1 and self.decode(tokens) == text else text
 
     def has_template_role(self, role: str) -> bool:
         """Whether the chat template names a role that OpenAI's API does not have."""
@@ -607,6 +664,10 @@ async def parse_request(
     params = sampling_params(body, room or secrets.randbits(63), model.defaults)
     if params.stop and model.tokenizer is None:
         raise bad_field("stop", params.stop, "the model has no tokenizer; use stop_token_ids")
+    format_field, grammar = _grammar(body, model)
+    if grammar:
+        await model.check_grammar(grammar, format_field)
+        params = msgspec.structs.replace(params, grammar=grammar)
     prompts = await _read_prompts(body, model)
     if len(prompts) * params.n > NUM_CHOICES_MAX:
         text = f"{len(prompts)} prompts with n {params.n}: at most {NUM_CHOICES_MAX} choices in a request"
@@ -709,6 +770,102 @@ def _bias(bias: Mapping[str, float] | None, param: str) -> dict[int, float]:
     return {int(key): value for key, value in (bias or {}).items()}
 
 
+# ---- structured outputs
+
+_JSON_OBJECT = {"type": "object"}
+
+
+def _bad_format(param: str, problem: object) -> ApiError:
+    return ApiError(400, f"{param}: {problem}; mend it or leave it out", param=param)
+
+
+def _grammar(body: RequestBody, model: ServedModel) -> tuple[str, str]:
+    """The field that gives the output a format, and the grammar of it; empty where none does."""
+    asked = list(_formats(body, model))
+    if len(asked) > 1:
+        raise _bad_format(asked[1][0], f"the output has a format by {asked[0][0]} already")
+    for param, make in asked:
+        try:
+            return param, make()
+        except (ConfigError, ValueError) as error:
+            raise _bad_format(param, error) from None
+    return "", ""
+
+
+def _formats(body: RequestBody, model: ServedModel) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Each field that gives the output a format, and what makes its grammar."""
+    options: GenerateParams | StructuredOutputs | None
+    if isinstance(body, GenerateRequest):
+        options, path = body.sampling_params, "sampling_params"
+    else:
+        options, path = body.structured_outputs, "structured_outputs"
+        yield from _response_formats(body.response_format)
+    for name, make in _MAKERS.items():
+        if (value := getattr(options, name, None)) not in (None, False):
+            yield f"{path}.{name}", partial(make, value)
+    if isinstance(body, ChatRequest) and body.tool_choice not in (None, "none", "auto"):
+        yield "tool_choice", partial(_call_grammar, body, model)
+
+
+def _response_formats(given: OutputFormat | None) -> Iterator[tuple[str, Callable[[], str]]]:
+    match given:
+        case None | OutputFormat("text"):
+            return
+        case OutputFormat("json_object"):
+            yield "response_format", partial(json_grammar, _JSON_OBJECT)
+        case OutputFormat("json_schema", NamedSchema(schema)):
+            yield "response_format", partial(json_grammar, schema)
+        case OutputFormat("json_schema"):
+            text = "response_format.json_schema is missing; give it"
+            raise ApiError(400, text, param="response_format.json_schema", code="missing_field")
+        case _:
+            remedy = "use text, json_object or json_schema"
+            raise bad_field("response_format.type", given.type, remedy, code="unsupported")
+
+
+def _json_text(schema: object) -> str:
+    return json_grammar(msgspec.json.decode(schema) if isinstance(schema, str) else schema)
+
+
+_MAKERS: Mapping[str, Callable[[Any], str]] = {
+    "json": _json_text,
+    "json_object": lambda is_wanted: json_grammar(_JSON_OBJECT),
+    "json_schema": _json_text,
+    "regex": regex_grammar,
+    "choice": choice_grammar,
+    "grammar": text_grammar,
+    "ebnf": text_grammar,
+}
+"""By field of `structured_outputs` or, in /generate, of `sampling_params`."""
+
+
+def _call_grammar(body: ChatRequest, model: ServedModel) -> str:
+    """The calls that `tool_choice` forces."""
+    if isinstance(body.tool_choice, str) and body.tool_choice != "required":
+        raise bad_field("tool_choice", body.tool_choice, "use none, auto, required, or name a function")
+    if not model.has_template_word(_CALL_BEGIN):
+        raise ConfigError(f"the model's chat template has no {_CALL_BEGIN}, so no call can be forced")
+    functions: dict[str, object] = {}
+    for index, tool in enumerate(body.tools or ()):
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ConfigError(f"tools[{index}] has no function with a name")
+        parameters = function.get("parameters") or {}
+        if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+            raise ConfigError(f"tools[{index}].function.parameters is not the schema of an object")
+        functions[function["name"]] = {"type": "object", **parameters}
+    if not functions:
+        raise ConfigError("there are no tools")
+    if isinstance(body.tool_choice, dict):
+        chosen = body.tool_choice.get("function")
+        name = chosen.get("name") if isinstance(chosen, dict) else None
+        if name not in functions:
+            raise ConfigError(f"{name!a} is not the name of one of the tools")
+        functions = {name: functions[name]}
+    is_parallel = body.tool_choice == "required" and body.parallel_tool_calls is not False
+    return call_grammar(functions, model.tag(_CALL_BEGIN), model.tag(_CALL_END), is_parallel=is_parallel)
+
+
 # ---- prompts
 
 
@@ -783,9 +940,6 @@ def _template_options(body: ChatRequest) -> dict[str, Any]:
     options = dict(body.chat_template_kwargs or {})
     if reserved := _RESERVED_TEMPLATE_ARGUMENTS.intersection(options):
         raise bad_field("chat_template_kwargs", sorted(reserved), "these cannot be set; leave them out")
-    if body.tool_choice not in (None, "none", "auto"):
-        remedy = "no call can be forced here; use auto or none"
-        raise bad_field("tool_choice", body.tool_choice, remedy, code="unsupported")
     if _offers_tools(body):
         options["tools"] = body.tools
     if body.reasoning_effort is not None:

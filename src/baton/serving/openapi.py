@@ -50,7 +50,7 @@ _STRUCTS = (
 
 _CHECKED = (
     *("CompletionRequest", "ChatRequest", "GenerateRequest", "TokenizeRequest", "DetokenizeRequest"),
-    *("GenerateParams", "StreamOptions"),
+    *("GenerateParams", "StreamOptions", "OutputFormat", "StructuredOutputs"),
 )
 """Schemas whose other fields are refused."""
 

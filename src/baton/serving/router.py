@@ -862,7 +862,7 @@ class RouteChooser:
         servers: list[FleetInstance] = []
         for instance in able:
             (prefills if instance.role is Role.PREFILL else servers).append(instance)
-        servers = _with_dp_group(servers, "data_parallel_rank", request.dp_rank)
+        servers = _with_dp_group(servers, request.dp_field, request.dp_rank)
         prefills = _with_dp_group(prefills, "disagg_prefill_dp_rank", request.prefill_dp_rank)
         is_one_token = request.num_tokens_max == 1 and request.dp_rank is None
         if is_one_token and prefills and self._mode is not LocalMode.ALWAYS:

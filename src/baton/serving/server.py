@@ -29,7 +29,7 @@ from baton.engine.instance import Instance
 from baton.engine.load import EngineLoad
 from baton.engine.requests import OutputChunk, RequestError, RequestEvent, RequestFinished
 from baton.engine.trace import RequestTrace
-from baton.errors import ConfigError, EngineError, FullError
+from baton.errors import ConfigError, ContextError, EngineError, FullError
 from baton.protocol.outcomes import Cause, Stage, Why
 from baton.serving.http import (
     CALLER,
@@ -262,7 +262,14 @@ class Server:
         sizes, tokenizer = instance.sizes, instance.tokenizer
         vocab_size, num_tokens_max = sizes.architecture.vocab_size, instance.core.num_tokens_max
         return (
-            ServedModel(tokenizer, sizes.context_max, vocab_size, num_tokens_max, instance.sampling_defaults),
+            ServedModel(
+                tokenizer,
+                sizes.context_max,
+                vocab_size,
+                num_tokens_max,
+                instance.sampling_defaults,
+                instance.eos_ids,
+            ),
             ReceivingInstance(
                 instance.config.role,
                 instance.address,
@@ -600,8 +607,10 @@ def _refusal(error: ConfigError | EngineError) -> ApiError:
     match error:
         case FullError(retry_after_s=wait_s):
             return ApiError(429, str(error), code="QUEUE_FULL", retry_after_s=wait_s)
-        case ConfigError():
+        case ContextError():
             return ApiError(400, str(error), code=TOO_LONG)
+        case ConfigError():
+            return ApiError(400, str(error))
         case _:
             return failure("LOADING", str(error))
 

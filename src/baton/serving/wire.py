@@ -202,6 +202,8 @@ class RoutableRequest(msgspec.Struct, frozen=True):
     """False where its form allows no hand-off: one instance answers it alone."""
     dp_rank: int | None = None
     """The DP group of the instance that answers."""
+    dp_field: str = DP_RANK_FIELDS[0]
+    """The field that names it."""
     prefill_dp_rank: int | None = None
 
     @property
@@ -231,6 +233,7 @@ def read_routable(path: str, raw: bytes, private: Sequence[str] = _BOOTSTRAP_FIE
         raw = msgspec.json.encode(fields)
     num_prompts, is_list, prompt = _read_prompt(body)
     n, options = _count(body.n) or 1, body.stream_options
+    dp_field = next((name for name in DP_RANK_FIELDS if getattr(body, name) is not None), DP_RANK_FIELDS[0])
     return RoutableRequest(
         path=path,
         body=raw.rstrip(_SPACE)[:-1],
@@ -242,7 +245,8 @@ def read_routable(path: str, raw: bytes, private: Sequence[str] = _BOOTSTRAP_FIE
         num_tokens_max=_count(body.max_completion_tokens) or _count(body.max_tokens),
         is_stream=body.stream is True,
         wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
-        dp_rank=_rank(body.routed_dp_rank if body.data_parallel_rank is None else body.data_parallel_rank),
+        dp_rank=_rank(getattr(body, dp_field)),
+        dp_field=dp_field,
         prefill_dp_rank=_rank(body.disagg_prefill_dp_rank),
     )
 

@@ -63,6 +63,15 @@ def test_refused_before_the_start(options: dict[str, Any], words: str) -> None:
         derive_sizes(config)
 
 
+@pytest.mark.parametrize(("text", "words"), [('{"top_p": 7}', "top_p is 7.0"), ("{", "is not JSON")])
+def test_sampling_defaults_are_checked_with_the_settings(tmp_path: Path, text: str, words: str) -> None:
+    """By then nothing listens, and torch is not imported."""
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        check_config(EngineConfig(str(tmp_path)))
+    check_config(EngineConfig(str(tmp_path), generation_config="none"))
+
+
 def test_a_tp_that_cannot_cut_the_heads() -> None:
     with pytest.raises(LayoutError, match="tp"):
         derive_sizes(EngineConfig(str(tiny("llama")), "tp5"))

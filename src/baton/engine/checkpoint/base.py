@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from baton.engine.model_names import GENERATION, read_object
 from baton.errors import ConfigError
 from baton.plan.ranges import Range
 
@@ -109,22 +110,6 @@ def sample_ranges(num_bytes: int) -> list[Range]:
 
 
 CONFIG = "config.json"
-GENERATION = "generation_config.json"
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file that must exist."""
-    try:
-        found = json.loads(path.read_text("utf-8"))
-    except OSError as cause:
-        raise ConfigError(
-            f"{path}: cannot be read ({cause.strerror}); check the path and its rights"
-        ) from None
-    except (ValueError, RecursionError) as cause:
-        raise ConfigError(f"{path}: is not JSON ({str(cause)!a}); fetch the file again") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: holds a {type(found).__name__}, not an object; fetch the file again")
-    return found
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from baton.engine.checkpoint.base import CONFIG, Checkpoint, read_object
-from baton.engine.model_names import DUMMY
+from baton.engine.checkpoint.base import CONFIG, Checkpoint
+from baton.engine.model_names import DUMMY, read_object
 from baton.errors import ConfigError
 from baton.plan.models import card_names, read_card
 from baton.plan.ranges import Range

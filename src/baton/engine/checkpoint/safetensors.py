@@ -25,9 +25,9 @@ from baton.engine.checkpoint.base import (
     Checkpoint,
     read_config,
     read_generation_config,
-    read_object,
     sample_ranges,
 )
+from baton.engine.model_names import read_object
 from baton.errors import ConfigError
 from baton.plan.ranges import Range
 
