@@ -139,7 +139,6 @@ class FakeTransport(LibraryTransport):
         can_refuse_strangers=False,
         can_enforce_grants=False,
         can_revoke=True,
-        can_announce=True,
         needs_allocate=False,
     )
 

@@ -57,7 +57,7 @@ class Forger:
         return sock
 
     def part(self, start: list[int], length: list[int], **changes: int) -> bytes:
-        header = PartHeader(self.region.number, 7, 3, 1, len(start), max(0, sum(length)))
+        header = PartHeader(self.region.number, 7, len(start), max(0, sum(length)))
         table = np.stack([np.array(start, dtype="<i8"), np.array(length, dtype="<i8")], axis=1)
         return replace(header, **changes).to_bytes() + table.tobytes()
 
@@ -120,7 +120,7 @@ def test_forged_part_touches_nothing_and_ends_the_peer(target: Transport, forged
 def test_too_many_spans_are_refused_at_once(target: Transport):
     forger = Forger(target)
     sock = forger.connect()
-    sock.sendall(replace(PartHeader(1, 1, 1, 1, 1, 1), num_spans=2**32 - 1).to_bytes())
+    sock.sendall(replace(PartHeader(1, 1, 1, 1), num_spans=2**32 - 1).to_bytes())
     assert isinstance(heard(sock)[0], str)
 
 

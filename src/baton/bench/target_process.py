@@ -1,7 +1,7 @@
 """A transfer target in another process: `baton doctor` and `baton bench transport` write into it.
 
-The parent asks it for a region, the region's digest, and when a batch landed. These calls are JSON lines on
-the child's stdin and stdout; the transport's own traffic does not use them.
+The parent asks it for a region and the region's digest. These calls are JSON lines on the child's stdin and
+stdout; the transport's own traffic does not use them.
 """
 
 from __future__ import annotations
@@ -10,27 +10,21 @@ import hashlib
 import importlib
 import json
 import sys
-from time import monotonic_ns
 from typing import Any
 
 import numpy as np
 
-from baton.errors import TransportError
-from baton.supervisor import ChildProcess, reply, serve_calls
+from baton.supervisor import ChildProcess, serve_calls
 from baton.transport import (
     Description,
     Invitation,
-    Landed,
     Place,
     Ranges,
     Region,
     RemoteRegion,
     Transport,
     open_transport,
-    wait_for_events,
 )
-
-LANDED_S_MAX = 60.0
 
 
 class TransferTarget:
@@ -54,14 +48,6 @@ class TransferTarget:
         """A hash of the region's bytes."""
         content = self.buffer if isinstance(self.buffer, np.ndarray) else self.buffer.cpu().numpy()
         return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-    def landed_at(self, tag: int) -> int:
-        """When the batch of this tag landed, on the clock that all processes of a host share."""
-        reply({"answer": "waiting"})
-        while events := wait_for_events(self.transport, LANDED_S_MAX):
-            if any(isinstance(event, Landed) and event.tag == tag for event in events):
-                return monotonic_ns()
-        raise TransportError(f"batch {tag} did not land within {LANDED_S_MAX:.0f} s")
 
 
 class TargetProcess(ChildProcess):

@@ -108,9 +108,8 @@ def _send(transport: Transport, description: Description, region: RemoteRegion) 
 def _completion(transport: Transport) -> Completion:
     limit = perf_counter() + ANSWER_S_MAX
     while perf_counter() < limit:
-        for event in wait_for_events(transport, limit - perf_counter()):
-            if hasattr(event, "ticket"):
-                return event
+        for completion in wait_for_events(transport, limit - perf_counter()):
+            return completion
     raise BatonError(f"no completion within {ANSWER_S_MAX:.0f} s")
 
 

@@ -40,12 +40,10 @@ from baton.transport.base import (
     Counters,
     Description,
     Done,
-    Event,
     FailedQuiet,
     FailedUnknown,
     Fence,
     Invitation,
-    Landed,
     Peer,
     Place,
     Quiet,
@@ -261,7 +259,6 @@ class SimTransport:
             can_refuse_strangers=True,
             can_enforce_grants=strength.can_enforce_grants,
             can_revoke=strength.can_revoke,
-            can_announce=strength.can_announce,
             needs_allocate=False,
         )
         self.fabric = fabric
@@ -279,7 +276,7 @@ class SimTransport:
         self.targets: dict[int, Description] = {}
         """Where this transport writes, by number of the connection."""
         self.copies: dict[int, SimCopy] = {}
-        self.events: list[Event] = []
+        self.events: list[Completion] = []
         self._numbers = count(1)
         self._regions: dict[int, Region] = {}
         self._num_strangers = 0
@@ -312,7 +309,7 @@ class SimTransport:
             raise TransportError(f"region {region.number} is not registered with this transport")
         return region.number
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[Completion]:
         events = list(self.events)
         self.events.clear()
         return events
@@ -432,10 +429,6 @@ class SimTransport:
         carried = copy.memory[read]
         raw[index] = carried if self.fabric.corrupt is None else self.fabric.corrupt(carried)
         return ""
-
-    def announce(self, copy: SimCopy, invited: InvitedPeer) -> None:
-        if self.capabilities.can_announce:
-            self.events.append(Landed(invited.peer, copy.batch.tag, len(copy.written)))
 
     # As a source: its connections and batches.
 
@@ -588,8 +581,6 @@ class SimTransport:
         if copy.pending:
             self.fabric.schedule.after(RETRY_S, self._finish, copy)
             return
-        assert copy.receiver is not None
-        copy.receiver[0].announce(copy, copy.receiver[1])
         self._end(copy, Done(copy.ticket))
 
     def _check_progress(self, copy: SimCopy) -> None:

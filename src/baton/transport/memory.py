@@ -14,7 +14,6 @@ from baton.transport.base import (
     Description,
     Done,
     FailedQuiet,
-    Landed,
     Peer,
     Place,
     Quiet,
@@ -95,7 +94,6 @@ class MemoryTransport(BaseTransport[MemoryConnection, MemoryWriter]):
         can_refuse_strangers=True,
         can_enforce_grants=True,
         can_revoke=True,
-        can_announce=True,
         needs_allocate=False,
     )
 
@@ -144,8 +142,6 @@ class MemoryTransport(BaseTransport[MemoryConnection, MemoryWriter]):
             return "a write outside of what was granted was refused"
         if not copy_spans(spans, job.source, target, lambda: job.is_cancelled or writer.is_revoked):
             return CANCELLED if job.is_cancelled else "revoked by the target"
-        if batch.is_announced:
-            self.events.put(Landed(writer.peer, batch.tag, spans.num_bytes))
         return ""
 
 

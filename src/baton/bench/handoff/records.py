@@ -8,7 +8,7 @@ from time import monotonic
 from typing import Any
 
 from baton.bench.handoff.schedule import PrefillStep
-from baton.transport import DEADLINE_S, Batch, Done, Event, Fence, Landed, Peer, Ticket, Transport
+from baton.transport import DEADLINE_S, Batch, Completion, Done, Fence, Peer, Ticket, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +103,13 @@ class RecordingTransport:
             self._open[ticket] = (submitted_s, batch)
         return ticket
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[Completion]:
         """Polls, and records the batches that ended."""
         events = self._inner.poll()
         now_s = monotonic()
         with self._lock:
             for event in events:
-                if not isinstance(event, Landed):
-                    self._note(event.ticket, now_s, isinstance(event, Done))
+                self._note(event.ticket, now_s, isinstance(event, Done))
         return events
 
     def take(self) -> list[CopyTiming]:

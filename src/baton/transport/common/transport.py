@@ -23,9 +23,9 @@ from baton.transport.base import (
     Batch,
     Bytes,
     Capabilities,
+    Completion,
     Counters,
     Description,
-    Event,
     Fence,
     Invitation,
     Peer,
@@ -220,7 +220,7 @@ class BaseTransport(ABC, Generic[ConnectionT, WriterT]):
     def cancel(self, ticket: Ticket) -> None:
         self.tickets.cancel(ticket)
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[Completion]:
         return self.events.take_all()
 
     def fileno(self) -> int:

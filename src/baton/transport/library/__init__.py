@@ -9,9 +9,9 @@ missing:
   and holds only the regions granted to that peer. Closing it stops that peer and no other: bytes in flight to
   it have nowhere to go.
 - *One socket per connection.* On it both ends authenticate, the source asks for the regions that it wants to
-  write and gets their addresses, and announces what has landed. The socket is the connection: the source
-  checks it before each post, and closes its library instance when it breaks. The source closes the socket
-  after its own library instance, so a hang-up, of a living or a dead source, means that it writes no more.
+  write and gets their addresses. The socket is the connection: the source checks it before each post, and
+  closes its library instance when it breaks. The source closes the socket after its own library instance, so
+  a hang-up, of a living or a dead source, means that it writes no more.
 
 So nothing is written to the successor of a dead target: the successor cannot authenticate, it has other
 library instances, and every source of the dead one has closed its own.
@@ -44,7 +44,7 @@ class LibraryTransport(ListeningTransport[LibraryConnection, LibraryWriter]):
 
     def open_writer(self, peer: Peer, secret: str) -> LibraryWriter:
         self.listen()
-        return LibraryWriter(peer, secret, self.library, self.regions, self.events, self.refusals)
+        return LibraryWriter(peer, secret, self.library, self.regions, self.refusals)
 
     def unregister(self, region: Region) -> None:
         """Removes a region, here and from every library instance that knows it."""

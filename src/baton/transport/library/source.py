@@ -154,18 +154,6 @@ class LibraryConnection:
                 completion = self._write(job)
             finally:
                 self.tickets.end(job, completion)
-            if isinstance(completion, Done):
-                self._announce(job)
-
-    def _announce(self, job: Job) -> None:
-        """Tells the target after the ticket ended: waking the other process takes time."""
-        assert self.sock is not None
-        landed = encode_frame(FrameKind.LANDED, job.batch.tag, job.batch.spans.num_bytes)
-        try:
-            self._send(self.sock, landed, job.deadline_s)
-        except (OSError, TransportError) as cause:
-            self._lose(f"the target is gone: {cause}")
-            self._leave()
 
     def _write(self, job: Job) -> Completion:
         posts: deque[object] = deque()

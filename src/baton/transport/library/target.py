@@ -10,10 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from baton.errors import RemoteProtocolError, TransportError
-from baton.transport.base import Landed, Peer, Quiet, RevokeResult, Unknown
+from baton.transport.base import Peer, Quiet, RevokeResult, Unknown
 from baton.transport.common.listener import receive_exactly
 from baton.transport.common.regions import Grant, Grants, Memory, Regions
-from baton.transport.common.tickets import EventQueue
 from baton.transport.common.transport import Refusals
 from baton.transport.library.base import (
     HEADER_BYTES,
@@ -37,7 +36,6 @@ class LibraryWriter:
     secret: str
     library: Library
     regions: Regions
-    events: EventQueue
     refusals: Refusals
     grants: Grants = field(default_factory=Grants)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -120,13 +118,9 @@ class LibraryWriter:
             sock.close()
 
     def _on_frame(self, sock: socket.socket, header: FrameHeader, payload: bytes) -> None:
-        match header.kind:
-            case FrameKind.LANDED:
-                self.events.put(Landed(self.peer, header.first, header.second))
-            case FrameKind.ASK:
-                sock.sendall(self._expose(header.first, payload))
-            case _:
-                raise RemoteProtocolError(f"a source does not send {header.kind.name}")
+        if header.kind is not FrameKind.ASK:
+            raise RemoteProtocolError(f"a source does not send {header.kind.name}")
+        sock.sendall(self._expose(header.first, payload))
 
     def _expose(self, number: int, kernel: bytes) -> bytes:
         """The reply to a source that asks for a region."""

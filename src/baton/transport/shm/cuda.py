@@ -110,9 +110,6 @@ class StreamCopier:
         work = partial(staging.drain, copy, slot.index, self._slots[slot.index])
         self._start(staging.stream, work, copy, on_copied)
 
-    def after(self, on_copied: OnCopied) -> None:
-        self._worker.put(partial(on_copied, ""))
-
     def close(self) -> None:
         """Completes what it was given, and releases staging and the pinning."""
         self._worker.close()

@@ -45,7 +45,7 @@ CUDA = "cuda"
 """The `access` of a region on a device."""
 _TABLE_BYTES = TABLE_SPANS * 16
 _PAGE_BYTES = 4096
-_PACKET = struct.Struct("<BB6x6Q")
+_PACKET = struct.Struct("<B7x3Q")
 _NUM_SLOTS_MAX = 256
 
 
@@ -67,7 +67,7 @@ class RingShape:
         return self.num_slots * (self.slot_bytes + _TABLE_BYTES)
 
     def slotfuls(self, spans: Spans) -> list[Spans]:
-        """A batch by slots; an empty batch takes one empty slot, so that it is announced too."""
+        """A batch by slots; an empty batch takes one empty slot, which the target checks."""
         if not len(spans):
             return [spans]
         joined = coalesce(spans)
@@ -111,28 +111,22 @@ def slot_offsets(length: NDArray[np.int64]) -> NDArray[np.int64]:
 class PacketKind(IntEnum):
     FILLED = 1  # source: a slot holds spans of a batch
     FREED = 2  # target: the spans of a slot are in their region; the slot may be filled again
-    DROPPED = 3  # source: no more slots of this batch will come
 
 
 @dataclass(frozen=True, slots=True)
 class RingPacket:
-    """One packet about a batch; besides the batch, FREED names only its slot and DROPPED only its region."""
+    """One packet about a slot; FREED names nothing else."""
 
     kind: PacketKind
-    batch: int
+    slot: int
     region: int = 0
-    slot: int = 0
     num_spans: int = 0
-    batch_bytes: int = 0
-    tag: int = 0
-    is_silent: bool = False
-    """Whether the target need not announce the batch."""
 
 
 def send_packet(sock: socket.socket, packet: RingPacket) -> None:
     """Sends without blocking: there are fewer packets in flight than the socket holds."""
-    numbers = (packet.batch, packet.region, packet.slot, packet.num_spans, packet.batch_bytes, packet.tag)
-    sock.send(_PACKET.pack(packet.kind, packet.is_silent, *numbers), socket.MSG_DONTWAIT)
+    raw = _PACKET.pack(packet.kind, packet.slot, packet.region, packet.num_spans)
+    sock.send(raw, socket.MSG_DONTWAIT)
 
 
 def receive_packet(sock: socket.socket) -> RingPacket | None:
@@ -141,8 +135,8 @@ def receive_packet(sock: socket.socket) -> RingPacket | None:
     if not raw:
         return None
     try:
-        kind, is_silent, batch, region, slot, num_spans, batch_bytes, tag = _PACKET.unpack(raw)
-        return RingPacket(PacketKind(kind), batch, region, slot, num_spans, batch_bytes, tag, bool(is_silent))
+        kind, slot, region, num_spans = _PACKET.unpack(raw)
+        return RingPacket(PacketKind(kind), slot, region, num_spans)
     except (struct.error, ValueError) as cause:
         raise RemoteProtocolError(f"not a packet of a ring: {raw!r} ({cause})") from None
 
@@ -168,9 +162,6 @@ class SlotCopier(Protocol):
 
     def drain(self, copy: SlotCopy, slot: Slot, on_copied: OnCopied) -> None:
         """From the slot into the region."""
-
-    def after(self, on_copied: OnCopied) -> None:
-        """Calls back when everything before is complete."""
 
     def close(self) -> None:
         """Completes what it was given and releases the ring."""
@@ -206,9 +197,6 @@ class HostCopier:
             on_copied("")
 
         self._worker.put(run)
-
-    def after(self, on_copied: OnCopied) -> None:
-        self._worker.put(lambda: on_copied(""))
 
     def close(self) -> None:
         self._worker.close()

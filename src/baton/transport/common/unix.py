@@ -1,0 +1,464 @@
+"""What transports between processes of one host share, whose sources map the target's memory.
+
+A source connects to a unix socket with an abstract name, authenticates once, and asks for each region that it
+writes. The subclass hands the region out. From then on the target cannot see what the source stores there:
+the source is quiet when it has said that it left, or when its process has ended (by pidfd). One thread for
+each target connects, asks for regions and starts copies, in the order of the batches. A target that hangs up
+wants the source to leave: it then stops copying, unmaps everything, and says so.
+
+Messages are one per packet of the socket, so without framing. Only the watcher's thread touches the state of
+the target's half, except `grants`, which has its own lock; other threads only look at `mapped`.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+import struct
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from typing import TypeVar
+
+from baton.errors import RemoteProtocolError, TransportError
+from baton.transport.base import DEADLINE_S, Description, Peer, Quiet, Region, RevokeResult, Unknown
+from baton.transport.common.handshake import (
+    HELLO_BYTES,
+    Hello,
+    introduce,
+    make_welcome,
+    new_challenge,
+    read_hello,
+    verify_hello,
+)
+from baton.transport.common.regions import Grant, Grants
+from baton.transport.common.threads import Watcher, WorkerThread
+from baton.transport.common.tickets import Job, Tickets
+from baton.transport.common.transport import BaseTransport, Refusals
+from baton.transport.fences import CudaEvent
+
+_MESSAGE = struct.Struct("<B7xQQQQ")
+PACKET_BYTES_MAX = 4096
+
+
+class MessageKind(IntEnum):
+    """The sender of a message, and the meaning of its numbers."""
+
+    MAP = 1  # source: region, whether it goes through a ring
+    MAPPED = 2  # target: how to map it, in the transport's own numbers, with a descriptor or a text
+    REFUSED = 3  # target: text
+    LEFT = 4  # source: it has unmapped everything
+    STAGED = 5  # target: number and size of the ring's slots, the region's size; at first the ring's socket
+
+
+@dataclass(frozen=True, slots=True)
+class UnixMessage:
+    """One packet."""
+
+    kind: MessageKind
+    numbers: tuple[int, int, int, int] = (0, 0, 0, 0)
+    text: str = ""
+
+
+def send_message(sock: socket.socket, message: UnixMessage, fd: int | None = None) -> None:
+    """Sends one packet, with a descriptor if given."""
+    raw = _MESSAGE.pack(message.kind, *message.numbers) + message.text.encode()
+    if fd is None:
+        sock.send(raw)
+    else:
+        sock.sendmsg([raw], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
+
+
+def receive_message(sock: socket.socket) -> tuple[UnixMessage | None, int | None]:
+    """The next packet and its descriptor; no message once the other side has hung up."""
+    raw, ancillary, _, _ = sock.recvmsg(PACKET_BYTES_MAX, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) // fds.itemsize * fds.itemsize])
+    for extra in fds[1:]:
+        os.close(extra)
+    return (_parse_message(raw) if raw else None), (fds[0] if fds else None)
+
+
+def _parse_message(raw: bytes) -> UnixMessage:
+    try:
+        kind, first, second, third, fourth = _MESSAGE.unpack_from(raw)
+        text = raw[_MESSAGE.size :].decode()
+        return UnixMessage(MessageKind(kind), (first, second, third, fourth), text)
+    except (struct.error, ValueError) as cause:
+        raise RemoteProtocolError(f"not a message of this transport: {raw[:40]!r} ({cause})") from None
+
+
+T = TypeVar("T")
+
+CHECK_S = 0.05
+"""How often a thread that waits for its target checks for overdue tickets in its queue."""
+
+
+class UnixConnection(ABC):
+    """The connection to one target."""
+
+    def __init__(self, peer: Peer, description: Description, tickets: Tickets, watcher: Watcher) -> None:
+        self.peer = peer
+        self.tickets = tickets
+        self.watcher = watcher
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.lost = ""
+        self.worker = WorkerThread(f"{description.transport}-source-{peer.number}")
+        self.worker.put(partial(self._connect, description))
+
+    @abstractmethod
+    def carry(self, job: Job, event: CudaEvent | None) -> None:
+        """On the worker: copies a batch, whose stream waits for the event, and ends its ticket."""
+
+    @abstractmethod
+    def unmap(self) -> bool:
+        """On the worker: stops the copies and unmaps all memory; whether nothing can be written any more."""
+
+    def on_lost(self) -> None:
+        """On any thread: `lost` was set."""
+        return
+
+    def put(self, job: Job) -> None:
+        job.progress_s = time.monotonic()
+        self.worker.put(partial(self._carry, job))
+
+    def put_behind(self, job: Job, event: CudaEvent) -> None:
+        """Queues a copy from a device, whose stream waits for the event."""
+        self.worker.put(partial(self._carry, job, event))
+
+    def close(self, cause: str) -> None:
+        """Stops the copy in progress, unmaps, tells the target, and hangs up."""
+        self.lost = self.lost or cause
+        self.on_lost()
+        self.worker.put(self._leave)
+        self.worker.close()
+        self.watcher.call(self._unwatch)
+        self.sock.close()
+
+    def lose(self, cause: str) -> None:
+        """Gives up: ends what has not begun, and lets `carry` see `lost`."""
+        self.lost = self.lost or cause
+        self.on_lost()
+        self.tickets.end_all_waiting(self.peer, self.lost)
+
+    def is_stopped(self, job: Job) -> bool:
+        return job.is_cancelled or bool(self.lost)
+
+    def ask(
+        self, number: int, deadline_s: float, *, is_staged: bool = False
+    ) -> tuple[UnixMessage, int | None]:
+        """Asks the target for a region; its answer, with a descriptor if there is one."""
+        send_message(self.sock, UnixMessage(MessageKind.MAP, (number, int(is_staged), 0, 0)))
+        try:
+            message, fd = self.retry(partial(receive_message, self.sock), select.POLLIN, deadline_s)
+        except TimeoutError as cause:
+            # A late reply to this request would be taken for the reply to the next.
+            self.lose(str(cause))
+            raise
+        if message is None:
+            raise ConnectionResetError("it hung up")
+        if message.kind is MessageKind.REFUSED:
+            raise TransportError(f"region {number} was refused: {message.text}")
+        return message, fd
+
+    def retry(self, action: Callable[[], T], mask: int, deadline_s: float) -> T:
+        """Repeats an action on the socket until it does not block."""
+        limit_s = time.monotonic() + deadline_s
+        while True:
+            try:
+                return action()
+            except BlockingIOError:
+                self._wait(mask, limit_s)
+
+    def _connect(self, description: Description) -> None:
+        self.sock.setblocking(False)
+        try:
+            self.retry(partial(self.sock.connect, f"\0{description.address}"), select.POLLOUT, DEADLINE_S)
+            introduce(description, 0, self.sock.send, self._receive)
+        except (OSError, TransportError) as cause:
+            self.lose(f"cannot connect to {description.address}: {cause}")
+            return
+        self.watcher.watch(self.sock.fileno(), select.EPOLLRDHUP, self._on_hangup)
+
+    def _receive(self, num_bytes: int) -> bytes:
+        return self.retry(partial(self.sock.recv, num_bytes), select.POLLIN, DEADLINE_S)
+
+    def _on_hangup(self, mask: int) -> None:
+        """On the watcher's thread: the target died, or wants this source to leave."""
+        self._unwatch()
+        self.lose("the target hung up")
+        self.worker.put(self._leave)
+
+    def _unwatch(self) -> None:
+        self.watcher.unwatch(self.sock.fileno())
+
+    def _leave(self) -> None:
+        if self.unmap():
+            with suppress(OSError):
+                send_message(self.sock, UnixMessage(MessageKind.LEFT))
+
+    def _carry(self, job: Job, event: CudaEvent | None = None) -> None:
+        if self.lost:
+            self.tickets.end_waiting(job, self.lost)
+        elif self.tickets.begin(job):
+            self.carry(job, event)
+
+    def _wait(self, mask: int, limit_s: float) -> None:
+        poller = select.poll()
+        poller.register(self.sock, mask)
+        if poller.poll(CHECK_S * 1e3):
+            return
+        now_s = time.monotonic()
+        if now_s > limit_s or self.lost:
+            raise TimeoutError("the target did not react within the deadline")
+        self.tickets.end_overdue(self.peer, now_s)
+
+
+_SO_PEERPIDFD = 77
+_HANDSHAKES_MAX = 128
+
+
+class UnixWriter(ABC):
+    """One invited peer."""
+
+    def __init__(self, peer: Peer, secret: str, watcher: Watcher, refusals: Refusals) -> None:
+        self.peer = peer
+        self.secret = secret
+        self.watcher = watcher
+        self.refusals = refusals
+        self.grants = Grants()
+        self.sock: socket.socket | None = None
+        self.pidfd: int | None = None
+        self.mapped: set[int] = set()
+        """Regions that were handed out: the target cannot see what is stored there."""
+        self.has_left = False
+        self.is_revoked = False
+
+    @abstractmethod
+    def hand_out(self, sock: socket.socket, number: int, *, is_staged: bool) -> None:
+        """Answers a request for a region of which something is granted; adds it to `mapped`, or refuses."""
+
+    def check_quiet(self, grant: Grant) -> RevokeResult:
+        """Unknown while a peer that mapped a region lives: the target cannot see its stores."""
+        return self.settle(self.watcher.call(self.check_mapped))
+
+    def revoke(self, cause: str) -> RevokeResult:
+        """Asks a living writer to leave, which a stopped one cannot."""
+        result = self.settle(self.watcher.call(self.shut_out))
+        if isinstance(result, Quiet):
+            self.end()
+        return result
+
+    def end(self) -> None:
+        """Releases the socket and the pidfd."""
+        self.watcher.call(self._release)
+
+    def attach(self, sock: socket.socket) -> None:
+        """On the watcher's thread: takes over the socket on which the peer authenticated."""
+        self.sock = sock
+        self.pidfd = _open_pidfd(sock)
+        self.watcher.watch(sock.fileno(), select.EPOLLIN, lambda mask: self._receive(sock))
+
+    def shut_out(self) -> RevokeResult:
+        """On the watcher's thread: hands out nothing more, and asks the peer to leave."""
+        self.is_revoked = True
+        result = self.check_mapped()
+        if self.sock is not None:
+            with suppress(OSError):
+                self.sock.shutdown(socket.SHUT_WR)
+        return result
+
+    def settle(self, result: RevokeResult) -> RevokeResult:
+        """Not on the watcher's thread: what else has to stop before the peer is quiet."""
+        return result
+
+    def refuse(self, sock: socket.socket, cause: str) -> None:
+        self.refusals.add_write()
+        send_message(sock, UnixMessage(MessageKind.REFUSED, text=cause))
+
+    def check_mapped(self) -> RevokeResult:
+        """On the watcher's thread: whether nothing can be stored into what was handed out."""
+        if not self.mapped or self.has_left:
+            return Quiet()
+        if self.pidfd is None:
+            return Unknown("the writer's process cannot be watched from here; it has the memory mapped")
+        if has_events(self.pidfd, select.POLLIN):
+            return Quiet()
+        return Unknown("the writer's process is alive and has the memory mapped")
+
+    def _hang_up(self) -> None:
+        """Closes the socket; the pidfd still shows whether the writer's process lives."""
+        if self.sock is not None:
+            self.watcher.unwatch(self.sock.fileno())
+            self.sock.close()
+            self.sock = None
+
+    def _release(self) -> None:
+        self._hang_up()
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+    def _receive(self, sock: socket.socket) -> None:
+        if self.sock is not sock:
+            return
+        try:
+            message, fd = receive_message(sock)
+            if fd is not None:
+                os.close(fd)
+            if message is None:
+                self._hang_up()
+            else:
+                self._on_message(sock, message)
+        except BlockingIOError:
+            return
+        except (OSError, RemoteProtocolError):
+            self._hang_up()
+
+    def _on_message(self, sock: socket.socket, message: UnixMessage) -> None:
+        match message.kind:
+            case MessageKind.MAP:
+                number, is_staged, _, _ = message.numbers
+                if self.is_revoked or not self.grants.has_region(number):
+                    self.refuse(sock, f"nothing of region {number} was granted to this peer")
+                else:
+                    self.hand_out(sock, number, is_staged=bool(is_staged))
+            case MessageKind.LEFT:
+                self.has_left = True
+                self._hang_up()
+            case _:
+                raise RemoteProtocolError(f"a source does not send {message.kind.name}")
+
+
+class UnixListener:
+    """The listening socket, and the connections that have not authenticated yet."""
+
+    def __init__(
+        self,
+        address: str,
+        watcher: Watcher,
+        find_writer: Callable[[Hello], UnixWriter | None],
+        refusals: Refusals,
+    ) -> None:
+        self.watcher = watcher
+        self.find_writer = find_writer
+        self.refusals = refusals
+        self.challenges: dict[socket.socket, bytes] = {}
+        self.server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.server.bind(f"\0{address}")  # an abstract name: it is in no file system
+        self.server.listen(_HANDSHAKES_MAX)
+        self.server.setblocking(False)
+        self.watcher.watch(self.server.fileno(), select.EPOLLIN, self._accept)
+
+    def close(self) -> None:
+        """On the watcher's thread: stops listening and ends unfinished handshakes."""
+        self.watcher.unwatch(self.server.fileno())
+        self.server.close()
+        for sock in list(self.challenges):
+            self._reject(sock)
+
+    def _accept(self, mask: int) -> None:
+        with suppress(OSError):
+            sock, _ = self.server.accept()
+            if len(self.challenges) >= _HANDSHAKES_MAX:
+                self._reject(next(iter(self.challenges)))
+            sock.setblocking(False)
+            self.challenges[sock] = new_challenge()
+            self.watcher.watch(sock.fileno(), select.EPOLLIN, lambda mask: self._receive_hello(sock))
+            sock.send(self.challenges[sock])
+
+    def _receive_hello(self, sock: socket.socket) -> None:
+        """A source that holds the secret of a valid invitation gets its writer, once."""
+        challenge = self.challenges.get(sock)
+        if challenge is None:
+            return
+        try:
+            hello = read_hello(sock.recv(HELLO_BYTES + 1))
+        except BlockingIOError:
+            return
+        except OSError:
+            hello = None
+        writer = self.find_writer(hello) if hello else None
+        is_new = writer is not None and not (writer.is_revoked or writer.sock is not None or writer.mapped)
+        if not hello or not writer or not is_new or not verify_hello(hello, writer.secret, challenge):
+            self.refusals.add_stranger()
+            self._reject(sock)
+            return
+        del self.challenges[sock]
+        self.watcher.unwatch(sock.fileno())
+        writer.attach(sock)
+        with suppress(OSError):
+            sock.send(make_welcome(hello, writer.secret, challenge))
+
+    def _reject(self, sock: socket.socket) -> None:
+        del self.challenges[sock]
+        self.watcher.unwatch(sock.fileno())
+        sock.close()
+
+
+def _open_pidfd(sock: socket.socket) -> int | None:
+    """A handle on the process at the other end, or None if it cannot be seen from here."""
+    with suppress(OSError):
+        return sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    with suppress(OSError):
+        pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        pidfd = os.pidfd_open(pid)
+        # If the process ended before pidfd_open, its pid may be another's now; then the socket hung up first.
+        if not has_events(sock.fileno(), select.POLLRDHUP):
+            return pidfd
+        os.close(pidfd)
+    return None
+
+
+def has_events(fd: int, mask: int) -> bool:
+    poller = select.poll()
+    poller.register(fd, mask)
+    return bool(poller.poll(0))
+
+
+UnixConnectionT = TypeVar("UnixConnectionT", bound=UnixConnection)
+UnixWriterT = TypeVar("UnixWriterT", bound=UnixWriter)
+
+
+class UnixTransport(BaseTransport[UnixConnectionT, UnixWriterT]):
+    """One opened transport, with the thread that watches its sockets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watcher = Watcher(f"{self.name}-{self.incarnation}")
+        self.listener: UnixListener | None = None
+
+    def listen(self) -> None:
+        """Starts to accept peers, when the first is invited."""
+        if self.listener is None:
+            self.listener = self.watcher.call(
+                lambda: UnixListener(self.address(), self.watcher, self._find_writer, self.refusals)
+            )
+
+    def is_unchecked(self, peer: Peer, region: Region) -> bool:
+        """Whether a peer has a region mapped."""
+        writer = self.writers.get(peer)
+        return writer is not None and region.number in writer.mapped
+
+    def address(self) -> str:
+        """The abstract name of the socket."""
+        return f"baton-{self.name}-{self.incarnation}"
+
+    def stop(self) -> None:
+        """Ends the thread and closes the descriptors."""
+        if self.listener is not None:
+            self.watcher.call(self.listener.close)
+        for writer in list(self.writers.values()):
+            writer.end()
+        self.watcher.close()
+
+    def _find_writer(self, hello: Hello) -> UnixWriter | None:
+        return self.writers.get(Peer(hello.peer, hello.incarnation.decode("ascii", "replace")))
