@@ -22,11 +22,12 @@ from typing import Protocol
 from baton.errors import RemoteProtocolError, TransportError
 from baton.plan.steps import Spans
 from baton.transport.base import Completion, Description, Done, FailedQuiet, FailedUnknown, Peer
+from baton.transport.common.connection import CHECK_S
 from baton.transport.common.regions import Memory
 from baton.transport.common.spans import coalesce, split
 from baton.transport.common.threads import Watcher, WorkerThread
 from baton.transport.common.tickets import CANCELLED, Job, Tickets
-from baton.transport.common.unix import CHECK_S, MessageKind, UnixConnection
+from baton.transport.common.unix import MessageKind, UnixConnection
 from baton.transport.fences import CudaEvent
 
 log = logging.getLogger(__name__)

@@ -34,10 +34,11 @@ from baton.transport.base import (
     FailedUnknown,
     Peer,
 )
+from baton.transport.common.connection import CHECK_S
 from baton.transport.common.spans import copy_spans
 from baton.transport.common.threads import Watcher
 from baton.transport.common.tickets import CANCELLED, Job, Tickets
-from baton.transport.common.unix import CHECK_S, UnixConnection, receive_message
+from baton.transport.common.unix import UnixConnection, receive_message
 from baton.transport.fences import CudaEvent
 from baton.transport.shm.ring import (
     Copiers,
