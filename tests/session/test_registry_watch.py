@@ -210,7 +210,7 @@ def test_closing_ends_open_watches_at_once_and_a_closed_client_stops_watching(
 
 
 def test_there_is_a_most_to_the_number_of_watches(monkeypatch) -> None:
-    monkeypatch.setattr("baton.session.registry.watch.NUM_WATCHERS_MAX", 1)
+    monkeypatch.setattr("baton.session.registry.server.NUM_WATCHERS_MAX", 1)
 
     async def body() -> None:
         async with registry() as server:
