@@ -6,6 +6,7 @@ to Done. Each baseline moves the same spans in turns with the transport, so that
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -106,21 +107,22 @@ def spans_of(span_bytes: int, num_spans: int) -> Spans:
 
 
 class Link:
-    """A transport here, connected to one in a target process."""
+    """A transport here, connected to one in a target process, or to itself where it reaches no further."""
 
     def __init__(self, name: str, num_bytes: int, stack: ExitStack) -> None:
         name, options = parse_transport(name)
         self.transport: Transport = open_transport(name, **options)
         stack.callback(self.transport.close)
-        if self.transport.capabilities.reach is Reach.PROCESS:
-            invitation = TransferTarget(self.transport, num_bytes).invite()
-            description = Description.from_json(invitation["description"])
-            self.region = RemoteRegion.from_json(invitation["region"])
-        else:
-            target = stack.enter_context(TargetProcess(name, options, num_bytes))
-            description, self.region = target.invite()
-        self.source: Region = registered(self.transport, random_bytes(num_bytes, 2))
-        self.peer: Peer = self.transport.connect(description)
+        self.target: TransferTarget | TargetProcess = (
+            TransferTarget(self.transport, num_bytes)
+            if self.transport.capabilities.reach is Reach.PROCESS
+            else stack.enter_context(TargetProcess(name, options, num_bytes))
+        )
+        invitation = self.target.invite()
+        self.region = RemoteRegion.from_json(invitation["region"])
+        self.content = random_bytes(num_bytes, os.getpid())
+        self.source: Region = registered(self.transport, self.content)
+        self.peer: Peer = self.transport.connect(Description.from_json(invitation["description"]))
 
     def send(self, spans: Spans) -> None:
         """One batch, from submit to Done."""
@@ -135,9 +137,9 @@ class Link:
                 if isinstance(event, Done):
                     count -= 1
                 else:
-                    raise TransportError(f"{self.transport.name}: {event.cause}")
+                    raise TransportError(event.cause)
             if perf_counter() > limit:
-                raise TransportError(f"{self.transport.name}: no completion within {DONE_S_MAX:.0f} s")
+                raise TransportError(f"no completion within {DONE_S_MAX:.0f} s")
 
 
 def throughput(name: str, span_bytes: int, num_spans: int, repeats: int) -> Throughput:
