@@ -11,8 +11,7 @@ import pytest
 
 from baton.errors import TransportError
 from baton.plan.steps import Spans
-from baton.sim.core import Schedule
-from baton.sim.options import Strength
+from baton.sim.core import Schedule, Strength
 from baton.sim.transport import CopyCourse, CopyEnd, Fabric, SimTransport
 from baton.transport import (
     NOW,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-from baton.bench.handoff.schedule import PrefillStep
+from baton.bench.handoff.workload import PrefillStep
 from baton.transport import DEADLINE_S, Batch, Completion, Done, Fence, Peer, Ticket, Transport
 
 
