@@ -9,8 +9,18 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.bench.handoff.figures import SerialTransfer, bound, figures, serial_of, timeline_of
-from baton.bench.handoff.records import CopyTiming, HandOver, Received, RecordingTransport, Sent
+from baton.bench.handoff.records import (
+    CopyTiming,
+    HandOver,
+    Received,
+    RecordingTransport,
+    Sent,
+    SerialTransfer,
+    bound,
+    figures,
+    serial_of,
+    timeline_of,
+)
 from baton.bench.handoff.workload import (
     PrefillStep,
     PrefillTiming,

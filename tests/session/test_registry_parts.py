@@ -12,8 +12,8 @@ from tests.session.registry_world import member
 
 from baton.session.registry import Change, ChangeKind, RegistryError, Topology
 from baton.session.registry import authentication as auth
-from baton.session.registry.authentication import Verifier, sign
 from baton.session.registry.client import Backoff, EventReader
+from baton.session.registry.messages import Verifier, sign
 from baton.session.registry.server import BEAT, encode
 from baton.session.registry.state import Expiries
 

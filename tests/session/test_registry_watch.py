@@ -20,9 +20,8 @@ from baton.session.registry import (
     Topology,
 )
 from baton.session.registry import server as registry_server
-from baton.session.registry.authentication import sign
 from baton.session.registry.client import RegistryCall, RegistryConnection
-from baton.session.registry.messages import Registered
+from baton.session.registry.messages import Registered, sign
 
 
 def follow(client: RegistryClient) -> tuple[list[Topology | Change], asyncio.Task[None]]:

@@ -12,16 +12,16 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.table import Table
 
-from baton.bench.handoff.figures import (
+from baton.bench.handoff.fleet import Fleet, ask_all
+from baton.bench.handoff.records import (
     HandoffFigures,
+    HandOver,
     SerialTransfer,
     figures,
     inner_bytes_per_s,
     serial_of,
     timeline_of,
 )
-from baton.bench.handoff.fleet import Fleet, ask_all
-from baton.bench.handoff.records import HandOver
 from baton.bench.handoff.workload import PrefillTiming, Workload, cache_of, fitted, room_bytes, schedule
 from baton.bench.record import write
 from baton.errors import EngineError

@@ -19,7 +19,6 @@ import msgspec
 from yarl import URL
 
 from baton.errors import ConfigError
-from baton.session.registry.authentication import sign
 from baton.session.registry.messages import (
     BEAT_S,
     BOOT_HEADER,
@@ -37,6 +36,7 @@ from baton.session.registry.messages import (
     check_instance,
     check_member,
     check_transfer,
+    sign,
 )
 from baton.session.registry.state import Expiries
 

@@ -17,11 +17,11 @@ import msgspec
 from aiohttp import web
 
 from baton.errors import BatonError, ConfigError
-from baton.session.registry.authentication import WINDOW_S, Verifier
 from baton.session.registry.messages import (
     BEAT_S,
     BODY_BYTES_MAX,
     BOOT_HEADER,
+    WINDOW_S,
     AssignmentRequest,
     Change,
     Health,
@@ -32,6 +32,7 @@ from baton.session.registry.messages import (
     RegistryError,
     Removed,
     Topology,
+    Verifier,
     check_instance,
     read_body,
     read_number,

@@ -38,8 +38,15 @@ from baton.transport.common.regions import Memory
 from baton.transport.common.tickets import Job
 from baton.transport.common.unix import UnixTransport
 from baton.transport.fences import CudaFence
-from baton.transport.shm.ring import CUDA, RingShape, Staging, is_staging_needed, open_copier
-from baton.transport.shm.segments import create_segment, map_segment
+from baton.transport.shm.ring import (
+    CUDA,
+    RingShape,
+    Staging,
+    create_segment,
+    is_staging_needed,
+    map_segment,
+    open_copier,
+)
 from baton.transport.shm.source import ShmConnection
 from baton.transport.shm.target import SegmentRange, ShmWriter
 

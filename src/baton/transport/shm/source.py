@@ -42,6 +42,7 @@ from baton.transport.common.unix import UnixConnection, receive_message
 from baton.transport.fences import CudaEvent
 from baton.transport.shm.ring import (
     Copiers,
+    Mapping,
     PacketKind,
     Ring,
     RingPacket,
@@ -49,11 +50,11 @@ from baton.transport.shm.ring import (
     Slot,
     SlotCopy,
     Staging,
+    map_segment,
     receive_packet,
     send_packet,
     slot_offsets,
 )
-from baton.transport.shm.segments import Mapping, map_segment
 
 
 @dataclass(slots=True, eq=False)

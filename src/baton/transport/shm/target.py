@@ -29,11 +29,11 @@ from baton.transport.shm.ring import (
     RingPacket,
     SlotCopy,
     Staging,
+    create_segment,
     receive_packet,
     send_packet,
     slot_offsets,
 )
-from baton.transport.shm.segments import create_segment
 
 SETTLE_S = 1.0
 """How long `settle` waits for a device before it returns Unknown."""
