@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.session.registry_world import member
 
 from baton.session.registry import Change, ChangeKind, RegistryError, Topology
-from baton.session.registry import authentication as auth
+from baton.session.registry import messages as auth
 from baton.session.registry.client import Backoff, EventReader
 from baton.session.registry.messages import Verifier, sign
 from baton.session.registry.server import BEAT, encode

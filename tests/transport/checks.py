@@ -482,7 +482,7 @@ def writes_outside_of_a_region_are_refused(world: World) -> None:
 
 @check(Variant("GrantsEverything", side="target"))
 def writes_outside_of_a_grant_are_refused(world: World) -> None:
-    """Only granted bytes change, whatever a batch asks for; the refusal is counted, and ends the peer."""
+    """Only granted bytes change, whatever a batch asks for, and the refusal ends the peer."""
     if not world.capabilities.can_enforce_grants:
         assert_says_so(world)
         return
@@ -496,7 +496,7 @@ def writes_outside_of_a_grant_are_refused(world: World) -> None:
         link = world.link(target, MIB, is_granted=False)
         target.call("grant", link.writer, link.region.number, ranges)
         expect_done(world.source, [link.send(source, inside)])
-        before, num_refused = link.content().copy(), target.call("counters").num_writes_refused
+        before = link.content().copy()
         mixed = spans_of(
             np.zeros(3), np.append(inside.target, stray.target), np.append(inside.length, stray.length)
         )
@@ -504,7 +504,6 @@ def writes_outside_of_a_grant_are_refused(world: World) -> None:
         expect_failed(world.source, [world.source.send(link.peer, changed, link.region, mixed)], HANGS_S)
         assert np.array_equal(before[~granted], link.content()[~granted]), "a refused write touched memory"
         expect_failed(world.source, [link.send(source, inside)], HANGS_S)
-        assert target.call("counters").num_writes_refused == num_refused + 1
 
 
 def assert_says_so(world: World) -> None:
@@ -548,7 +547,7 @@ def unchecked_peers_need_no_grant(world: World) -> None:
 
 @check(Variant("LetsStrangersIn", side="target"))
 def strangers_are_refused(world: World) -> None:
-    """Somebody with the address and without the secret writes nothing, and is counted."""
+    """Somebody with the address and without the secret writes nothing."""
     if not world.capabilities.can_refuse_strangers:
         assert world.capabilities.can_refuse_strangers is False
         return
@@ -562,7 +561,6 @@ def strangers_are_refused(world: World) -> None:
     ended = completions(world.source, [ticket], HANGS_S)[ticket]
     assert isinstance(ended, FailedQuiet), ended
     assert not link.content()[1:].any()
-    assert link.target.call("counters").num_strangers >= 1
 
 
 @check(Variant("SaysQuiet", side="target"))

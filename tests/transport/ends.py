@@ -29,7 +29,6 @@ from baton.transport import (
     NOW,
     Batch,
     Completion,
-    Counters,
     Description,
     Invitation,
     Peer,
@@ -125,9 +124,6 @@ class End:
 
     def is_unchecked(self, peer: Peer, number: int) -> bool:
         return self.transport.is_unchecked(peer, self.regions[number])
-
-    def counters(self) -> Counters:
-        return self.transport.counters()
 
     def read(self, number: int, start: int = 0, stop: int | None = None) -> bytes:
         return self.buffers[number][start:stop].tobytes()

@@ -113,7 +113,6 @@ def test_forged_part_touches_nothing_and_ends_the_peer(target: Transport, forged
     assert isinstance(words[0], str)
     assert heard(other) == words
     assert not forger.buffer.any()
-    assert target.counters().num_writes_refused == 1
     assert isinstance(target.revoke(forger.invitation.peer), Quiet)
 
 
@@ -161,7 +160,6 @@ def test_strangers_get_no_welcome(target: Transport, change: dict):
     forger = Forger(target)
     forger.connect(replace(forger.invitation.description, **change))
     assert forger.welcome is None
-    assert target.counters().num_strangers == 1
 
 
 def test_a_stream_index_is_good_for_one_connection(target: Transport):
@@ -219,7 +217,6 @@ def test_hello_without_a_connect_probe_is_refused(target: Transport):
         challenge = receive_exactly(sock, CHALLENGE_BYTES)
         sock.sendall(make_hello(forger.invitation.description, 0, bytes(challenge)) + b"x")
         assert receive_exactly(sock, WELCOME_BYTES) is None
-    assert target.counters().num_strangers == 1
 
 
 def test_revocation_reaches_the_source_as_quiet():

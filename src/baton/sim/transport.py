@@ -35,7 +35,6 @@ from baton.transport.base import (
     Batch,
     Capabilities,
     Completion,
-    Counters,
     Description,
     Done,
     FailedQuiet,
@@ -250,8 +249,6 @@ class SimTransport:
         self.events: list[Completion] = []
         self._numbers = count(1)
         self._regions: dict[int, Region] = {}
-        self._num_strangers = 0
-        self._num_refused = 0
         fabric.transports[self.incarnation] = self
 
     def allocate(self, num_bytes: int) -> Bytes:
@@ -287,9 +284,6 @@ class SimTransport:
 
     def fileno(self) -> int:
         raise TransportError("a simulated transport has no file descriptor; it calls back when to poll")
-
-    def counters(self) -> Counters:
-        return Counters(self._num_strangers, self._num_refused)
 
     def close(self) -> None:
         if self.is_alive:
@@ -337,7 +331,6 @@ class SimTransport:
         """The invited peer that a description is for."""
         invited = self.peers.get(description.peer)
         if invited is None or invited.secret != description.secret or invited.is_revoked:
-            self._num_strangers += 1
             return None
         return invited
 
@@ -394,7 +387,6 @@ class SimTransport:
         is_strict = self.capabilities.can_enforce_grants
         is_granted = is_strict and invited.grants.allow(number, index, np.ones_like(index))
         if not (is_granted if is_strict else invited.may_map(number)):
-            self._num_refused += 1
             invited.is_revoked = True
             return "a write outside of what was granted was refused"
         read = copy.read[piece]

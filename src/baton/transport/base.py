@@ -240,14 +240,6 @@ class Unknown:
 RevokeResult: TypeAlias = Quiet | Unknown
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """What a target refused since it was opened."""
-
-    num_strangers: int = 0
-    num_writes_refused: int = 0
-
-
 class Fence(Protocol):
     """A condition that has to hold before a batch may read its source."""
 
@@ -316,8 +308,6 @@ class Transport(Protocol):
 
     def fileno(self) -> int:
         """Readable while `poll` has something to return; valid until `close`."""
-
-    def counters(self) -> Counters: ...
 
     def close(self) -> None:
         """Ends every ticket, connection and invitation; `poll` still returns how the tickets ended."""

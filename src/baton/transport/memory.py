@@ -114,7 +114,6 @@ class MemoryTransport(BaseTransport[MemoryConnection, MemoryWriter]):
         writer = self.writers.get(Peer(description.peer, description.incarnation))
         if writer is not None and writer.secret == description.secret:
             return writer
-        self.refusals.add_stranger()
         return None
 
     def receive(self, writer: MemoryWriter, job: Job) -> str:
@@ -137,7 +136,6 @@ class MemoryTransport(BaseTransport[MemoryConnection, MemoryWriter]):
             batch.target.number, spans.target, spans.length
         )
         if not is_allowed:
-            self.refusals.add_write()
             writer.is_revoked = True
             return "a write outside of what was granted was refused"
         if not copy_spans(spans, job.source, target, lambda: job.is_cancelled or writer.is_revoked):

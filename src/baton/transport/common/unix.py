@@ -40,7 +40,7 @@ from baton.transport.common.handshake import (
 from baton.transport.common.regions import Grant, Grants
 from baton.transport.common.threads import Watcher
 from baton.transport.common.tickets import Tickets
-from baton.transport.common.transport import BaseTransport, Refusals
+from baton.transport.common.transport import BaseTransport
 
 _MESSAGE = struct.Struct("<B7xQQQQ")
 PACKET_BYTES_MAX = 4096
@@ -143,11 +143,10 @@ _HANDSHAKES_MAX = 128
 class UnixWriter(ABC):
     """One invited peer."""
 
-    def __init__(self, peer: Peer, secret: str, watcher: Watcher, refusals: Refusals) -> None:
+    def __init__(self, peer: Peer, secret: str, watcher: Watcher) -> None:
         self.peer = peer
         self.secret = secret
         self.watcher = watcher
-        self.refusals = refusals
         self.grants = Grants()
         self.sock: socket.socket | None = None
         self.pidfd: int | None = None
@@ -195,7 +194,6 @@ class UnixWriter(ABC):
         return result
 
     def refuse(self, sock: socket.socket, cause: str) -> None:
-        self.refusals.add_write()
         send_message(sock, UnixMessage(MessageKind.REFUSED, text=cause))
 
     def check_mapped(self) -> RevokeResult:
@@ -260,11 +258,9 @@ class UnixListener:
         address: str,
         watcher: Watcher,
         find_writer: Callable[[Hello], UnixWriter | None],
-        refusals: Refusals,
     ) -> None:
         self.watcher = watcher
         self.find_writer = find_writer
-        self.refusals = refusals
         self.challenges: dict[socket.socket, bytes] = {}
         self.server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.server.bind(f"\0{address}")  # an abstract name: it is in no file system
@@ -303,7 +299,6 @@ class UnixListener:
         writer = self.find_writer(hello) if hello else None
         is_new = writer is not None and not (writer.is_revoked or writer.sock is not None or writer.mapped)
         if not hello or not writer or not is_new or not verify_hello(hello, writer.secret, challenge):
-            self.refusals.add_stranger()
             self._reject(sock)
             return
         del self.challenges[sock]
@@ -354,7 +349,7 @@ class UnixTransport(BaseTransport[UnixConnectionT, UnixWriterT]):
         """Starts to accept peers, when the first is invited."""
         if self.listener is None:
             self.listener = self.watcher.call(
-                lambda: UnixListener(self.address(), self.watcher, self._find_writer, self.refusals)
+                lambda: UnixListener(self.address(), self.watcher, self._find_writer)
             )
 
     def is_unchecked(self, peer: Peer, region: Region) -> bool:

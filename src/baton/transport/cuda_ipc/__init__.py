@@ -139,7 +139,7 @@ class CudaIpcTransport(UnixTransport[CudaIpcConnection, CudaIpcWriter]):
 
     def open_writer(self, peer: Peer, secret: str) -> CudaIpcWriter:
         self.listen()
-        writer = CudaIpcWriter(peer, secret, self.watcher, self.refusals)
+        writer = CudaIpcWriter(peer, secret, self.watcher)
         writer.exported = self.exported
         return writer
 

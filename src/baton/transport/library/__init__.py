@@ -34,7 +34,6 @@ from baton.errors import RemoteProtocolError, TransportError
 from baton.transport.base import Description, Peer, Quiet, Region, RevokeResult, Unknown
 from baton.transport.common.listener import ListeningTransport, receive_exactly
 from baton.transport.common.regions import Grant, Grants, Memory, Regions
-from baton.transport.common.transport import Refusals
 from baton.transport.library.base import (
     HEADER_BYTES,
     FrameHeader,
@@ -58,7 +57,6 @@ class LibraryWriter:
     secret: str
     library: Library
     regions: Regions
-    refusals: Refusals
     grants: Grants = field(default_factory=Grants)
     lock: threading.Lock = field(default_factory=threading.Lock)
     sock: socket.socket | None = None
@@ -149,7 +147,6 @@ class LibraryWriter:
         with self.lock:
             memory = self.regions.find(number)
             if self.is_revoked or memory is None or not self.grants.has_region(number):
-                self.refusals.add_write()
                 return encode_frame(
                     FrameKind.REFUSED, number, payload=b"nothing of it was granted to this peer"
                 )
@@ -193,7 +190,7 @@ class LibraryTransport(ListeningTransport[LibraryConnection, LibraryWriter]):
 
     def open_writer(self, peer: Peer, secret: str) -> LibraryWriter:
         self.listen()
-        return LibraryWriter(peer, secret, self.library, self.regions, self.refusals)
+        return LibraryWriter(peer, secret, self.library, self.regions)
 
     def unregister(self, region: Region) -> None:
         """Removes a region, here and from every library instance that knows it."""

@@ -127,7 +127,6 @@ class ShmTransport(UnixTransport[ShmConnection, ShmWriter]):
             secret,
             watcher=self.watcher,
             regions=self.regions,
-            refusals=self.refusals,
             staging=self.staging,
             locate=self._locate,
         )

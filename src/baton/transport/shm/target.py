@@ -19,7 +19,6 @@ from baton.transport.base import Peer, Quiet, RevokeResult, Unknown
 from baton.transport.common.regions import Grants, Regions
 from baton.transport.common.spans import are_inside
 from baton.transport.common.threads import Watcher
-from baton.transport.common.transport import Refusals
 from baton.transport.common.unix import MessageKind, UnixMessage, UnixWriter, send_message
 from baton.transport.shm.ring import (
     TABLE_SPANS,
@@ -42,12 +41,9 @@ SETTLE_S = 1.0
 class RingReader:
     """Empties the ring of one peer, with one thread that waits for packets."""
 
-    def __init__(
-        self, peer: Peer, grants: Grants, staging: Staging, regions: Regions, refusals: Refusals
-    ) -> None:
+    def __init__(self, peer: Peer, grants: Grants, staging: Staging, regions: Regions) -> None:
         self.grants = grants
         self.regions = regions
-        self.refusals = refusals
         self.staging = staging
         self.channel, self._peer_channel = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._changed = threading.Condition()
@@ -120,7 +116,6 @@ class RingReader:
         is_sound = memory is not None and are_inside(target, length, len(memory.bytes))
         is_sound = is_sound and int(length.sum()) <= len(slot.bytes)
         if memory is None or not is_sound or not self.grants.allow(packet.region, target, length):
-            self.refusals.add_write()
             self._release(packet.slot)
             raise RemoteProtocolError(f"a span of {packet} was not granted")
         try:
@@ -168,11 +163,10 @@ class ShmWriter(UnixWriter):
         *,
         watcher: Watcher,
         regions: Regions,
-        refusals: Refusals,
         staging: Staging,
         locate: Callable[[int], SegmentRange | str],
     ) -> None:
-        super().__init__(peer, secret, watcher, refusals)
+        super().__init__(peer, secret, watcher)
         self.regions = regions
         self.staging = staging
         self.locate = locate
@@ -208,7 +202,7 @@ class ShmWriter(UnixWriter):
             self.refuse(sock, f"region {number} is not registered")
             return
         if self.ring_reader is None:
-            self.ring_reader = RingReader(self.peer, self.grants, self.staging, self.regions, self.refusals)
+            self.ring_reader = RingReader(self.peer, self.grants, self.staging, self.regions)
         self.ring_reader.hand_out(sock, len(memory.bytes))
 
     def _hand_out_segment(self, sock: socket.socket, number: int) -> None:

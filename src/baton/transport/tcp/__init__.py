@@ -60,7 +60,7 @@ class TcpTransport(ListeningTransport[TcpConnection, TcpWriter]):
 
     def open_writer(self, peer: Peer, secret: str) -> TcpWriter:
         self.listen()
-        return TcpWriter(secret, self.regions, self.refusals)
+        return TcpWriter(secret, self.regions)
 
 
 CONFIG = TcpConfig

@@ -24,7 +24,6 @@ from baton.transport.base import Bytes, Quiet, Ranges, RevokeResult, Unknown
 from baton.transport.common.listener import receive_all, receive_exactly
 from baton.transport.common.regions import Grant, Grants, Regions, do_ranges_overlap
 from baton.transport.common.spans import are_inside, copy_spans
-from baton.transport.common.transport import Refusals
 from baton.transport.tcp.wire import (
     PART_HEADER_BYTES,
     TABLE_ROW_BYTES,
@@ -54,7 +53,6 @@ class TcpWriter:
 
     secret: str
     regions: Regions
-    refusals: Refusals
     grants: Grants = field(default_factory=Grants)
     streams: dict[int, ReceiveStream | None] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -107,9 +105,7 @@ class TcpWriter:
             pass  # the source is gone
         except RemoteProtocolError as refused:
             with self.lock:
-                is_first, self.is_ended = not self.is_ended, True
-            if is_first:
-                self.refusals.add_write()
+                self.is_ended = True
             threading.Thread(target=self.revoke, args=(str(refused),), daemon=True).start()
             return
         with self.lock:
