@@ -111,9 +111,7 @@ class Source:
         fence = CudaFence(event) if num_batches > 1 else NOW
         begun_s = time.perf_counter()
         for _ in range(num_batches):
-            self.transport.submit(
-                self.peer, Batch(self.region, self.remote, spans, is_announced=False), fence
-            )
+            self.transport.submit(self.peer, Batch(self.region, self.remote, spans), fence)
         while num_batches:
             for ended in wait_for_events(self.transport, 10.0):
                 assert isinstance(ended, Done), ended

@@ -35,8 +35,13 @@ from baton.bench.serve.client import (
     percentiles_of,
     probe,
 )
-from baton.bench.serve.deployment import BenchProcesses, DeploymentShape, start_deployment
-from baton.bench.serve.load import ClientMeter, ClientOverhead
+from baton.bench.serve.load import (
+    BenchProcesses,
+    ClientMeter,
+    ClientOverhead,
+    DeploymentShape,
+    start_deployment,
+)
 from baton.bench.serve.report import ms
 from baton.errors import EngineError
 

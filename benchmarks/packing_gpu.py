@@ -5,7 +5,7 @@
 A case is one pair of ranks of a real model, all components of one group of layers. Its Pack and its Unpack
 are each timed, taking turns with a contiguous copy_ that reads and writes as many bytes in the same memory,
 by events on a GPU and by the clock on a host; the figure is the ratio of the two, 1.00 being as fast.
-Every case is first run once from end to end and compared with baton.plan.execution byte for byte, on a
+Every case is first run once from end to end and compared with baton.plan.content byte for byte, on a
 stream other than the one that it was prepared on, with torch set to fail where the host would wait. Prints a
 table, writes FOLDER/packing-DEVICE.json, and exits 1 if a byte differs.
 """
@@ -29,8 +29,8 @@ from baton.bench.record import commit, machine
 from baton.plan.binding import bind
 from baton.plan.cache import Cache
 from baton.plan.chunks import Tables
+from baton.plan.content import Memory, execute
 from baton.plan.dtypes import convert, item_bytes
-from baton.plan.execution import Memory, execute
 from baton.plan.layout import parse_layout
 from baton.plan.models import load_cache
 from baton.plan.ownership import Spec, buffers

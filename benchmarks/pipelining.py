@@ -34,8 +34,16 @@ from baton.bench.serve.client import (
     make_session,
     probe,
 )
-from baton.bench.serve.deployment import BenchProcesses, DeploymentShape, start_deployment
-from baton.bench.serve.load import ClientMeter, LoadResult, LoadSpec, TokenRange, drive
+from baton.bench.serve.load import (
+    BenchProcesses,
+    ClientMeter,
+    DeploymentShape,
+    LoadResult,
+    LoadSpec,
+    TokenRange,
+    drive,
+    start_deployment,
+)
 from baton.bench.serve.report import LoadSummary, summarise
 
 POLICIES = ("off", "cost")

@@ -22,7 +22,7 @@ from suite import ProgressCallback, SuiteOptions, load_averages, run_suite
 
 from baton.bench.record import write
 from baton.bench.serve.client import percentiles_of
-from baton.bench.serve.deployment import BenchProcesses
+from baton.bench.serve.load import BenchProcesses
 from baton.bench.serve.report import ms
 from baton.supervisor import ChildProcess, free_port
 

@@ -28,7 +28,7 @@ import torch
 
 from baton.bench.record import commit, machine
 from baton.plan.steps import Spans
-from baton.transport import Batch, Done, Landed, Ranges, open_transport, wait_for_events
+from baton.transport import Batch, Done, Ranges, open_transport, wait_for_events
 from baton.transport.fences import CudaFence
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -83,7 +83,7 @@ class End:
         num_ended = 0
         while num_ended < num_batches:
             for ended in wait_for_events(self.transport, 10.0):
-                assert isinstance(ended, Done | Landed), ended
+                assert isinstance(ended, Done), ended
                 num_ended += isinstance(ended, Done)
         return begun_s, time.monotonic()
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from baton.errors import BatonError
-from baton.observe.plotting import NO_MATPLOTLIB, save_picture
+from baton.observe import NO_MATPLOTLIB, save_picture
 
 RESULTS = Path(__file__).parent / "results"
 ProgressCallback = Callable[[int | None, int, str], None]

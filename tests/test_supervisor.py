@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from baton import supervisor
-from baton.bench.serve.deployment import BenchProcesses
+from baton.bench.serve.load import BenchProcesses
 from baton.errors import ConfigError, ProcessError
 from baton.supervisor import (
     RESTART_WINDOW_S,
@@ -107,7 +107,7 @@ def test_one_that_ignores_requests_to_end_is_killed(monkeypatch) -> None:
 
 def test_a_killed_parent_leaves_no_child() -> None:
     text = (
-        "import sys, time; from baton.bench.serve.deployment import BenchProcesses; p = BenchProcesses(); "
+        "import sys, time; from baton.bench.serve.load import BenchProcesses; p = BenchProcesses(); "
         f"c = p.start('one', [sys.executable, '-c', {SAYING!r}]); c.wait_line('talking at '); "
         "print(c.pid, flush=True); time.sleep(600)"
     )

@@ -9,10 +9,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.bench.handoff.figures import SerialTransfer, bound, figures, serial_of, timeline_of
-from baton.bench.handoff.records import CopyTiming, HandOver, Received, RecordingTransport, Sent
-from baton.bench.handoff.schedule import PrefillStep, PrefillTiming, schedule
+from baton.bench.handoff.records import (
+    CopyTiming,
+    HandOver,
+    Received,
+    RecordingTransport,
+    Sent,
+    SerialTransfer,
+    bound,
+    figures,
+    serial_of,
+    timeline_of,
+)
 from baton.bench.handoff.workload import (
+    PrefillStep,
+    PrefillTiming,
     SideSpec,
     Workload,
     fitted,
@@ -20,6 +31,7 @@ from baton.bench.handoff.workload import (
     pages_of,
     pool_bytes,
     sampler_rank,
+    schedule,
     spec_of,
 )
 from baton.errors import ConfigError

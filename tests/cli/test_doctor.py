@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from baton.bench import transport
 from baton.cli import doctor
 from baton.transport import transport_names
 
@@ -26,12 +27,12 @@ def test_one_line_for_each_part_and_exit_0() -> None:
 
 
 def test_a_transport_that_garbles_is_not_ok(monkeypatch) -> None:
-    class Garbling(doctor.TransferTarget):
+    class Garbling(transport.TransferTarget):
         def digest(self) -> str:
             self.buffer[7] ^= 1
             return super().digest()
 
-    monkeypatch.setattr(doctor, "TransferTarget", Garbling)
+    monkeypatch.setattr(transport, "TransferTarget", Garbling)
     finding = doctor.check_transport("memory")
     assert not finding.is_ok
     assert "not the bytes that were sent" in finding.text
@@ -41,6 +42,6 @@ def test_a_missing_library_is_named(monkeypatch) -> None:
     def fail(name: str) -> None:
         raise ImportError("libx.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(doctor, "open_transport", fail)
+    monkeypatch.setattr(transport, "open_transport", fail)
     finding = doctor.check_transport("shm")
     assert str(finding) == "shm no: libx.so.1: cannot open shared object file"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.browser import BROWSER, OPTIONS, needs_browser
 
-from baton.cli.page import render_page
+from baton.cli.plan import render_page
 from baton.plan.layout import parse_layout
 from baton.plan.models import load_cache
 from baton.plan.ownership import Spec

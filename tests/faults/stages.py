@@ -15,8 +15,7 @@ from typing import Any
 from tests.faults.fleet import FaultFleet
 
 from baton.bench.handoff.fleet import RankProcess, ask_all
-from baton.bench.handoff.schedule import PrefillTiming
-from baton.bench.handoff.workload import SideSpec, Workload, own_layers, sampler_rank
+from baton.bench.handoff.workload import PrefillTiming, SideSpec, Workload, own_layers, sampler_rank
 from baton.protocol.timings import Timings
 
 TIMINGS = Timings(

@@ -6,8 +6,7 @@ import importlib
 
 import pytest
 
-from baton.observe import Interval, Timeline, Track
-from baton.observe.picture import draw
+from baton.observe import Interval, Timeline, Track, draw
 
 STAGES = {"queue": (0.0, 0.1), "prefill": (0.1, 1.0), "exposed transfer": (1.0, 1.4), "admission": (1.4, 1.4)}
 

@@ -12,7 +12,7 @@ from tests.plan.world import World, holdings, make_cache, page_tables, put, raw_
 
 from baton.plan.binding import ChunkReceive, ChunkSend, TransferTerms, bind, bind_source, bind_target
 from baton.plan.chunks import PairChunk, Tables, bound_plan
-from baton.plan.execution import Memory, allocate
+from baton.plan.content import Memory, allocate
 from baton.plan.kinds import Paged, Recurrent
 from baton.plan.layout import parse_layout
 from baton.plan.ownership import Spec

@@ -45,7 +45,7 @@ from baton.plan.binding import (
 )
 from baton.plan.cache import Cache
 from baton.plan.chunks import SMALL_SPANS_MAX, Tables, bound_plan
-from baton.plan.execution import execute
+from baton.plan.content import execute
 from baton.plan.kinds import Latent, Paged, Recurrent
 from baton.plan.layout import parse_layout
 from baton.plan.lowering import LayerEnd, SpanTemplate

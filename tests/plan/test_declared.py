@@ -18,8 +18,8 @@ from baton.plan import DeclaredPlacement, Spec, Storage, TensorView, declare, pa
 from baton.plan.binding import bind
 from baton.plan.cache import Cache, Component, Dim, Full, State, Units, Window
 from baton.plan.chunks import Tables
+from baton.plan.content import allocate, execute
 from baton.plan.declared import OverlapCheck, Region
-from baton.plan.execution import allocate, execute
 from baton.plan.ownership import buffers, page_spaces, placements
 from baton.plan.routes import Chunk, Prompt
 from baton.plan.wire import spec_from_bytes, spec_to_bytes

@@ -30,8 +30,8 @@ from baton.plan import chunks
 from baton.plan.binding import bind
 from baton.plan.checker import check
 from baton.plan.chunks import PageTables, RouteEnd, Tables
+from baton.plan.content import Memory, allocate, execute
 from baton.plan.dtypes import convert
-from baton.plan.execution import Memory, allocate, execute
 from baton.plan.kinds import Paged
 from baton.plan.layout import parse_layout
 from baton.plan.ownership import Spec, by_layer
@@ -39,7 +39,7 @@ from baton.plan.planner import plan
 from baton.plan.routes import Prompt, resolve
 from baton.plan.steps import ALWAYS_PACK, NEVER_PACK, Copy, PackCost, Step
 from baton.plan.storage import DeclaredPlacement, Placement, Storage
-from baton.sim.placements import draw_placements
+from baton.sim.families import draw_placements
 
 NUM_PARTS = 8
 """So that several processes share the search."""

@@ -21,7 +21,7 @@ from baton.plan.ownership import Spec
 from baton.plan.planner import plan
 from baton.plan.storage import Storage, parse_storage
 from baton.plan.wire import LAYERS_MAX, SPEC_BYTES_MAX, spec_from_bytes, spec_to_bytes
-from baton.sim.placements import draw_placements
+from baton.sim.families import draw_placements
 
 LAYOUTS = ["tp1", "dp2.pp2:1-3.cp3:stripe5.tp2", "cp4:split.tp2", "tp4.cp2:mirror", "cp2", "pp2:2-2.tp1"]
 

@@ -16,7 +16,7 @@ from baton.plan.ownership import Spec, page_spaces, placements
 from baton.plan.ranges import from_ids
 from baton.plan.routes import Prompt
 from baton.plan.storage import Storage
-from baton.sim.placements import draw_placements
+from baton.sim.families import draw_placements
 
 ORDERS = [
     ("layer", "page", "unit", "token"),

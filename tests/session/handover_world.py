@@ -34,7 +34,7 @@ from baton.session.handles import Handle, Receiving, Request, Sending, prompt_di
 from baton.session.links import SocketConfig
 from baton.session.process import TransportConfig
 from baton.session.remote import EndpointProcess, RemoteEndpoint
-from baton.sim.placements import draw_placements
+from baton.sim.families import draw_placements
 from baton.transport import Transport, open_transport
 
 PATIENCE_S = 30.0

@@ -15,7 +15,7 @@ from baton.protocol.messages import AnyMessage, Introduction
 from baton.protocol.outcomes import Cause
 from baton.session.links import Link, SocketConfig
 from baton.session.loop import DriverLoop, DriverPorts
-from baton.transport.base import Event
+from baton.transport.base import Completion
 
 PATIENCE_S = 20.0
 """How long a test waits for what has to come; never for what must not."""
@@ -51,7 +51,7 @@ class Recorder:
         self.causes.append(cause)
         self.note("lost", link, cause.text)
 
-    def on_completions(self, events: list[Event]) -> None:
+    def on_completions(self, events: list[Completion]) -> None:
         self.note("completions", events)
 
     def tick(self) -> None:

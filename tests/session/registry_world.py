@@ -18,7 +18,7 @@ import msgspec
 from yarl import URL
 
 from baton.session.registry import Member, RegistryConfig, RegistryServer, Role
-from baton.session.registry.authentication import sign
+from baton.session.registry.messages import sign
 
 SECRET = b"a secret for tests only"
 LIMIT_S = 60.0

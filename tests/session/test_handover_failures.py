@@ -39,7 +39,7 @@ from baton.protocol.outcomes import Cause, Failed, Ready, Stage, Waiting, Why
 from baton.session.handles import Digest, prompt_digest
 from baton.session.links import SocketConfig
 from baton.session.registry import RegistryClient, RegistryError
-from baton.transport import Batch, Done, Event, HostFence, Region, Ticket, Transport
+from baton.transport import Batch, Completion, Done, HostFence, Region, Ticket, Transport
 
 TOLD_S_MAX = 30.0
 """Far less than the silence after which a peer counts as lost: somebody said something."""
@@ -426,7 +426,7 @@ class Meddling:
         self.batches[ticket] = batch
         return ticket
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[Completion]:
         events = self.inner.poll()
         for event in events:
             if isinstance(event, Done) and not self.num_turned:

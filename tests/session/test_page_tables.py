@@ -26,7 +26,7 @@ from baton.plan.binding import (
     writable,
 )
 from baton.plan.chunks import bound_plan
-from baton.plan.execution import Memory, execute
+from baton.plan.content import Memory, execute
 from baton.plan.routes import Chunk, Prompt
 from baton.plan.steps import ALWAYS_PACK, CONVERT, DIRECT, NEVER_PACK, PACK, STAGING, Copy, Spans
 from baton.session.page_tables import check_terms, decode_pages, decode_tables, encode_pages

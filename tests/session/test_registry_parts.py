@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from tests.session.registry_world import member
 
 from baton.session.registry import Change, ChangeKind, RegistryError, Topology
-from baton.session.registry import authentication as auth
-from baton.session.registry.authentication import Verifier, sign
-from baton.session.registry.timing import Backoff, Expiries
-from baton.session.registry.watch import BEAT, EventReader, encode
+from baton.session.registry import messages as auth
+from baton.session.registry.client import Backoff, EventReader
+from baton.session.registry.messages import Verifier, sign
+from baton.session.registry.server import BEAT, encode
+from baton.session.registry.state import Expiries
 
 SECRET = b"k" * 16
 REQUEST = ("PUT", "/v1/x?y=1", b"body")
@@ -120,6 +121,6 @@ def test_an_event_that_cannot_be_read_is_an_error(data: bytes) -> None:
 
 
 def test_an_event_without_an_end_is_an_error(monkeypatch) -> None:
-    monkeypatch.setattr("baton.session.registry.watch.EVENT_BYTES_MAX", 100)
+    monkeypatch.setattr("baton.session.registry.client.EVENT_BYTES_MAX", 100)
     with pytest.raises(RegistryError, match="longer than 100 bytes"):
         list(EventReader().feed(b"x" * 101))

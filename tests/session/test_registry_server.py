@@ -18,8 +18,7 @@ from tests.session.registry_world import SECRET, ask, member, put, registry, run
 
 from baton.errors import BatonError, ConfigError
 from baton.session.registry import RegistryClient, RegistryConfig, RegistryError, RegistryServer
-from baton.session.registry.authentication import sign
-from baton.session.registry.messages import BODY_BYTES_MAX
+from baton.session.registry.messages import BODY_BYTES_MAX, sign
 
 
 def test_registration_is_idempotent_and_topology_says_what_is_missing() -> None:

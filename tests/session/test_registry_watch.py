@@ -20,9 +20,8 @@ from baton.session.registry import (
     Topology,
 )
 from baton.session.registry import server as registry_server
-from baton.session.registry.authentication import sign
 from baton.session.registry.client import RegistryCall, RegistryConnection
-from baton.session.registry.messages import Registered
+from baton.session.registry.messages import Registered, sign
 
 
 def follow(client: RegistryClient) -> tuple[list[Topology | Change], asyncio.Task[None]]:
@@ -210,7 +209,7 @@ def test_closing_ends_open_watches_at_once_and_a_closed_client_stops_watching(
 
 
 def test_there_is_a_most_to_the_number_of_watches(monkeypatch) -> None:
-    monkeypatch.setattr("baton.session.registry.watch.NUM_WATCHERS_MAX", 1)
+    monkeypatch.setattr("baton.session.registry.server.NUM_WATCHERS_MAX", 1)
 
     async def body() -> None:
         async with registry() as server:

@@ -10,13 +10,12 @@ import pytest
 from baton.errors import EngineError
 from baton.plan.binding import bind
 from baton.plan.chunks import Tables
-from baton.plan.execution import execute
+from baton.plan.content import execute
 from baton.plan.ownership import Spec, page_spaces
 from baton.plan.planner import plan
 from baton.plan.routes import Chunk, Prompt
-from baton.sim.content import ExpectedCache, pages_needed, pages_of_bytes, prefixes
+from baton.sim.content import GAP, ExpectedCache, PagePool, pages_needed, pages_of_bytes, prefixes
 from baton.sim.families import NUM_FAMILIES, family
-from baton.sim.pool import GAP, PagePool
 
 EVERY_LAYER = (0, 99)
 

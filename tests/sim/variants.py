@@ -52,10 +52,9 @@ from baton.session.handles import Sending
 from baton.session.inbound import InboundTransfers
 from baton.session.outbound import OutboundTransfers
 from baton.session.writers import TargetWriters
-from baton.sim.core import Violation
+from baton.sim.core import Strength, Violation
 from baton.sim.faults import Aborts, Copies, Crash, Duplication, Pressure, RankMismatch, Reordering, Tokeniser
 from baton.sim.network import Host
-from baton.sim.options import Strength
 from baton.sim.runner import make_world, options_of, run_world
 from baton.sim.scenarios import run_scenario
 from baton.transport import NOW, Done, FailedQuiet, FailedUnknown

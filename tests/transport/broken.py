@@ -15,9 +15,9 @@ from baton.plan.steps import Spans
 from baton.transport import (
     NOW,
     Batch,
+    Completion,
     Description,
     Done,
-    Event,
     FailedQuiet,
     FailedUnknown,
     Fence,
@@ -44,7 +44,7 @@ class BrokenTransport:
     def submit(self, peer: Peer, batch: Batch, fence: Fence, deadline_s: float = 5.0) -> Ticket:
         return self.inner.submit(peer, batch, fence, deadline_s)
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[Completion]:
         return self.inner.poll()
 
 
@@ -81,7 +81,7 @@ class WritesBeside(BrokenTransport):
         return self.inner.submit(peer, replace(batch, spans=spans), fence, deadline_s)
 
 
-class AnnouncesEarly(BrokenTransport):
+class ReportsEarly(BrokenTransport):
     """Reports a batch when half of it is there."""
 
     def submit(self, peer: Peer, batch: Batch, fence: Fence, deadline_s: float = 5.0) -> Ticket:
@@ -90,7 +90,7 @@ class AnnouncesEarly(BrokenTransport):
             peer, replace(batch, spans=part(batch.spans, None, half)), fence, deadline_s
         )
         late = replace(batch, spans=part(batch.spans, half, None))
-        if batch.tag % 100 == 0:
+        if ticket.number % 100 == 0:
             send_later(self.inner, peer, late)
         return ticket
 
@@ -153,14 +153,14 @@ class WritesAfterCancel(BrokenTransport):
 class HidesFailures(BrokenTransport):
     """Never reports a batch that failed."""
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[Completion]:
         return [event for event in self.inner.poll() if not isinstance(event, FailedQuiet | FailedUnknown)]
 
 
 class SaysDone(BrokenTransport):
     """Calls a failed batch done."""
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[Completion]:
         return [
             Done(event.ticket) if isinstance(event, FailedQuiet | FailedUnknown) else event
             for event in self.inner.poll()
@@ -170,7 +170,7 @@ class SaysDone(BrokenTransport):
 class CallsUnknownQuiet(BrokenTransport):
     """Says that nothing will move any more, though it cannot know."""
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[Completion]:
         return [
             FailedQuiet(event.ticket, event.cause) if isinstance(event, FailedUnknown) else event
             for event in self.inner.poll()
@@ -180,7 +180,7 @@ class CallsUnknownQuiet(BrokenTransport):
 class Antedates(BrokenTransport):
     """Says that bytes were there sooner than they were."""
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[Completion]:
         return [
             Done(event.ticket, event.at_s - 0.04) if isinstance(event, Done) else event
             for event in self.inner.poll()
@@ -190,7 +190,7 @@ class Antedates(BrokenTransport):
 class Postdates(BrokenTransport):
     """Says that bytes will have been there."""
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[Completion]:
         return [
             Done(event.ticket, event.at_s + 0.5) if isinstance(event, Done) else event
             for event in self.inner.poll()
@@ -200,7 +200,7 @@ class Postdates(BrokenTransport):
 class SaysTwice(BrokenTransport):
     """Reports a completion a second time."""
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[Completion]:
         return [event for event in self.inner.poll() for _ in range(2)]
 
 
@@ -243,7 +243,7 @@ class BlocksInSubmit(BrokenTransport):
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
-        self.events: list[Event] = []
+        self.events: list[Completion] = []
 
     def submit(self, peer: Peer, batch: Batch, fence: Fence, deadline_s: float = 5.0) -> Ticket:
         ticket = self.inner.submit(peer, batch, fence, deadline_s)
@@ -254,7 +254,7 @@ class BlocksInSubmit(BrokenTransport):
             self.events += self.inner.poll()
         return ticket
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[Completion]:
         events, self.events = self.events, []
         return events + self.inner.poll()
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
-from dataclasses import replace
 
 import numpy as np
-from tests.transport.broken import BrokenTransport
 from tests.transport.faulty import Faulty
 
-from baton.transport import Done, Event, FailedQuiet, FailedUnknown
-from baton.transport.throttled import Throttled, ThrottledConfig
+from baton.transport import Completion, Done, FailedQuiet, FailedUnknown
+from baton.transport.throttled import Link, Throttled, ThrottledConfig
 
 
 class ReportsEarly(Throttled):
     """Lets Done through as it comes."""
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: Completion) -> None:
         self.events.put(event)
 
 
@@ -27,20 +26,24 @@ class ReportsUnarrived(Throttled):
         ticket = super().submit(*how)
         with self.lock:
             self.batches[ticket].has_arrived = True
-            self._deliver_from(self.batches[ticket].link, self.clock.now_s())
-            self._set_alarm()
+            self._deliver(self.clock.now_s())
         return ticket
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: Completion) -> None:
         return
 
 
-class HasNoQueue(Throttled):
-    """Gives every batch a link of its own."""
+class _IdleLink(Link):
+    def _time_across(self, item, free_s):
+        return super()._time_across(item, -math.inf)
 
-    def _enter_link(self, batch, ready_s):
-        self.links.clear()
-        return super()._enter_link(batch, ready_s)
+
+class HasNoQueue(Throttled):
+    """Takes the link for idle whenever a batch comes."""
+
+    def __init__(self, inner, config, clock=None):
+        super().__init__(inner, config, clock)
+        self.link = _IdleLink(config.bytes_per_s, config.latency_s)
 
 
 class ForgetsLatency(Throttled):
@@ -57,8 +60,8 @@ class CountsFromSubmission(Throttled):
         ticket = super().submit(peer, batch, fence, deadline_s)
         with self.lock:
             batch = self.batches[ticket]
-            if batch.link is None:
-                self._enter_link(batch, self.clock.now_s())
+            if not batch.is_on_link:
+                self.link.put(batch, self.clock.now_s())
         return ticket
 
 
@@ -134,17 +137,3 @@ class HangsForGood(Faulty):
 
     def _end_hang(self, batch):
         return
-
-
-class Retags(BrokenTransport):
-    """Sends everything under one tag."""
-
-    def submit(self, peer, batch, fence, deadline_s=5.0):
-        return self.inner.submit(peer, replace(batch, tag=5), fence, deadline_s)
-
-
-class AnnouncesParts(Faulty):
-    """Sends the part that moves under the tag of its batch."""
-
-    def __init__(self, inner, config, clock=None):
-        super().__init__(Retags(inner), config, clock)

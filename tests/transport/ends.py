@@ -28,11 +28,9 @@ from baton.plan.steps import Spans
 from baton.transport import (
     NOW,
     Batch,
-    Counters,
+    Completion,
     Description,
-    Event,
     Invitation,
-    Landed,
     Peer,
     Place,
     Ranges,
@@ -74,7 +72,7 @@ class End:
     buffers: dict[int, Any] = field(default_factory=dict)
     """Arrays, or what looks like one on a device."""
     peers: dict[int, Peer] = field(default_factory=dict)
-    waiting: list[Event] = field(default_factory=list)
+    waiting: list[Completion] = field(default_factory=list)
 
     def expose(self, num_bytes: int, fill: int = 0) -> RemoteRegion:
         """A target region, every byte of which is `fill`."""
@@ -127,9 +125,6 @@ class End:
     def is_unchecked(self, peer: Peer, number: int) -> bool:
         return self.transport.is_unchecked(peer, self.regions[number])
 
-    def counters(self) -> Counters:
-        return self.transport.counters()
-
     def read(self, number: int, start: int = 0, stop: int | None = None) -> bytes:
         return self.buffers[number][start:stop].tobytes()
 
@@ -140,32 +135,17 @@ class End:
         return self.transport.connect(description)
 
     def send(self, peer: Peer, source: Region, target: RemoteRegion, spans: Spans, **how: Any) -> Ticket:
-        """Submits a batch; `how` may hold tag, fence and deadline_s."""
-        batch = Batch(source, target, spans, how.pop("tag", 0))
+        """Submits a batch; `how` may hold fence and deadline_s."""
+        batch = Batch(source, target, spans)
         return self.transport.submit(peer, batch, how.pop("fence", NOW), **how)
 
-    def events(self, count: int, timeout_s: float) -> list[Event]:
+    def events(self, count: int, timeout_s: float) -> list[Completion]:
         """The next events, fewer only when the time is up."""
         limit = time.monotonic() + timeout_s
         while len(self.waiting) < count and time.monotonic() < limit:
             self.waiting += wait_for_events(self.transport, limit - time.monotonic())
         events, self.waiting = self.waiting[:count], self.waiting[count:]
         return events
-
-    def check_landed(self, number: int, slots: np.ndarray, batch_slots: int, timeout_s: float) -> list[str]:
-        """At each Landed with tag k: whether the k-th run of 8-byte slots holds what it should, at once."""
-        faults: list[str] = []
-        num_batches = len(slots) // batch_slots
-        seen = 0
-        limit = time.monotonic() + timeout_s
-        while seen < num_batches and time.monotonic() < limit:
-            for event in wait_for_events(self.transport, 1.0):
-                if not isinstance(event, Landed):
-                    continue
-                seen += 1
-                if not self.check_slots(number, slots[event.tag * batch_slots :][:batch_slots]):
-                    faults.append(f"batch {event.tag} was announced before it was there")
-        return faults if seen == num_batches else [*faults, f"{seen} of {num_batches} batches announced"]
 
     def check_slots(self, number: int, slots: np.ndarray) -> bool:
         words = np.asarray(self.buffers[number]).view(np.int64)

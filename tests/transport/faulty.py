@@ -12,8 +12,7 @@ so that the same calls meet the same faults regardless of thread timing.
 A batch that draws a fault is submitted to the inner transport whole, behind a fence of ours (the gate). So
 misuse raises at once and its region stays in use; giving up means cancelling a batch that waits, which the
 inner transport reports as quiet; and a late write is the gate opened late, with the bytes that the source
-holds then. The part that moves before the fault is a second batch, ahead of it, under a tag that a target
-behind this wrapper does not announce; a late write is announced as what it is. Everything that reaches the
+holds then. The part that moves before the fault is a second batch, ahead of it. Everything that reaches the
 target crosses the inner connection, so `revoke`, `disconnect` and `close` apply to a late write as to any.
 
 FailedQuiet is reported when every inner batch has ended quietly; FailedUnknown at once.
@@ -37,11 +36,9 @@ from baton.transport.base import (
     Batch,
     Completion,
     Done,
-    Event,
     FailedQuiet,
     FailedUnknown,
     Fence,
-    Landed,
     Peer,
     Region,
     Ticket,
@@ -50,9 +47,6 @@ from baton.transport.base import (
 from baton.transport.common.tickets import CANCELLED
 from baton.transport.fences import HostFence
 from baton.transport.throttled import TransportWrapper
-
-HIDDEN_TAG = 0xBA70_FA17_BA70_FA17
-"""The tag of the part of a batch that moves before a fault."""
 
 
 class Fault(Enum):
@@ -147,8 +141,6 @@ class Faulty(TransportWrapper):
         self.start()
 
     def submit(self, peer: Peer, batch: Batch, fence: Fence, deadline_s: float = DEADLINE_S) -> Ticket:
-        if batch.tag == HIDDEN_TAG:
-            raise TransportError(f"tag {HIDDEN_TAG} is taken by the faulty wrapper; use another")
         with self.lock:  # held while submitting, so that no completion comes before its batch is known
             ticket = Ticket(next(self._numbers))
             faulty = _FaultyBatch(ticket, batch.source, deadline_s, *self.faults.draw())
@@ -180,12 +172,8 @@ class Faulty(TransportWrapper):
         self._own_clock.close()
         super().close()
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: Completion) -> None:
         """Turns the completions of inner batches into the completion of the batch."""
-        if isinstance(event, Landed):
-            if event.tag != HIDDEN_TAG:
-                self.events.put(event)
-            return
         batch = self.parts.pop(event.ticket)
         batch.parts.remove(event.ticket)
         if batch.is_ended:
@@ -211,7 +199,7 @@ class Faulty(TransportWrapper):
         self._add_part(faulty, whole)
         if faulty.fault not in (Fault.PARTIAL, Fault.HANG, Fault.LATE):
             return
-        head = replace(batch, spans=take_head(batch.spans, faulty.strength), tag=HIDDEN_TAG)
+        head = replace(batch, spans=take_head(batch.spans, faulty.strength))
         try:
             faulty.head = self.inner.submit(peer, head, fence, faulty.deadline_s)
         except TransportError:  # disconnected or closed since

@@ -24,7 +24,7 @@ from baton.transport.common.spans import copy_spans
 from baton.transport.common.threads import WorkerThread
 from baton.transport.cuda_ipc import CudaIpcConfig, CudaIpcTransport
 from baton.transport.cuda_ipc.source import ExportedRegion
-from baton.transport.shm.segments import Mapping, create_segment, map_segment
+from baton.transport.shm.ring import Mapping, create_segment, map_segment
 
 
 class StreamEvent:

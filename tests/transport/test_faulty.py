@@ -14,21 +14,19 @@ from tests.transport import broken_wrappers as broken
 from tests.transport.clocks import VirtualClock
 from tests.transport.contract import Link, one_span, random_spans, spans_of
 from tests.transport.ends import End, LocalEnd
-from tests.transport.faulty import HIDDEN_TAG, Fault, Faults, Faulty, FaultyConfig, take_head
+from tests.transport.faulty import Fault, Faults, Faulty, FaultyConfig, take_head
 
 from baton.errors import ConfigError, TransportError
 from baton.transport import (
+    Completion,
     Done,
-    Event,
     FailedQuiet,
     FailedUnknown,
     HostFence,
-    Landed,
     Quiet,
     Ticket,
     Transport,
     open_transport,
-    wait_for_events,
 )
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -77,11 +75,11 @@ def bench(stack: ExitStack) -> Bench:
     return Bench(stack)
 
 
-def events(link: Link) -> list[Event]:
+def events(link: Link) -> list[Completion]:
     return link.source.events(1, NOTHING_S)
 
 
-def one_event(link: Link) -> Event:
+def one_event(link: Link) -> Completion:
     found = link.source.events(1, 2.0)
     assert found, "nothing was reported"
     return found[0]
@@ -192,7 +190,6 @@ def test_partial(bench: Bench):
     assert 0 < moved < MIB
     bench.advance(99.0)
     assert (events(link), bytes_moved(link, source.number)) == ([], moved)
-    assert link.target.call("events", 1, 5.0)[0].tag == HIDDEN_TAG
 
 
 def check_hang(make: Make, stack: ExitStack) -> None:
@@ -218,32 +215,23 @@ def check_hang(make: Make, stack: ExitStack) -> None:
 
 
 def check_late(make: Make, stack: ExitStack) -> None:
-    """After FailedUnknown all of it is written, with what the source holds then, and announced then."""
+    """After FailedUnknown all of it is written, with what the source holds then, and not before."""
     bench = Bench(stack, make)
     link = bench.only(Fault.LATE, late_s=7.0)
     source = link.source.load(MIB, 1)
-    ticket = link.send(source, one_span(MIB), tag=5)
+    ticket = link.send(source, one_span(MIB))
     assert isinstance(one_event(link), FailedUnknown)
     assert 0 < bytes_moved(link, source.number) < MIB
-    announced = [*link.target.call("events", 1, 5.0), *link.target.call("events", 1, NOTHING_S)]
-    assert [event.tag for event in announced] == [HIDDEN_TAG]
     link.source.buffers[source.number][:] = 77
     link.source.transport.cancel(ticket)
     bench.advance(6.99)
     assert (events(link), (link.content() == 77).all()) == ([], False)
     bench.advance(7.0)
-    assert link.target.call("events", 1, 5.0) == [Landed(link.writer, 5, MIB)]
+    limit_s = time.monotonic() + 5.0
+    while not (link.content() == 77).all() and time.monotonic() < limit_s:
+        pass
     assert (link.content() == 77).all()
     assert events(link) == [], "it has ended before"
-
-
-def test_parts_are_not_announced_by_a_faulty_target(bench: Bench):
-    link = bench.only(Fault.PARTIAL)
-    target = link.target.inner.transport = Faulty(link.target.inner.transport, FaultyConfig())
-    bench.stack.callback(target.close)
-    link.send(link.source.load(MIB, 1), one_span(MIB))
-    assert isinstance(one_event(link), FailedUnknown)
-    assert wait_for_events(target, NOTHING_S) == []
 
 
 # Ending things while a fault is under way.
@@ -320,9 +308,8 @@ def test_every_ticket_ends_once(how: str, fault: Fault, bench: Bench):
 def test_misuse_is_raised_at_once(fault: Fault, bench: Bench):
     link = bench.link() if fault is Fault.NONE else bench.only(fault)
     source = link.source.load(MIB, 1)
-    for wrong in ({"spans": one_span(2, 0, MIB - 1)}, {"spans": one_span(1), "tag": HIDDEN_TAG}):
-        with pytest.raises(TransportError):
-            link.send(source, **wrong)
+    with pytest.raises(TransportError):
+        link.send(source, one_span(2, 0, MIB - 1))
     link.source.transport.disconnect(link.peer)
     with pytest.raises(TransportError):
         link.send(source, one_span(1))
@@ -342,7 +329,6 @@ def test_fault(check: Callable[..., None], stack: ExitStack):
         (check_error, broken.WritesAfterError),
         (check_hang, broken.HangsForGood),
         (check_hang, broken.CallsUnknownQuiet),
-        (check_late, broken.AnnouncesParts),
         (check_late, broken.CallsUnknownQuiet),
         (check_late, broken.EndsTwice),
         (check_revoke, broken.WritesAfterRevoke),

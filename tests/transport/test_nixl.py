@@ -20,8 +20,8 @@ from tests.transport.ends import End, RemoteEnd, device_tensor
 
 from baton.errors import ConfigError, TransportError
 from baton.transport import Done, Quiet, Unknown, open_transport
+from baton.transport import library as library_module
 from baton.transport.common.regions import memory_of
-from baton.transport.library import target as library_target
 from baton.transport.nixl import Nixl, NixlConfig, NixlTransport, place_of
 
 ROOT = Path(__file__).parent.parent.parent
@@ -170,7 +170,7 @@ def test_stopped_source_on_this_kernel_is_not_called_quiet():
 
 
 def test_source_on_another_kernel_is_quiet_without_its_agent(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(library_target, "is_this_kernel", lambda other: False)
+    monkeypatch.setattr(library_module, "is_this_kernel", lambda other: False)
     source = RemoteEnd("nixl", None, {})
     linked = Linked(source)
     source.signal(signal.SIGSTOP)
@@ -183,9 +183,9 @@ def test_memory_of_a_target_that_closed_on_a_stopped_source_is_never_given_back(
     source = RemoteEnd("nixl", None, {})
     linked = Linked(source)
     source.signal(signal.SIGSTOP)
-    num_before = len(library_target._leaked)
+    num_before = len(library_module._leaked)
     linked.target.close()
-    assert len(library_target._leaked) == num_before + 1
+    assert len(library_module._leaked) == num_before + 1
     source.end()
 
 

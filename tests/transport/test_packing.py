@@ -16,8 +16,8 @@ from tests.plan.world import World, page_tables, worlds
 from baton.errors import TransportError
 from baton.plan.binding import bind
 from baton.plan.chunks import Tables
+from baton.plan.content import Memory, allocate, execute
 from baton.plan.dtypes import ITEM_BYTES
-from baton.plan.execution import Memory, allocate, execute
 from baton.plan.planner import plan
 from baton.plan.steps import ALWAYS_PACK, STAGING, Copy, Pack, Spans, Step, Unpack
 

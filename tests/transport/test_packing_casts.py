@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch", reason="packing is done by torch, which is 
 
 from tests.transport.test_packing import PAIRS, Case, an_unpack, random_bytes, whole  # noqa: E402
 
-from baton.transport.packing import casts  # noqa: E402
+from baton.transport import packing  # noqa: E402
 
 
 def codes_of(dtype: str) -> np.ndarray:
@@ -51,16 +51,16 @@ def test_every_number_converts_to_the_same_bits(source: str, target: str) -> Non
 
 def truncated(source: torch.Tensor, target: torch.Tensor) -> None:
     """Drops the bits that do not fit instead of rounding."""
-    kept = {torch.bfloat16: -(1 << 16), torch.float16: -(1 << 13), casts.FP8: -(1 << 20)}[target.dtype]
+    kept = {torch.bfloat16: -(1 << 16), torch.float16: -(1 << 13), packing.FP8: -(1 << 20)}[target.dtype]
     bits = source.float().contiguous().view(torch.int32) & kept
     target.copy_(
-        bits.view(torch.float32).clamp(-448, 448) if target.dtype == casts.FP8 else bits.view(torch.float32)
+        bits.view(torch.float32).clamp(-448, 448) if target.dtype == packing.FP8 else bits.view(torch.float32)
     )
 
 
 def overflowing(source: torch.Tensor, target: torch.Tensor) -> None:
     """Turns what is beyond fp8 into NaN, as torch did before 2.12."""
-    target.copy_(source.where(source.abs() <= casts.FP8_MAX, torch.nan))
+    target.copy_(source.where(source.abs() <= packing.FP8_MAX, torch.nan))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def overflowing(source: torch.Tensor, target: torch.Tensor) -> None:
 def test_a_broken_cast_is_caught(
     broken: Callable, source: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(casts, "cast_into", broken)
+    monkeypatch.setattr(packing, "cast_into", broken)
     expected, found, is_nan = convert_all(source, target)
     with pytest.raises(AssertionError, match="Mismatched elements"):
         np.testing.assert_array_equal(found[~is_nan], expected[~is_nan])

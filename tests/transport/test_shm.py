@@ -1,7 +1,6 @@
 """What shm promises beyond the contract: nothing is left of it, and its memory cannot be pulled away."""
 
 import os
-import select
 import signal
 from pathlib import Path
 
@@ -10,18 +9,13 @@ import pytest
 from tests.transport.contract import World, completions, expect_done, one_span
 
 from baton.transport import (
-    NOW,
-    Batch,
     Done,
-    Event,
     FailedQuiet,
-    Landed,
     Quiet,
     Ranges,
-    Transport,
     open_transport,
 )
-from baton.transport.common import unix_target
+from baton.transport.common import unix
 
 MIB = 1 << 20
 
@@ -120,7 +114,7 @@ def test_a_writer_that_never_mapped_is_quiet_while_it_lives():
 
 
 def test_death_is_seen_without_peer_pidfds(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(unix_target, "_SO_PEERPIDFD", 9999)  # as before Linux 6.5
+    monkeypatch.setattr(unix, "_SO_PEERPIDFD", 9999)  # as before Linux 6.5
     target = open_transport("shm")
     region = target.register(target.allocate(MIB))
     with World("shm") as world:
@@ -136,34 +130,3 @@ def test_death_is_seen_without_peer_pidfds(monkeypatch: pytest.MonkeyPatch):
         writer.kill()
         assert isinstance(target.revoke(invitation.peer), Quiet)
     target.close()
-
-
-@pytest.mark.parametrize("name", ["memory", "shm"])
-def test_a_batch_that_is_not_announced_lands_in_silence(name: str):
-    source, target = open_transport(name), open_transport(name)
-    try:
-        pool = target.allocate(64)
-        region, mine = target.register(pool), source.register(np.arange(64, dtype=np.uint8))
-        invitation = target.invite()
-        target.grant(invitation.peer, region, Ranges.whole(region))
-        peer = source.connect(invitation.description)
-        tickets = [
-            source.submit(peer, Batch(mine, region.remote, one_span(32, at, at), 7 + at, bool(at)), NOW)
-            for at in (0, 32)
-        ]
-        ended: list[Event] = []
-        while len(ended) < len(tickets):
-            ended += all_events(source)
-        assert ended == [Done(ticket) for ticket in tickets]
-        landed = [event for event in all_events(target) if isinstance(event, Landed)]
-        assert [(event.tag, event.num_bytes) for event in landed] == [(39, 32)]
-        assert pool.tolist() == list(range(64))
-    finally:
-        source.close()
-        target.close()
-
-
-def all_events(end: Transport) -> list[Event]:
-    """All events of an end; copies of one peer land in order, so its last event comes after the others."""
-    assert select.select([end.fileno()], [], [], 10)[0], "nothing came"
-    return end.poll()

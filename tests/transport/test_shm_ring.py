@@ -10,12 +10,9 @@ from tests.transport.contract import World, completions, expect_done, expect_fai
 
 from baton.errors import ConfigError
 from baton.transport import (
-    NOW,
-    Batch,
     Done,
     FailedQuiet,
     FailedUnknown,
-    Landed,
     Quiet,
     Ranges,
     open_transport,
@@ -48,7 +45,6 @@ def test_spans_that_were_not_granted_touch_nothing():
         before = link.content().copy()
         expect_failed(world.source, [link.send(source, spans_of([5, 5], [100, 1090], [10, 11]))])
         assert np.array_equal(before, link.content())
-        assert link.target.call("counters").num_writes_refused == 1
 
 
 def test_a_source_that_goes_through_a_ring_is_never_unchecked():
@@ -135,23 +131,12 @@ def test_what_a_stopped_target_has_is_unknown_and_what_it_has_not_is_quiet():
         assert np.array_equal(link.content(), world.source.buffers[source.number])
 
 
-def test_a_batch_without_spans_is_announced():
+def test_a_batch_without_spans_is_done():
     with World("shm-staged") as world:
         link = world.link(world.target(), MIB)
         source = world.source.load(MIB, 1)
-        expect_done(world.source, [link.send(source, spans_of([], [], []), tag=9)])
-        assert link.target.call("events", 1, 5.0) == [Landed(link.writer, 9, 0)]
-
-
-def test_a_batch_is_announced_only_if_asked():
-    with World("shm-staged") as world:
-        link = world.link(world.target(), MIB)
-        source = world.source.load(MIB, 1)
-        silent = Batch(source, link.region, one_span(MIB), tag=7, is_announced=False)
-        expect_done(world.source, [world.source.transport.submit(link.peer, silent, NOW)])
-        expect_done(world.source, [link.send(source, one_span(MIB), tag=8)])
-        assert link.target.call("events", 1, 5.0) == [Landed(link.writer, 8, MIB)]
-        assert np.array_equal(link.content(), world.source.buffers[source.number])
+        expect_done(world.source, [link.send(source, spans_of([], [], []))])
+        assert not link.content().any()
 
 
 @pytest.mark.parametrize("options", [{"num_slots": 1}, {"slot_bytes": 5000}])

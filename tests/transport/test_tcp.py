@@ -57,7 +57,7 @@ class Forger:
         return sock
 
     def part(self, start: list[int], length: list[int], **changes: int) -> bytes:
-        header = PartHeader(self.region.number, 7, 3, 1, len(start), max(0, sum(length)))
+        header = PartHeader(self.region.number, 7, len(start), max(0, sum(length)))
         table = np.stack([np.array(start, dtype="<i8"), np.array(length, dtype="<i8")], axis=1)
         return replace(header, **changes).to_bytes() + table.tobytes()
 
@@ -113,14 +113,13 @@ def test_forged_part_touches_nothing_and_ends_the_peer(target: Transport, forged
     assert isinstance(words[0], str)
     assert heard(other) == words
     assert not forger.buffer.any()
-    assert target.counters().num_writes_refused == 1
     assert isinstance(target.revoke(forger.invitation.peer), Quiet)
 
 
 def test_too_many_spans_are_refused_at_once(target: Transport):
     forger = Forger(target)
     sock = forger.connect()
-    sock.sendall(replace(PartHeader(1, 1, 1, 1, 1, 1), num_spans=2**32 - 1).to_bytes())
+    sock.sendall(replace(PartHeader(1, 1, 1, 1), num_spans=2**32 - 1).to_bytes())
     assert isinstance(heard(sock)[0], str)
 
 
@@ -161,7 +160,6 @@ def test_strangers_get_no_welcome(target: Transport, change: dict):
     forger = Forger(target)
     forger.connect(replace(forger.invitation.description, **change))
     assert forger.welcome is None
-    assert target.counters().num_strangers == 1
 
 
 def test_a_stream_index_is_good_for_one_connection(target: Transport):
@@ -219,7 +217,6 @@ def test_hello_without_a_connect_probe_is_refused(target: Transport):
         challenge = receive_exactly(sock, CHALLENGE_BYTES)
         sock.sendall(make_hello(forger.invitation.description, 0, bytes(challenge)) + b"x")
         assert receive_exactly(sock, WELCOME_BYTES) is None
-    assert target.counters().num_strangers == 1
 
 
 def test_revocation_reaches_the_source_as_quiet():

@@ -26,8 +26,8 @@ from tests.transport.faulty import Faulty, FaultyConfig
 
 from baton.errors import ConfigError, TransportError
 from baton.transport import (
+    Completion,
     Done,
-    Event,
     FailedQuiet,
     HostFence,
     Transport,
@@ -35,7 +35,7 @@ from baton.transport import (
     wait_for_events,
 )
 from baton.transport.throttled import Link as ThrottledLink
-from baton.transport.throttled import LinkItem, Throttled, ThrottledConfig, throttle
+from baton.transport.throttled import LinkItem, Throttled, ThrottledConfig
 
 KIB, MIB = 1 << 10, 1 << 20
 SLOW = ThrottledConfig(bytes_per_s=MIB, latency_s=0.5)
@@ -69,11 +69,11 @@ def link_to(source: End, target: LocalEnd, num_bytes: int) -> Link:
     return Link(source, target, source.connect(invitation.description), invitation.peer, region)
 
 
-def events_at(transport: Transport, clock: VirtualClock, when_s: float, count: int = 0) -> list[Event]:
+def events_at(transport: Transport, clock: VirtualClock, when_s: float, count: int = 0) -> list[Completion]:
     """What is reported when the clock shows this time; `count` events are waited for, as the inner transport
     needs time of its own."""
     clock.advance(when_s)
-    events: list[Event] = []
+    events: list[Completion] = []
     limit_s = time.monotonic() + SOMETHING_S
     while len(events) < count and time.monotonic() < limit_s:
         events += wait_for_events(transport, limit_s - time.monotonic())
@@ -195,21 +195,17 @@ def test_done_without_the_bytes_is_caught(stack: ExitStack):
         check_done_is_true(broken.ReportsUnarrived, stack)
 
 
-@pytest.mark.parametrize(("is_shared", "due_s"), [(False, [1.5, 1.5]), (True, [1.5, 2.5])])
-def test_links_are_per_peer_or_shared(is_shared: bool, due_s: list[float], stack: ExitStack):
+def test_peers_share_the_link(stack: ExitStack):
     clock = VirtualClock()
-    transport = Throttled(open_transport("memory"), ThrottledConfig(MIB, 0.5, is_shared), clock)
+    transport = Throttled(open_transport("memory"), SLOW, clock)
     one = link_over(stack, transport)
     other = link_to(one.source, one.target, MIB)
     source = one.source.load(MIB, 1)
-    tickets = [link.send(source, one_span(MIB)) for link in (one, other)]
-    seen: dict[float, list[Event]] = {}
-    for when_s in (1.49, 1.5, 2.49, 2.5):
-        seen[when_s] = events_at(transport, clock, when_s, due_s.count(when_s))
-    expected: dict[float, list[Event]] = {when_s: [] for when_s in seen}
-    for ticket, when_s in zip(tickets, due_s, strict=True):
-        expected[when_s].append(Done(ticket))
-    assert {when_s: sorted(events, key=str) for when_s, events in seen.items()} == expected
+    first, second = (link.send(source, one_span(MIB)) for link in (one, other))
+    assert events_at(transport, clock, 1.49) == []
+    assert events_at(transport, clock, 1.5, 1) == [Done(first)]
+    assert events_at(transport, clock, 2.49) == []
+    assert events_at(transport, clock, 2.5, 1) == [Done(second)]
 
 
 def check_cancel(make: Open, stack: ExitStack) -> None:
@@ -275,21 +271,6 @@ def test_failures_do_not_wait_for_the_link(stack: ExitStack):
         (FailedQuiet, failed)
     ]
     assert events_at(transport, clock, 1.5, 1) == [Done(done)]
-
-
-def test_a_throttled_target_announces_nothing(stack: ExitStack):
-    transport = Throttled(open_transport("memory"), ThrottledConfig(1e9))
-    target = throttle(open_transport("memory"), bytes_per_s=1e9)
-    stack.callback(target.close)
-    assert not target.capabilities.can_announce
-    source = End(transport)
-    stack.callback(source.close)
-    end = LocalEnd.__new__(LocalEnd)
-    end.inner = End(target)
-    link = link_to(source, end, MIB)
-    region = source.load(MIB, 1)
-    expect_done(source, [link.send(region, one_span(MIB))])
-    assert wait_for_events(target, NOTHING_S) == []
 
 
 # Under the system's clock.

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from baton.errors import ConfigError
-from baton.observe.plotting import NO_MATPLOTLIB, save_picture
+from baton.observe import NO_MATPLOTLIB, save_picture
 
 
 def machine() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A transfer target in another process: `baton doctor` and `baton bench transport` write into it.
 
-The parent asks it for a region, the region's digest, and when a batch landed. These calls are JSON lines on
-the child's stdin and stdout; the transport's own traffic does not use them.
+The parent asks it for a region and the region's digest. These calls are JSON lines on the child's stdin and
+stdout; the transport's own traffic does not use them.
 """
 
 from __future__ import annotations
@@ -10,27 +10,19 @@ import hashlib
 import importlib
 import json
 import sys
-from time import monotonic_ns
 from typing import Any
 
 import numpy as np
 
-from baton.errors import TransportError
-from baton.supervisor import ChildProcess, reply, serve_calls
+from baton.supervisor import ChildProcess, serve_calls
 from baton.transport import (
-    Description,
     Invitation,
-    Landed,
     Place,
     Ranges,
     Region,
-    RemoteRegion,
     Transport,
     open_transport,
-    wait_for_events,
 )
-
-LANDED_S_MAX = 60.0
 
 
 class TransferTarget:
@@ -52,16 +44,7 @@ class TransferTarget:
 
     def digest(self) -> str:
         """A hash of the region's bytes."""
-        content = self.buffer if isinstance(self.buffer, np.ndarray) else self.buffer.cpu().numpy()
-        return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-    def landed_at(self, tag: int) -> int:
-        """When the batch of this tag landed, on the clock that all processes of a host share."""
-        reply({"answer": "waiting"})
-        while events := wait_for_events(self.transport, LANDED_S_MAX):
-            if any(isinstance(event, Landed) and event.tag == tag for event in events):
-                return monotonic_ns()
-        raise TransportError(f"batch {tag} did not land within {LANDED_S_MAX:.0f} s")
+        return digest(self.buffer if isinstance(self.buffer, np.ndarray) else self.buffer.cpu().numpy())
 
 
 class TargetProcess(ChildProcess):
@@ -71,10 +54,11 @@ class TargetProcess(ChildProcess):
         arguments = [name, json.dumps(options), str(num_bytes)]
         super().__init__("the target process", [sys.executable, "-m", __name__, *arguments], has_stdin=True)
 
-    def invite(self) -> tuple[Description, RemoteRegion]:
-        """What a source needs to write into the region."""
-        invitation = self.ask("invite")
-        return Description.from_json(invitation["description"]), RemoteRegion.from_json(invitation["region"])
+    def invite(self) -> Any:
+        return self.ask("invite")
+
+    def digest(self) -> Any:
+        return self.ask("digest")
 
 
 def on_gpu(content: np.ndarray) -> Any:
@@ -89,6 +73,11 @@ def registered(transport: Transport, content: np.ndarray) -> Region:
     """A region with this content, on the GPU if the transport moves no host memory."""
     is_on_host = Place.HOST in transport.capabilities.places
     return transport.register(content if is_on_host else on_gpu(content))
+
+
+def digest(content: np.ndarray) -> str:
+    """A hash of some bytes."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def random_bytes(num_bytes: int, seed: int) -> np.ndarray:

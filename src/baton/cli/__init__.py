@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from baton import __version__
-from baton.cli.misuse import MISUSE, misuse_text
 from baton.errors import BatonError, ConfigError, LayoutError
 
 VERBS = {
@@ -27,6 +26,17 @@ VERBS = {
     "bench": "Measure Baton.",
 }
 """Each is a module of this package with a function, or a group of commands, of that name."""
+
+MISUSE = cast(
+    "type[Exception]",
+    next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"),
+)
+"""The root of click's errors; some releases of typer bring their own copy of click."""
+
+
+def misuse_text(error: Exception) -> str:
+    """What click has to say about a command line."""
+    return str(error.format_message())  # type: ignore[attr-defined]
 
 
 def make_app(verb: str | None = None) -> typer.Typer:

@@ -27,7 +27,7 @@ from baton.bench.record import show_picture, write
 from baton.bench.serve import load as serve_bench
 from baton.bench.serve import report as serve_report
 from baton.bench.serve.client import ENDPOINTS, OpenAIEndpoint, parse_slo
-from baton.bench.serve.deployment import DeploymentShape
+from baton.bench.serve.load import DeploymentShape
 from baton.cli.doctor import check_transport
 from baton.cli.options import Device, EndpointProcess, Model, Overlap, Transport
 from baton.errors import ConfigError

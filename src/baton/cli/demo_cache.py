@@ -14,15 +14,13 @@ from rich.text import Text
 from baton.plan.binding import bind
 from baton.plan.cache import Cache
 from baton.plan.chunks import Tables
-from baton.plan.content import RankPools, compare, fill
-from baton.plan.estimate import estimates
-from baton.plan.execution import Memory, allocate, execute
+from baton.plan.content import Memory, RankPools, allocate, compare, execute, fill
 from baton.plan.layout import parse_layout
 from baton.plan.models import load_cache
 from baton.plan.ownership import Spec
 from baton.plan.planner import plan
 from baton.plan.printer import human_bytes, render
-from baton.plan.report import Report
+from baton.plan.report import Report, estimates
 from baton.plan.routes import Chunk, Prompt
 from baton.plan.steps import PackCost, copy_lengths
 from baton.plan.storage import parse_storage

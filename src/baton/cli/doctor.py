@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
 
-from baton.bench.target_process import TargetProcess, TransferTarget, random_bytes, registered
+from baton.bench.target_process import digest, random_bytes
+from baton.bench.transport import Link
 from baton.errors import BatonError
 from baton.plan.steps import Spans
-from baton.transport import (
-    NOW,
-    Batch,
-    Capabilities,
-    Completion,
-    Description,
-    Done,
-    Reach,
-    RemoteRegion,
-    Transport,
-    open_transport,
-    transport_names,
-    wait_for_events,
-)
+from baton.transport import Capabilities, transport_names
 
 NUM_BYTES = 1 << 20
-ANSWER_S_MAX = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,55 +50,19 @@ def findings() -> Iterator[Finding]:
 def check_transport(name: str) -> Finding:
     """Sends 1 MiB from this process into another, and compares digests."""
     try:
-        transport = open_transport(name)
-    except (BatonError, ImportError) as error:
+        with ExitStack() as stack:
+            link = Link(name, NUM_BYTES, stack)
+            start = perf_counter()
+            link.send(Spans(*(np.array([value], dtype=np.int64) for value in (0, 0, NUM_BYTES))))
+            took_s = perf_counter() - start
+            if link.target.digest() != digest(link.content):
+                raise BatonError(
+                    "the bytes that arrived are not the bytes that were sent; do not use this transport"
+                )
+            abilities = _abilities(link.transport.capabilities)
+    except (BatonError, ImportError, OSError) as error:
         return Finding(name, False, _one_line(error))
-    try:
-        took_s = _transfer(transport)
-    except (BatonError, OSError) as error:
-        return Finding(name, False, f"{_one_line(error)}")
-    finally:
-        transport.close()
-    return Finding(name, True, f"1 MiB in {took_s * 1e6:.0f} us, {_abilities(transport.capabilities)}")
-
-
-def _transfer(transport: Transport) -> float:
-    if transport.capabilities.reach is Reach.PROCESS:
-        target = TransferTarget(transport, NUM_BYTES)
-        invitation = target.invite()
-        description = Description.from_json(invitation["description"])
-        took_s, sent = _send(transport, description, RemoteRegion.from_json(invitation["region"]))
-        arrived = target.digest()
-    else:
-        with TargetProcess(transport.name, {}, NUM_BYTES) as process:
-            took_s, sent = _send(transport, *process.invite())
-            arrived = process.ask("digest")
-    if sent != arrived:
-        raise BatonError("the bytes that arrived are not the bytes that were sent; do not use this transport")
-    return took_s
-
-
-def _send(transport: Transport, description: Description, region: RemoteRegion) -> tuple[float, str]:
-    content = random_bytes(NUM_BYTES, os.getpid())
-    source = registered(transport, content)
-    peer = transport.connect(description)
-    whole = Spans(*(np.array([value], dtype=np.int64) for value in (0, 0, NUM_BYTES)))
-    start = perf_counter()
-    transport.submit(peer, Batch(source, region, whole), NOW)
-    end = _completion(transport)
-    took_s = perf_counter() - start
-    if not isinstance(end, Done):
-        raise BatonError(end.cause)
-    return took_s, hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-def _completion(transport: Transport) -> Completion:
-    limit = perf_counter() + ANSWER_S_MAX
-    while perf_counter() < limit:
-        for event in wait_for_events(transport, limit - perf_counter()):
-            if hasattr(event, "ticket"):
-                return event
-    raise BatonError(f"no completion within {ANSWER_S_MAX:.0f} s")
+    return Finding(name, True, f"1 MiB in {took_s * 1e6:.0f} us, {abilities}")
 
 
 def _abilities(capabilities: Capabilities) -> str:

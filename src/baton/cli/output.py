@@ -13,9 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.engine.trace import HandoffFigures
 from baton.errors import ConfigError
-from baton.observe import Timeline, trace
-from baton.observe.picture import draw
-from baton.observe.plotting import NO_MATPLOTLIB
+from baton.observe import NO_MATPLOTLIB, Timeline, draw, trace
 from baton.plan.printer import human_bytes, human_time
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from baton.cli.misuse import MISUSE, misuse_text
+from baton.cli import MISUSE, misuse_text
 from baton.cli.serve import serve
 from baton.errors import ConfigError
 from baton.transport import parse_transport

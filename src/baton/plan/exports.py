@@ -4,7 +4,7 @@ from baton.plan.binding import bind
 from baton.plan.cache import Cache, Component
 from baton.plan.checker import check, prove
 from baton.plan.chunks import Tables
-from baton.plan.execution import allocate, execute
+from baton.plan.content import allocate, execute
 from baton.plan.layout import Layout, parse_layout
 from baton.plan.models import load_cache
 from baton.plan.ownership import Spec

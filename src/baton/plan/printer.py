@@ -7,10 +7,9 @@ from math import gcd
 
 from baton.plan.cache import Component
 from baton.plan.dtypes import item_bytes
-from baton.plan.estimate import FLOPS_PER_RANK, Estimate
 from baton.plan.ownership import Spec, cuts, page_spaces
 from baton.plan.ranges import Ranges, from_ids, merged, text, to_ids
-from baton.plan.report import Report
+from baton.plan.report import FLOPS_PER_RANK, Estimate, Report
 from baton.plan.routes import BoundRoute
 from baton.plan.tokens import TokenSet
 

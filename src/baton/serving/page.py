@@ -29,8 +29,7 @@ import msgspec
 from aiohttp import web
 
 from baton.engine.trace import HandoffTrace, RequestTrace
-from baton.observe import Interval, Timeline, Track
-from baton.observe.timeline import merged
+from baton.observe import Interval, Timeline, Track, merged
 from baton.serving.fleet import Fleet, FleetInstance, UpstreamError, fetch
 from baton.serving.http import EventStream, data_event, failure
 from baton.serving.metrics import NUMBER, AttemptLog

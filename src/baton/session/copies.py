@@ -52,12 +52,11 @@ from baton.session.ports import Ports
 from baton.transport import (
     NOW,
     Batch,
+    Completion,
     Description,
     Done,
-    Event,
     FailedUnknown,
     Fence,
-    Landed,
     Peer,
     RemoteRegion,
     Ticket,
@@ -498,7 +497,7 @@ class SourceCopies:
             region, remote = self.pools.regions[copy.source_buffer], connection.regions[copy.target_buffer]
             # The coordinators tell the target when a chunk is complete: an announcement of every batch would
             # wake it for nothing.
-            batch = Batch(region, remote, place_in_staging(copy, staged_at, landed_at), is_announced=False)
+            batch = Batch(region, remote, place_in_staging(copy, staged_at, landed_at))
             submitted_s = self.ports.now()
             try:
                 ticket = self.transport.submit(
@@ -515,9 +514,9 @@ class SourceCopies:
 
     # From completions to the end of a chunk.
 
-    def on_completion(self, event: Event) -> None:
+    def on_completion(self, event: Completion) -> None:
         """A copy is terminal."""
-        if isinstance(event, Landed) or event.ticket.number not in self.tickets:
+        if event.ticket.number not in self.tickets:
             return
         chunk = self.tickets.pop(event.ticket.number)
         copy = chunk.copies.pop(event.ticket.number)

@@ -28,7 +28,7 @@ from baton.protocol.wire import CHANNEL_BYTES
 from baton.session.event_loop import EventLoop, PassLoop
 from baton.session.links import Link, SocketConfig, SocketLink, Sockets
 from baton.session.ports import Driver
-from baton.transport.base import Event, Transport
+from baton.transport.base import Completion, Transport
 
 LOCAL = "local"
 """The address of the coordinator in the same loop: a link without a socket."""
@@ -288,7 +288,7 @@ class DriverLoop:
         self._sockets = Sockets(config, self._events)
         self._directory = directory
         self._ports: list[DriverPorts] = []
-        self._watched: list[tuple[Transport, Callable[[list[Event]], None]]] = []
+        self._watched: list[tuple[Transport, Callable[[list[Completion]], None]]] = []
         self._thread = threading.Thread(target=self._run, name="baton-loop", daemon=True)
         self._started: Future[None] = Future()
         self.post = self._events.post
@@ -312,7 +312,7 @@ class DriverLoop:
         self._ports.append(ports)
         self._events.after_pass.append(ports.arm)
 
-    def watch(self, transport: Transport, on_events: Callable[[list[Event]], None]) -> None:
+    def watch(self, transport: Transport, on_events: Callable[[list[Completion]], None]) -> None:
         """Passes the events of a data transport to a driver; before `start`."""
         self._check_new()
         self._watched.append((transport, on_events))
@@ -371,7 +371,7 @@ class DriverLoop:
         await self._directory.close()
 
 
-def _poll(transport: Transport, on_events: Callable[[list[Event]], None]) -> None:
+def _poll(transport: Transport, on_events: Callable[[list[Completion]], None]) -> None:
     if events := transport.poll():
         on_events(events)
 

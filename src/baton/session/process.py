@@ -57,7 +57,7 @@ class TransportConfig:
         transport = open_transport(self.name, **self.options)
         if not self.link_bytes_per_s:
             return transport
-        return throttle(transport, bytes_per_s=self.link_bytes_per_s, is_shared=True)
+        return throttle(transport, bytes_per_s=self.link_bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)

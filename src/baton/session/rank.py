@@ -42,7 +42,7 @@ from baton.session.handles import Digest, Handle, Receiving, Request, Sending, c
 from baton.session.memory import Pools
 from baton.session.ports import Ports
 from baton.session.writers import TargetWriters
-from baton.transport import Event, Transport
+from baton.transport import Completion, Transport
 
 
 class RankDriver:
@@ -208,7 +208,7 @@ class RankDriver:
             case _:
                 raise LocalProtocolError(f"a coordinator does not send {type(message).__name__} to a rank")
 
-    def on_completions(self, events: Sequence[Event]) -> None:
+    def on_completions(self, events: Sequence[Completion]) -> None:
         """Events of the transport."""
         for event in events:
             self.source.on_completion(event)

@@ -73,7 +73,7 @@ from baton.session.process import (
     send_hello,
 )
 from baton.transport import NOW, Bytes, CudaFence, Fence
-from baton.transport.shm.segments import create_segment, map_segment
+from baton.transport.shm.ring import create_segment, map_segment
 
 PROGRAM = "from baton.session.process import main; main()"
 END_S_MAX = 5.0

@@ -31,11 +31,11 @@ from baton.protocol.outcomes import Failed, Finished, Outcome, Ready, Waiting, W
 from baton.session.coordinator import CoordinatorDriver
 from baton.session.handles import Withdrawal
 from baton.session.rank import RankDriver
+from baton.sim.content import PagePool
 from baton.sim.core import Violation, snake_case
 from baton.sim.engines import Job, without
 from baton.sim.instance import Incarnation
 from baton.sim.network import Host, MemberEnd, SessionEnd
-from baton.sim.pool import PagePool
 from baton.sim.transport import SimCopy
 from baton.sim.world import CopyWrite, World
 

@@ -1,12 +1,18 @@
-"""The expected value of every byte of a cache: a hash of (component, layer, token, unit) and prompt.
+"""The pages of every rank: the expected value of every byte, and the owner of each page at this moment.
 
-Which rank holds which element comes from `baton.plan.checker` and the strides of the pools, not from the
-planner, so that the two check each other. Whatever does not depend on page tables or on the prompt's text is
-computed once for each spec, rank and prompt length.
+A byte's value is a hash of (component, layer, token, unit) and prompt. Which rank holds which element comes
+from `baton.plan.checker` and the strides of the pools, not from the planner, so that the two check each
+other. Whatever does not depend on page tables or on the prompt's text is computed once for each spec, rank
+and prompt length.
+
+An owner is the positive `tag` of an attempt. A page is overwritten with junk when it is given back, so that a
+copy which still reads it copies junk.
 """
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,16 +20,17 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.errors import EngineError
 from baton.plan.cache import Component
 from baton.plan.checker import Holdings, has_tokens
-from baton.plan.content import mix
+from baton.plan.content import Bytes, mix
 from baton.plan.dtypes import convert, item_bytes
-from baton.plan.execution import Bytes
 from baton.plan.ownership import Spec, buffers, page_spaces, placements, space_sizes
 from baton.plan.ranges import Range
 from baton.plan.routes import Chunk
 from baton.plan.storage import Placement
 from baton.plan.tokens import Ints
+from baton.sim.families import TOKENS_MAX
 
 SIDE = "pool"
 _FINITE = {1: 0x3F, 2: 0xBFFF, 4: 0xBFFFFFFF}
@@ -266,3 +273,103 @@ def pages_of_bytes(spec: Spec, rank: int) -> dict[str, Ints]:
         owners = np.broadcast_to(ids.reshape(-1, *[1] * (offsets.ndim - 1)), offsets.shape)
         pages[at.buffer][offsets.reshape(-1)] = (bases[component.group] + owners).reshape(-1)
     return pages
+
+
+FREE = 0
+BALLAST = -1
+GAP = -2
+"""Bytes of a buffer that belong to no page."""
+JUNK = 0xA5
+
+
+class PagePool:
+    """A rank's buffers, and the owner of every page of every page space."""
+
+    def __init__(self, spec: Spec, rank: int) -> None:
+        self.spec = spec
+        self.rank = rank
+        self.memory: dict[str, Bytes] = {
+            name: np.full(size, JUNK, dtype=np.uint8) for name, size in buffers(spec, rank, SIDE).items()
+        }
+        self.spaces = page_spaces(spec, rank)
+        sizes = space_sizes(spec, rank)
+        # The last one is for bytes of no page, which have the number -1.
+        self.owner = np.zeros(sum(sizes.values()) + 1, dtype=np.int64)
+        self.owner[-1] = GAP
+        self.num_pages = dict(sizes)
+        """By page space, without those that other work has taken away."""
+        self.num_writes = {name: np.zeros(len(raw), dtype=np.int64) for name, raw in self.memory.items()}
+        self._free = {space: list(range(size)) for space, size in sizes.items()}
+
+    def can_take(self, wanted: Mapping[str, int]) -> bool:
+        together = Counter[str]()
+        for group, count in wanted.items():
+            together[self.spaces[group]] += count
+        return all(len(self._free[space]) >= count for space, count in together.items())
+
+    def take(self, wanted: Mapping[str, int], tag: int, rng: random.Random) -> dict[str, Ints]:
+        """Allocates pages for an owner, scattered or in order."""
+        tables: dict[str, Ints] = {}
+        bases = page_bases(self.spec, self.rank)
+        for group, count in sorted(wanted.items()):
+            free = self._free[self.spaces[group]]
+            if rng.random() < 0.5:
+                rng.shuffle(free)
+            ids = [free.pop() for _ in range(count)]
+            tables[group] = np.array(ids, dtype=np.int64)
+            pages = tables[group] + bases[group]
+            if (self.owner[pages] != FREE).any():
+                raise EngineError(f"a free page of group {group} on rank {self.rank} has an owner")
+            self.owner[pages] = tag
+            self._reset_counts(pages)
+        return tables
+
+    def give_back(self, group: str, ids: Iterable[int], tag: int) -> None:
+        """Frees pages of an owner and overwrites them with junk."""
+        base = page_bases(self.spec, self.rank)[group]
+        for page in ids:
+            if self.owner[base + page] != tag:
+                raise EngineError(
+                    f"page {page} of group {group} on rank {self.rank} is owned by "
+                    f"{self.owner[base + page]}, not by {tag} which gives it back"
+                )
+            self.owner[base + page] = FREE
+            self._free[self.spaces[group]].append(page)
+            for name, owners in pages_of_bytes(self.spec, self.rank).items():
+                self.memory[name][owners == base + page] = JUNK
+
+    def fill(self, share: float, rng: random.Random) -> None:
+        """Takes a share of the pages away for good, as other work would; room for one prompt stays."""
+        bases = page_bases(self.spec, self.rank)
+        for space, free in sorted(self._free.items()):
+            total = space_sizes(self.spec, self.rank)[space]
+            room = sum(_room(self.spec, group) for group, other in self.spaces.items() if other == space)
+            spare = total - min(int(total * share), total - room)
+            rng.shuffle(free)
+            gone, self._free[space] = free[spare:], free[:spare]
+            self.num_pages[space] -= len(gone)
+            self.owner[np.array(gone, dtype=np.int64) + bases[space]] = BALLAST
+
+    def owners(self) -> list[int]:
+        """The owners that hold a page, sorted."""
+        return sorted(set(self.owner[self.owner > FREE].tolist()))
+
+    def num_dirty_bytes(self) -> int:
+        """Bytes of free pages that were written after they were given back, and of gaps between pages."""
+        is_clean = (self.owner == FREE) | (self.owner == GAP)
+        return sum(
+            int(np.count_nonzero(self.memory[name][is_clean[pages]] != JUNK))
+            for name, pages in pages_of_bytes(self.spec, self.rank).items()
+        )
+
+    def owners_of(self, name: str, index: Ints) -> Ints:
+        """The owners of these bytes of a buffer."""
+        return np.asarray(self.owner[pages_of_bytes(self.spec, self.rank)[name][index]])
+
+    def _reset_counts(self, pages: Ints) -> None:
+        for name, owners in pages_of_bytes(self.spec, self.rank).items():
+            self.num_writes[name][np.isin(owners, pages)] = 0
+
+
+def _room(spec: Spec, group: str) -> int:
+    return max(pages_needed(spec, rank, TOKENS_MAX).get(group, 0) for rank in range(spec.layout.num_ranks))

@@ -23,10 +23,9 @@ from baton.plan.routes import Chunk
 from baton.protocol.ledger import Rectangle
 from baton.protocol.outcomes import Failed, Outcome, Ready, Waiting
 from baton.session.handles import Digest, Handle, Receiving, Request, Sending, Withdrawal
-from baton.sim.content import ExpectedCache, components_of, pages_needed, prefixes
+from baton.sim.content import JUNK, ExpectedCache, components_of, pages_needed, prefixes
 from baton.sim.families import TOKENS_MAX
 from baton.sim.instance import Incarnation
-from baton.sim.pool import JUNK
 from baton.sim.router import Attempt, Router, SimPrompt
 from baton.transport import NOW, HostFence
 

@@ -15,9 +15,9 @@ from baton.session.config import DriverConfig
 from baton.session.coordinator import CoordinatorDriver
 from baton.session.memory import Pools
 from baton.session.rank import RankDriver
+from baton.sim.content import PagePool
 from baton.sim.core import Clock, Context, SimProcess
 from baton.sim.network import Host, Network, address_of, join_member
-from baton.sim.pool import PagePool
 from baton.sim.transport import NAME, Fabric, SimTransport
 
 SECRET = b"a secret of the simulated kind"

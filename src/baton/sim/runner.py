@@ -10,10 +10,9 @@ from time import perf_counter
 from typing import Any
 
 from baton.sim.checkers import attach_checkers
-from baton.sim.core import Violation
+from baton.sim.core import Options, Strength, Violation
 from baton.sim.families import NUM_FAMILIES, family
 from baton.sim.faults import Pressure, draw_faults
-from baton.sim.options import Options, Strength
 from baton.sim.world import World
 
 OVERLOAD_SHARE = 0.1

@@ -24,28 +24,23 @@ from itertools import count, pairwise
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from baton.errors import TransportError
-from baton.plan.execution import Bytes
+from baton.plan.content import Bytes
 from baton.plan.steps import Spans
 from baton.plan.tokens import Ints
-from baton.sim.core import Schedule, ScheduledCall
-from baton.sim.options import Strength
+from baton.sim.core import Schedule, ScheduledCall, Strength
 from baton.transport.base import (
     DEADLINE_S,
     Batch,
     Capabilities,
     Completion,
-    Counters,
     Description,
     Done,
-    Event,
     FailedQuiet,
     FailedUnknown,
     Fence,
     Invitation,
-    Landed,
     Peer,
     Place,
     Quiet,
@@ -57,6 +52,7 @@ from baton.transport.base import (
     Ticket,
     Unknown,
 )
+from baton.transport.common.regions import Grants, do_ranges_overlap
 from baton.transport.common.tickets import check_batch
 
 NAME = "sim"
@@ -191,11 +187,7 @@ class InvitedPeer:
 
     peer: Peer
     secret: str
-    allowed: dict[int, NDArray[np.int64]] = field(default_factory=dict)
-    """By region: how many grants cover each byte."""
-    granted: dict[int, tuple[int, Ints]] = field(default_factory=dict)
-    """By grant: the region and its bytes."""
-    num_granted: int = 0
+    grants: Grants = field(default_factory=Grants)
     caller: tuple[SimTransport, int] | None = None
     """The transport that is connected, and its number for this connection."""
     is_revoked: bool = False
@@ -203,33 +195,9 @@ class InvitedPeer:
     """Without enforced grants: the regions that the peer has mapped."""
     copies: list[SimCopy] = field(default_factory=list)
 
-    def add(self, region: Region, ranges: Ranges) -> int:
-        stop = ranges.start + ranges.length
-        if len(stop) and not ((ranges.start >= 0) & (ranges.length > 0) & (stop <= region.num_bytes)).all():
-            raise TransportError(f"a granted range lies outside of region {region.number}")
-        pieces = [np.arange(a, b) for a, b in zip(ranges.start.tolist(), stop.tolist(), strict=True)]
-        index = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
-        allowed = self.allowed.setdefault(region.number, np.zeros(region.num_bytes, dtype=np.int64))
-        np.add.at(allowed, index, 1)
-        self.num_granted += 1
-        self.granted[self.num_granted] = (region.number, index)
-        return self.num_granted
-
-    def remove(self, grant: int) -> tuple[int, Ints]:
-        if grant not in self.granted:
-            raise TransportError(f"grant {grant} is not one of peer {self.peer.number}")
-        number, index = self.granted.pop(grant)
-        np.subtract.at(self.allowed[number], index, 1)
-        return number, index
-
-    def may_write(self, number: int, index: Ints) -> bool:
-        """Whether every one of these bytes is granted."""
-        allowed = self.allowed.get(number)
-        return allowed is not None and bool((allowed[index] > 0).all())
-
     def may_map(self, number: int) -> bool:
         """Whether the peer has mapped a region, or maps it now because some of it is granted."""
-        if any(number == granted for granted, _ in self.granted.values()):
+        if self.grants.has_region(number):
             self.mapped.add(number)
         return number in self.mapped
 
@@ -261,7 +229,6 @@ class SimTransport:
             can_refuse_strangers=True,
             can_enforce_grants=strength.can_enforce_grants,
             can_revoke=strength.can_revoke,
-            can_announce=strength.can_announce,
             needs_allocate=False,
         )
         self.fabric = fabric
@@ -279,11 +246,9 @@ class SimTransport:
         self.targets: dict[int, Description] = {}
         """Where this transport writes, by number of the connection."""
         self.copies: dict[int, SimCopy] = {}
-        self.events: list[Event] = []
+        self.events: list[Completion] = []
         self._numbers = count(1)
         self._regions: dict[int, Region] = {}
-        self._num_strangers = 0
-        self._num_refused = 0
         fabric.transports[self.incarnation] = self
 
     def allocate(self, num_bytes: int) -> Bytes:
@@ -302,8 +267,8 @@ class SimTransport:
     def unregister(self, region: Region) -> None:
         number = self._check_registered(region)
         is_read = any(copy.batch.source == region for copy in self.copies.values())
-        granted = (of for invited in self.peers.values() for of, _ in invited.granted.values())
-        if is_read or number in granted:
+        is_granted = any(invited.grants.has_region(number) for invited in self.peers.values())
+        if is_read or is_granted:
             raise TransportError(f"region {number} is in use; let tickets and grants end first")
         del self._regions[number], self.memory[number]
 
@@ -312,16 +277,13 @@ class SimTransport:
             raise TransportError(f"region {region.number} is not registered with this transport")
         return region.number
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[Completion]:
         events = list(self.events)
         self.events.clear()
         return events
 
     def fileno(self) -> int:
         raise TransportError("a simulated transport has no file descriptor; it calls back when to poll")
-
-    def counters(self) -> Counters:
-        return Counters(self._num_strangers, self._num_refused)
 
     def close(self) -> None:
         if self.is_alive:
@@ -357,7 +319,7 @@ class SimTransport:
         return Invitation(peer, Description(NAME, self.incarnation, self.node, number, secret))
 
     def grant(self, peer: Peer, region: Region, ranges: Ranges) -> int:
-        return self._invited(peer).add(region, ranges)
+        return self._invited(peer).grants.add(region, ranges)
 
     def _invited(self, peer: Peer) -> InvitedPeer:
         invited = self.peers.get(peer.number)
@@ -369,18 +331,18 @@ class SimTransport:
         """The invited peer that a description is for."""
         invited = self.peers.get(description.peer)
         if invited is None or invited.secret != description.secret or invited.is_revoked:
-            self._num_strangers += 1
             return None
         return invited
 
     def ungrant(self, peer: Peer, grant: int) -> RevokeResult:
         invited = self._invited(peer)
-        number, index = invited.remove(grant)
+        removed = invited.grants.remove(grant)
         if not self.capabilities.can_revoke:
             is_near = invited.caller is not None or bool(invited.under_way())
             return Unknown("the peer knows the region") if is_near else Quiet()
         for copy in invited.under_way():
-            if copy.batch.target.number == number and np.isin(copy.written, index).any():
+            written = Ranges(copy.batch.spans.target, copy.batch.spans.length)
+            if copy.batch.target.number == removed.region and do_ranges_overlap(written, removed.ranges):
                 return Unknown("a write of this peer is under way there")
         return Quiet()
 
@@ -423,8 +385,8 @@ class SimTransport:
         if raw is None or len(raw) <= int(index.max(initial=0)):
             return f"region {number} is not registered"
         is_strict = self.capabilities.can_enforce_grants
-        if not (invited.may_write(number, index) if is_strict else invited.may_map(number)):
-            self._num_refused += 1
+        is_granted = is_strict and invited.grants.allow(number, index, np.ones_like(index))
+        if not (is_granted if is_strict else invited.may_map(number)):
             invited.is_revoked = True
             return "a write outside of what was granted was refused"
         read = copy.read[piece]
@@ -432,10 +394,6 @@ class SimTransport:
         carried = copy.memory[read]
         raw[index] = carried if self.fabric.corrupt is None else self.fabric.corrupt(carried)
         return ""
-
-    def announce(self, copy: SimCopy, invited: InvitedPeer) -> None:
-        if self.capabilities.can_announce:
-            self.events.append(Landed(invited.peer, copy.batch.tag, len(copy.written)))
 
     # As a source: its connections and batches.
 
@@ -588,8 +546,6 @@ class SimTransport:
         if copy.pending:
             self.fabric.schedule.after(RETRY_S, self._finish, copy)
             return
-        assert copy.receiver is not None
-        copy.receiver[0].announce(copy, copy.receiver[1])
         self._end(copy, Done(copy.ticket))
 
     def _check_progress(self, copy: SimCopy) -> None:

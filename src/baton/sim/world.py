@@ -7,17 +7,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.plan.execution import Bytes
+from baton.plan.content import Bytes
 from baton.plan.ownership import Spec
 from baton.plan.tokens import Ints
 from baton.protocol.messages import VERSION_MAX, VERSION_MIN
-from baton.sim.core import Context, SimProcess
+from baton.sim.content import PagePool
+from baton.sim.core import Context, Options, SimProcess
 from baton.sim.engines import SourceEngine, TargetEngine
 from baton.sim.families import Family
 from baton.sim.instance import Incarnation
 from baton.sim.network import Network
-from baton.sim.options import Options
-from baton.sim.pool import PagePool
 from baton.sim.router import Attempt, Router
 from baton.sim.transport import Fabric, SimCopy, SimTransport
 

@@ -16,15 +16,12 @@ from baton.transport.base import (
     Bytes,
     Capabilities,
     Completion,
-    Counters,
     Description,
     Done,
-    Event,
     FailedQuiet,
     FailedUnknown,
     Fence,
     Invitation,
-    Landed,
     Peer,
     Place,
     Quiet,
@@ -46,17 +43,14 @@ __all__ = [
     "Bytes",
     "Capabilities",
     "Completion",
-    "Counters",
     "CudaFence",
     "Description",
     "Done",
-    "Event",
     "FailedQuiet",
     "FailedUnknown",
     "Fence",
     "HostFence",
     "Invitation",
-    "Landed",
     "Peer",
     "Place",
     "Quiet",
@@ -125,8 +119,8 @@ def transport_names() -> tuple[str, ...]:
     return tuple(sorted(names - SHARED))
 
 
-def wait_for_events(transport: Transport, timeout_s: float) -> list[Event]:
-    """The result of `poll`, after waiting until there is an event or the time is up."""
+def wait_for_events(transport: Transport, timeout_s: float) -> list[Completion]:
+    """The result of `poll`, after waiting until a batch has ended or the time is up."""
     events = transport.poll()
     if events:
         return events

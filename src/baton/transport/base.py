@@ -77,8 +77,6 @@ class Capabilities:
     """Whether the target refuses an invited peer's write outside of its grants."""
     can_revoke: bool
     """Whether `revoke` can stop a peer that is alive, and return Quiet."""
-    can_announce: bool
-    """Whether the target's `poll` reports Landed."""
     needs_allocate: bool
     """Whether target buffers have to come from `allocate`."""
     needs_own_memory: bool = False
@@ -190,10 +188,6 @@ class Batch:
     source: Region
     target: RemoteRegion
     spans: Spans
-    tag: int = 0
-    """What the target's Landed event carries."""
-    is_announced: bool = True
-    """Whether the target needs a Landed event; if not, a transport may skip the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,17 +222,7 @@ class FailedUnknown:
     cause: str
 
 
-@dataclass(frozen=True, slots=True)
-class Landed:
-    """At the target: the batch with this tag is in the buffer."""
-
-    peer: Peer
-    tag: int
-    num_bytes: int
-
-
 Completion: TypeAlias = Done | FailedQuiet | FailedUnknown
-Event: TypeAlias = Completion | Landed
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,14 +238,6 @@ class Unknown:
 
 
 RevokeResult: TypeAlias = Quiet | Unknown
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """What a target refused since it was opened."""
-
-    num_strangers: int = 0
-    num_writes_refused: int = 0
 
 
 class Fence(Protocol):
@@ -327,13 +303,11 @@ class Transport(Protocol):
     def cancel(self, ticket: Ticket) -> None:
         """Asks the transport to give a batch up; its ticket still ends in one completion."""
 
-    def poll(self) -> list[Event]:
-        """The events since the last call, each once."""
+    def poll(self) -> list[Completion]:
+        """The completions since the last call, each once."""
 
     def fileno(self) -> int:
         """Readable while `poll` has something to return; valid until `close`."""
-
-    def counters(self) -> Counters: ...
 
     def close(self) -> None:
         """Ends every ticket, connection and invitation; `poll` still returns how the tickets ended."""

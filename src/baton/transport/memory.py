@@ -14,7 +14,6 @@ from baton.transport.base import (
     Description,
     Done,
     FailedQuiet,
-    Landed,
     Peer,
     Place,
     Quiet,
@@ -95,7 +94,6 @@ class MemoryTransport(BaseTransport[MemoryConnection, MemoryWriter]):
         can_refuse_strangers=True,
         can_enforce_grants=True,
         can_revoke=True,
-        can_announce=True,
         needs_allocate=False,
     )
 
@@ -116,7 +114,6 @@ class MemoryTransport(BaseTransport[MemoryConnection, MemoryWriter]):
         writer = self.writers.get(Peer(description.peer, description.incarnation))
         if writer is not None and writer.secret == description.secret:
             return writer
-        self.refusals.add_stranger()
         return None
 
     def receive(self, writer: MemoryWriter, job: Job) -> str:
@@ -139,13 +136,10 @@ class MemoryTransport(BaseTransport[MemoryConnection, MemoryWriter]):
             batch.target.number, spans.target, spans.length
         )
         if not is_allowed:
-            self.refusals.add_write()
             writer.is_revoked = True
             return "a write outside of what was granted was refused"
         if not copy_spans(spans, job.source, target, lambda: job.is_cancelled or writer.is_revoked):
             return CANCELLED if job.is_cancelled else "revoked by the target"
-        if batch.is_announced:
-            self.events.put(Landed(writer.peer, batch.tag, spans.num_bytes))
         return ""
 
 

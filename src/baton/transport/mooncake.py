@@ -303,7 +303,6 @@ class MooncakeTransport(LibraryTransport):
         can_refuse_strangers=False,
         can_enforce_grants=False,
         can_revoke=True,
-        can_announce=True,
         needs_allocate=False,
     )
 

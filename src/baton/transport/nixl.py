@@ -255,7 +255,6 @@ class NixlTransport(LibraryTransport):
         can_refuse_strangers=False,
         can_enforce_grants=False,
         can_revoke=False,
-        can_announce=True,
         needs_allocate=False,
     )
 

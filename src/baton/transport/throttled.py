@@ -4,13 +4,10 @@ Theory. The inner transport copies as fast as it can, as soon as a fence is read
 put on a `Link`, which only computes times: a batch of B bytes starts to cross when it is ready and the one
 before it has crossed, takes B / bytes_per_s, and arrives latency_s later. Done is reported when both the
 link and the inner transport have delivered the batch. So Done is never early and always true; it is late if
-the inner transport is slower than the link. Links carry batches in the order in which their fences become
-ready.
+the inner transport is slower than the link. All peers share one link, as those of a rank share its network
+card; it carries batches in the order in which their fences become ready.
 
-Only the source's completion is timed. The bytes are in the target's memory earlier, and the inner transport
-would announce them then; a target behind this wrapper therefore announces nothing (`can_announce` is false)
-and has to learn of a batch from its source. A target that is not wrapped receives Landed early: for
-measurements wrap both ends.
+Only the source's completion is timed; the bytes are in the target's memory earlier.
 
 A batch that is cancelled, disconnected or closed while the link holds it back ends in FailedQuiet: its bytes
 may be there, and nothing more of it moves. The link then goes on with the next one at once. The link always
@@ -20,8 +17,6 @@ makes progress, so deadlines are the inner transport's alone.
 from __future__ import annotations
 
 import ctypes
-import heapq
-import itertools
 import math
 import os
 import select
@@ -29,7 +24,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -37,12 +32,10 @@ from baton.errors import ConfigError
 from baton.transport.base import (
     DEADLINE_S,
     Batch,
-    Capabilities,
+    Completion,
     Done,
-    Event,
     FailedQuiet,
     Fence,
-    Landed,
     Peer,
     Ticket,
     Transport,
@@ -131,7 +124,7 @@ class TransportWrapper(ABC):
     def cancel(self, ticket: Ticket) -> None: ...
 
     @abstractmethod
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: Completion) -> None:
         """With the lock held: handles one event of the inner transport."""
 
     @abstractmethod
@@ -149,7 +142,7 @@ class TransportWrapper(ABC):
         with self.lock:
             self.end_held(peer, "disconnected by the source")
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[Completion]:
         return self.events.take_all()
 
     def fileno(self) -> int:
@@ -190,6 +183,10 @@ class LinkItem:
     """Whether the inner transport has delivered it, so that it waits only for its time."""
     is_dropped: bool = False
 
+    @property
+    def is_on_link(self) -> bool:
+        return self.ready_s < math.inf
+
 
 ItemT = TypeVar("ItemT", bound=LinkItem)
 
@@ -200,8 +197,6 @@ class Link(Generic[ItemT]):
     def __init__(self, bytes_per_s: float, latency_s: float) -> None:
         self._bytes_per_s = bytes_per_s
         self._latency_s = latency_s
-        self.scheduled_s = math.inf
-        """For the caller: the last `next_due_s` that it acted on."""
         self._free_s = -math.inf
         self._queue: deque[ItemT] = deque()
         self._crossed: deque[ItemT] = deque()
@@ -267,8 +262,6 @@ class ThrottledConfig:
 
     bytes_per_s: float
     latency_s: float = 0.0
-    is_shared: bool = False
-    """Whether all peers share one link; otherwise each has its own."""
 
     def __post_init__(self) -> None:
         if not self.bytes_per_s > 0:
@@ -281,34 +274,25 @@ class ThrottledConfig:
 class _LinkBatch(LinkItem):
     ticket: Ticket
     peer: Peer
-    link: Link[_LinkBatch] | None = None
-    """None before its fence is ready."""
     arrived_s: float = 0.0
     is_due: bool = False
     is_cancelled: bool = False
 
 
 class Throttled(TransportWrapper):
-    """A transport whose batches are Done no sooner than a link would have carried them."""
+    """A transport whose batches are Done no sooner than the one link of its peers would have carried them."""
 
     def __init__(self, inner: Transport, config: ThrottledConfig, clock: Clock | None = None) -> None:
         super().__init__(inner, clock or SystemClock())
         self.config = config
-        self.links: dict[Peer | None, Link[_LinkBatch]] = {}
+        self.link: Link[_LinkBatch] = Link(config.bytes_per_s, config.latency_s)
         self.batches: dict[Ticket, _LinkBatch] = {}
-        self._due: list[tuple[float, int, Link[_LinkBatch]]] = []
-        self._numbers = itertools.count()
         self._alarm_s = math.inf
         self._alarm = self.clock.alarm()
         self._epoll = select.epoll()
         self._epoll.register(self._alarm.fileno(), select.EPOLLIN)
         self._epoll.register(self.events.fileno(), select.EPOLLIN)
         self.start()
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Without announcements: they would come early."""
-        return replace(self.inner.capabilities, can_announce=False)
 
     def submit(self, peer: Peer, batch: Batch, fence: Fence, deadline_s: float = DEADLINE_S) -> Ticket:
         """Queues a batch with the inner transport and, when its fence is ready, on the link."""
@@ -318,7 +302,7 @@ class Throttled(TransportWrapper):
             ticket = self.inner.submit(peer, batch, fence, deadline_s)
             item = self.batches[ticket] = _LinkBatch(batch.spans.num_bytes, ticket=ticket, peer=peer)
             if is_ready:
-                self._enter_link(item, now_s)
+                self.link.put(item, now_s)
         if not is_ready:
             fence.call_when_ready(partial(self._on_ready, item))
         return ticket
@@ -334,12 +318,7 @@ class Throttled(TransportWrapper):
                 self._fail(batch, CANCELLED)
         self.inner.cancel(ticket)
 
-    def disconnect(self, peer: Peer) -> None:
-        super().disconnect(peer)
-        with self.lock:
-            self.links.pop(peer, None)
-
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[Completion]:
         if self._alarm_s <= self.clock.now_s():
             with self.lock:
                 self._deliver(self.clock.now_s())
@@ -356,10 +335,8 @@ class Throttled(TransportWrapper):
                 self._epoll.close()
                 self._alarm.close()
 
-    def on_event(self, event: Event) -> None:
+    def on_event(self, event: Completion) -> None:
         """Holds Done back until it is due, and passes failures on at once."""
-        if isinstance(event, Landed):
-            return
         batch = self.batches[event.ticket]
         if not isinstance(event, Done):
             self._forget(batch)
@@ -372,9 +349,9 @@ class Throttled(TransportWrapper):
             self._finish(batch)
         else:
             now_s = self.clock.now_s()
-            link = batch.link or self._enter_link(batch, now_s)  # the inner fence callback may come first
-            self._deliver_from(link, now_s)
-            self._set_alarm()
+            if not batch.is_on_link:  # the inner fence callback may come first
+                self.link.put(batch, now_s)
+            self._deliver(now_s)
 
     def end_held(self, peer: Peer | None, cause: str) -> None:
         for batch in list(self.batches.values()):
@@ -384,43 +361,19 @@ class Throttled(TransportWrapper):
     def _on_ready(self, batch: _LinkBatch) -> None:
         now_s = self.clock.now_s()
         with self.lock:
-            if batch.link is None and not batch.is_dropped:
-                self._enter_link(batch, now_s)
-
-    def _enter_link(self, batch: _LinkBatch, ready_s: float) -> Link[_LinkBatch]:
-        key = None if self.config.is_shared else batch.peer
-        link = self.links.get(key)
-        if link is None:
-            link = self.links[key] = Link(self.config.bytes_per_s, self.config.latency_s)
-        batch.link = link
-        link.put(batch, ready_s)
-        return link
+            if not batch.is_on_link and not batch.is_dropped:
+                self.link.put(batch, now_s)
 
     def _deliver(self, now_s: float) -> None:
-        """Reports what is due and has arrived, on all links."""
-        while self._due and self._due[0][0] <= now_s:
-            due_s, _, link = heapq.heappop(self._due)
-            if due_s == link.scheduled_s:
-                self._deliver_from(link, now_s)
-        self._set_alarm()
-
-    def _deliver_from(self, link: Link[_LinkBatch], now_s: float) -> None:
-        for batch in link.take_due(now_s):
+        """Reports what is due and has arrived."""
+        for batch in self.link.take_due(now_s):
             batch.is_due = True
             if batch.has_arrived:
                 self._finish(batch)
-        self._schedule(link)
-
-    def _schedule(self, link: Link[_LinkBatch]) -> None:
-        due_s = link.next_due_s()
-        if due_s != link.scheduled_s and due_s < math.inf:
-            heapq.heappush(self._due, (due_s, next(self._numbers), link))
-        link.scheduled_s = due_s
+        self._set_alarm()
 
     def _set_alarm(self) -> None:
-        while self._due and self._due[0][0] != self._due[0][2].scheduled_s:
-            heapq.heappop(self._due)  # its link is due at another time by now
-        due_s = self._due[0][0] if self._due else math.inf
+        due_s = self.link.next_due_s()
         if due_s != self._alarm_s:
             self._alarm_s = due_s
             self._alarm.set(due_s)
@@ -437,20 +390,11 @@ class Throttled(TransportWrapper):
     def _forget(self, batch: _LinkBatch) -> None:
         del self.batches[batch.ticket]
         batch.is_dropped = True
-        if batch.link is not None and not batch.is_due:
-            batch.link.drop(batch, self.clock.now_s())
-            if batch.link.scheduled_s < math.inf:
-                self._schedule(batch.link)
-                self._set_alarm()
+        if batch.is_on_link and not batch.is_due:
+            self.link.drop(batch, self.clock.now_s())
+            self._set_alarm()
 
 
-def throttle(
-    inner: Transport,
-    bytes_per_s: float,
-    latency_s: float = 0.0,
-    *,
-    is_shared: bool = False,
-    clock: Clock | None = None,
-) -> Transport:
+def throttle(inner: Transport, bytes_per_s: float, latency_s: float = 0.0) -> Transport:
     """Puts a transport behind a link of this speed; the wrapper owns the inner transport from now on."""
-    return cast(Transport, Throttled(inner, ThrottledConfig(bytes_per_s, latency_s, is_shared), clock))
+    return cast(Transport, Throttled(inner, ThrottledConfig(bytes_per_s, latency_s)))

@@ -15,13 +15,11 @@ from typing import Any
 
 from rich.table import Table
 
-from baton.bench.handoff.figures import SerialTransfer, figures
 from baton.bench.handoff.fleet import LEAD_S, Fleet, ask_all
-from baton.bench.handoff.records import TransferOrder
+from baton.bench.handoff.records import SerialTransfer, TransferOrder, figures
 from baton.bench.handoff.run import check_ready, ms
-from baton.bench.handoff.schedule import PrefillTiming
 from baton.bench.handoff.stress import StressOptions
-from baton.bench.handoff.workload import SideSpec, Workload
+from baton.bench.handoff.workload import PrefillTiming, SideSpec, Workload
 
 MODEL = "paged:layers=4,heads=4,dim=16"
 NUM_TOKENS = 64

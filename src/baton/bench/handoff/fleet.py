@@ -15,8 +15,15 @@ from typing import Any, Self
 import msgspec
 
 from baton.bench.handoff.records import HandOver, Received, Sent, TransferOrder
-from baton.bench.handoff.schedule import PrefillTiming, schedule
-from baton.bench.handoff.workload import SIDES, Workload, num_ranks, sampler_rank, spec_of
+from baton.bench.handoff.workload import (
+    SIDES,
+    PrefillTiming,
+    Workload,
+    num_ranks,
+    sampler_rank,
+    schedule,
+    spec_of,
+)
 from baton.errors import EngineError
 from baton.plan.content import Verdict
 from baton.protocol.timings import Timings

@@ -226,8 +226,7 @@ def _transport(workload: Workload, side: str) -> tuple[RecordingTransport, Any]:
     inner = RecordingTransport(plain)
     if not workload.link_bytes_per_s:
         return inner, inner
-    # A rank has one network card, so all its peers share the link.
-    slow = throttle(inner, bytes_per_s=workload.link_bytes_per_s, is_shared=True)
+    slow = throttle(inner, bytes_per_s=workload.link_bytes_per_s)
     return inner, RecordingTransport(slow) if side == "source" else slow
 
 

@@ -1,14 +1,31 @@
-"""What rank processes record of a hand-over; times are on the clock that all processes of a host share."""
+"""What rank processes record of a hand-over, its figures, and its timeline.
+
+Times are on the clock that all processes of a host share.
+
+tth          request in to ready at the target
+compute      request in to the end of the last layer, as measured
+exposed      end of compute to the last byte in the target's pool
+T            serial transfer time: the whole prompt ready at once, first submit to last Done, busiest rank
+efficiency   1 - exposed / T
+bound        the efficiency of one-layer groups without overhead, from the measured layer times: per rank
+             F = max(F, R) + t over its layers, R when the layer was computed, t its share of the rank's T
+control      the part of tth in which no rank computed and no copy ran. A copy runs from its submit to the
+             poll that returns its end.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
 from time import monotonic
 from typing import Any
 
-from baton.bench.handoff.schedule import PrefillStep
-from baton.transport import DEADLINE_S, Batch, Done, Event, Fence, Landed, Peer, Ticket, Transport
+from baton.bench.handoff.workload import PrefillStep
+from baton.observe import Interval, Timeline, Track, covered_s
+from baton.transport import DEADLINE_S, Batch, Completion, Done, Fence, Peer, Ticket, Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +120,13 @@ class RecordingTransport:
             self._open[ticket] = (submitted_s, batch)
         return ticket
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[Completion]:
         """Polls, and records the batches that ended."""
         events = self._inner.poll()
         now_s = monotonic()
         with self._lock:
             for event in events:
-                if not isinstance(event, Landed):
-                    self._note(event.ticket, now_s, isinstance(event, Done))
+                self._note(event.ticket, now_s, isinstance(event, Done))
         return events
 
     def take(self) -> list[CopyTiming]:
@@ -123,3 +139,206 @@ class RecordingTransport:
         submitted_s, batch = self._open.pop(ticket)
         spans, target = batch.spans, batch.target.incarnation
         self._ended.append(CopyTiming(target, submitted_s, ended_s, spans.num_bytes, len(spans), is_done))
+
+
+REQUEST = "request"
+
+
+@dataclass(frozen=True, slots=True)
+class SerialTransfer:
+    """Measured serial transfer times by source rank, and the link's time per group."""
+
+    transfer_s: Mapping[int, float]
+    overhead_s: float = 0.0
+
+    @property
+    def busiest_s(self) -> float:
+        """T, the time of the busiest rank."""
+        return max(self.transfer_s.values(), default=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffFigures:
+    """One hand-over in numbers; see the head of this file."""
+
+    tth_s: float
+    compute_s: float
+    exposed_s: float
+    transfer_s: float
+    efficiency: float
+    bound: float
+    control_s: float
+    late_s: float
+    """The worst delay of the stand-in for compute against its schedule."""
+    num_groups: int
+    num_copies: int
+    num_spans: int
+    num_bytes: int
+
+
+def serial_of(whole: Sequence[HandOver], layered: Sequence[HandOver]) -> SerialTransfer:
+    """From hand-overs with the whole prompt ready: in one group, and in groups of one layer."""
+    by_rank: dict[int, list[float]] = {}
+    for handover in whole:
+        for rank, seconds in _transfers_s(handover).items():
+            by_rank.setdefault(rank, []).append(seconds)
+    transfer_s = {rank: median(seconds) for rank, seconds in by_rank.items()}
+    group_s = []
+    for handover in layered:
+        for rank, seconds in _transfers_s(handover).items():
+            num_groups = sum(step.sends[0] < step.sends[1] for step in handover.steps[rank])
+            if num_groups > 1:
+                group_s.append((seconds - transfer_s.get(rank, seconds)) / (num_groups - 1))
+    return SerialTransfer(transfer_s, max(0.0, median(group_s)) if group_s else 0.0)
+
+
+def _transfers_s(handover: HandOver) -> dict[int, float]:
+    """From the first submit to the last Done of every rank that sent something."""
+    return {
+        rank: max(copy.ended_s for copy in sent.copies) - min(copy.submitted_s for copy in sent.copies)
+        for rank, sent in handover.sent.items()
+        if sent.copies
+    }
+
+
+def compute_end_s(handover: HandOver) -> float:
+    """When the last layer was computed; the start of the request if nothing is computed."""
+    ends = [sent.layer_ends_s[-1] for sent in handover.sent.values() if sent.layer_ends_s]
+    return max(ends, default=handover.start_s)
+
+
+def last_byte_s(handover: HandOver) -> float:
+    """When the last copy was done; the end of compute if there was none."""
+    ends = [copy.ended_s for sent in handover.sent.values() for copy in sent.copies]
+    return max([compute_end_s(handover), *ends])
+
+
+def figures(handover: HandOver, serial: SerialTransfer) -> HandoffFigures:
+    """The figures of one hand-over that succeeded."""
+    copies = [copy for sent in handover.sent.values() for copy in sent.copies]
+    exposed_s = last_byte_s(handover) - compute_end_s(handover)
+    total_s = serial.busiest_s
+    tth_s = handover.received.settled_s - handover.start_s
+    return HandoffFigures(
+        tth_s=tth_s,
+        compute_s=compute_end_s(handover) - handover.start_s,
+        exposed_s=exposed_s,
+        transfer_s=total_s,
+        efficiency=1 - exposed_s / total_s if total_s else 1.0,
+        bound=bound(handover, serial),
+        control_s=tth_s - covered_s(busy(handover)),
+        late_s=_late_s(handover),
+        num_groups=sum(s.sends[0] < s.sends[1] for steps in handover.steps.values() for s in steps),
+        num_copies=len(copies),
+        num_spans=sum(copy.num_spans for copy in copies),
+        num_bytes=sum(copy.num_bytes for copy in copies),
+    )
+
+
+def busy(handover: HandOver) -> list[tuple[float, float]]:
+    """When a rank computed or a copy ran, within the request."""
+    first, last = handover.start_s, handover.received.settled_s
+    pieces = [(first, min(compute_end_s(handover), last))] if any(_computes(handover)) else []
+    for sent in handover.sent.values():
+        for copy in sent.copies:
+            pieces.append((max(first, copy.submitted_s), min(last, copy.ended_s)))
+    return [(start, stop) for start, stop in pieces if start < stop]
+
+
+def _computes(handover: HandOver) -> list[bool]:
+    return [step.at_s > 0 for steps in handover.steps.values() for step in steps]
+
+
+def bound(handover: HandOver, serial: SerialTransfer) -> float:
+    """The efficiency of one-layer groups without overhead at the layer times of this hand-over."""
+    end_s, last_s = compute_end_s(handover), 0.0
+    for rank, steps in handover.steps.items():
+        total_bytes = sum(step.num_bytes for step in steps)
+        if not total_bytes or rank not in serial.transfer_s:
+            continue
+        finish_s = handover.start_s
+        for step, ready_s in zip(steps, handover.sent[rank].layer_ends_s, strict=True):
+            finish_s = max(finish_s, ready_s) + serial.transfer_s[rank] * step.num_bytes / total_bytes
+        last_s = max(last_s, finish_s)
+    exposed_s = max(0.0, last_s - end_s)
+    return 1 - exposed_s / serial.busiest_s if serial.busiest_s else 1.0
+
+
+def _late_s(handover: HandOver) -> float:
+    late = [
+        end_s - handover.start_s - step.at_s
+        for rank, sent in handover.sent.items()
+        for step, end_s in zip(handover.steps[rank], sent.layer_ends_s, strict=True)
+    ]
+    return max(late, default=0.0)
+
+
+def inner_bytes_per_s(handover: HandOver) -> float:
+    """Speed of the transport below the throttled link, of the slowest rank; 0 without a link."""
+    speeds = []
+    for sent in handover.sent.values():
+        busy_s = covered_s((copy.submitted_s, copy.ended_s) for copy in sent.inner_copies)
+        if busy_s:
+            speeds.append(sum(copy.num_bytes for copy in sent.inner_copies) / busy_s)
+    return min(speeds, default=0.0)
+
+
+def timeline_of(handover: HandOver, name: str = "") -> Timeline:
+    """Queue, compute by group, copies by route, exposed transfer and admission; the request starts at 0."""
+    return Timeline(name or handover.transfer, tuple(_intervals(handover)))
+
+
+def _intervals(handover: HandOver) -> Iterator[Interval]:
+    zero_s = handover.start_s
+    computed_s, landed_s = compute_end_s(handover) - zero_s, last_byte_s(handover) - zero_s
+    ready_s = handover.received.settled_s - zero_s
+    called_s = max(0.0, handover.received.called_s - zero_s)
+    yield Interval(Track(REQUEST, "queue"), "queue", 0.0, called_s)
+    yield Interval(Track(REQUEST, "prefill"), "prefill", min(called_s, computed_s), computed_s)
+    yield Interval(Track(REQUEST, "exposed transfer"), "exposed", computed_s, landed_s)
+    yield Interval(
+        Track(REQUEST, "admission"),
+        "admission",
+        min(landed_s, ready_s),
+        ready_s,
+        {"outcome": handover.received.outcome},
+    )
+    for rank, sent in sorted(handover.sent.items()):
+        yield from _groups(handover, rank, sent)
+        yield from _copies(handover, rank, sent)
+
+
+def _groups(handover: HandOver, rank: int, sent: Sent) -> Iterator[Interval]:
+    """Compute of every group of layers; a stage that waits for another one leaves a gap."""
+    track = Track(f"source rank {rank}", "compute")
+    steps = handover.steps[rank]
+    layer_s = _layer_s([step.at_s for step in steps])
+    first, last_s = 0, 0.0
+    for index, step in enumerate(steps):
+        if step.sends[0] >= step.sends[1]:
+            continue
+        stop_s = sent.layer_ends_s[index] - handover.start_s
+        start_s = min(stop_s, max(last_s, steps[first].at_s - layer_s))
+        layers, tokens = step.sends, step.tokens
+        details = {"tokens": f"{tokens[0]}-{tokens[1]}"}
+        yield Interval(track, f"layers {layers[0]}-{layers[1]}", start_s, stop_s, details)
+        first, last_s = index + 1, stop_s
+
+
+def _layer_s(ends: list[float]) -> float:
+    """A layer's own time, from the ends of the layers; they are alike inside a chunk."""
+    gaps = [right - left for left, right in pairwise(ends) if right > left]
+    return min(gaps, default=ends[0] if ends else 0.0)
+
+
+def _copies(handover: HandOver, rank: int, sent: Sent) -> Iterator[Interval]:
+    targets = handover.target_ranks
+    for copy in sorted(sent.copies, key=lambda copy: targets.get(copy.target, -1)):
+        target = targets.get(copy.target, -1)
+        yield Interval(
+            Track(f"source rank {rank}", f"copy to {target}"),
+            f"{rank} to {target}" if copy.is_done else f"{rank} to {target}, failed",
+            max(0.0, copy.submitted_s - handover.start_s),
+            max(0.0, copy.ended_s - handover.start_s),
+            {"bytes": copy.num_bytes, "spans": copy.num_spans},
+        )

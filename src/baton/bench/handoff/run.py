@@ -12,23 +12,20 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.table import Table
 
-from baton.bench.handoff.figures import (
+from baton.bench.handoff.fleet import Fleet, ask_all
+from baton.bench.handoff.records import (
     HandoffFigures,
+    HandOver,
     SerialTransfer,
     figures,
     inner_bytes_per_s,
     serial_of,
     timeline_of,
 )
-from baton.bench.handoff.fleet import Fleet, ask_all
-from baton.bench.handoff.records import HandOver
-from baton.bench.handoff.schedule import PrefillTiming, schedule
-from baton.bench.handoff.workload import Workload, cache_of, fitted, room_bytes
+from baton.bench.handoff.workload import PrefillTiming, Workload, cache_of, fitted, room_bytes, schedule
 from baton.bench.record import write
 from baton.errors import EngineError
-from baton.observe import Timeline, trace
-from baton.observe.picture import draw
-from baton.observe.plotting import NO_MATPLOTLIB
+from baton.observe import NO_MATPLOTLIB, Timeline, draw, trace
 from baton.plan.content import Verdict
 from baton.plan.printer import human_bytes
 from baton.plan.routes import resolve

@@ -10,9 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
-from baton.bench.handoff.figures import HandoffFigures, SerialTransfer, figures
 from baton.bench.handoff.fleet import Fleet, ask_all
-from baton.bench.handoff.records import HandOver
+from baton.bench.handoff.records import HandoffFigures, HandOver, SerialTransfer, figures
 from baton.bench.handoff.run import HandoffOptions, calibrate, check_ready, link_notes, ms, pace_of, title_of
 from baton.bench.handoff.run import total as total_verdict
 from baton.bench.handoff.workload import SideSpec, Workload

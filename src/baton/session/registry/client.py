@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import secrets
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias, TypeVar
@@ -18,7 +19,6 @@ import msgspec
 from yarl import URL
 
 from baton.errors import ConfigError
-from baton.session.registry.authentication import sign
 from baton.session.registry.messages import (
     BEAT_S,
     BOOT_HEADER,
@@ -36,9 +36,9 @@ from baton.session.registry.messages import (
     check_instance,
     check_member,
     check_transfer,
+    sign,
 )
-from baton.session.registry.timing import Backoff, Expiries
-from baton.session.registry.watch import EventReader
+from baton.session.registry.state import Expiries
 
 CALL_S_MAX = 5.0
 CLOSE_S_MAX = 2.0
@@ -46,6 +46,9 @@ RETRY_S_FIRST = 0.1
 RETRY_S_MAX = 5.0
 REPEAT_S_MAX = 2.0
 SILENCE_S_MAX = 3 * BEAT_S
+EVENT_BYTES_MAX = 16 << 20
+
+_EVENTS: dict[str, type[Topology | Change]] = {"topology": Topology, "change": Change}
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +176,55 @@ class RegistryConnection:
                 f"{self.url} answers with status {status} and {body[:60]!r}, which no registry says; "
                 f"look for a proxy, or another program on that port",
             ) from None
+
+
+class Backoff:
+    """Waits that double up to a most, each cut by chance so that many callers do not come back together."""
+
+    def __init__(self, first_s: float, most_s: float, chance: Callable[[], float] = random.random) -> None:
+        self._first_s = min(first_s, most_s)
+        self._most_s = most_s
+        self._chance = chance
+        self._next_s = self._first_s
+
+    def next(self) -> float:
+        """The next wait: between half of it and the whole."""
+        wait_s = self._next_s
+        self._next_s = min(2 * wait_s, self._most_s)
+        return wait_s * (1 + self._chance()) / 2
+
+    def reset(self) -> None:
+        """It worked: the next trouble begins with the first wait."""
+        self._next_s = self._first_s
+
+
+class EventReader:
+    """Events from bytes as they come; comments, and events of names not known here, are passed over."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[Topology | Change]:
+        """The events that these bytes complete."""
+        *blocks, self._rest = (self._rest + data).split(b"\n\n")
+        if len(self._rest) > EVENT_BYTES_MAX:
+            raise RegistryError(
+                Refusal.UNREACHABLE, f"an event is longer than {EVENT_BYTES_MAX} bytes; is this a registry?"
+            )
+        for block in blocks:
+            fields = dict(line.split(b": ", 1) for line in block.split(b"\n") if b": " in line)
+            kind = _EVENTS.get(fields.get(b"event", b"").decode("utf-8", "replace"))
+            if kind is not None:
+                yield _decode(kind, fields.get(b"data", b""))
+
+
+def _decode(kind: type[Topology | Change], data: bytes) -> Topology | Change:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RegistryError(
+            Refusal.UNREACHABLE, f"an event cannot be read ({error}); is this a registry?"
+        ) from None
 
 
 class Assignments:

@@ -11,9 +11,10 @@ incarnation of the instance knows nothing of them.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Generic, TypeAlias, TypeVar
 
 from baton.plan.layout import parse_layout
 from baton.session.registry.messages import (
@@ -31,14 +32,56 @@ from baton.session.registry.messages import (
     check_member,
     check_transfer,
 )
-from baton.session.registry.timing import Expiries
 
 EPOCH_KEPT_S = 3600.0
 NUM_INSTANCES_MAX = 4096
 NUM_MEMBERS_MAX = 131_072
 NUM_TRANSFERS_MAX = 1_000_000
 
+_SLACK = 64
+"""Old entries of a heap that are not worth a sweep."""
+
+Key = TypeVar("Key", bound=tuple[object, ...])
+
 DEFAULT_REQUEST = AssignmentRequest(None, TRANSFER_TTL_S)
+
+
+class Expiries(Generic[Key]):
+    """Keys with a time each: a heap that skips old entries, and sweeps them when they are many."""
+
+    def __init__(self) -> None:
+        self._at: dict[Key, tuple[float, int]] = {}
+        self._heap: list[tuple[float, int, Key]] = []
+        self._num_set = 0
+
+    def set(self, key: Key, at: float) -> None:
+        """The key is due at this time and at no other."""
+        self._num_set += 1  # so that the heap never has to compare two keys
+        self._at[key] = (at, self._num_set)
+        heapq.heappush(self._heap, (at, self._num_set, key))
+        if len(self._heap) > 2 * len(self._at) + _SLACK:
+            self._heap = [(at, number, key) for key, (at, number) in self._at.items()]
+            heapq.heapify(self._heap)
+
+    def drop(self, key: Key) -> None:
+        """The key is not due any more, if it ever was."""
+        self._at.pop(key, None)
+
+    def pop_due(self, now: float) -> Iterator[Key]:
+        """Takes out what is due, in order of time."""
+        while (at := self.next()) is not None and at <= now:
+            _, _, key = heapq.heappop(self._heap)
+            del self._at[key]
+            yield key
+
+    def next(self) -> float | None:
+        """The earliest time, if there is any."""
+        while self._heap:
+            at, number, key = self._heap[0]
+            if self._at.get(key) == (at, number):
+                return at
+            heapq.heappop(self._heap)
+        return None
 
 
 @dataclass(slots=True)

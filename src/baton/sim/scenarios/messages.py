@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from baton.errors import ConfigError
-from baton.plan.execution import Bytes
+from baton.plan.content import Bytes
 from baton.protocol.messages import Abort, AuxRecord, Commit, Grant, Landed, Message, OutcomeQuery, Settled
 from baton.protocol.outcomes import Why
 from baton.sim.checkers import AllOpened

@@ -16,11 +16,10 @@ from baton.plan.storage import Storage
 from baton.protocol.messages import Message
 from baton.protocol.outcomes import Failed, Finished, Outcome, Ready, Why
 from baton.sim.checkers import attach_checkers
-from baton.sim.core import Violation
+from baton.sim.core import Options, Strength, Violation
 from baton.sim.engines import Job
 from baton.sim.families import Family, cache_of
 from baton.sim.network import SimFrame
-from baton.sim.options import Options, Strength
 from baton.sim.router import Attempt, Ends, SimPrompt
 from baton.sim.runner import run_world
 from baton.sim.transport import CopyCourse, CopyEnd, SimCopy

@@ -21,7 +21,7 @@ from baton.transport.common.handshake import (
     verify_hello,
 )
 from baton.transport.common.threads import Watcher
-from baton.transport.common.transport import BaseTransport, ConnectionT, PeerWriter, Refusals
+from baton.transport.common.transport import BaseTransport, ConnectionT, PeerWriter
 
 HANDSHAKES_MAX = 128
 
@@ -47,12 +47,10 @@ class Listener:
         server: socket.socket,
         watcher: Watcher,
         find_writer: Callable[[Hello], StreamWriter | None],
-        refusals: Refusals,
     ) -> None:
         self.server = server
         self.watcher = watcher
         self.find_writer = find_writer
-        self.refusals = refusals
         self.lock = threading.Lock()
         self.handshakes: dict[socket.socket, threading.Thread] = {}
         server.setblocking(False)
@@ -93,8 +91,6 @@ class Listener:
         if hello and writer and verify_hello(hello, writer.secret, challenge):
             welcome = make_welcome(hello, writer.secret, challenge)
             receive = writer.attach(hello.stream, sock)
-        else:
-            self.refusals.add_stranger()
         with self.lock:
             del self.handshakes[sock]
             if receive is None:
@@ -138,7 +134,7 @@ class ListeningTransport(BaseTransport[ConnectionT, StreamWriterT]):
                 f"cannot listen on {self.host} port {self.port}: {cause}; "
                 "choose another port, or an address of this machine"
             ) from None
-        self.listener = Listener(server, self.watcher, self._find_writer, self.refusals)
+        self.listener = Listener(server, self.watcher, self._find_writer)
 
     def address(self) -> str:
         assert self.listener is not None, "an invitation starts the listener"

@@ -14,31 +14,30 @@ from dataclasses import dataclass
 from enum import Enum
 
 from baton.errors import TransportError
-from baton.transport.base import Batch, Bytes, Completion, Done, Event, FailedQuiet, Peer, Ticket
+from baton.transport.base import Batch, Bytes, Completion, Done, FailedQuiet, Peer, Ticket
 from baton.transport.common.regions import Regions
 from baton.transport.common.spans import check_spans
 
 CANCELLED = "cancelled"
-TAG_MAX = 2**64 - 1
 NUMBER_MAX = 2**63 - 1
 
 
 class EventQueue:
-    """A list of events and an eventfd that is readable while the list is not empty."""
+    """A list of completions and an eventfd that is readable while the list is not empty."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._events: list[Event] = []
+        self._events: list[Completion] = []
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_open = True
 
-    def put(self, event: Event) -> None:
+    def put(self, event: Completion) -> None:
         with self._lock:
             self._events.append(event)
             if len(self._events) == 1 and self._is_open:
                 os.eventfd_write(self._eventfd, 1)
 
-    def take_all(self) -> list[Event]:
+    def take_all(self) -> list[Completion]:
         if not self._events:
             return []
         with self._lock:
@@ -62,8 +61,6 @@ def check_batch(batch: Batch, deadline_s: float) -> None:
     """Raises if a batch or its deadline is invalid on this side."""
     if not deadline_s > 0:
         raise TransportError(f"a deadline is a positive number of seconds; got {deadline_s}")
-    if not 0 <= batch.tag <= TAG_MAX:
-        raise TransportError(f"a tag is at least 0 and at most {TAG_MAX}; got {batch.tag}")
     if not (0 <= batch.target.number <= NUMBER_MAX and batch.target.num_bytes >= 0):
         raise TransportError(
             f"no region can have number {batch.target.number} and {batch.target.num_bytes} bytes"

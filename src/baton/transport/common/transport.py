@@ -23,9 +23,8 @@ from baton.transport.base import (
     Batch,
     Bytes,
     Capabilities,
-    Counters,
+    Completion,
     Description,
-    Event,
     Fence,
     Invitation,
     Peer,
@@ -69,29 +68,6 @@ ConnectionT = TypeVar("ConnectionT", bound=SourceConnection)
 WriterT = TypeVar("WriterT", bound=PeerWriter)
 
 
-class Refusals:
-    """Counters of what a target refused; any thread may add to them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_strangers = 0
-        self._num_writes_refused = 0
-
-    def add_stranger(self) -> None:
-        """Counts a connection without a valid invitation."""
-        with self._lock:
-            self._num_strangers += 1
-
-    def add_write(self) -> None:
-        """Counts a write that an invited peer was not granted."""
-        with self._lock:
-            self._num_writes_refused += 1
-
-    def counters(self) -> Counters:
-        with self._lock:
-            return Counters(self._num_strangers, self._num_writes_refused)
-
-
 class BaseTransport(ABC, Generic[ConnectionT, WriterT]):
     """One opened transport."""
 
@@ -103,7 +79,6 @@ class BaseTransport(ABC, Generic[ConnectionT, WriterT]):
         self.events = EventQueue()
         self.regions = Regions(self.incarnation)
         self.tickets = Tickets(self.regions, self.events)
-        self.refusals = Refusals()
         self.connections: dict[Peer, ConnectionT] = {}
         self.writers: dict[Peer, WriterT] = {}
         self.lock = threading.Lock()
@@ -220,14 +195,11 @@ class BaseTransport(ABC, Generic[ConnectionT, WriterT]):
     def cancel(self, ticket: Ticket) -> None:
         self.tickets.cancel(ticket)
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[Completion]:
         return self.events.take_all()
 
     def fileno(self) -> int:
         return self.events.fileno()
-
-    def counters(self) -> Counters:
-        return self.refusals.counters()
 
     def close(self) -> None:
         with self.lock:

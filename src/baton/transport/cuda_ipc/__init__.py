@@ -5,8 +5,8 @@ incarnation, authenticates, and asks for a region when it first writes to it. Th
 CUDA IPC handle of the allocation that the region lies in, and the region's offset in it: a pool is usually a
 part of a segment of torch's caching allocator, and a handle names a whole allocation. The source maps it and
 copies on a stream of its own, which first waits for the batch's CUDA event. When the stream has passed a
-batch, its bytes are in the target's memory; only then the source reports Done and sends Landed, so a kernel
-that the target launches after either of them reads the new bytes.
+batch, its bytes are in the target's memory; only then the source reports Done, so a kernel that the target
+launches after it learnt of that reads the new bytes.
 
 A handle opens only while its exporter lives, and a mapping keeps the memory it was made for: a successor of
 the target has other memory and another socket, so nothing that was meant for its predecessor reaches it.
@@ -41,9 +41,14 @@ from baton.transport.base import (
     Unknown,
 )
 from baton.transport.common.tickets import Job
-from baton.transport.common.unix_messages import MessageKind, UnixMessage, send_message
-from baton.transport.common.unix_target import UnixWriter, has_events
-from baton.transport.common.unix_transport import UnixTransport
+from baton.transport.common.unix import (
+    MessageKind,
+    UnixMessage,
+    UnixTransport,
+    UnixWriter,
+    has_events,
+    send_message,
+)
 from baton.transport.cuda_ipc.source import CudaIpcConnection, DeviceMemory, ExportedRegion
 from baton.transport.fences import CudaFence
 
@@ -85,7 +90,6 @@ class CudaIpcTransport(UnixTransport[CudaIpcConnection, CudaIpcWriter]):
         can_refuse_strangers=True,
         can_enforce_grants=False,
         can_revoke=False,
-        can_announce=True,
         needs_allocate=False,
         needs_own_memory=True,  # memory that was mapped by CUDA IPC cannot be handed out again
     )
@@ -135,7 +139,7 @@ class CudaIpcTransport(UnixTransport[CudaIpcConnection, CudaIpcWriter]):
 
     def open_writer(self, peer: Peer, secret: str) -> CudaIpcWriter:
         self.listen()
-        writer = CudaIpcWriter(peer, secret, watcher=self.watcher, events=self.events, refusals=self.refusals)
+        writer = CudaIpcWriter(peer, secret, self.watcher)
         writer.exported = self.exported
         return writer
 

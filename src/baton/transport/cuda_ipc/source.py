@@ -12,7 +12,6 @@ deadline; after a failed device this source never says that it left.
 from __future__ import annotations
 
 import logging
-import select
 import threading
 import time
 from collections.abc import Callable
@@ -23,12 +22,12 @@ from typing import Protocol
 from baton.errors import RemoteProtocolError, TransportError
 from baton.plan.steps import Spans
 from baton.transport.base import Completion, Description, Done, FailedQuiet, FailedUnknown, Peer
+from baton.transport.common.connection import CHECK_S
 from baton.transport.common.regions import Memory
 from baton.transport.common.spans import coalesce, split
 from baton.transport.common.threads import Watcher, WorkerThread
 from baton.transport.common.tickets import CANCELLED, Job, Tickets
-from baton.transport.common.unix_messages import MessageKind, UnixMessage, send_message
-from baton.transport.common.unix_source import CHECK_S, UnixConnection
+from baton.transport.common.unix import MessageKind, UnixConnection
 from baton.transport.fences import CudaEvent
 
 log = logging.getLogger(__name__)
@@ -241,21 +240,12 @@ class CudaIpcConnection(UnixConnection):
 
     def _end(self, flight: Flight, cause: str) -> None:
         """All parts that were started are complete."""
-        job, batch = flight.job, flight.job.batch
+        job = flight.job
         completion: Completion = Done(job.ticket)
         if self._failure and flight.is_started:
             completion = FailedUnknown(job.ticket, self._failure)
         elif cause:
             completion = FailedQuiet(job.ticket, cause)
-        elif batch.is_announced:
-            landed = UnixMessage(MessageKind.LANDED, (batch.tag, batch.spans.num_bytes, 0, 0))
-            try:
-                self.retry(partial(send_message, self.sock, landed), select.POLLOUT, job.deadline_s)
-            except TimeoutError as error:
-                completion = FailedQuiet(job.ticket, str(error))
-            except OSError as error:
-                self.lose(f"the target is gone: {error}")
-                completion = FailedQuiet(job.ticket, self.lost)
         self.tickets.end(job, completion)
         with self._changed:
             self._flights.discard(flight)

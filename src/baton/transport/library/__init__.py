@@ -9,9 +9,9 @@ missing:
   and holds only the regions granted to that peer. Closing it stops that peer and no other: bytes in flight to
   it have nowhere to go.
 - *One socket per connection.* On it both ends authenticate, the source asks for the regions that it wants to
-  write and gets their addresses, and announces what has landed. The socket is the connection: the source
-  checks it before each post, and closes its library instance when it breaks. The source closes the socket
-  after its own library instance, so a hang-up, of a living or a dead source, means that it writes no more.
+  write and gets their addresses. The socket is the connection: the source checks it before each post, and
+  closes its library instance when it breaks. The source closes the socket after its own library instance, so
+  a hang-up, of a living or a dead source, means that it writes no more.
 
 So nothing is written to the successor of a dead target: the successor cannot authenticate, it has other
 library instances, and every source of the dead one has closed its own.
@@ -23,11 +23,159 @@ a peer has access to is kept until then.
 
 from __future__ import annotations
 
-from baton.transport.base import Description, Peer, Region
-from baton.transport.common.listener import ListeningTransport
-from baton.transport.library.base import Library
+import select
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from baton.errors import RemoteProtocolError, TransportError
+from baton.transport.base import Description, Peer, Quiet, Region, RevokeResult, Unknown
+from baton.transport.common.listener import ListeningTransport, receive_exactly
+from baton.transport.common.regions import Grant, Grants, Memory, Regions
+from baton.transport.library.base import (
+    HEADER_BYTES,
+    FrameHeader,
+    FrameKind,
+    Library,
+    LibraryReceiver,
+    encode_frame,
+    is_this_kernel,
+)
 from baton.transport.library.source import LibraryConnection
-from baton.transport.library.target import LibraryWriter
+
+_leaked: list[Memory] = []
+"""Memory that a peer can write and that was never known to be quiet: it is kept as long as this process."""
+
+
+@dataclass(slots=True, eq=False)
+class LibraryWriter:
+    """One invited peer."""
+
+    peer: Peer
+    secret: str
+    library: Library
+    regions: Regions
+    grants: Grants = field(default_factory=Grants)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    sock: socket.socket | None = None
+    thread: threading.Thread | None = None
+    """Reads the socket."""
+    receiver: LibraryReceiver | None = None
+    exposed: dict[int, Memory] = field(default_factory=dict)
+    """Regions whose addresses the peer knows."""
+    is_on_this_kernel: bool = False
+    is_gone: bool = False
+    is_revoked: bool = False
+
+    def check_quiet(self, grant: Grant) -> RevokeResult:
+        """Unknown while the peer has access to the region: no library reports what is in flight to it."""
+        with self.lock:
+            if grant.region not in self.exposed:
+                return Quiet()
+        return Unknown("the peer has access to the region, and its writes cannot be observed from here")
+
+    def revoke(self, cause: str) -> RevokeResult:
+        """Closes the peer's library instance; if the peer can write without it, asks the peer to leave."""
+        with self.lock:
+            self.is_revoked = True
+            self._close_receiver()
+            can_write = self._can_write()
+            if self.sock is not None:
+                with suppress(OSError):
+                    self.sock.shutdown(socket.SHUT_WR if can_write else socket.SHUT_RDWR)
+        if can_write:
+            return Unknown("the peer runs on this machine and can write until it hangs up")
+        if self.thread is not None:
+            self.thread.join()
+        self.exposed.clear()
+        return Quiet()
+
+    def withdraw(self, number: int) -> None:
+        """Refuses this peer's writes to a region that start from now on."""
+        with self.lock:
+            if self.receiver is not None and number in self.exposed:
+                self.receiver.withdraw(number)
+
+    def abandon(self) -> None:
+        """Gives up on a peer that may still write: the memory that it has access to is never reused."""
+        _leaked.extend(self.exposed.values())
+        if self.sock is not None and self.thread is not None:
+            with suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+            self.thread.join()
+
+    def attach(self, stream: int, sock: socket.socket) -> Callable[[], None] | None:
+        """Takes over the peer's only stream with the current thread."""
+        with self.lock:
+            if self.is_revoked or self.sock is not None or stream:
+                return None
+            self.sock, self.thread = sock, threading.current_thread()
+            return lambda: self._receive(sock)
+
+    def _receive(self, sock: socket.socket) -> None:
+        """Reads frames until the peer hangs up; an invalid frame ends its writing but not the reading."""
+        try:
+            while (raw := receive_exactly(sock, HEADER_BYTES)) is not None:
+                header = FrameHeader.from_bytes(raw)
+                payload = receive_exactly(sock, header.payload_bytes)
+                if payload is not None:
+                    self._on_frame(sock, header, bytes(payload))
+        except RemoteProtocolError:
+            with self.lock:
+                self.is_revoked = True
+                self._close_receiver()
+            with suppress(OSError):
+                while sock.recv(1 << 16):
+                    pass
+        except OSError:
+            pass
+        with self.lock:
+            self.is_gone = True
+            self._close_receiver()
+            self.exposed.clear()
+            sock.close()
+
+    def _on_frame(self, sock: socket.socket, header: FrameHeader, payload: bytes) -> None:
+        if header.kind is not FrameKind.ASK:
+            raise RemoteProtocolError(f"a source does not send {header.kind.name}")
+        sock.sendall(self._expose(header.first, payload))
+
+    def _expose(self, number: int, kernel: bytes) -> bytes:
+        """The reply to a source that asks for a region."""
+        with self.lock:
+            memory = self.regions.find(number)
+            if self.is_revoked or memory is None or not self.grants.has_region(number):
+                return encode_frame(
+                    FrameKind.REFUSED, number, payload=b"nothing of it was granted to this peer"
+                )
+            try:
+                if self.receiver is None:
+                    name = f"target-{self.peer.incarnation}-{self.peer.number}"
+                    self.receiver = self.library.open_receiver(name)
+                access = self.receiver.expose(number, memory)
+            except TransportError as cause:
+                return encode_frame(FrameKind.REFUSED, number, payload=str(cause).encode())
+            self.is_on_this_kernel = is_this_kernel(kernel)
+            self.exposed[number] = memory
+        return encode_frame(FrameKind.GIVEN, number, len(memory.bytes), access)
+
+    def _can_write(self) -> bool:
+        """Whether a peer can write without our receiver: it reaches this memory by itself, and is alive."""
+        is_able = self.library.can_bypass and self.is_on_this_kernel and bool(self.exposed)
+        return is_able and not self.is_gone and self.sock is not None and not _has_hung_up(self.sock)
+
+    def _close_receiver(self) -> None:
+        if self.receiver is not None:
+            self.receiver.close()
+            self.receiver = None
+
+
+def _has_hung_up(sock: socket.socket) -> bool:
+    poller = select.poll()
+    poller.register(sock, select.POLLRDHUP)
+    return bool(poller.poll(0))
 
 
 class LibraryTransport(ListeningTransport[LibraryConnection, LibraryWriter]):
@@ -38,13 +186,11 @@ class LibraryTransport(ListeningTransport[LibraryConnection, LibraryWriter]):
         self.library = library
 
     def open_connection(self, peer: Peer, description: Description) -> LibraryConnection:
-        connection = LibraryConnection(peer, self.tickets, self.watcher, self.library)
-        connection.open(description)
-        return connection
+        return LibraryConnection(peer, description, self.tickets, self.watcher, self.library)
 
     def open_writer(self, peer: Peer, secret: str) -> LibraryWriter:
         self.listen()
-        return LibraryWriter(peer, secret, self.library, self.regions, self.events, self.refusals)
+        return LibraryWriter(peer, secret, self.library, self.regions)
 
     def unregister(self, region: Region) -> None:
         """Removes a region, here and from every library instance that knows it."""

@@ -3,7 +3,6 @@
 Frames on the socket of a connection:
 
 source -> target    ask: a region's number, and the identity of the kernel that the source runs on
-                    landed: the tag of a batch and its number of bytes
 target -> source    given: a region's number and size, and what the library needs to write it
                     refused: a region's number and why
 """
@@ -166,7 +165,6 @@ class FrameKind(IntEnum):
     ASK = 1  # source: region
     GIVEN = 2  # target: region, its size
     REFUSED = 3  # target: region
-    LANDED = 4  # source: tag, number of bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ cancellation, which waits for what is in flight, leave the connection open.
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import socket
@@ -27,10 +26,12 @@ from baton.transport.base import (
     FailedUnknown,
     Peer,
 )
+from baton.transport.common.connection import CHECK_S, WorkerConnection
 from baton.transport.common.handshake import CONNECT_PROBE, introduce
 from baton.transport.common.spans import are_inside, coalesce, cut, split
-from baton.transport.common.threads import Watcher, WorkerThread
+from baton.transport.common.threads import Watcher
 from baton.transport.common.tickets import CANCELLED, Job, Tickets
+from baton.transport.fences import CudaEvent
 from baton.transport.library.base import (
     HEADER_BYTES,
     FrameHeader,
@@ -41,8 +42,6 @@ from baton.transport.library.base import (
     this_kernel,
 )
 
-CHECK_S = 0.05
-"""How often a thread that waits checks for overdue tickets in its queue."""
 NAP_S = 50e-6
 NUM_EAGER_POLLS = 20
 """Polls without a nap in between: a small write is done before a nap would end."""
@@ -52,142 +51,74 @@ class RefusedError(TransportError):
     """The target refuses this batch; the connection stays usable."""
 
 
-class LibraryConnection:
+class LibraryConnection(WorkerConnection):
     """The connection to one target."""
 
-    def __init__(self, peer: Peer, tickets: Tickets, watcher: Watcher, library: Library) -> None:
-        self.peer = peer
-        self.tickets = tickets
-        self.watcher = watcher
+    def __init__(
+        self, peer: Peer, description: Description, tickets: Tickets, watcher: Watcher, library: Library
+    ) -> None:
         self.library = library
-        self.worker = WorkerThread(f"library-source-{peer.number}")
-        self.sock: socket.socket | None = None
         self.sender: LibrarySender | None = None
         self.region_bytes: dict[int, int] = {}
         """The sizes of the target's regions that were opened."""
-        self.progress_s = 0.0
-        self.lost = ""
-
-    def open(self, description: Description) -> None:
-        self.worker.put(partial(self._connect, description))
-
-    def put(self, job: Job) -> None:
-        job.progress_s = time.monotonic()
-        self.worker.put(partial(self._carry, job))
+        host, _, port = description.address.rpartition(":")
+        self._address = host.strip("[]"), int(port)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        super().__init__(peer, description, tickets, watcher, sock)  # starts the worker
 
     def unregister(self, number: int) -> None:
         """Unregisters a region of this side, later."""
         self.worker.put(partial(self._unregister, number))
 
-    def close(self, cause: str) -> None:
-        """Gives up what is in flight, closes the library's instance, and hangs up."""
-        self.lost = self.lost or cause
-        self.worker.put(self._leave)
-        self.worker.close()
+    def connect(self, description: Description) -> None:
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.retry(partial(self.sock.connect, self._address), select.POLLOUT)
+        self._send(CONNECT_PROBE)
+        introduce(description, 0, self._send, self._receive)
+        self.sender = self.library.open_sender(f"source-{os.getpid()}-{self.peer.number}")
 
-    def _connect(self, description: Description) -> None:
-        host, _, port = description.address.rpartition(":")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        sock = self.sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setblocking(False)
-        try:
-            self._connect_socket(sock, (host.strip("[]"), int(port)))
-            self._send(sock, CONNECT_PROBE, DEADLINE_S)
-            introduce(
-                description,
-                0,
-                lambda raw: self._send(sock, raw, DEADLINE_S),
-                lambda num_bytes: self._receive(sock, num_bytes, DEADLINE_S),
-            )
-            self.sender = self.library.open_sender(f"source-{os.getpid()}-{self.peer.number}")
-        except (OSError, TransportError) as cause:
-            self._lose(f"cannot connect to {description.address}: {cause}")
-            self._leave()
-            return
-        self.watcher.watch(sock.fileno(), select.EPOLLRDHUP, self._on_hangup)
-
-    def _connect_socket(self, sock: socket.socket, address: tuple[str, int]) -> None:
-        code = sock.connect_ex(address)
-        if code == errno.EINPROGRESS:
-            self._wait_for_socket(sock, select.POLLOUT, time.monotonic() + DEADLINE_S)
-            code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            raise OSError(code, os.strerror(code))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def _on_hangup(self, mask: int) -> None:
-        """On the watcher's thread: the target died, or wants this source to leave."""
-        self._unwatch()
-        self._lose("the target hung up")
-        self.worker.put(self._leave)
-
-    def _unwatch(self) -> None:
-        if self.sock is not None:
-            self.watcher.unwatch(self.sock.fileno())
-
-    def _lose(self, cause: str) -> None:
-        self.lost = self.lost or cause
-        self.tickets.end_all_waiting(self.peer, self.lost)
-
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Hangs up last: to the target that means that nothing here writes any more."""
         if self.sender is not None:
             self.sender.close()
             self.sender = None
-        if self.sock is not None:
-            self.watcher.call(self._unwatch)
-            with suppress(OSError):
-                self.sock.shutdown(socket.SHUT_RDWR)
-            self.sock.close()
-            self.sock = None
+        self.watcher.call(self.unwatch)
+        with suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+    def carry(self, job: Job, event: CudaEvent | None) -> None:
+        completion: Completion = FailedUnknown(job.ticket, "the copy crashed; see the log")
+        try:
+            completion = self._write(job)
+        finally:
+            self.tickets.end(job, completion)
 
     def _unregister(self, number: int) -> None:
         if self.sender is not None:
             self.sender.unregister(number)
 
-    def _carry(self, job: Job) -> None:
-        if self.lost:
-            self.tickets.end_waiting(job, self.lost)
-        elif self.tickets.begin(job):
-            completion: Completion = FailedUnknown(job.ticket, "the copy crashed; see the log")
-            try:
-                completion = self._write(job)
-            finally:
-                self.tickets.end(job, completion)
-            if isinstance(completion, Done):
-                self._announce(job)
-
-    def _announce(self, job: Job) -> None:
-        """Tells the target after the ticket ended: waking the other process takes time."""
-        assert self.sock is not None
-        landed = encode_frame(FrameKind.LANDED, job.batch.tag, job.batch.spans.num_bytes)
-        try:
-            self._send(self.sock, landed, job.deadline_s)
-        except (OSError, TransportError) as cause:
-            self._lose(f"the target is gone: {cause}")
-            self._leave()
-
     def _write(self, job: Job) -> Completion:
         posts: deque[object] = deque()
-        assert self.sock is not None
         assert self.sender is not None
         try:
-            self._prepare(job, self.sock, self.sender)
+            self._prepare(job, self.sender)
             is_whole = self._post_all(job, self.sender, posts)
         except RefusedError as cause:
             return FailedQuiet(job.ticket, str(cause))
         except (OSError, TransportError, RemoteProtocolError) as cause:
-            self._lose(str(cause))
-            self._leave()
+            self.lose(str(cause))
+            self.leave()
             failed = FailedUnknown if posts else FailedQuiet
             return failed(job.ticket, self.lost)
         return Done(job.ticket) if is_whole else FailedQuiet(job.ticket, CANCELLED)
 
-    def _prepare(self, job: Job, sock: socket.socket, sender: LibrarySender) -> None:
+    def _prepare(self, job: Job, sender: LibrarySender) -> None:
         """Registers both regions with the library, and checks the batch against the target's real size."""
         source, target, spans = job.batch.source, job.batch.target, job.batch.spans
         if target.number not in self.region_bytes:
-            self._open_region(job, sock, sender)
+            self._open_region(job, sender)
         num_bytes = self.region_bytes[target.number]
         # `submit` checked the spans against the size that the caller passed.
         if target.num_bytes > num_bytes and not are_inside(spans.target, spans.length, num_bytes):
@@ -196,12 +127,12 @@ class LibraryConnection:
         assert memory is not None, "a job keeps its region registered"
         sender.register(source.number, memory)
 
-    def _open_region(self, job: Job, sock: socket.socket, sender: LibrarySender) -> None:
+    def _open_region(self, job: Job, sender: LibrarySender) -> None:
         """Asks the target for access to a region."""
         number = job.batch.target.number
-        self._send(sock, encode_frame(FrameKind.ASK, number, payload=this_kernel()), job.deadline_s)
-        header = FrameHeader.from_bytes(self._receive(sock, HEADER_BYTES, job.deadline_s))
-        payload = self._receive(sock, header.payload_bytes, job.deadline_s)
+        self._send(encode_frame(FrameKind.ASK, number, payload=this_kernel()), job.deadline_s)
+        header = FrameHeader.from_bytes(self._receive(HEADER_BYTES, job.deadline_s))
+        payload = self._receive(header.payload_bytes, job.deadline_s)
         if header.kind is FrameKind.REFUSED:
             raise RefusedError(f"region {number} was refused: {payload.decode(errors='replace')}")
         if header.kind is not FrameKind.GIVEN or header.first != number:
@@ -250,35 +181,16 @@ class LibraryConnection:
                 self.tickets.end_overdue(self.peer, now_s, self.progress_s)
         self.progress_s = time.monotonic()
 
-    def _send(self, sock: socket.socket, raw: bytes, deadline_s: float) -> None:
-        limit_s = time.monotonic() + deadline_s
+    def _send(self, raw: bytes, deadline_s: float = DEADLINE_S) -> None:
         while raw:
-            try:
-                raw = raw[sock.send(raw) :]
-            except BlockingIOError:
-                self._wait_for_socket(sock, select.POLLOUT, limit_s)
+            raw = raw[self.retry(partial(self.sock.send, raw), select.POLLOUT, deadline_s) :]
 
-    def _receive(self, sock: socket.socket, num_bytes: int, deadline_s: float) -> bytes:
-        limit_s = time.monotonic() + deadline_s
+    def _receive(self, num_bytes: int, deadline_s: float = DEADLINE_S) -> bytes:
         received = b""
         while len(received) < num_bytes:
-            try:
-                raw = sock.recv(num_bytes - len(received))
-            except BlockingIOError:
-                self._wait_for_socket(sock, select.POLLIN, limit_s)
-                continue
+            missing = num_bytes - len(received)
+            raw = self.retry(partial(self.sock.recv, missing), select.POLLIN, deadline_s)
             if not raw:
                 raise ConnectionResetError("the target hung up")
             received += raw
         return received
-
-    def _wait_for_socket(self, sock: socket.socket, mask: int, limit_s: float) -> None:
-        poller = select.poll()
-        poller.register(sock, mask)
-        while not poller.poll(CHECK_S * 1e3):
-            now_s = time.monotonic()
-            if self.lost:
-                raise TransportError(self.lost)
-            if now_s > limit_s:
-                raise TransportError("the target did not react within the deadline")
-            self.tickets.end_overdue(self.peer, now_s, self.progress_s)

@@ -2,10 +2,10 @@
 
 Theory. A target's buffers lie in memfd segments. An invited source connects to an abstract unix socket whose
 name holds the incarnation, authenticates, and gets the descriptor of a segment when it first writes to a
-region of it. It copies with plain stores and then sends a packet over that socket: the system call orders
-the stores before the message on every CPU architecture. Neither segments nor socket have a name in a file
-system, so nothing outlives the processes that hold them, however they end; and a successor has other
-segments and another socket, so a write meant for a dead target lands in memory that nothing reads.
+region of it. It copies with plain stores; the system call by which its process passes on that the batch is
+Done orders the stores before that message on every CPU architecture. Neither segments nor socket have a name
+in a file system, so nothing outlives the processes that hold them, however they end; and a successor has
+other segments and another socket, so a write meant for a dead target lands in memory that nothing reads.
 
 The target cannot see or stop the stores of a source that has its memory mapped: grants are enforced per
 region only, and `revoke` is Quiet when the source's process is dead (by pidfd) or has reported that it
@@ -36,10 +36,17 @@ from baton.transport.base import (
 )
 from baton.transport.common.regions import Memory
 from baton.transport.common.tickets import Job
-from baton.transport.common.unix_transport import UnixTransport
+from baton.transport.common.unix import UnixTransport
 from baton.transport.fences import CudaFence
-from baton.transport.shm.ring import CUDA, RingShape, Staging, is_staging_needed, open_copier
-from baton.transport.shm.segments import create_segment, map_segment
+from baton.transport.shm.ring import (
+    CUDA,
+    RingShape,
+    Staging,
+    create_segment,
+    is_staging_needed,
+    map_segment,
+    open_copier,
+)
 from baton.transport.shm.source import ShmConnection
 from baton.transport.shm.target import SegmentRange, ShmWriter
 
@@ -72,7 +79,6 @@ class ShmTransport(UnixTransport[ShmConnection, ShmWriter]):
         can_refuse_strangers=True,
         can_enforce_grants=False,
         can_revoke=False,
-        can_announce=True,
         needs_allocate=True,
     )
 
@@ -121,8 +127,6 @@ class ShmTransport(UnixTransport[ShmConnection, ShmWriter]):
             secret,
             watcher=self.watcher,
             regions=self.regions,
-            events=self.events,
-            refusals=self.refusals,
             staging=self.staging,
             locate=self._locate,
         )

@@ -7,7 +7,7 @@ other way round. While one stream uses the bus, the other gathers or scatters. N
 sleeps in the event that ends a slot's work, and calls back. If the copy engines have few bytes to copy, it
 sleeps until the fence and then spins: waking up would take as long as the copy itself.
 
-A device is a `Device` here, so that all of this also runs with host tensors in its place.
+All that touches CUDA is in `CudaStream` and `CudaDevice`; tests put host tensors in their place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import cycle
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -51,47 +51,10 @@ _IN_STREAM_ORDER = 1
 _BESIDE_COMPUTE = 1
 
 
-class Stream(Protocol):
-    """Work in order."""
-
-    def enter(self) -> None:
-        """Makes this the current stream of the calling thread, which is a thread of ours."""
-
-    def wait(self, event: CudaEvent) -> None:
-        """Makes what follows wait for an event."""
-
-    def copy(self, spans: Spans, source: int, target: int) -> bool:
-        """Copies spans by one call without a kernel; does nothing and returns false if that is impossible."""
-
-    def record(self, *, is_blocking: bool) -> CudaEvent:
-        """An event after everything so far; waiting for it sleeps if `is_blocking`, else spins."""
-
-
-class Device(Protocol):
-    """Where regions and staging are."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def tensor(self, memory: Memory) -> Tensor:
-        """The bytes of a region."""
-
-    def open_stream(self) -> Stream: ...
-
-    def pinned(self, num_elements: int) -> Tensor:
-        """Integers on the host that can be copied to the device asynchronously."""
-
-    def pin(self, buffer: Bytes) -> None:
-        """Makes copies between this host memory and the device asynchronous; raises TransportError."""
-
-    def unpin(self, buffer: Bytes) -> None:
-        """The opposite of `pin`, when no copy is in flight any more."""
-
-
 class StreamCopier:
     """Copies for one device and one ring."""
 
-    def __init__(self, device: Device, ring: Ring) -> None:
+    def __init__(self, device: CudaDevice, ring: Ring) -> None:
         self._device = device
         self._ring = ring.bytes
         device.pin(ring.bytes)
@@ -110,9 +73,6 @@ class StreamCopier:
         work = partial(staging.drain, copy, slot.index, self._slots[slot.index])
         self._start(staging.stream, work, copy, on_copied)
 
-    def after(self, on_copied: OnCopied) -> None:
-        self._worker.put(partial(on_copied, ""))
-
     def close(self) -> None:
         """Completes what it was given, and releases staging and the pinning."""
         self._worker.close()
@@ -122,7 +82,7 @@ class StreamCopier:
         self._device.unpin(self._ring)
         self._ring = np.zeros(0, dtype=np.uint8)
 
-    def _start(self, stream: Stream, work: partial[bool], copy: SlotCopy, on_copied: OnCopied) -> None:
+    def _start(self, stream: CudaStream, work: partial[bool], copy: SlotCopy, on_copied: OnCopied) -> None:
         try:
             stream.enter()
             is_short = work() and copy.spans.num_bytes <= SHORT_BYTES
@@ -147,7 +107,7 @@ class StreamCopier:
 class _StagingStream:
     """One stream, with its staging and the indexes of the slots that pass through it."""
 
-    def __init__(self, device: Device, ring: Ring) -> None:
+    def __init__(self, device: CudaDevice, ring: Ring) -> None:
         self.stream = device.open_stream()
         self._device = device
         self.stream.enter()
@@ -267,13 +227,15 @@ class CudaStream:
         self._copy_batch = find_batch_copy()
 
     def enter(self) -> None:
+        """Makes this the current stream of the calling thread, which is a thread of ours."""
         _cuda.set_stream(self._stream)
 
     def wait(self, event: Any) -> None:
+        """Makes what follows wait for an event."""
         self._stream.wait_event(event)
 
     def copy(self, spans: Spans, source: int, target: int) -> bool:
-        """Has the copy engines copy all spans by one driver call, if the driver supports that."""
+        """Has the copy engines copy all spans by one driver call; false, and nothing done, if it cannot."""
         if self._copy_batch is None:
             return False
         error = self._copy_batch(spans, source, target, self._stream.cuda_stream)
@@ -284,6 +246,7 @@ class CudaStream:
         return not error
 
     def record(self, *, is_blocking: bool) -> CudaEvent:
+        """An event after everything so far; waiting for it sleeps if `is_blocking`, else spins."""
         event: CudaEvent = _cuda.Event(blocking=is_blocking)
         self._stream.record_event(event)
         return event
@@ -297,6 +260,7 @@ class CudaDevice:
         self._num_pinned = 0
 
     def tensor(self, memory: Memory) -> Tensor:
+        """The bytes of a region."""
         assert isinstance(memory.owner, Tensor), "a region on a device is a tensor"
         if memory.owner.dtype == torch.uint8 and memory.owner.dim() == 1:
             return memory.owner
@@ -306,6 +270,7 @@ class CudaDevice:
         return CudaStream(self.device)
 
     def pinned(self, num_elements: int) -> Tensor:
+        """Integers on the host that can be copied to the device asynchronously."""
         return torch.empty(num_elements, dtype=torch.int64, pin_memory=True)
 
     def pin(self, buffer: Bytes) -> None:

@@ -13,14 +13,22 @@ and so do the fences of one connection: a batch waits for those submitted before
 
 The source maps the ring only, never the region itself. A target therefore enforces grants on this path, and
 a peer is Quiet, even while alive, as soon as the slots taken from it are scattered.
+
+Rings and target buffers lie in segments: shared memory without a name (a memfd), mapped by its owner and by
+each process that gets its descriptor.
 """
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import importlib
+import mmap
+import os
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol, TypeAlias
@@ -28,14 +36,59 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.errors import ConfigError, RemoteProtocolError
+from baton.errors import ConfigError, RemoteProtocolError, TransportError
 from baton.plan.steps import Spans
 from baton.transport.base import Batch, Bytes, Place
 from baton.transport.common.regions import Memory
 from baton.transport.common.spans import coalesce, copy_spans, split
 from baton.transport.common.threads import WorkerThread
 from baton.transport.fences import CudaEvent
-from baton.transport.shm.segments import map_segment
+
+POPULATE_BYTES = 64 << 20
+_MADV_POPULATE_WRITE = 23
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """A segment as this process has it mapped."""
+
+    map: mmap.mmap
+    bytes: Bytes
+    address: int
+
+
+def create_segment(name: str, num_bytes: int) -> int:
+    """A descriptor of zeroed memory with a sealed size."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, num_bytes)
+    # A peer that could shrink the segment could kill its owner with SIGBUS.
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def map_segment(fd: int, num_bytes: int, is_stopped: Callable[[], bool]) -> Mapping:
+    """Maps a segment and populates its pages, so that copies do not pay for page faults."""
+    mapped = mmap.mmap(fd, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    # A child must not inherit the mapping: `revoke` takes the death of this process for quiet.
+    mapped.madvise(mmap.MADV_DONTFORK)
+    with suppress(OSError):  # a kernel may be built without huge pages, or set to never use them
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    flat = np.frombuffer(mapped, dtype=np.uint8)
+    mapping = Mapping(mapped, flat, flat.ctypes.data)
+    for start in range(0, num_bytes, POPULATE_BYTES):
+        if is_stopped():
+            break
+        length = min(POPULATE_BYTES, num_bytes - start)
+        if _madvise(mapping.address + start, length, _MADV_POPULATE_WRITE):
+            error = ctypes.get_errno()
+            if error not in (0, 22):  # EINVAL: before Linux 5.14, which goes without
+                # Fail now: without the memory, a later store would raise SIGBUS.
+                raise TransportError(f"no memory for a segment of {num_bytes} bytes: {os.strerror(error)}")
+            break
+    return mapping
+
 
 TABLE_SPANS = 8192
 """Spans that fit into a slot, however short they are."""
@@ -45,7 +98,7 @@ CUDA = "cuda"
 """The `access` of a region on a device."""
 _TABLE_BYTES = TABLE_SPANS * 16
 _PAGE_BYTES = 4096
-_PACKET = struct.Struct("<BB6x6Q")
+_PACKET = struct.Struct("<B7x3Q")
 _NUM_SLOTS_MAX = 256
 
 
@@ -67,7 +120,7 @@ class RingShape:
         return self.num_slots * (self.slot_bytes + _TABLE_BYTES)
 
     def slotfuls(self, spans: Spans) -> list[Spans]:
-        """A batch by slots; an empty batch takes one empty slot, so that it is announced too."""
+        """A batch by slots; an empty batch takes one empty slot, which the target checks."""
         if not len(spans):
             return [spans]
         joined = coalesce(spans)
@@ -111,28 +164,22 @@ def slot_offsets(length: NDArray[np.int64]) -> NDArray[np.int64]:
 class PacketKind(IntEnum):
     FILLED = 1  # source: a slot holds spans of a batch
     FREED = 2  # target: the spans of a slot are in their region; the slot may be filled again
-    DROPPED = 3  # source: no more slots of this batch will come
 
 
 @dataclass(frozen=True, slots=True)
 class RingPacket:
-    """One packet about a batch; besides the batch, FREED names only its slot and DROPPED only its region."""
+    """One packet about a slot; FREED names nothing else."""
 
     kind: PacketKind
-    batch: int
+    slot: int
     region: int = 0
-    slot: int = 0
     num_spans: int = 0
-    batch_bytes: int = 0
-    tag: int = 0
-    is_silent: bool = False
-    """Whether the target need not announce the batch."""
 
 
 def send_packet(sock: socket.socket, packet: RingPacket) -> None:
     """Sends without blocking: there are fewer packets in flight than the socket holds."""
-    numbers = (packet.batch, packet.region, packet.slot, packet.num_spans, packet.batch_bytes, packet.tag)
-    sock.send(_PACKET.pack(packet.kind, packet.is_silent, *numbers), socket.MSG_DONTWAIT)
+    raw = _PACKET.pack(packet.kind, packet.slot, packet.region, packet.num_spans)
+    sock.send(raw, socket.MSG_DONTWAIT)
 
 
 def receive_packet(sock: socket.socket) -> RingPacket | None:
@@ -141,8 +188,8 @@ def receive_packet(sock: socket.socket) -> RingPacket | None:
     if not raw:
         return None
     try:
-        kind, is_silent, batch, region, slot, num_spans, batch_bytes, tag = _PACKET.unpack(raw)
-        return RingPacket(PacketKind(kind), batch, region, slot, num_spans, batch_bytes, tag, bool(is_silent))
+        kind, slot, region, num_spans = _PACKET.unpack(raw)
+        return RingPacket(PacketKind(kind), slot, region, num_spans)
     except (struct.error, ValueError) as cause:
         raise RemoteProtocolError(f"not a packet of a ring: {raw!r} ({cause})") from None
 
@@ -168,9 +215,6 @@ class SlotCopier(Protocol):
 
     def drain(self, copy: SlotCopy, slot: Slot, on_copied: OnCopied) -> None:
         """From the slot into the region."""
-
-    def after(self, on_copied: OnCopied) -> None:
-        """Calls back when everything before is complete."""
 
     def close(self) -> None:
         """Completes what it was given and releases the ring."""
@@ -206,9 +250,6 @@ class HostCopier:
             on_copied("")
 
         self._worker.put(run)
-
-    def after(self, on_copied: OnCopied) -> None:
-        self._worker.put(lambda: on_copied(""))
 
     def close(self) -> None:
         self._worker.close()

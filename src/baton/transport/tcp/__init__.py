@@ -46,7 +46,6 @@ class TcpTransport(ListeningTransport[TcpConnection, TcpWriter]):
         can_refuse_strangers=True,
         can_enforce_grants=True,
         can_revoke=True,
-        can_announce=True,
         needs_allocate=False,
     )
 
@@ -61,7 +60,7 @@ class TcpTransport(ListeningTransport[TcpConnection, TcpWriter]):
 
     def open_writer(self, peer: Peer, secret: str) -> TcpWriter:
         self.listen()
-        return TcpWriter(peer, secret, self.regions, self.events, self.refusals)
+        return TcpWriter(secret, self.regions)
 
 
 CONFIG = TcpConfig

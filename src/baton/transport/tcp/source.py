@@ -57,7 +57,6 @@ class SentBatch:
     """A batch that was cut into parts, and how many of them are neither acknowledged nor dropped."""
 
     job: Job
-    num_parts: int
     num_left: int
     is_on_wire: bool = False
     is_cut_short: bool = False
@@ -72,12 +71,12 @@ class Part:
 
 
 def make_parts(job: Job, num_streams: int) -> list[Part]:
-    """A batch in parts that keep all streams busy; an empty batch is one part, so that it is announced."""
+    """A batch in parts that keep all streams busy; an empty batch is one part, which the target checks."""
     spans = coalesce(job.batch.spans)
     share = -(-spans.num_bytes // num_streams)
     part_bytes = min(max(share, PART_BYTES_MIN), PART_BYTES_MAX)
     parts = list(split(spans, part_bytes, PART_SPANS_MAX)) or [spans]
-    batch = SentBatch(job, len(parts), len(parts))
+    batch = SentBatch(job, len(parts))
     return [Part(batch, part) for part in parts]
 
 
@@ -87,8 +86,6 @@ def send_part(sock: socket.socket, part: Part) -> None:
     header = PartHeader(
         region=job.batch.target.number,
         ticket=job.ticket.number,
-        tag=job.batch.tag,
-        num_parts=part.batch.num_parts,
         num_spans=len(table),
         num_bytes=spans.num_bytes,
     )

@@ -20,12 +20,10 @@ import numpy as np
 
 from baton.errors import RemoteProtocolError
 from baton.plan.steps import Spans
-from baton.transport.base import Bytes, Landed, Peer, Quiet, Ranges, RevokeResult, Unknown
+from baton.transport.base import Bytes, Quiet, Ranges, RevokeResult, Unknown
 from baton.transport.common.listener import receive_all, receive_exactly
 from baton.transport.common.regions import Grant, Grants, Regions, do_ranges_overlap
 from baton.transport.common.spans import are_inside, copy_spans
-from baton.transport.common.tickets import EventQueue
-from baton.transport.common.transport import Refusals
 from baton.transport.tcp.wire import (
     PART_HEADER_BYTES,
     TABLE_ROW_BYTES,
@@ -49,26 +47,14 @@ class ReceiveStream:
     writing: Grant | None = None
 
 
-@dataclass(slots=True)
-class ReceivedBatch:
-    """A batch of which some parts have landed."""
-
-    num_left: int
-    num_bytes: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class TcpWriter:
     """One invited peer."""
 
-    peer: Peer
     secret: str
     regions: Regions
-    events: EventQueue
-    refusals: Refusals
     grants: Grants = field(default_factory=Grants)
     streams: dict[int, ReceiveStream | None] = field(default_factory=dict)
-    batches: dict[int, ReceivedBatch] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     ending: threading.Lock = field(default_factory=threading.Lock)
     is_ended: bool = False
@@ -119,9 +105,7 @@ class TcpWriter:
             pass  # the source is gone
         except RemoteProtocolError as refused:
             with self.lock:
-                is_first, self.is_ended = not self.is_ended, True
-            if is_first:
-                self.refusals.add_write()
+                self.is_ended = True
             threading.Thread(target=self.revoke, args=(str(refused),), daemon=True).start()
             return
         with self.lock:
@@ -151,7 +135,6 @@ class TcpWriter:
         finally:
             stream.writing = None
             self.regions.release(header.region)
-        self._finish_part(header)
         self._send(stream.sock, landed(header.ticket))
         return True
 
@@ -176,17 +159,6 @@ class TcpWriter:
             if self.is_ended or not receive_all(sock, views):
                 return False
         return True
-
-    def _finish_part(self, header: PartHeader) -> None:
-        """Announces a batch with its last part."""
-        with self.lock:
-            batch = self.batches.setdefault(header.ticket, ReceivedBatch(header.num_parts))
-            batch.num_left -= 1
-            batch.num_bytes += header.num_bytes
-            if batch.num_left > 0:
-                return
-            del self.batches[header.ticket]
-        self.events.put(Landed(self.peer, header.tag, batch.num_bytes))
 
     def _send(self, sock: socket.socket, raw: bytes) -> None:
         """Sends a few bytes; blocks only if the source has stopped reading."""

@@ -28,9 +28,9 @@ from baton.transport.common.spans import split
 PART_BYTES_LIMIT = 64 << 20
 """What a target accepts; sources send less."""
 PART_SPANS_MAX = 16384
-_PART = struct.Struct("<8sQQQIIQ")
+_PART = struct.Struct("<8sQQQQ")
 _REPLY = struct.Struct("<B7xQ")
-_MAGIC = b"PART\0\0\0\1"
+_MAGIC = b"PART\0\0\0\2"
 PART_HEADER_BYTES = _PART.size
 TABLE_ROW_BYTES = 16
 TEXT_BYTES_MAX = 2048
@@ -46,15 +46,11 @@ _BYTES_ACKED = slice(120, 128)
 class PartHeader:
     region: int
     ticket: int
-    tag: int
-    num_parts: int
     num_spans: int
     num_bytes: int
 
     def to_bytes(self) -> bytes:
-        return _PART.pack(
-            _MAGIC, self.region, self.ticket, self.tag, self.num_parts, self.num_spans, self.num_bytes
-        )
+        return _PART.pack(_MAGIC, self.region, self.ticket, self.num_spans, self.num_bytes)
 
     @staticmethod
     def from_bytes(raw: bytes) -> PartHeader:

@@ -1,15 +1,18 @@
-"""The target's half of a transport whose peers are processes of this host and map the target's memory.
+"""What transports between processes of one host share, whose sources map the target's memory.
 
-A peer connects to a unix socket with an abstract name, authenticates once, and asks for each region that it
-writes. The subclass hands the region out. From then on the target cannot see what the peer stores there: the
-peer is quiet when it has said that it left, or when its process has ended (by pidfd).
+A source connects to a unix socket with an abstract name, authenticates once, and asks for each region that it
+writes. The subclass hands the region out. From then on the target cannot see what the source stores there:
+the source is quiet when it has said that it left, or when its process has ended (by pidfd). One thread for
+each target connects, asks for regions and starts copies, in the order of the batches. A target that hangs up
+wants the source to leave: it then stops copying, unmaps everything, and says so.
 
-Only the watcher's thread touches the state here, except `grants`, which has its own lock; other threads only
-look at `mapped`.
+Messages are one per packet of the socket, so without framing. Only the watcher's thread touches the state of
+the target's half, except `grants`, which has its own lock; other threads only look at `mapped`.
 """
 
 from __future__ import annotations
 
+import array
 import os
 import select
 import socket
@@ -17,12 +20,18 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import partial
+from typing import TypeVar
 
-from baton.errors import RemoteProtocolError
-from baton.transport.base import Landed, Peer, Quiet, RevokeResult, Unknown
+from baton.errors import RemoteProtocolError, TransportError
+from baton.transport.base import Description, Peer, Quiet, Region, RevokeResult, Unknown
+from baton.transport.common.connection import WorkerConnection
 from baton.transport.common.handshake import (
     HELLO_BYTES,
     Hello,
+    introduce,
     make_welcome,
     new_challenge,
     read_hello,
@@ -30,9 +39,102 @@ from baton.transport.common.handshake import (
 )
 from baton.transport.common.regions import Grant, Grants
 from baton.transport.common.threads import Watcher
-from baton.transport.common.tickets import EventQueue
-from baton.transport.common.transport import Refusals
-from baton.transport.common.unix_messages import MessageKind, UnixMessage, receive_message, send_message
+from baton.transport.common.tickets import Tickets
+from baton.transport.common.transport import BaseTransport
+
+_MESSAGE = struct.Struct("<B7xQQQQ")
+PACKET_BYTES_MAX = 4096
+
+
+class MessageKind(IntEnum):
+    """The sender of a message, and the meaning of its numbers."""
+
+    MAP = 1  # source: region, whether it goes through a ring
+    MAPPED = 2  # target: how to map it, in the transport's own numbers, with a descriptor or a text
+    REFUSED = 3  # target: text
+    LEFT = 4  # source: it has unmapped everything
+    STAGED = 5  # target: number and size of the ring's slots, the region's size; at first the ring's socket
+
+
+@dataclass(frozen=True, slots=True)
+class UnixMessage:
+    """One packet."""
+
+    kind: MessageKind
+    numbers: tuple[int, int, int, int] = (0, 0, 0, 0)
+    text: str = ""
+
+
+def send_message(sock: socket.socket, message: UnixMessage, fd: int | None = None) -> None:
+    """Sends one packet, with a descriptor if given."""
+    raw = _MESSAGE.pack(message.kind, *message.numbers) + message.text.encode()
+    if fd is None:
+        sock.send(raw)
+    else:
+        sock.sendmsg([raw], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))])
+
+
+def receive_message(sock: socket.socket) -> tuple[UnixMessage | None, int | None]:
+    """The next packet and its descriptor; no message once the other side has hung up."""
+    raw, ancillary, _, _ = sock.recvmsg(PACKET_BYTES_MAX, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) // fds.itemsize * fds.itemsize])
+    for extra in fds[1:]:
+        os.close(extra)
+    return (_parse_message(raw) if raw else None), (fds[0] if fds else None)
+
+
+def _parse_message(raw: bytes) -> UnixMessage:
+    try:
+        kind, first, second, third, fourth = _MESSAGE.unpack_from(raw)
+        text = raw[_MESSAGE.size :].decode()
+        return UnixMessage(MessageKind(kind), (first, second, third, fourth), text)
+    except (struct.error, ValueError) as cause:
+        raise RemoteProtocolError(f"not a message of this transport: {raw[:40]!r} ({cause})") from None
+
+
+class UnixConnection(WorkerConnection):
+    """The connection to one target."""
+
+    def __init__(self, peer: Peer, description: Description, tickets: Tickets, watcher: Watcher) -> None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(peer, description, tickets, watcher, sock)  # starts the worker
+
+    @abstractmethod
+    def unmap(self) -> bool:
+        """On the worker: stops the copies and unmaps all memory; whether nothing can be written any more."""
+
+    def connect(self, description: Description) -> None:
+        self.retry(partial(self.sock.connect, f"\0{description.address}"), select.POLLOUT)
+        introduce(description, 0, self.sock.send, self._receive)
+
+    def leave(self) -> None:
+        if self.unmap():
+            with suppress(OSError):
+                send_message(self.sock, UnixMessage(MessageKind.LEFT))
+
+    def ask(
+        self, number: int, deadline_s: float, *, is_staged: bool = False
+    ) -> tuple[UnixMessage, int | None]:
+        """Asks the target for a region; its answer, with a descriptor if there is one."""
+        send_message(self.sock, UnixMessage(MessageKind.MAP, (number, int(is_staged), 0, 0)))
+        try:
+            message, fd = self.retry(partial(receive_message, self.sock), select.POLLIN, deadline_s)
+        except TimeoutError as cause:
+            # A late reply to this request would be taken for the reply to the next.
+            self.lose(str(cause))
+            raise
+        if message is None:
+            raise ConnectionResetError("it hung up")
+        if message.kind is MessageKind.REFUSED:
+            raise TransportError(f"region {number} was refused: {message.text}")
+        return message, fd
+
+    def _receive(self, num_bytes: int) -> bytes:
+        return self.retry(partial(self.sock.recv, num_bytes), select.POLLIN)
+
 
 _SO_PEERPIDFD = 77
 _HANDSHAKES_MAX = 128
@@ -41,14 +143,10 @@ _HANDSHAKES_MAX = 128
 class UnixWriter(ABC):
     """One invited peer."""
 
-    def __init__(
-        self, peer: Peer, secret: str, *, watcher: Watcher, events: EventQueue, refusals: Refusals
-    ) -> None:
+    def __init__(self, peer: Peer, secret: str, watcher: Watcher) -> None:
         self.peer = peer
         self.secret = secret
         self.watcher = watcher
-        self.events = events
-        self.refusals = refusals
         self.grants = Grants()
         self.sock: socket.socket | None = None
         self.pidfd: int | None = None
@@ -96,7 +194,6 @@ class UnixWriter(ABC):
         return result
 
     def refuse(self, sock: socket.socket, cause: str) -> None:
-        self.refusals.add_write()
         send_message(sock, UnixMessage(MessageKind.REFUSED, text=cause))
 
     def check_mapped(self) -> RevokeResult:
@@ -140,9 +237,6 @@ class UnixWriter(ABC):
 
     def _on_message(self, sock: socket.socket, message: UnixMessage) -> None:
         match message.kind:
-            case MessageKind.LANDED:
-                tag, num_bytes, _, _ = message.numbers
-                self.events.put(Landed(self.peer, tag, num_bytes))
             case MessageKind.MAP:
                 number, is_staged, _, _ = message.numbers
                 if self.is_revoked or not self.grants.has_region(number):
@@ -164,11 +258,9 @@ class UnixListener:
         address: str,
         watcher: Watcher,
         find_writer: Callable[[Hello], UnixWriter | None],
-        refusals: Refusals,
     ) -> None:
         self.watcher = watcher
         self.find_writer = find_writer
-        self.refusals = refusals
         self.challenges: dict[socket.socket, bytes] = {}
         self.server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.server.bind(f"\0{address}")  # an abstract name: it is in no file system
@@ -207,7 +299,6 @@ class UnixListener:
         writer = self.find_writer(hello) if hello else None
         is_new = writer is not None and not (writer.is_revoked or writer.sock is not None or writer.mapped)
         if not hello or not writer or not is_new or not verify_hello(hello, writer.secret, challenge):
-            self.refusals.add_stranger()
             self._reject(sock)
             return
         del self.challenges[sock]
@@ -240,3 +331,43 @@ def has_events(fd: int, mask: int) -> bool:
     poller = select.poll()
     poller.register(fd, mask)
     return bool(poller.poll(0))
+
+
+UnixConnectionT = TypeVar("UnixConnectionT", bound=UnixConnection)
+UnixWriterT = TypeVar("UnixWriterT", bound=UnixWriter)
+
+
+class UnixTransport(BaseTransport[UnixConnectionT, UnixWriterT]):
+    """One opened transport, with the thread that watches its sockets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watcher = Watcher(f"{self.name}-{self.incarnation}")
+        self.listener: UnixListener | None = None
+
+    def listen(self) -> None:
+        """Starts to accept peers, when the first is invited."""
+        if self.listener is None:
+            self.listener = self.watcher.call(
+                lambda: UnixListener(self.address(), self.watcher, self._find_writer)
+            )
+
+    def is_unchecked(self, peer: Peer, region: Region) -> bool:
+        """Whether a peer has a region mapped."""
+        writer = self.writers.get(peer)
+        return writer is not None and region.number in writer.mapped
+
+    def address(self) -> str:
+        """The abstract name of the socket."""
+        return f"baton-{self.name}-{self.incarnation}"
+
+    def stop(self) -> None:
+        """Ends the thread and closes the descriptors."""
+        if self.listener is not None:
+            self.watcher.call(self.listener.close)
+        for writer in list(self.writers.values()):
+            writer.end()
+        self.watcher.close()
+
+    def _find_writer(self, hello: Hello) -> UnixWriter | None:
+        return self.writers.get(Peer(hello.peer, hello.incarnation.decode("ascii", "replace")))

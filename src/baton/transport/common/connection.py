@@ -1,7 +1,7 @@
-"""The source's half of a transport whose target is a process of this host and hands out its memory.
+"""The source's half of a connection whose batches one thread takes in turn.
 
-One thread for each target connects, asks for regions and starts copies, in the order of the batches. A
-target that hangs up wants this source to leave: it then stops copying, unmaps everything, and says so.
+The thread connects, then carries batches in the order in which their fences are ready. A target that hangs up
+wants this source to leave: it stops writing, gives up the target's memory, and says so in its own way.
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
 from baton.errors import TransportError
 from baton.transport.base import DEADLINE_S, Description, Peer
-from baton.transport.common.handshake import introduce
 from baton.transport.common.threads import Watcher, WorkerThread
 from baton.transport.common.tickets import Job, Tickets
-from baton.transport.common.unix_messages import MessageKind, UnixMessage, receive_message, send_message
 from baton.transport.fences import CudaEvent
 
 T = TypeVar("T")
@@ -29,25 +26,33 @@ CHECK_S = 0.05
 """How often a thread that waits for its target checks for overdue tickets in its queue."""
 
 
-class UnixConnection(ABC):
+class WorkerConnection(ABC):
     """The connection to one target."""
 
-    def __init__(self, peer: Peer, description: Description, tickets: Tickets, watcher: Watcher) -> None:
+    def __init__(
+        self, peer: Peer, description: Description, tickets: Tickets, watcher: Watcher, sock: socket.socket
+    ) -> None:
         self.peer = peer
         self.tickets = tickets
         self.watcher = watcher
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.sock = sock
+        self.progress_s = 0.0
         self.lost = ""
+        self.sock.setblocking(False)
         self.worker = WorkerThread(f"{description.transport}-source-{peer.number}")
         self.worker.put(partial(self._connect, description))
+
+    @abstractmethod
+    def connect(self, description: Description) -> None:
+        """On the worker: connects the socket and authenticates; raises OSError or TransportError."""
 
     @abstractmethod
     def carry(self, job: Job, event: CudaEvent | None) -> None:
         """On the worker: copies a batch, whose stream waits for the event, and ends its ticket."""
 
     @abstractmethod
-    def unmap(self) -> bool:
-        """On the worker: stops the copies and unmaps all memory; whether nothing can be written any more."""
+    def leave(self) -> None:
+        """On the worker, perhaps more than once: stops writing, and lets the target know."""
 
     def on_lost(self) -> None:
         """On any thread: `lost` was set."""
@@ -62,12 +67,12 @@ class UnixConnection(ABC):
         self.worker.put(partial(self._carry, job, event))
 
     def close(self, cause: str) -> None:
-        """Stops the copy in progress, unmaps, tells the target, and hangs up."""
+        """Stops what is in progress, leaves, and hangs up."""
         self.lost = self.lost or cause
         self.on_lost()
-        self.worker.put(self._leave)
+        self.worker.put(self.leave)
         self.worker.close()
-        self.watcher.call(self._unwatch)
+        self.watcher.call(self.unwatch)
         self.sock.close()
 
     def lose(self, cause: str) -> None:
@@ -79,25 +84,12 @@ class UnixConnection(ABC):
     def is_stopped(self, job: Job) -> bool:
         return job.is_cancelled or bool(self.lost)
 
-    def ask(
-        self, number: int, deadline_s: float, *, is_staged: bool = False
-    ) -> tuple[UnixMessage, int | None]:
-        """Asks the target for a region; its answer, with a descriptor if there is one."""
-        send_message(self.sock, UnixMessage(MessageKind.MAP, (number, int(is_staged), 0, 0)))
-        try:
-            message, fd = self.retry(partial(receive_message, self.sock), select.POLLIN, deadline_s)
-        except TimeoutError as cause:
-            # A late reply to this request would be taken for the reply to the next.
-            self.lose(str(cause))
-            raise
-        if message is None:
-            raise ConnectionResetError("it hung up")
-        if message.kind is MessageKind.REFUSED:
-            raise TransportError(f"region {number} was refused: {message.text}")
-        return message, fd
+    def unwatch(self) -> None:
+        """On the watcher's thread."""
+        self.watcher.unwatch(self.sock.fileno())
 
-    def retry(self, action: Callable[[], T], mask: int, deadline_s: float) -> T:
-        """Repeats an action on the socket until it does not block."""
+    def retry(self, action: Callable[[], T], mask: int, deadline_s: float = DEADLINE_S) -> T:
+        """Repeats an action on the socket until it does not block; raises TimeoutError."""
         limit_s = time.monotonic() + deadline_s
         while True:
             try:
@@ -106,31 +98,19 @@ class UnixConnection(ABC):
                 self._wait(mask, limit_s)
 
     def _connect(self, description: Description) -> None:
-        self.sock.setblocking(False)
         try:
-            self.retry(partial(self.sock.connect, f"\0{description.address}"), select.POLLOUT, DEADLINE_S)
-            introduce(description, 0, self.sock.send, self._receive)
+            self.connect(description)
         except (OSError, TransportError) as cause:
             self.lose(f"cannot connect to {description.address}: {cause}")
+            self.leave()
             return
         self.watcher.watch(self.sock.fileno(), select.EPOLLRDHUP, self._on_hangup)
 
-    def _receive(self, num_bytes: int) -> bytes:
-        return self.retry(partial(self.sock.recv, num_bytes), select.POLLIN, DEADLINE_S)
-
     def _on_hangup(self, mask: int) -> None:
         """On the watcher's thread: the target died, or wants this source to leave."""
-        self._unwatch()
+        self.unwatch()
         self.lose("the target hung up")
-        self.worker.put(self._leave)
-
-    def _unwatch(self) -> None:
-        self.watcher.unwatch(self.sock.fileno())
-
-    def _leave(self) -> None:
-        if self.unmap():
-            with suppress(OSError):
-                send_message(self.sock, UnixMessage(MessageKind.LEFT))
+        self.worker.put(self.leave)
 
     def _carry(self, job: Job, event: CudaEvent | None = None) -> None:
         if self.lost:
@@ -146,4 +126,4 @@ class UnixConnection(ABC):
         now_s = time.monotonic()
         if now_s > limit_s or self.lost:
             raise TimeoutError("the target did not react within the deadline")
-        self.tickets.end_overdue(self.peer, now_s)
+        self.tickets.end_overdue(self.peer, now_s, self.progress_s)
