@@ -71,13 +71,13 @@ test: .venv/.extras  ## the tests that a change needs
 
 test-all: .venv/.extras  ## every test, with ten times the examples and seeds
 	BATON_EXAMPLES=500 $(BIN)/pytest -q -rs -n $(WAITERS_ALL) --dist worksteal -m "not engine and not serve and not load and not vllm and not sglang"
-	$(BIN)/pytest -q -rs -n $(WAITERS_ALL) --dist worksteal -m "engine or serve"
-	BATON_LOAD_S=$(or $(LOAD_S),300) $(BIN)/pytest -q -rs -s tests/serve/test_soak.py
 	$(BIN)/pytest -q -rs -m "sglang and not long" tests/sglang
 	@if [ $$(date +%s) -gt $(VLLM_UNTIL) ]; then echo "vLLM's tests are skipped: it is too late for them"; exit 0; fi; \
 	test -e .venv-vllm/.stamp || { timeout 900 tools/setup_vllm.sh && touch .venv-vllm/.stamp; } || \
 		{ rm -rf .venv-vllm; echo "vLLM cannot be installed here: its tests are skipped"; }; \
 	$(BIN)/pytest -q -rs -m "vllm and not long" tests/vllm
+	BATON_LOAD_S=$(or $(LOAD_S),300) $(BIN)/pytest -q -rs -s tests/serve/test_soak.py
+	$(BIN)/pytest -q -rs -n $(WAITERS_ALL) --dist worksteal -m "engine or serve"
 
 soak: .venv/.extras  ## an hour of load (LOAD_S) while parts are killed, stopped and cut off
 	BATON_LOAD_S=$(or $(LOAD_S),3600) $(BIN)/pytest -q -rs -s tests/serve/test_soak.py
