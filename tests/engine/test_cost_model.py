@@ -445,3 +445,88 @@ def test_a_rank_counts_its_own_layers_and_units() -> None:
         STATE_BYTES // 3,
         5 * KEY_BYTES // 3,
     ]
+
+
+# Load
+
+
+class Load:
+    """Clients in a closed loop, in virtual time.
+
+    Prompts that wait leave in one step together, and share a link that takes `overhead_s` for each group of
+    each prompt; a client asks again a while after its prompt has arrived.
+    """
+
+    def __init__(self, policy: str, overhead_s: float, pause_s: float, *, knows_others: bool) -> None:
+        self.policy = policy
+        self.overhead_s = overhead_s
+        self.pause_s = pause_s
+        self.knows_others = knows_others
+        """Whether the policy is told of the hand-overs of other steps; if not, it plans each step alone."""
+        self.costs = CostModel()
+        self.planner = GroupPlanner()
+        self.on_link: list[tuple[float, list[CopyRecord], dict[int, float]]] = []
+        self.link_free_s = self.predicted_free_s = 0.0
+
+    def mean_s(self, num_clients: int = 16, num_turns: int = 16) -> float:
+        """From a prompt's arrival to the end of its hand-over, in the later three quarters."""
+        rng, took_s, now_s = random.Random(1), [], 0.0
+        asks = [(0.05 * rng.random(), client) for client in range(num_clients)]
+        num_left = dict.fromkeys(range(num_clients), num_turns)
+        while asks:
+            asks.sort()
+            now_s = max(now_s, asks[0][0])
+            batch = [ask for ask in asks if ask[0] <= now_s]
+            asks = asks[len(batch) :]
+            compute_s = max(8e-3, len(batch) * 8.6e-3)
+            ends_s = self._step(now_s, len(batch), compute_s)
+            now_s += compute_s
+            for (asked_s, client), end_s in zip(batch, ends_s, strict=True):
+                took_s.append(max(end_s, now_s) - asked_s)
+                num_left[client] -= 1
+                if num_left[client]:
+                    asks.append((max(end_s, now_s) + self.pause_s * rng.uniform(0.9, 1.1), client))
+        later = took_s[len(took_s) // 4 :]
+        return sum(later) / len(later)
+
+    def _step(self, now_s: float, num_prompts: int, compute_s: float) -> list[float]:
+        """Computes prompts and sends them; returns when each has arrived."""
+        for _, copies, ready_s in [sent for sent in self.on_link if sent[0] <= now_s]:
+            self.costs.add_copies(1, copies, ready_s)
+        self.on_link = [sent for sent in self.on_link if sent[0] > now_s]
+        busy_s = 0.0
+        if self.on_link and self.knows_others:
+            late_s = now_s - min(max(ready_s.values()) for _, _, ready_s in self.on_link)
+            busy_s = max(late_s, self.predicted_free_s - now_s, 0.0)
+        num_rows, layer_bytes = 288 * num_prompts, 288 * 4096
+        bytes_by_session, prompts = {1: layer_bytes * num_prompts}, {1: num_prompts}
+        step = self.costs.predict(NUM_LAYERS, num_rows, bytes_by_session, 0.0, prompts, busy_s)
+        groups = self.planner.plan(self.policy, step, 288)
+        self.predicted_free_s = now_s + times_completion_s(step.layer_times(), groups)
+        sent: list[list[CopyRecord]] = [[] for _ in range(num_prompts)]
+        ready_s = {chunk: now_s + stop * compute_s / NUM_LAYERS for chunk, (_, stop) in enumerate(groups)}
+        for chunk, (start, stop) in enumerate(groups):
+            for copies in sent:
+                num_bytes = (stop - start) * layer_bytes
+                self.link_free_s = max(self.link_free_s, ready_s[chunk]) + self.overhead_s + num_bytes / 25e9
+                copies.append(CopyRecord(0, chunk, num_bytes, ready_s[chunk], self.link_free_s))
+        for copies in sent:
+            if self.knows_others:
+                self.costs.begin_copies()
+            self.on_link.append((copies[-1].ended_s, copies, ready_s))
+        timing = StepTiming(compute_s / NUM_LAYERS, group_s=0.0)
+        self.costs.add_step(num_rows, timing, num_groups=len(groups))
+        return [copies[-1].ended_s for copies in sent]
+
+
+@pytest.mark.parametrize("pause_s", [0.05, 0.1, 0.26])
+@pytest.mark.parametrize("overhead_s", [2e-4, 1e-3, 2e-3, 3e-3, 5e-3])
+def test_under_load_cost_does_not_lose_to_off(overhead_s: float, pause_s: float) -> None:
+    off_s = Load("off", overhead_s, pause_s, knows_others=True).mean_s()
+    assert Load("cost", overhead_s, pause_s, knows_others=True).mean_s() < off_s * 1.06
+
+
+def test_steps_that_are_planned_alone_choke_the_link() -> None:
+    """The broken variant: long transfers look like a slow link, which asks for more groups."""
+    off_s = Load("off", 5e-3, 0.05, knows_others=False).mean_s()
+    assert Load("cost", 5e-3, 0.05, knows_others=False).mean_s() > 2 * off_s

@@ -83,6 +83,11 @@ class StubConnector:
         self.transfer = OutgoingTransfer(command)
         self.num_begun = 0
         self.offers: list[tuple[tuple[int, int], Fence]] = []
+        self.late_s: float | None = None
+        """By how much the oldest prompt on the link is late."""
+
+    def behind_s(self, now_s: float) -> float | None:
+        return self.late_s
 
     def slices(self, sequences: Iterable[ScheduledSequence]) -> list[PromptSlice]:
         return [PromptSlice(scheduled, self.transfer, (0, NUM_TOKENS), {}) for scheduled in sequences]
@@ -317,6 +322,21 @@ def test_a_transfer_that_takes_as_long_as_compute_is_not_kept_waiting() -> None:
     clock.compute(HEAD_LAYERS)
     launch(pipeline, clock, HEAD_LAYERS, HEAD_LAYERS + 1)
     assert len(connector.offers) == HEAD_LAYERS
+
+
+@pytest.mark.parametrize("late_s", [None, 0.0, 1000.0])
+def test_a_link_that_is_behind_gets_one_group(late_s: float | None) -> None:
+    """Groups arrive no sooner while the link is busy with the steps before, and each has its overhead."""
+    connector, clock = StubConnector(layer_s=10.0, policy="cost"), DeviceClock()
+    connector.transfer.answered.set()
+    connector.late_s = late_s
+    num_bytes = NUM_LAYERS * NUM_TOKENS * 8 * 2 * 4
+    connector.costs.add_copies(1, [CopyRecord(0, 0, num_bytes, 0.0, 5.0 * NUM_LAYERS)], {0: 0.0})
+    pipeline = make(connector, clock)
+    pipeline.before_forward(BATCH)
+    launch(pipeline, clock, 0, NUM_LAYERS)
+    pipeline.after_forward()
+    assert (len(connector.offers) == 1) == (late_s == 1000.0)
 
 
 def test_the_layers_of_a_chunk_have_bytes_and_times() -> None:

@@ -49,6 +49,8 @@ class OutgoingTransfer:
     answered: threading.Event = field(default_factory=threading.Event)
     """Set when the target granted it, or it is over."""
     num_chunks: int = 0
+    is_committed: bool = False
+    """Everything of it is offered."""
     ready_s: dict[int, float] = field(default_factory=dict)
     """By chunk: when it was computed, which on a GPU is long after it was offered."""
     layers_ready: dict[int, Callable[[], list[LayerReady]]] = field(default_factory=dict)
@@ -143,6 +145,7 @@ class KVConnector:
                     sending.ready(self._layers, (0, command.num_cached), command.pages)
                     transfer.num_chunks = 1
                 transfer.sending = sending
+                self._costs.begin_copies()
             except BatonError as error:
                 transfer.answered.set()
                 self._fail(command.sequence, command.transfer, str(error))
@@ -219,10 +222,23 @@ class KVConnector:
             return
         if part.tokens[1] < part.transfer.command.num_tokens:
             return
+        part.transfer.is_committed = True
         if is_ended and aux is not None:
             sending.finish(aux)
         else:
             sending.commit(aux)
+
+    def behind_s(self, now_s: float) -> float | None:
+        """For how long a computed prompt has not arrived, at the longest; None: none is on its way."""
+        on_their_way = [
+            transfer
+            for transfer in list(self._outgoing.values())
+            if transfer.ready_s and transfer.sending and transfer.sending.is_granted
+        ]
+        if not on_their_way:
+            return None
+        computed_s = [max(transfer.ready_s.values()) for transfer in on_their_way if transfer.is_committed]
+        return max(0.0, now_s - min(computed_s, default=now_s))
 
     def close(self) -> None:
         """Leaves the instance."""

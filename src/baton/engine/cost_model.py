@@ -68,6 +68,8 @@ FREE_TERMS = [list(terms) for size in (1, 2, 3) for terms in combinations(range(
 """Which of overhead, slope and latency are above 0."""
 MB = 1e6
 NUM_LINKS_MAX = 256
+UNFITTED_MAX = 128
+"""Groups after which a link is fitted although hand-overs are under way."""
 
 GROUP_COST = 0.25
 """What a group takes from the forward, as a part of its overhead, where that is not measured (on a CPU)."""
@@ -111,6 +113,8 @@ class StepPrediction:
     spread: float = 0.0
     lead_s: float = 0.0
     """Nothing leaves before this time, since the host launches layers first."""
+    busy_s: float = 0.0
+    """Until when hand-overs of earlier steps have the link."""
 
     def layer_times(self, compute: float = 1.0, transfer: float = 1.0) -> LayerTimes:
         """By layer, at so many times the predicted compute and transfer."""
@@ -123,7 +127,7 @@ class StepPrediction:
         transfer_s = self.transfer_s
         if transfer != 1.0:
             transfer_s = tuple(transfer * seconds for seconds in transfer_s)
-        return LayerTimes(compute_s, transfer_s, self.overhead_s, self.group_s, rest_s)
+        return LayerTimes(compute_s, transfer_s, self.overhead_s, self.group_s, rest_s, self.busy_s)
 
     def is_near(self, other: StepPrediction) -> bool:
         """Whether the groups of one serve the other: only the proportions to a layer's compute matter."""
@@ -137,6 +141,7 @@ class StepPrediction:
             and near(self.group_s, other.group_s, 0.4)
             and near(self.rest_s, other.rest_s, 0.0, layers=0.15)
             and near(self.lead_s, other.lead_s, 0.0, layers=1.5)
+            and near(self.busy_s, other.busy_s, 0.0, layers=1.5)
             and len(self.transfer_s) == len(other.transfer_s)
             and all(map(lambda ours, theirs: near(ours, theirs, 0.07), self.transfer_s, other.transfer_s))
         )
@@ -223,6 +228,8 @@ class CostModel:
         """By session, the one measured last at the end."""
         self._unfitted: dict[int, list[tuple[float, float, int]]] = {}
         """By session, the groups that crossed its link since it was fitted: (end, computed, bytes)."""
+        self._num_open = 0
+        """Hand-overs under way, whose copies are not known yet."""
 
     def add_step(self, num_rows: int, timing: StepTiming, *, num_groups: int = 0) -> None:
         """What a step of so many rows took; `num_groups` is 0 where it handed nothing over."""
@@ -245,8 +252,15 @@ class CostModel:
             min(layer_s, LEAST_RISE * layer_s + (1 - LEAST_RISE) * before.least_s),
         )
 
+    def begin_copies(self) -> None:
+        """A hand-over begins; `add_copies` ends it, with what was copied."""
+        with self._lock:
+            self._num_open += 1
+
     def add_copies(self, session: int, copies: Sequence[CopyRecord], ready_s: Mapping[int, float]) -> None:
         """The copies of a hand-over: its groups, computed at `ready_s`, crossed a link one after another."""
+        with self._lock:
+            self._num_open = max(0, self._num_open - 1)
         if not copies:
             return
         # Groups that were computed before the grant waited for that, not for the link.
@@ -262,7 +276,13 @@ class CostModel:
             self._unfitted.setdefault(session, []).extend(crossed)
 
     def _fit(self) -> None:
-        """Fits the links by what crossed them since the last time, hand-overs that shared one together."""
+        """Fits the links by what crossed them since the last time, hand-overs that shared one together.
+
+        While others are under way, it waits for their copies, as long as there are not too many: between
+        those that are known the link seems to stand still.
+        """
+        if self._num_open and sum(map(len, self._unfitted.values())) < UNFITTED_MAX:
+            return
         for session, crossed in self._unfitted.items():
             groups: list[tuple[int, float, bool]] = []
             free_s = -inf
@@ -305,6 +325,7 @@ class CostModel:
         layer_bytes: Mapping[int, int | Ints],
         lead_s: float = 0.0,
         num_prompts: Mapping[int, int] | None = None,
+        busy_s: float = 0.0,
     ) -> StepPrediction:
         """A step, given the bytes that each session gets from a layer, or from each of the layers.
 
@@ -319,7 +340,14 @@ class CostModel:
             overhead_s += link_overhead_s * counts[session]
         group_s = GROUP_COST * overhead_s if step.group_s is None else step.group_s * sum(counts.values())
         return StepPrediction(
-            step.layer_s, step.rest_s, tuple(transfer_s.tolist()), overhead_s, group_s, step.spread, lead_s
+            layer_s=step.layer_s,
+            rest_s=step.rest_s,
+            transfer_s=tuple(transfer_s.tolist()),
+            overhead_s=overhead_s,
+            group_s=group_s,
+            spread=step.spread,
+            lead_s=lead_s,
+            busy_s=busy_s,
         )
 
 

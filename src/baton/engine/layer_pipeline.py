@@ -32,7 +32,7 @@ import torch
 from baton.engine.commands import Batch, LayerGroupTiming, LayerReady
 from baton.engine.connector import KVConnector, PromptSlice
 from baton.engine.cost_model import CostModel, GroupPlanner, LayerBytes, StepPrediction, StepTiming
-from baton.plan.overlap import Groups, why_whole
+from baton.plan.overlap import Groups, completion_s, why_whole
 from baton.plan.ranges import Range
 from baton.plan.tokens import Ints
 from baton.transport import NOW, CudaFence, Fence
@@ -222,6 +222,8 @@ class LayerPipeline:
         self._has_to_wait = clock.is_async and not is_offloaded
         """Whether offers hold up the thread that launches; not where another process does the work."""
         self._planner = GroupPlanner()
+        self._link_free_s = 0.0
+        """When the link should be done with the steps before."""
         self._forward = Forward()
         self.unpipelined = ""
         """Why the last step was not split into groups, where it was not."""
@@ -401,7 +403,9 @@ class LayerPipeline:
         lead_s = monotonic() - self._forward.begun_s if self._clock.is_async else 0.0
         # Policies judge whole prompts, of which this step may compute a chunk.
         num_tokens = sum(part.transfer.command.num_tokens for part in pipelined) // len(pipelined)
-        groups = self._planner.plan(policy, self._predict(pipelined, lead_s), num_tokens)
+        prediction = self._predict(pipelined, lead_s)
+        groups = self._planner.plan(policy, prediction, num_tokens)
+        self._link_free_s = self._forward.begun_s + completion_s(prediction.layer_times(), groups)
         if len(groups) == 1:
             self.unpipelined = f"{policy}: {why_whole(policy, num_layers, num_tokens)}"
         return groups
@@ -415,7 +419,18 @@ class LayerPipeline:
             layer_bytes[session] = layer_bytes.get(session, 0) + num_bytes
             num_prompts[session] += 1
         num_layers = self._layers[1] - self._layers[0]
-        return self._costs.predict(num_layers, self._forward.num_rows, layer_bytes, lead_s, num_prompts)
+        return self._costs.predict(
+            num_layers, self._forward.num_rows, layer_bytes, lead_s, num_prompts, self._busy_s()
+        )
+
+    def _busy_s(self) -> float:
+        """How long the link will be busy with the steps before, from the begin of this forward on.
+
+        As predicted, or as much as the oldest of their prompts is late.
+        """
+        begun_s = self._forward.begun_s
+        behind_s = self._connector.behind_s(begun_s)
+        return 0.0 if behind_s is None else max(0.0, behind_s, self._link_free_s - begun_s)
 
 
 def layer_weights(stored_s: Sequence[float], kinds: Sequence[int]) -> tuple[float, ...]:

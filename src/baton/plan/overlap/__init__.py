@@ -6,7 +6,9 @@ Two resources work one behind the other: the engine computes layers in order, th
 order. A group starts on the link when its last layer is computed (at R) and the group before it is done
 (at F), and then holds the link for the overhead plus the transfer times of its layers:
 
-    F_g = max(F_{g-1}, R_stop(g) + (g - 1) group_s) + overhead + sum of t over g,    with F = 0 before g = 1
+    F_g = max(F_{g-1}, R_stop(g) + (g - 1) group_s) + overhead + sum of t over g,    with F_0 = busy_s
+
+The link may be taken by other hand-overs until `busy_s`.
 
 A group takes `group_s` from the forward itself, where the threads that send it compete with the one that
 computes; the last group is offered after the last layer and takes nothing. Compute ends `rest_s` after the
@@ -45,6 +47,8 @@ class LayerTimes:
     """Taken from the forward by each group but the last."""
     rest_s: float = 0.0
     """Compute after the last layer can leave."""
+    busy_s: float = 0.0
+    """Until when other hand-overs have the link."""
 
     def __post_init__(self) -> None:
         """Refuse times that no schedule can be computed from."""
@@ -61,6 +65,7 @@ class LayerTimes:
             "overhead_s": (self.overhead_s,),
             "group_s": (self.group_s,),
             "rest_s": (self.rest_s,),
+            "busy_s": (self.busy_s,),
         }
         for name, values in named.items():
             # Not a number makes the sum one too.
@@ -72,7 +77,7 @@ class LayerTimes:
                         )
         # Each number may be finite while their sum is not, and then every grouping would look alike.
         per_group_s = (self.overhead_s + self.group_s) * self.num_layers
-        total_s = self.compute_end_s + self.sent_s[-1] + per_group_s
+        total_s = self.compute_end_s + self.sent_s[-1] + per_group_s + self.busy_s
         if not math.isfinite(total_s):
             raise ConfigError(f"layer times: they add up to {total_s}; give times in seconds")
 
@@ -123,7 +128,7 @@ class Policy:
 def completion_s(times: LayerTimes, groups: Groups) -> float:
     """Time from the start of compute to the last byte of the last group, or to the end of compute."""
     check_groups(groups, times.num_layers)
-    finish_s = 0.0
+    finish_s = times.busy_s
     for index, (start, stop) in enumerate(groups):
         link_s = times.overhead_s + times.sent_s[stop] - times.sent_s[start]
         finish_s = max(finish_s, times.ready_s[stop] + index * times.group_s) + link_s

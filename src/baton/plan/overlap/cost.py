@@ -33,15 +33,15 @@ def cost_groups(times: LayerTimes, num_tokens: int, option: str | None) -> Group
     link_s = times.overhead_s + sent_s[None, :] - sent_s[:, None]
     link_s[np.tri(num_layers + 1, dtype=np.bool_)] = np.inf
     finish_s = np.full(num_layers + 1, np.inf)
-    finish_s[0] = 0.0
+    finish_s[0] = times.busy_s
     starts: list[npt.NDArray[np.intp]] = []
     best_s, num_best = np.inf, 0
     for num_before in range(num_layers):
         slowed_s = num_before * times.group_s
         compute_s = times.compute_end_s + slowed_s
         tail_s = ready_s[-1] + slowed_s + link_s[-2, -1]
-        busy_s = ready_s[1] + sent_s[-1] + (num_before + 1) * times.overhead_s
-        if max(compute_s, tail_s, busy_s) >= best_s * (1 - TIE_RELATIVE):
+        link_end_s = max(ready_s[1], times.busy_s) + sent_s[-1] + (num_before + 1) * times.overhead_s
+        if max(compute_s, tail_s, link_end_s) >= best_s * (1 - TIE_RELATIVE):
             break  # so many groups, or more, cannot be sooner
         finishes_s = np.maximum(finish_s[:, None], ready_s + slowed_s) + link_s
         starts.append(finishes_s.argmin(axis=0))
