@@ -28,7 +28,7 @@ from baton.adapters.sglang.transfers import (
 from baton.engine.pages import engine_storage
 from baton.errors import BatonError, ConfigError
 from baton.plan import Spec, load_cache, parse_layout
-from baton.plan.execution import allocate
+from baton.plan.content import allocate
 from baton.session import Endpoint, EndpointConfig, Ready, Request, prompt_digest
 from baton.transport import NOW, open_transport
 

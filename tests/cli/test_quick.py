@@ -18,7 +18,8 @@ from baton.cli.options import RouterPolicy
 from baton.cli.route import route
 from baton.cli.serve import serve
 from baton.engine.attention import pools
-from baton.engine.config import DTYPES, EngineConfig
+from baton.engine.config import EngineConfig
+from baton.engine.model_names import KV_DTYPES
 from baton.serving.policies import policy_names
 from baton.serving.router import RouterConfig, RouterLimits
 
@@ -157,4 +158,4 @@ def test_defaults_are_those_of_the_parts() -> None:
 
 def test_names_are_those_of_the_parts() -> None:
     assert get_args(RouterPolicy) == policy_names()
-    assert tuple(pools.DTYPES) == DTYPES
+    assert tuple(pools.DTYPES) == KV_DTYPES

@@ -26,7 +26,7 @@ from baton.engine.drafting import (
     with_forks,
 )
 from baton.engine.model_runner import ModelRunner, sample_tokens
-from baton.engine.models.build import build, missing
+from baton.engine.models.build import build, check_weights
 from baton.engine.parallel import Mesh
 from baton.engine.sampler import Sampler
 from baton.engine.sampling_params import SamplingParams
@@ -204,16 +204,16 @@ def test_draft_fields_of_an_aux_record_are_checked() -> None:
 def test_models_without_a_draft_are_refused(folder: Path) -> None:
     plain = open_checkpoint(str(tiny("llama")))
     with pytest.raises(ConfigError, match=r"no draft layer .* decode without drafts"):
-        missing(plain, has_draft=True)
-    missing(open_checkpoint(str(folder)), has_draft=True)
+        check_weights(plain, has_draft=True)
+    check_weights(open_checkpoint(str(folder)), has_draft=True)
 
 
 def test_a_draft_whose_tensors_are_missing_is_refused() -> None:
     """A config that announces one, with weights that have none."""
     checkpoint = open_checkpoint(str(tiny("deepseek_v3", num_nextn_predict_layers=1)))
-    missing(checkpoint)
+    check_weights(checkpoint)
     with pytest.raises(ConfigError, match=r"does not match its config: model\.layers\.4"):
-        missing(checkpoint, has_draft=True)
+        check_weights(checkpoint, has_draft=True)
 
 
 def test_a_draft_follows_a_step(rig: Rig) -> None:

@@ -160,6 +160,10 @@ class Mesh:
             uses_host_memory=uses_host_memory,
         )
 
+    def cut(self, num_layers: int, dtype: torch.dtype, device: torch.device) -> Cut:
+        """What this rank holds of a model."""
+        return cut_of(self.layout, self.rank, num_layers, dtype, device)
+
     def close(self) -> None:
         """Waits for sends to the next stage, and leaves the groups."""
         if self.layout.num_ranks == 1 or not dist.is_initialized():

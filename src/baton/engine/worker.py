@@ -58,7 +58,7 @@ from baton.engine.model_runner import (
     why_not_paged,
 )
 from baton.engine.models.build import build
-from baton.engine.parallel import connect, cut_of
+from baton.engine.parallel import connect
 from baton.engine.sampler import Sampler
 from baton.engine.sampling_params import Progress, SamplingParams, ending
 from baton.engine.sizes import derive_sizes
@@ -143,7 +143,7 @@ class Worker:
             torch.cuda.set_device(self.device)
         prefill.preload(self.device)
         self.mesh = connect(sizes.layout, rank, self.rendezvous, self.device)
-        cut = cut_of(sizes.layout, rank, sizes.cache.num_layers, DTYPES[config.dtype], self.device)
+        cut = self.mesh.cut(sizes.cache.num_layers, DTYPES[config.dtype], self.device)
         self.stage = build(sizes.checkpoint, cut, max_context=sizes.context_max, has_draft=config.has_draft)
         self.sampler = None
         if self.mesh.is_last and self.mesh.at["cp"] == 0 and self.mesh.at["tp"] == 0:

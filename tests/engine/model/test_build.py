@@ -10,7 +10,7 @@ from tests.engine.tiny import FAMILIES, tiny
 
 from baton.engine.models import moe
 from baton.engine.models.base import Cut, Share
-from baton.engine.models.build import _families, build, describe, missing
+from baton.engine.models.build import _families, build, check_weights, describe
 from baton.errors import ConfigError, EngineError
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -81,7 +81,7 @@ def test_layers_with_experts_are_every_so_many() -> None:
             raise AssertionError(name)
 
     with pytest.raises(ConfigError):
-        missing(Names())
+        check_weights(Names())
     assert {name.split(".")[2] for name in names if "mlp.gate.weight" in name} == {"2", "4"}
     assert {name.split(".")[2] for name in names if "mlp.gate_proj.weight" in name} == {"0", "1", "3", "5"}
 
@@ -93,7 +93,7 @@ CUTS = [None, Cut((0, 2), Share(1, 2), Share(3, 4), torch.bfloat16, CPU)]
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_whole_checkpoint_is_not_read_to_be_checked(family: str, cut: Cut | None, models: Path) -> None:
     checkpoint = DiskCheckpoint(tiny(family, models))
-    missing(checkpoint, cut)
+    check_weights(checkpoint, cut)
     assert checkpoint.num_read == {}
 
 
@@ -102,7 +102,7 @@ def test_missing_and_misshapen_tensors_are_named(cut: Cut | None, models: Path) 
     whole = DiskCheckpoint(tiny("llama", models))
     altered = Altered(whole, {Q: None, "model.embed_tokens.weight": torch.zeros(100, 48)})
     with pytest.raises(ConfigError) as caught:
-        missing(altered, cut)
+        check_weights(altered, cut)
     assert f"{Q} is missing from the checkpoint, (48, 48) is wanted" in str(caught.value)
     assert "model.embed_tokens.weight is (100, 48) in the checkpoint, (101, 48) is wanted" in str(
         caught.value
@@ -112,7 +112,7 @@ def test_missing_and_misshapen_tensors_are_named(cut: Cut | None, models: Path) 
 def test_many_problems_are_counted(models: Path) -> None:
     whole = DiskCheckpoint(tiny("llama", models))
     with pytest.raises(ConfigError, match=r"and \d+ more$"):
-        missing(Altered(whole, dict.fromkeys(whole.names())))
+        check_weights(Altered(whole, dict.fromkeys(whole.names())))
 
 
 @pytest.mark.parametrize("tensor", [None, torch.zeros(48, 47)])
