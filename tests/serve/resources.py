@@ -76,8 +76,9 @@ def snapshot(world: Deployment) -> Snapshot:
 
 
 def left_segments(folder: str = _SHM) -> frozenset[str]:
-    """Files of a folder in memory that nobody uses any more."""
-    names = set(os.listdir(folder))  # first: what comes later is somebody's
+    """Files of a folder in memory that nobody uses any more; SGLang leaves some, which may run beside."""
+    # First: what comes later is somebody's.
+    names = {name for name in os.listdir(folder) if not name.startswith("sgl")}
     used = set()
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended, or is another user's
