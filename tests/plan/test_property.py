@@ -114,11 +114,17 @@ def hand_over(world: World, cost: PackCost, by_layer_at: str = "") -> None:
             raw_values(held.identities, held.item_bytes, world.seed),
         )
     image, writes, least = expected_image(world, tables.target, target)
-    ends = [
-        by_layer(spec, side) if side == by_layer_at else spec
-        for spec, side in ((world.source, "source"), (world.target, "target"))
-    ]
-    found = plan(*ends, world.source_dp, world.target_dp)
+    try:
+        ends = [
+            by_layer(spec, side) if side == by_layer_at else spec
+            for spec, side in ((world.source, "source"), (world.target, "target"))
+        ]
+        found = plan(*ends, world.source_dp, world.target_dp)
+    except ConfigError as error:
+        # A page of an odd size has elements where they cannot be declared.
+        if not by_layer_at or "not a multiple of elements" not in str(error):
+            raise
+        found = plan(world.source, world.target, world.source_dp, world.target_dp)
     check(found, world.prompt, resolve(found, world.prompt))
     steps: list[Step] = []
     for chunk in chunks_of(world, random.Random(world.seed)):

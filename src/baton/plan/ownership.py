@@ -153,7 +153,8 @@ def space_sizes(spec: Spec, rank: int) -> dict[str, int]:
 def by_layer(spec: Spec, side: str) -> Spec:
     """The same memory with a component for each layer: `k` of two layers becomes `k.0` and `k.1`.
 
-    Engines that allocate every layer by itself declare their caches so.
+    Engines that allocate every layer by itself declare their caches so. Raises ConfigError on memory that
+    cannot be declared: where elements do not begin at a multiple of their size.
     """
     names = {component.name: layer_names(component) for component in spec.cache.components}
     components = tuple(
@@ -183,7 +184,9 @@ def by_layer(spec: Spec, side: str) -> Spec:
                 for layer, start in zip(layers, at.layer_starts(np.arange(len(layers))), strict=True)
             ]
     cache = replace(spec.cache, components=components)
-    return Spec(spec.layout, cache, spec.storage.with_placements(placed))
+    declared = Spec(spec.layout, cache, spec.storage.with_placements(placed))
+    placements(declared, 0, side)  # checks those of every rank
+    return declared
 
 
 def layer_names(component: Component) -> dict[int, str]:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from tests.engine.tiny import tiny
 
+from baton.engine import sizes
 from baton.engine.config import EngineConfig
+from baton.engine.gpu_memory import GpuMemory
 from baton.engine.instance import Instance
 from baton.engine.requests import EngineRequest, RequestError, RequestEvent
 from baton.errors import EngineError
@@ -48,6 +50,7 @@ def test_an_automatic_device_is_the_gpu_where_there_is_one(
     monkeypatch: pytest.MonkeyPatch, has_gpu: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(sizes, "read_gpus", lambda: [GpuMemory("0", 24 << 30, 24 << 30)])
     instance = Instance(EngineConfig(str(tiny("llama")), device="auto"))
     assert (instance.config.device, instance.config.is_offloaded) == (("cpu", "cuda")[has_gpu], has_gpu)
     instance.close()
