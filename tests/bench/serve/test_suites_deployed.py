@@ -58,11 +58,14 @@ def test_interference_to_its_end(
 def test_pipelining_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pipelining, "LENGTHS", (32, 64))
-    monkeypatch.setattr(pipelining, "SWEEP", replace(pipelining.SWEEP, num_requests=4))
-    monkeypatch.setattr(
-        pipelining, "STRESS", replace(pipelining.STRESS, num_requests=8, output_tokens=TokenRange(8, 8))
+    sizes = pipelining.SIZES["cpu"]
+    few = replace(
+        sizes,
+        lengths=(32, 64),
+        sweep=replace(sizes.sweep, num_requests=4),
+        stress=replace(sizes.stress, num_requests=8, output_tokens=TokenRange(8, 8)),
     )
+    monkeypatch.setitem(pipelining.SIZES, "cpu", few)
     monkeypatch.setattr(pipelining, "NUM_TURNS", 2)
     found = run(pipelining, tmp_path, monkeypatch)
     shown = capsys.readouterr().out
