@@ -138,6 +138,7 @@ class KVConnector:
             if transfer.is_begun:
                 return
             transfer.is_begun = True
+            self._costs.begin_copies()  # before the endpoint can report its end
             try:
                 digest = Digest(command.num_tokens, command.digest)
                 sending = self.endpoint.send(command.transfer, digest, is_queued=command.is_queued)
@@ -145,8 +146,8 @@ class KVConnector:
                     sending.ready(self._layers, (0, command.num_cached), command.pages)
                     transfer.num_chunks = 1
                 transfer.sending = sending
-                self._costs.begin_copies()
             except BatonError as error:
+                self._costs.add_copies(0, (), {})
                 transfer.answered.set()
                 self._fail(command.sequence, command.transfer, str(error))
 
