@@ -69,15 +69,13 @@ serve: setup  ## the demo deployment behind an OpenAI endpoint, until Ctrl-C
 test: .venv/.extras  ## the tests that a change needs
 	$(BIN)/pytest -q -rs -n $(WAITERS) -m "not contract and not slow and not engine and not serve and not load and not long and not vllm and not sglang"
 
-test-all: .venv/.extras  ## every test, with ten times the examples and seeds
-	BATON_EXAMPLES=500 $(BIN)/pytest -q -rs -n $(WAITERS_ALL) --dist worksteal -m "not engine and not serve and not load and not vllm and not sglang"
+test-all: .venv/.extras  ## every test, with ten times the examples and seeds, and five minutes of soak
 	$(BIN)/pytest -q -rs -m "sglang and not long" tests/sglang
 	@if [ $$(date +%s) -gt $(VLLM_UNTIL) ]; then echo "vLLM's tests are skipped: it is too late for them"; exit 0; fi; \
 	test -e .venv-vllm/.stamp || { timeout 900 tools/setup_vllm.sh && touch .venv-vllm/.stamp; } || \
 		{ rm -rf .venv-vllm; echo "vLLM cannot be installed here: its tests are skipped"; }; \
 	$(BIN)/pytest -q -rs -m "vllm and not long" tests/vllm
-	BATON_LOAD_S=$(or $(LOAD_S),300) $(BIN)/pytest -q -rs -s tests/serve/test_soak.py
-	$(BIN)/pytest -q -rs -n $(WAITERS_ALL) --dist worksteal -m "engine or serve"
+	BATON_EXAMPLES=500 BATON_LOAD_S=$(or $(LOAD_S),300) $(BIN)/pytest -q -rs -n $(WAITERS_ALL) --dist worksteal -m "not vllm and not sglang"
 
 soak: .venv/.extras  ## an hour of load (LOAD_S) while parts are killed, stopped and cut off
 	BATON_LOAD_S=$(or $(LOAD_S),3600) $(BIN)/pytest -q -rs -s tests/serve/test_soak.py

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from baton.checkpoint.opening import open_checkpoint
 from baton.engine.attention.pools import CachePools
-from baton.engine.checkpoint import open_checkpoint
-from baton.engine.commands import Batch, ScheduledSequence, StartSequence
+from baton.engine.commands import ScheduledBatch, ScheduledSequence, StartSequence
 from baton.engine.model_runner import (
     ModelRunner,
     open_decoding,
@@ -44,7 +44,7 @@ CUDA = torch.device("cuda")
 class NoHooks:
     """Nothing is handed over."""
 
-    def before_forward(self, batch: Batch) -> None:
+    def before_forward(self, batch: ScheduledBatch) -> None:
         pass
 
     def layer_done(self, layer: int) -> None:
@@ -135,7 +135,7 @@ def main() -> None:
                 ]  # fmt: skip
                 torch.cuda.synchronize()
                 start_s = time.perf_counter()
-                logits = runner.run([Batch(works)], NoHooks())
+                logits = runner.run([ScheduledBatch(works)], NoHooks())
                 assert logits is not None
                 sample_tokens(sampler, logits, works)
                 if turn >= 3:

@@ -1,9 +1,10 @@
 #!/bin/sh
-# Everything that needs a GPU, in three parts of under ten minutes each on one H200:
+# Everything that needs a GPU, in parts of under ten minutes each on one H200:
 #
 #   sh benchmarks/gpu.sh tests      the tests that need a GPU, decode steps, cuda_ipc copies
 #   sh benchmarks/gpu.sh overlap    hand-overs beside prefill, layer pipelining off and on
-#   sh benchmarks/gpu.sh serve      a deployment behind a router, in the form of the seed's report
+#   sh benchmarks/gpu.sh serve      a deployment behind a router, in the form of the seed's report; LINK=25GB/s
+#                                   or 12.5GB/s
 #
 # The shape of an 8B Llama, bf16, random weights; prefill and decode are two processes on one GPU. Results are
 # dated JSON in $OUT (default: benchmarks/results). PYTHON names the interpreter, which needs no installed
@@ -30,10 +31,9 @@ overlap)
     done
     ;;
 serve)
-    for link in 25GB/s 12.5GB/s; do
-        $python benchmarks/pipelining.py --device cuda --model $model --link $link \
-            --json "$out/serve-gpu-$(echo $link | tr -d /)-$day.json"
-    done
+    link=${LINK:-25GB/s}
+    $python benchmarks/pipelining.py --device cuda --model $model --link "$link" \
+        --json "$out/serve-gpu-$(echo "$link" | tr -d /)-$day.json"
     ;;
 *)
     echo "give a part: tests, overlap or serve" >&2

@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 import aiohttp
+from deployments import BenchProcesses, DeploymentShape, start_deployment
 from rich.console import Console
 from rich.table import Table
 from suite import Panel, ProgressCallback, SuiteOptions, draw_panels, load_averages, run_suite
@@ -35,13 +36,7 @@ from baton.bench.serve.client import (
     percentiles_of,
     probe,
 )
-from baton.bench.serve.load import (
-    BenchProcesses,
-    ClientMeter,
-    ClientOverhead,
-    DeploymentShape,
-    start_deployment,
-)
+from baton.bench.serve.load import ClientMeter, ClientOverhead
 from baton.bench.serve.report import ms
 from baton.errors import EngineError
 

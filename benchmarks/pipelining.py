@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from deployments import BenchProcesses, DeploymentShape, start_deployment
 from rich.console import Console
 from rich.table import Table
 from suite import Panel, ProgressCallback, SuiteOptions, draw_panels, load_averages, run_suite
@@ -35,14 +36,11 @@ from baton.bench.serve.client import (
     probe,
 )
 from baton.bench.serve.load import (
-    BenchProcesses,
     ClientMeter,
-    DeploymentShape,
     LoadResult,
     LoadSpec,
     TokenRange,
     drive,
-    start_deployment,
 )
 from baton.bench.serve.report import LoadSummary, summarise
 
@@ -130,7 +128,8 @@ def turns(sizes: Sizes, rounds: int) -> list[Turn]:
         for length in sizes.lengths
         for index in range(rounds)
     ]
-    return [*sweep, Turn("dialogue", None, 0), Turn("stress", sizes.stress, 0)]
+    dialogues = [Turn("dialogue", None, index) for index in range(rounds)]
+    return [*sweep, *dialogues, Turn("stress", sizes.stress, 0)]
 
 
 def measure(options: SuiteOptions, progress: ProgressCallback) -> PipeliningResult:

@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 import dummy_instances
+from deployments import BenchProcesses
 from load_generator import Burst, send_burst, take_turns
 from rich.console import Console
 from rich.table import Table
@@ -22,7 +23,6 @@ from suite import ProgressCallback, SuiteOptions, load_averages, run_suite
 
 from baton.bench.record import write
 from baton.bench.serve.client import percentiles_of
-from baton.bench.serve.load import BenchProcesses
 from baton.bench.serve.report import ms
 from baton.supervisor import ChildProcess, free_port
 

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 
 import torch
 
-from baton.adapters.common import Mesh
+from baton.adapters.common import WorkerMesh
 from baton.adapters.vllm.cache import describe_layers, make_pools, make_spec
-from baton.adapters.vllm.metadata import Chunk, Load, Queue, StepMetadata, Transfer
+from baton.adapters.vllm.metadata import CachedChunk, Load, Queue, StepMetadata, Transfer
 from baton.adapters.vllm.worker import WorkerSide
 from baton.session import Endpoint, EndpointConfig, Timings, prompt_digest
 from baton.transport import NOW, open_transport
@@ -33,7 +33,7 @@ def start(name: str) -> WorkerSide:
     caches = dict(zip(NAMES, cache.unbind(0), strict=True))
     group = SimpleNamespace(layer_names=NAMES, kv_cache_spec=type("FullAttentionSpec", (), {})())
     layers = describe_layers(caches, [group], BLOCKS)
-    spec = make_spec([layers], Mesh(0, 0, 1, 1, 1))
+    spec = make_spec([layers], WorkerMesh(0, 0, 1, 1, 1))
     timings = Timings(silence_s=STEP_S_MAX, progress_s=STEP_S_MAX, copy_s=STEP_S_MAX)
     secret = b"a secret of the benchmark"
     config = EndpointConfig(instance=name, spec=spec, rank=0, secret=secret, timings=timings)
@@ -59,7 +59,7 @@ def run_step(prefill: WorkerSide, decode: WorkerSide, number: int, prompts: int,
     while not all(prefill._outgoing[name].sending.is_granted for name in transfers):
         assert time.monotonic() < limit_s
         time.sleep(0.001)
-    chunks = [Chunk(name, known[name], (0, tokens), (blocks,)) for name, blocks in transfers.items()]
+    chunks = [CachedChunk(name, known[name], (0, tokens), (blocks,)) for name, blocks in transfers.items()]
     prefill.begin_step(StepMetadata(chunks=chunks))
     spent = []
     for name in NAMES:

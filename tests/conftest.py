@@ -10,9 +10,11 @@ import gc
 import os
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 NUM_EXAMPLES_DEFAULT = 50
+SLOWEST = ("load", "serve", "engine", "slow")
 
 # A run that was started in the background ignores interrupts, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -27,6 +29,16 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],  # a loaded machine is not a failure
 )
 settings.load_profile("baton")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest tests come first: one that began last would keep the others' processors waiting."""
+    items.sort(
+        key=lambda item: min(
+            (SLOWEST.index(mark.name) for mark in item.iter_markers() if mark.name in SLOWEST),
+            default=len(SLOWEST),
+        )
+    )
 
 
 def pytest_collection_finish() -> None:

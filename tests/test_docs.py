@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -25,10 +26,10 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
 
 
-def run(*words: str, **options: str) -> subprocess.CompletedProcess[str]:
+def run(*words: str, timeout: float = 300, **options: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *words]
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False, **options
+        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False, **options
     )
 
 
@@ -66,7 +67,7 @@ def test_the_commands_of_the_readme_run_as_written() -> None:
     page = (ROOT / "README.md").read_text()
     commands = [words for _, words in baton_commands(page)]
     assert {"demo", "generate", "chat", "up", "bench", "sim"} <= {words[0] for words in commands}
-    wrong = [problem for words in commands if words[0] != "bench" for problem in problems(words)]
+    wrong = [problem for words in commands for problem in problems(words)]
     assert (hidden(page), wrong) == ([], [])
     assert hidden(page.replace(". .venv/bin/activate", "")), "the check sees a shell without baton"
 
@@ -143,10 +144,119 @@ def test_commands_on_every_page_have_the_options_that_there_are() -> None:
         (name, problem)
         for name, of_page in commands.items()
         for words in of_page
-        if words[0] not in ("bench", "...")
+        if words[0] != "..."
         for problem in problems([word for word in words if word != "..."])
     ]
     assert wrong == []
+
+
+RUN_BY = {
+    "baton demo": "tests/cli/test_demo.py::test_two_layouts_one_answer",
+    "baton bench overlap": "tests/bench/test_overlap.py::test_table_record_and_picture",
+    "baton bench serve --model": "tests/bench/serve/test_own_deployment.py::test_own_deployment",
+    "baton bench serve --url": "tests/bench/serve/test_generator.py::test_command_prints_writes_and_draws",
+    "baton chat": "tests/serve/test_up.py::test_it_serves_mends_itself_and_ends_in_order",
+    "baton up": "tests/serve/test_up.py::test_it_serves_mends_itself_and_ends_in_order",
+    "baton up --engine vllm": "tests/vllm/test_up.py::test_one_command_serves_and_leaves_nothing",
+    "baton registry": "tests/cli/test_registry.py::test_one_line_with_the_url_and_a_clean_end",
+    "baton serve": (
+        "tests/serve/test_hosts.py::test_the_answer_is_that_of_one_machine_and_the_cable_can_be_seen"
+    ),
+    "baton route": (
+        "tests/serve/test_hosts.py::test_the_answer_is_that_of_one_machine_and_the_cable_can_be_seen"
+    ),
+    "baton route --engine vllm": "tests/vllm/test_router.py::test_the_tokens_are_those_of_plain_vllm",
+    "baton plan": "tests/test_docs.py::test_plans_on_a_page_can_be_made",
+    "baton generate": "tests/test_docs.py::test_commands_that_end_run_as_written",
+    "baton bench handoff": "tests/test_docs.py::test_commands_that_end_run_as_written",
+    "baton sim": "tests/test_docs.py::test_commands_that_end_run_as_written",
+    "curl": "tests/serving/test_server.py::test_what_is_told_of_requests",
+    "python -m sglang_router.launch_router": (
+        "tests/serve/test_hosts.py::test_a_stock_router_has_the_key_of_a_router"
+    ),
+    "python -m sglang.launch_server": (
+        "tests/sglang/test_handoff.py::test_the_answers_are_those_of_one_server"
+    ),
+    "python examples/sglang_prefill.py": "tests/sglang/test_vllm.py::test_the_example_prints_the_answer",
+    "vllm serve": "tests/vllm/test_handoff.py::test_the_tokens_are_those_of_plain_vllm",
+    ".venv/bin/python benchmarks/interference.py": (
+        "tests/bench/serve/test_suites_deployed.py::test_interference_to_its_end"
+    ),
+    ".venv/bin/python benchmarks/pipelining.py": (
+        "tests/bench/serve/test_suites_deployed.py::test_pipelining_to_its_end"
+    ),
+    "ask": "tests/cli/test_registry.py::test_the_shell_example_of_the_page_runs",
+}
+"""By the beginning of a command in the documents: the test that runs it or, where it names hosts, sizes or
+models that are not here, the same with others."""
+NOT_RUN = {
+    "make": "by .ci/run, or by hand: make serve is a baton up, make test these tests",
+    "python3 -m venv": "by make setup",
+    "pip install": "by make setup, from the checkout",
+    "systemctl": "there is no systemd in a container; test_deploy.py reads the units",
+    ".venv/bin/python benchmarks/router.py": (
+        "by hand: it needs a quiet machine; test_suites.py has its figures"
+    ),
+}
+PROGRAMS = {
+    "baton",
+    "curl",
+    "python",
+    "python3",
+    "pip",
+    "make",
+    "vllm",
+    "systemctl",
+    "ask",
+    ".venv/bin/python",
+}
+ENDING = ("sim", "generate", "bench handoff")
+PAGES = [ROOT / "README.md", *(page for page in (ROOT / "docs").glob("*.md") if page.name != "log.md")]
+
+
+def shell_commands(text: str) -> Iterator[str]:
+    """Commands in the code blocks of a page, in one line each, without variables before them and prompts."""
+    for _, language, block in re.findall(r"^( *)```(\w*)\n(.*?)^\1```", text, re.MULTILINE | re.DOTALL):
+        lines = block.replace("\\\n", " ").splitlines() if language in ("", "bash", "console") else ()
+        for line in lines:
+            command = re.sub(r"^(\$ |[A-Z_]+=('[^']*'|\S+) )*", "", line.strip()).split(" #")[0].strip()
+            if command.split(" ")[0] in PROGRAMS:
+                yield " ".join(command.split())
+
+
+def run_by(command: str) -> str:
+    """The longest beginning of a command that the tables know; empty where none does."""
+    known = [name for name in (*RUN_BY, *NOT_RUN) if f"{command} ".startswith(f"{name} ")]
+    return max(known, key=len, default="")
+
+
+def test_every_command_is_run_by_a_test() -> None:
+    commands = [command for page in PAGES for command in shell_commands(page.read_text())]
+    assert len(commands) > 60
+    assert [command for command in commands if not run_by(command)] == []
+    assert {run_by(command) for command in commands} == {*RUN_BY, *NOT_RUN}, "a command is gone"
+    for test in RUN_BY.values():
+        file, _, name = test.partition("::")
+        assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), test
+    text = "```bash\nX='a b' baton frob --hard \\\n  now  # slowly\n```\n"
+    assert [(each, run_by(each)) for each in shell_commands(text)] == [("baton frob --hard now", "")]
+
+
+def ending_commands() -> list[str]:
+    commands = [command for page in PAGES for command in shell_commands(page.read_text())]
+    return sorted({each for each in commands if each.removeprefix("baton ").startswith(ENDING)})
+
+
+@pytest.mark.serve
+@pytest.mark.parametrize("command", ending_commands())
+def test_commands_that_end_run_as_written(command: str, tmp_path: Path) -> None:
+    """With a measurement's files elsewhere."""
+    words = shlex.split(command)[1:]
+    if words[0] == "bench":
+        words += ["--out", str(tmp_path)]
+    done = run("-m", "baton", *words, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
 
 
 @pytest.mark.parametrize("page", ["docs/plan.md", "docs/vllm.md"])

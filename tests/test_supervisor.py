@@ -17,7 +17,6 @@ from urllib.parse import urlsplit
 import pytest
 
 from baton import supervisor
-from baton.bench.serve.load import BenchProcesses
 from baton.errors import ConfigError, ProcessError
 from baton.supervisor import (
     RESTART_WINDOW_S,
@@ -107,8 +106,8 @@ def test_one_that_ignores_requests_to_end_is_killed(monkeypatch) -> None:
 
 def test_a_killed_parent_leaves_no_child() -> None:
     text = (
-        "import sys, time; from baton.bench.serve.load import BenchProcesses; p = BenchProcesses(); "
-        f"c = p.start('one', [sys.executable, '-c', {SAYING!r}]); c.wait_line('talking at '); "
+        "import sys, time; from baton.supervisor import ChildProcess; "
+        f"c = ChildProcess('one', [sys.executable, '-c', {SAYING!r}]); c.wait_line('talking at '); "
         "print(c.pid, flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen(python(text), stdout=subprocess.PIPE, text=True)
@@ -119,16 +118,6 @@ def test_a_killed_parent_leaves_no_child() -> None:
         parent.kill()
         parent.wait(LIMIT_S)
     until(lambda: not is_alive(pid))
-
-
-def test_processes_of_a_benchmark_share_a_private_secret_and_end_with_it() -> None:
-    with BenchProcesses() as processes:
-        child = processes.start("one", python(SAYING))
-        assert child.name == "one-0"
-        assert processes.secret_file.stat().st_mode & 0o077 == 0
-        folder = processes.folder
-    assert not child.is_running
-    assert not folder.exists()
 
 
 def ready_service() -> SupervisedService:

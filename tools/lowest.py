@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CARD = "llama-3-8b"
-# Options that must be there and take a value; some releases of typer lose them.
+# Options that must be there and take a value.
 OPTIONS = {
     "plan": "--from --to --tokens --source-page --skip-tokens --json --html",
     "demo": "--model --prefill --decode --out --cache",

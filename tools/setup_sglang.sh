@@ -44,6 +44,6 @@ def __getattr__(name):
 END
 # Baton itself, and of what it needs only what SGLang did not bring.
 "${pip[@]}" install --no-deps -e .
-"${pip[@]}" install jinja2 rich safetensors typer
+"${pip[@]}" install click jinja2 rich safetensors
 SGLANG_USE_CPU_ENGINE=1 "$venv/bin/python" -W ignore -c \
     'import sglang, baton.session; print("SGLang", sglang.__version__, "is in", __import__("sys").prefix)'

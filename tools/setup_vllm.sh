@@ -21,5 +21,5 @@ printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$version" \
     >"$packages/vllm-$version+cpu.dist-info/METADATA"
 # Baton itself, and of what it needs only what vLLM did not bring.
 "${pip[@]}" install --no-deps -e .
-"${pip[@]}" install aiohttp jinja2 msgspec prometheus-client rich safetensors typer xxhash
+"${pip[@]}" install aiohttp click jinja2 msgspec prometheus-client rich safetensors xxhash
 "$venv/bin/python" -c 'import vllm, baton.session; print("vLLM", vllm.__version__, "is in", __import__("sys").prefix)'

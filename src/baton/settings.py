@@ -35,7 +35,7 @@ API_KEY_CHARACTERS_MIN = 8
 _MAKE_ONE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
 
 
-def secret(path: str | None) -> bytes:
+def secret(path: str | Path | None) -> bytes:
     """The secret that all instances share: from a file only its owner can read, else from BATON_SECRET."""
     if path is not None:
         return _long_enough(_read_private(path), f"secret file {path}")
@@ -53,7 +53,7 @@ def has_secret() -> bool:
     return SECRET_VARIABLE.encode() in os.environb
 
 
-def api_keys(path: str | None) -> tuple[str, ...]:
+def api_keys(path: str | Path | None) -> tuple[str, ...]:
     """The API keys that are accepted: one per line of a file only its owner can read, else BATON_API_KEY.
 
     Empty if there is neither: then no key is required.
@@ -205,7 +205,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "baton"
 
 
-def _read_private(path: str, what: str = "secret") -> bytes:
+def _read_private(path: str | Path, what: str = "secret") -> bytes:
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -234,6 +234,11 @@ def _long_enough(raw: bytes, where: str) -> bytes:
 def default_threads(num_ranks: int) -> int:
     """Threads of each rank, if their number is not given."""
     return max(1, (os.cpu_count() or 1) // num_ranks)
+
+
+def environment() -> dict[str, str]:
+    """All variables of this process."""
+    return dict(os.environ)
 
 
 def rank_environment(num_threads: int) -> dict[str, str]:

@@ -7,6 +7,8 @@ exchange JSON lines with it over stdin and stdout.
 `Supervisor` keeps named services running. It restarts a service that ends, on the same port and with growing
 pauses, and gives up when one ends too often, ends before it was ever ready, or exits with code 2 (misuse).
 
+A service that imports for seconds is forked from a process that has the modules already (fork_server.py).
+
 No child outlives its parent. The kernel signals a child when the thread that started it ends
 (PR_SET_PDEATHSIG), so the thread of a supervised service lives as long as the service. If the parent of a
 supervisor is killed, a guard process kills the services that ignore that signal, and removes their folder.
@@ -14,7 +16,6 @@ supervisor is killed, a guard process kills the services that ignore that signal
 
 from __future__ import annotations
 
-import ctypes
 import http.client
 import json
 import os
@@ -37,6 +38,7 @@ from urllib.parse import urlsplit
 
 from baton import settings
 from baton.errors import BatonError, ConfigError, ProcessError
+from baton.fork_server import FORK_SERVERS, ForkedProcess, ForkServer, SpawnRequest, describe_exit, die_with
 from baton.settings import Tls
 
 ANSWER_S_MAX = 180.0
@@ -52,13 +54,11 @@ REPLY = "baton-reply "
 
 RESTARTS_MAX = 3
 RESTART_WINDOW_S = 60.0
-RESTART_PAUSE_S = 0.5
+RESTART_PAUSE_S = 0.25
+"""Before the second restart within a minute; before the third it is three times as long."""
 DRAIN_S_MAX = 45.0
 """How long a service may take to end after SIGTERM: instances finish the requests they have."""
 GUARD_S_MAX = 60.0
-
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 def free_port(count: int = 1, taken: Collection[int] = ()) -> int:
@@ -86,13 +86,6 @@ def _is_free(port: int) -> bool:
 def baton_command(*arguments: str) -> list[str]:
     """The argv of a `baton` command in this Python."""
     return [sys.executable, "-m", "baton", *arguments]
-
-
-def describe_exit(code: int | None) -> str:
-    """How a process ended; None: it has not ended, but its pipe was closed."""
-    if code is None:
-        return "closed its output"
-    return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
 def fetch_health(url: str, timeout_s: float = 5.0, tls: Tls | None = None) -> tuple[bool, bytes]:
@@ -143,13 +136,6 @@ def serve_calls(target: object, lines: Iterable[str]) -> None:
             reply({"error": str(error)})
 
 
-def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """In a child right after its fork: the parent's end sends this signal."""
-    _libc.prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
 def _follow_parent(parent: int, number: signal.Signals) -> None:
     # A parent in the background may ignore SIGINT, and so would the child.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -169,30 +155,52 @@ class ChildProcess:
         death_signal: signal.Signals = signal.SIGKILL,
         pass_fds: Sequence[int] = (),
         on_line: Callable[[str], None] | None = None,
+        fork_server: ForkServer | None = None,
     ) -> None:
-        """Starts it. `on_line` gets every line of stdout and stderr, on a thread of this object."""
+        """Starts it. `on_line` gets every line of stdout and stderr, on a thread of this object.
+
+        With a fork server it is the `baton` command with these words, and has one pipe for both outputs.
+        """
         self.name = name
         self._on_line = on_line
         self._unread: deque[str] = deque(maxlen=NUM_LINES_UNREAD_MAX)
         self._tail: deque[str] = deque(maxlen=NUM_LINES_KEPT)
         self._changed = threading.Condition()
         self._is_stdout_open = True
-        parent = os.getpid()
-        self.popen = subprocess.Popen(
-            list(argv),
-            env=env,
-            stdin=subprocess.PIPE if has_stdin else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            preexec_fn=lambda: _follow_parent(parent, death_signal),  # noqa: PLW1509 - system calls, no locks
-            pass_fds=pass_fds,
-            start_new_session=True,
-        )
-        assert self.popen.stdout is not None
-        assert self.popen.stderr is not None
+        self.stdin: IO[bytes] | None = None
+        self.popen: subprocess.Popen[bytes] | ForkedProcess
+        if fork_server is not None:
+            request = SpawnRequest(
+                f"baton {name}",
+                "baton.__main__",
+                tuple(argv),
+                dict(env or settings.environment()),
+                death_signal,
+            )
+            reading, writing = os.pipe()
+            pipes = [os.fdopen(reading, "rb")]
+            try:
+                self.popen = fork_server.run(request, writing)
+            finally:
+                os.close(writing)
+        else:
+            parent = os.getpid()
+            popen = self.popen = subprocess.Popen(
+                list(argv),
+                env=env,
+                stdin=subprocess.PIPE if has_stdin else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                preexec_fn=lambda: _follow_parent(parent, death_signal),  # noqa: PLW1509 - system calls only
+                pass_fds=pass_fds,
+                start_new_session=True,
+            )
+            assert popen.stdout is not None
+            assert popen.stderr is not None
+            self.stdin, pipes = popen.stdin, [popen.stdout, popen.stderr]
         self._readers = [
-            threading.Thread(target=self._read, args=(pipe, is_stdout), daemon=True, name=f"{name} output")
-            for pipe, is_stdout in ((self.popen.stdout, True), (self.popen.stderr, False))
+            threading.Thread(target=self._read, args=(pipe, index == 0), daemon=True, name=f"{name} output")
+            for index, pipe in enumerate(pipes)
         ]
         for thread in self._readers:
             thread.start()
@@ -298,10 +306,10 @@ class ChildProcess:
 
     def send(self, value: Any) -> None:
         """Writes one JSON line to its stdin."""
-        assert self.popen.stdin is not None
+        assert self.stdin is not None
         try:
-            self.popen.stdin.write(json.dumps(value).encode() + b"\n")
-            self.popen.stdin.flush()
+            self.stdin.write(json.dumps(value).encode() + b"\n")
+            self.stdin.flush()
         except BrokenPipeError:
             raise self._ended() from None
 
@@ -345,14 +353,14 @@ class ChildProcess:
 
     def close_stdin(self) -> None:
         """A child that reads its stdin ends when it is closed."""
-        if self.popen.stdin is not None:
+        if self.stdin is not None:
             with suppress(BrokenPipeError):
-                self.popen.stdin.close()
+                self.stdin.close()
 
     def close(self, grace_s: float = END_S_MAX) -> None:
         """Ends it: by the end of its stdin, or by SIGTERM where it has none; then SIGINT; then SIGKILL."""
         self.close_stdin()
-        if self.popen.stdin is None:
+        if self.stdin is None:
             self.signal(signal.SIGTERM)
         for number, wait_s in ((None, grace_s), (signal.SIGINT, END_S_MAX), (signal.SIGKILL, END_S_MAX)):
             if number is not None:
@@ -386,6 +394,8 @@ class Service:
     """Where the supervisor listens for it: clients that connect while it is restarted wait for it."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables of this service alone."""
+    modules: tuple[str, ...] = ()
+    """What takes it seconds to import: it is forked from a process that has imported them."""
 
 
 @dataclass(slots=True)
@@ -414,6 +424,8 @@ class SupervisedService:
         service = self.service
         port = int(self.url.rpartition(":")[2].rstrip("/")) if self.url else service.port
         words = (*service.arguments, "--port", str(port))
+        if service.modules:
+            return list(words)
         return [service.program, *words] if service.program else baton_command(*words)
 
     def ended(self, code: int, last_line: str, now_s: float) -> str:
@@ -548,7 +560,12 @@ class Supervisor:
         """Starts a service, waits for its end, starts it again."""
         while not self._is_closing.is_set():
             service = supervised.service
-            process = self._spawn(supervised)
+            try:
+                process = self._spawn(supervised)
+            except BatonError as error:  # a fork server cannot import its modules
+                self._failure = error
+                self._notify()
+                return
             process.wait()
             if service.program:
                 with suppress(ProcessLookupError):
@@ -590,6 +607,9 @@ class Supervisor:
         if supervised.listener is not None:
             fds.append(supervised.listener.fileno())
             environment[settings.LISTENER_VARIABLE] = str(fds[0])
+        fork_server = None
+        if service.modules:
+            fork_server = FORK_SERVERS.get(settings.rank_environment(1), service.modules)
         process = ChildProcess(
             name,
             supervised.command(),
@@ -597,6 +617,7 @@ class Supervisor:
             death_signal=signal.SIGINT,
             pass_fds=fds,
             on_line=on_line,
+            fork_server=fork_server,
         )
         supervised.process = process
         self._tell_guard(process.pid)

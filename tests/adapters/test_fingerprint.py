@@ -7,7 +7,7 @@ from typing import Any
 from tests.engine.tiny import tiny
 
 from baton.adapters.common import model_fingerprint
-from baton.engine.checkpoint import open_checkpoint
+from baton.checkpoint.opening import open_checkpoint
 
 UNCHANGED: dict[str, Any] = {"config": {}, "quantization": None, "revision": None, "weights": ""}
 

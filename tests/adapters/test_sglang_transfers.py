@@ -9,10 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.adapters.test_vllm_cache import FullAttentionSpec, cpu_attention, flash_attention
 
-from baton.adapters.common import Mesh
+from baton.adapters.common import WorkerMesh
 from baton.adapters.sglang import check_version
-from baton.adapters.sglang.cache import BUFFERS, describe_pool, make_pools, make_spec
+from baton.adapters.sglang.cache import (
+    BUFFERS,
+    GROUP,
+    STATES,
+    WINDOWS,
+    check_heads,
+    describe_pool,
+    make_pools,
+    make_spec,
+)
 from baton.adapters.sglang.transfers import (
     BOOTSTRAPPING,
     FAILED,
@@ -25,11 +35,13 @@ from baton.adapters.sglang.transfers import (
     TransferFailedError,
     Transfers,
 )
+from baton.adapters.vllm import cache as vllm_cache
+from baton.adapters.vllm.cache import Store, describe_layers, split_layer
 from baton.engine.pages import engine_storage
 from baton.errors import BatonError, ConfigError
 from baton.plan import Spec, load_cache, parse_layout
 from baton.plan.content import allocate
-from baton.session import Endpoint, EndpointConfig, Ready, Request, prompt_digest
+from baton.session import Aux, Endpoint, EndpointConfig, Ready, Request, Timings, prompt_digest
 from baton.transport import NOW, open_transport
 
 LAYERS, HEADS, CHANNELS, SLOTS = 3, 12, 8, 256
@@ -43,6 +55,9 @@ LAYOUTS = {
     "pp2.tp2": (UNEVEN, 2),
 }
 """The layers of each pipeline stage, and the TP size."""
+WINDOW = 33
+CONVOLUTION = (12, 12, 24)
+"""Channels of q, k and v."""
 ROW, ROWS = 5, 4
 CACHED = 7
 """Tokens of every prompt that prefill has already."""
@@ -75,40 +90,97 @@ class MLATokenToKVPool:
         return self.kv_buffer
 
 
+class DSATokenToKVPool(MLATokenToKVPool):
+    """Beside the latents a sparse index: a row for each page, none where a layer has no index."""
+
+    def __init__(self, page_size: int, num_heads: int, layers: range) -> None:
+        super().__init__(page_size, num_heads, layers)
+        rows = [0 if layer == 1 else SLOTS // page_size + 1 for layer in layers]
+        self.index_k_with_scale_buffer = [
+            torch.randint(0, 256, (count, page_size * 12), dtype=torch.uint8) for count in rows
+        ]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.kv_buffer, *self.index_k_with_scale_buffer]
+
+
+class SWAKVPool:
+    """Two pools: layer 1 has full attention, the others have windows."""
+
+    def __init__(self, page_size: int, num_heads: int, layers: range) -> None:
+        self.page_size = page_size
+        full, windows = ([layer for layer in layers if (layer == 1) is is_full] for is_full in (True, False))
+        self.full_kv_pool = MHATokenToKVPool(page_size, num_heads, range(len(full)))
+        self.swa_kv_pool = MHATokenToKVPool(page_size, num_heads, range(len(windows)))
+        self.layers_mapping = {layer: (index, False) for index, layer in enumerate(full)}
+        self.layers_mapping |= {layer: (index, True) for index, layer in enumerate(windows)}
+
+
+class HybridLinearKVPool:
+    """Layers 1 and 2 have attention, layers 0 and 1 a state."""
+
+    def __init__(self, page_size: int, num_heads: int, layers: range) -> None:
+        self.page_size = page_size
+        full = [layer for layer in layers if layer in (1, 2)]
+        self.full_kv_pool = MHATokenToKVPool(page_size, num_heads, range(len(full)))
+        self.full_attention_layer_id_mapping = {layer: index for index, layer in enumerate(full)}
+        states = [layer for layer in layers if layer in (0, 1)]
+        channels = sum(CONVOLUTION) * num_heads // HEADS
+        self.mamba_pool = SimpleNamespace(
+            mamba_layer_ids=states,
+            mamba_cache=SimpleNamespace(
+                temporal=torch.randn(len(states), ROWS, num_heads, 4, 6),
+                conv=[torch.randn(len(states), ROWS, channels, 3).to(torch.bfloat16)],
+            ),
+            conv_shard_groups=list(CONVOLUTION),
+            conv_slice_axis=0,
+            _slot_siblings=(),
+        )
+
+
 class Side:
     """The ranks of one server, in this process."""
 
     def __init__(
-        self, name: str, stages: list[range], tp: int, page_size: int, kind: Any, trace: Path | None = None
+        self,
+        name: str,
+        stages: list[range],
+        tp: int,
+        page_size: int,
+        kind: Any,
+        trace: Path | None = None,
+        timings: Timings = Timings(),  # noqa: B008
     ) -> None:
         self.page_size, self.address = page_size, ""
         self.managers: list[Any] = []
         self.stages = [[kind(page_size, HEADS // tp, layers) for _ in range(tp)] for layers in stages]
         self.rows = [np.zeros((ROWS, ROW), np.uint8) for _ in range(tp * len(stages))]
-        for pools in self.stages if kind is MLATokenToKVPool else ():
+        for pools in self.stages if issubclass(kind, MLATokenToKVPool) else ():
             for pool in pools[1:]:
                 for tensor, replica in zip(pools[0].tensors, pool.tensors, strict=True):
                     replica.copy_(tensor)
         first: Endpoint | None = None
         for rank, pool in enumerate(pool for pools in self.stages for pool in pools):
             stage = rank // tp
-            mesh = Mesh(stage, rank % tp, len(stages), tp, HEADS)
+            mesh = WorkerMesh(stage, rank % tp, len(stages), tp, HEADS)
             config = EndpointConfig(
                 instance=name,
-                spec=make_spec([describe_pool(pools[rank % tp]) for pools in self.stages], mesh),
+                spec=make_spec([describe_pool(pools[rank % tp], WINDOW, tp) for pools in self.stages], mesh),
                 rank=mesh.rank,
                 secret=b"a secret of the tests",
                 coordinator=first.address if first else None,
                 epoch=first.config.epoch if first else 0,
+                timings=timings,
             )
             endpoint = Endpoint(config, make_pools(pool), open_transport("tcp"))
             first = first or endpoint
             transfers = Transfers(
                 endpoint=endpoint,
-                layers=stages[stage],
+                caches={(cache.layer, cache.is_state): cache.layer for cache in describe_pool(pool, 1)},
                 metadata=MetadataRows([self.rows[rank].ctypes.data], [ROW]),
                 has_aux=mesh.tp == 0 and stage == len(stages) - 1,
-                pages=lambda request, num_tokens: request.slots[:num_tokens:page_size] // page_size,
+                pages=self.pages,
                 fence=lambda: NOW,
                 trace=trace,
             )
@@ -121,6 +193,15 @@ class Side:
     def find(self, bootstrap_addr: str, dp: int) -> str:
         return self.source
 
+    def pages(self, request: Any, num_tokens: int) -> dict[str, Any]:
+        """A token has another slot in the pool of windows, and none before the window."""
+        pages = request.slots[: num_tokens : self.page_size] // self.page_size
+        num_left = (len(request.slots) - WINDOW) // self.page_size
+        is_left = np.arange(len(pages)) < num_left
+        tables = {GROUP: pages, WINDOWS: np.where(is_left, 0, pages + 2), STATES: np.array([request.state])}
+        groups = self.managers[0].transfers.endpoint.config.spec.cache.groups
+        return {group: tables[group] for group in groups}
+
     def request(self, tokens: list[int], first_slot: int) -> Any:
         slots = np.arange(first_slot, first_slot + len(tokens))
         return SimpleNamespace(
@@ -130,15 +211,38 @@ class Side:
             output_ids=[42],
             return_logprob=False,
             slots=slots,
+            state=1 + first_slot // 32,
         )
 
     def content(self, request: Any) -> list[torch.Tensor]:
         """What lies in the request's slots, by kind and layer, all heads."""
+        kind = type(self.stages[0][0])
+        if kind not in (SWAKVPool, HybridLinearKVPool):
+            return self._tokens(self.stages, request.slots)
+        found = self._tokens([[pool.full_kv_pool for pool in pools] for pools in self.stages], request.slots)
+        if kind is SWAKVPool:
+            slots = request.slots[-WINDOW:] + 2 * self.page_size
+            return found + self._tokens(
+                [[pool.swa_kv_pool for pool in pools] for pools in self.stages], slots
+            )
+        for pools in self.stages:
+            states = [pool.mamba_pool.mamba_cache for pool in pools]
+            found += torch.cat([state.temporal[:, request.state] for state in states], dim=1)
+            sizes = [size // len(pools) for size in CONVOLUTION]
+            parts = [state.conv[0][:, request.state].split(sizes, dim=1) for state in states]
+            found += torch.cat([torch.cat(part, dim=1) for part in zip(*parts, strict=True)], dim=1)
+        return found
+
+    def _tokens(self, stages: list[list[Any]], slots: Any) -> list[torch.Tensor]:
         found = []
-        for buffers in BUFFERS[type(self.stages[0][0]).__name__]:
-            for pools in self.stages:
+        for buffers in BUFFERS[type(stages[0][0]).__name__]:
+            for pools in stages:
                 for tensors in zip(*(getattr(pool, buffers) for pool in pools), strict=True):
-                    parts = [tensor[request.slots] for tensor in tensors]
+                    if buffers.startswith("index"):
+                        pages = slots[:: self.page_size] // self.page_size
+                        found += [tensor[pages] for tensor in tensors[:1] if len(tensor)]
+                        continue
+                    parts = [tensor[slots] for tensor in tensors]
                     found.append(parts[0] if buffers == "kv_buffer" else torch.cat(parts, dim=1))
         return found
 
@@ -155,7 +259,8 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
     started: list[Side] = []
 
     def start(source: str, target: str, kind: Any = MHATokenToKVPool, page: int = 1) -> tuple[Side, Side]:
-        started.append(Side("prefill", *LAYOUTS[source], 1, kind, tmp_path / "trace"))
+        source_page = page if kind is DSATokenToKVPool else 1
+        started.append(Side("prefill", *LAYOUTS[source], source_page, kind, tmp_path / "trace"))
         started.append(Side("decode", *LAYOUTS[target], page, kind))
         started[1].source = started[0].address
         return started[0], started[1]
@@ -173,7 +278,9 @@ def poll_until(handles: list[Any], state: int) -> None:
         sleep(0.01)
 
 
-def begin(source: Side, target: Side, room: int, num_tokens: int = 50) -> tuple[Any, Any, Any, Any]:
+def begin(
+    source: Side, target: Side, room: int, num_tokens: int = 50, num_held: int = 0
+) -> tuple[Any, Any, Any, Any]:
     """A prompt whose target has room: requests, senders and receivers."""
     tokens = [room * 1000 + number for number in range(num_tokens)]
     sent, wanted = source.request(tokens, 16), target.request(tokens, 64)
@@ -185,7 +292,8 @@ def begin(source: Side, target: Side, room: int, num_tokens: int = 50) -> tuple[
         receiver.bind(wanted)
         receiver.init(0)
         assert receiver.poll() == WAITING_FOR_INPUT
-        receiver.send_metadata(wanted.slots[:: target.page_size] // target.page_size, 2, [], 0)
+        pages = wanted.slots[num_held :: target.page_size] // target.page_size
+        receiver.send_metadata(pages, 2, [], num_held)
     poll_until(senders, WAITING_FOR_INPUT)
     return sent, wanted, senders, receivers
 
@@ -203,8 +311,8 @@ def prefill(
             if start == 0 and end > CACHED:
                 # SGLang sends prefix hits from within the step.
                 sender.send([], None, num_kv_tokens=CACHED)
-            for layer in manager.transfers.layers if hooks else ():
-                manager.transfers.layer_done(layer)
+            for layer, is_state in manager.transfers.caches if hooks else ():
+                manager.transfers.layer_done(layer, is_state=is_state)
             manager.transfers.end_step()
             is_last = end == len(request.origin_input_ids)
             sender.init(0, 1)
@@ -226,6 +334,12 @@ def prefill(
         ("pp2", "tp2", MHATokenToKVPool, 1),
         ("tp1", "pp2.tp2", MHATokenToKVPool, 1),
         ("pp2.tp2", "tp1", MLATokenToKVPool, 1),
+        ("pp2", "tp2", DSATokenToKVPool, 16),
+        ("tp2", "tp3", SWAKVPool, 16),
+        ("pp2.tp2", "tp1", SWAKVPool, 1),
+        ("tp1", "pp2.tp2", HybridLinearKVPool, 1),
+        ("tp3", "tp2", HybridLinearKVPool, 16),
+        ("pp2", "tp4", HybridLinearKVPool, 1),
     ],
 )
 def test_every_byte_arrives(pair: Pair, source_layout: str, target_layout: str, kind: Any, page: int) -> None:
@@ -242,15 +356,53 @@ def test_every_byte_arrives(pair: Pair, source_layout: str, target_layout: str, 
         assert all(rows[2].tolist() == [1, 2, 3, 4, 5] for rows in target.rows)
 
 
-def test_the_storage_of_our_engine_receives_it() -> None:
-    """One component for all layers, K and V fused, heads before tokens, pages of 16."""
+def test_a_window_is_written_and_nothing_before_it(pair: Pair) -> None:
+    source, target = pair("tp2", "tp1", SWAKVPool, 16)
+    (before,) = [pool.swa_kv_pool.k_buffer[0].clone() for pool in target.stages[0]]
+    sent, wanted, senders, receivers = begin(source, target, 1)
+    prefill(source, sent, senders, [20, 50])
+    poll_until(receivers, SUCCESS)
+    changed = (target.stages[0][0].swa_kv_pool.k_buffer[0] != before).flatten(1).any(1).nonzero().flatten()
+    assert changed.tolist() == [*(wanted.slots[-WINDOW:] + 2 * target.page_size)]
+
+
+@pytest.mark.parametrize("kind", [MHATokenToKVPool, SWAKVPool, HybridLinearKVPool])
+def test_what_decode_has_is_not_sent(pair: Pair, kind: Any) -> None:
+    """A prefix of the tokens, also of those in a window; a state is always sent."""
+    source, target = pair("tp1", "tp2", kind, 16)
+    held = 32
+    before = target.content(target.request([*range(50)], 64))
+    sent, wanted, senders, receivers = begin(source, target, 1, num_held=held)
+    prefill(source, sent, senders, [50])
+    poll_until(receivers, SUCCESS)
+    for old, given, got in zip(before, source.content(sent), target.content(wanted), strict=True):
+        num_held = {50: held, WINDOW: held - (50 - WINDOW)}.get(len(got), 0)
+        assert torch.equal(got, torch.cat([old[:num_held], given[num_held:]]))
+
+
+def test_a_layer_leaves_when_its_state_is_there_too(pair: Pair) -> None:
+    source, target = pair("tp1", "tp1", HybridLinearKVPool)
+    sent, _, senders, receivers = begin(source, target, 1)
+    transfers = source.managers[0].transfers
+    sent.extend_end, sent.disagg_kv_sender = 50, senders[0]
+    transfers.begin_step([sent])
+    done = [(2, False), (1, False), (0, True), (1, True)]
+    seen = []
+    for layer, is_state in done:
+        transfers.layer_done(layer, is_state=is_state)
+        seen.append([layers for layers, _, _ in senders[0].steps[-1].offered])
+    assert seen == [[(2, 3)], [(2, 3)], [(2, 3), (0, 1)], [(2, 3), (0, 1), (1, 2)]]
+    transfers.end_step()
+    senders[0].init(0, 1)
+    senders[0].send([], [], num_kv_tokens=50)
+    poll_until(receivers, SUCCESS)
+
+
+def receive(config: EndpointConfig, pools: Any, table: dict[str, Any]) -> tuple[Aux, list[torch.Tensor]]:
+    """What another engine gets of 50 tokens from SGLang's pp2.tp2, and what was in SGLang's slots."""
     source = Side("prefill", *LAYOUTS["pp2.tp2"], 1, MHATokenToKVPool)
-    cache = load_cache(f"paged:layers={LAYERS},heads={HEADS},dim={CHANNELS}")
-    spec = Spec(parse_layout("tp1"), cache, engine_storage(cache, 16, "fp32").with_pages({"tokens": 8}))
-    pools = {name: memory for (_, name), memory in allocate(spec, 0, "target").items()}
-    config = EndpointConfig("decode", spec, 0, b"a secret of the tests")
     endpoint = Endpoint(config, pools, open_transport("tcp"))
-    tokens, pages = list(range(50)), np.array([5, 2, 7, 1])
+    tokens = list(range(50))
     sent = source.request(tokens, 16)
     sent.return_logprob = True
     sent.logprob = SimpleNamespace(
@@ -261,23 +413,54 @@ def test_the_storage_of_our_engine_receives_it() -> None:
     senders = [Sender(manager, "", 3) for manager in source.managers]
     for sender in senders:
         sender.bind(sent)
-    request = Request("3", source.address, prompt_digest(tokens), {0: {"tokens": pages}})
-    receiving = endpoint.receive(request)
+    receiving = endpoint.receive(Request("3", source.address, prompt_digest(tokens), {0: table}))
     try:
         poll_until(senders, WAITING_FOR_INPUT)
         prefill(source, sent, senders, [20, 50])
         poll_until(senders, SUCCESS)
         assert receiving.wait_released(WAIT_S)
         assert isinstance(receiving.state, Ready)
-        aux = receiving.state.aux
-        assert (aux.tokens, aux.logprobs) == ((42,), ({42: -0.5, 7: -1.5},))
+        return receiving.state.aux, source.content(sent)
     finally:
         endpoint.close()
         source.close()
+
+
+def test_the_storage_of_our_engine_receives_it() -> None:
+    """One component for all layers, K and V fused, heads before tokens, pages of 16."""
+    cache = load_cache(f"paged:layers={LAYERS},heads={HEADS},dim={CHANNELS}")
+    spec = Spec(parse_layout("tp1"), cache, engine_storage(cache, 16, "fp32").with_pages({"tokens": 8}))
+    pools = {name: memory for (_, name), memory in allocate(spec, 0, "target").items()}
+    pages = np.array([5, 2, 7, 1])
+    config = EndpointConfig("decode", spec, 0, b"a secret of the tests")
+    aux, content = receive(config, pools, {"tokens": pages})
+    assert (aux.tokens, aux.logprobs) == ((42,), ({42: -0.5, 7: -1.5},))
     stored = pools["kv"].view(np.float32).reshape(LAYERS, 8, 2, HEADS, 16, CHANNELS)[:, pages]
     found = stored.transpose(2, 0, 1, 4, 3, 5).reshape(2 * LAYERS, 64, HEADS, CHANNELS)[:, :50]
-    for one, other in zip(source.content(sent), found, strict=True):
+    for one, other in zip(content, found, strict=True):
         assert np.array_equal(one.numpy(), other)
+
+
+@pytest.mark.parametrize("kernel", [flash_attention, cpu_attention])
+def test_the_blocks_of_vllm_receive_it(kernel: Store) -> None:
+    """They are what a kernel of vLLM would have stored there; kernels lay blocks out in unlike ways."""
+    raw = torch.zeros(LAYERS, 8, HEADS, 16, 2 * CHANNELS)
+    caches = {f"layers.{layer}.attn": cache for layer, cache in enumerate(raw)}
+    group = SimpleNamespace(layer_names=list(caches), kv_cache_spec=FullAttentionSpec())
+    layers = [
+        part
+        for layer in describe_layers(caches, [group], 8)
+        for part in split_layer(layer, caches[layer.name], kernel)
+    ]
+    spec = vllm_cache.make_spec([layers], WorkerMesh(0, 0, 1, 1, HEADS))
+    config = EndpointConfig("decode", spec, 0, b"a secret of the tests")
+    blocks = torch.tensor([5, 2, 7, 1])
+    _, content = receive(config, vllm_cache.make_pools(caches), {"blocks.0": blocks.numpy()})
+    slots = (blocks[:, None] * 16 + torch.arange(16)).flatten()[:50]
+    for layer in range(LAYERS):
+        wanted = torch.zeros_like(raw[layer])
+        kernel(content[layer], content[LAYERS + layer], wanted, slots)
+        assert torch.equal(raw[layer], wanted)
 
 
 def test_nothing_is_offered_before_decode_has_room(pair: Pair) -> None:
@@ -343,6 +526,20 @@ def test_a_request_that_decode_gives_up_ends_at_prefill(pair: Pair) -> None:
     poll_until(receivers, FAILED)
 
 
+def test_a_prompt_that_decode_never_asks_for_ends() -> None:
+    """Its half was lost, or decode was refused; polls alone do not keep it."""
+    source = Side("prefill", *LAYOUTS["tp1"], 1, MHATokenToKVPool, timings=Timings(offer_s=1.0))
+    sender = Sender(source.managers[0], "", 7)
+    sender.bind(source.request([1, 2, 3], 16))
+    try:
+        assert sender.poll() == BOOTSTRAPPING
+        poll_until([sender], FAILED)
+        with pytest.raises(TransferFailedError, match="deadline passed at offer"):
+            sender.failure_exception()
+    finally:
+        source.close()
+
+
 def test_other_prompts_are_refused(pair: Pair) -> None:
     source, target = pair("tp1", "tp1")
     sender, receiver = Sender(source.managers[0], "", 1), Receiver(target.managers[0], "", 1)
@@ -364,3 +561,16 @@ def test_unlike_metadata_and_unknown_versions_are_refused() -> None:
         check_version("0.4.1")
     with pytest.raises(ConfigError, match="kind SimpleNamespace"):
         describe_pool(SimpleNamespace())
+
+
+def test_windows_and_states_that_cannot_be_handed_over_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"windows of 0 tokens; .* --disable-hybrid-swa-memory"):
+        describe_pool(SWAKVPool(1, HEADS, WHOLE[0]))
+    check_heads(4, 8, 4)
+    check_heads(4, 4, 8)
+    with pytest.raises(ConfigError, match=r"TP 8 with 8 KV heads .* and 4 .* TP 4 or less"):
+        check_heads(4, 8, 8)
+    pool = HybridLinearKVPool(1, HEADS, WHOLE[0])
+    pool.mamba_pool._slot_siblings = (SimpleNamespace(),)
+    with pytest.raises(ConfigError, match="kind SimpleNamespace beside those of Mamba"):
+        describe_pool(pool)

@@ -1,12 +1,20 @@
 """vLLM's cache as a spec: stages, heads, windows, latents and groups that overlay each other."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from baton.adapters.common import Mesh
-from baton.adapters.vllm.cache import CacheLayer, describe_layers, layer_index, make_pools, make_spec
+from baton.adapters.common import WorkerMesh
+from baton.adapters.vllm.cache import (
+    CacheLayer,
+    describe_layers,
+    layer_index,
+    make_pools,
+    make_spec,
+    split_layer,
+)
 from baton.errors import ConfigError
 from baton.plan import plan
 from baton.plan.ownership import buffers, placements
@@ -30,6 +38,40 @@ def name(layer: int) -> str:
     return f"model.layers.{layer}.self_attn.attn"
 
 
+def flash_attention(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """As vLLM's FlashAttention, FlashInfer and Triton kernels store them: V behind K in each token's row."""
+    block, token = slots // cache.shape[2], slots % cache.shape[2]
+    cache[block, :, token] = torch.cat([key, value], dim=-1)
+
+
+def cpu_attention(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """As vLLM's CPU kernel does in float32: K by channel, behind it V by token."""
+    block, token = slots // cache.shape[2], slots % cache.shape[2]
+    keys, values = cache.view(*cache.shape[:2], 2, -1).unbind(2)
+    keys.view(*cache.shape[:2], -1, cache.shape[2])[block, :, :, token] = key
+    values.view(*cache.shape[:3], -1)[block, :, token] = value
+
+
+def packed(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """As in bfloat16: the channels of K by twos, and the tokens inside of these."""
+    cpu_attention(key, value, cache, slots)
+    rows = cache.view(*cache.shape[:2], 2, -1)[:, :, 0].unflatten(-1, (-1, 2, cache.shape[2]))
+    rows.copy_(rows.transpose(-1, -2).reshape(rows.shape))
+
+
+def test_a_kernel_that_packs_keys_cannot_be_split() -> None:
+    cache = torch.zeros(BLOCKS, HEADS, TOKENS, CHANNELS)
+    group = SimpleNamespace(layer_names=[name(0)], kv_cache_spec=FullAttentionSpec())
+    (layer,) = describe_layers({name(0): cache}, [group], BLOCKS)
+    key, value = split_layer(layer, cache, cpu_attention)
+    assert (key.view.strides[2:], value.view.strides[2:]) == ((1, TOKENS), (CHANNELS // 2, 1))
+    with pytest.raises(ConfigError, match=r"packs k of fp32 .*float32 on a CPU"):
+        split_layer(layer, cache, packed)
+    with pytest.raises(ConfigError, match="sliding window"):
+        split_layer(replace(layer, window=64), cache, cpu_attention)
+    assert not cache.any(), "the kernel has stored in the cache itself"
+
+
 def stage(layers: range, heads: int = HEADS, spec: object = None) -> tuple[CacheLayer, ...]:
     raw = torch.zeros(len(layers), BLOCKS, heads, TOKENS, CHANNELS)
     caches = dict(zip(map(name, layers), raw.unbind(0), strict=True))
@@ -39,7 +81,7 @@ def stage(layers: range, heads: int = HEADS, spec: object = None) -> tuple[Cache
 
 def test_stage_sizes_are_those_of_the_registered_layers() -> None:
     """vLLM gives the extra layer to an earlier stage, where Baton's default would not."""
-    spec = make_spec([stage(range(3)), stage(range(3, 5))], Mesh(1, 0, 2, 1, HEADS))
+    spec = make_spec([stage(range(3)), stage(range(3, 5))], WorkerMesh(1, 0, 2, 1, HEADS))
     assert str(spec.layout) == "pp2:3-2.tp1"
     (component,) = spec.cache.components
     assert component.layers == ((0, 5),)
@@ -48,21 +90,21 @@ def test_stage_sizes_are_those_of_the_registered_layers() -> None:
 
 @pytest.mark.parametrize(("tp", "local", "units"), [(1, 4, 4), (2, 2, 4), (4, 1, 4), (8, 1, 4)])
 def test_heads_are_cut_and_mirrored_as_vllm_does(tp: int, local: int, units: int) -> None:
-    spec = make_spec([stage(range(2), local)], Mesh(0, 0, 1, tp, HEADS))
+    spec = make_spec([stage(range(2), local)], WorkerMesh(0, 0, 1, tp, HEADS))
     assert spec.cache.components[0].num_units == units
-    one = make_spec([stage(range(2))], Mesh(0, 0, 1, 1, HEADS))
+    one = make_spec([stage(range(2))], WorkerMesh(0, 0, 1, 1, HEADS))
     assert plan(spec, one).routes
     assert plan(one, spec).routes
 
 
 def test_a_latent_is_the_same_on_all_ranks() -> None:
-    spec = make_spec([stage(range(2), 1, MLAAttentionSpec())], Mesh(0, 0, 1, 2, 1))
+    spec = make_spec([stage(range(2), 1, MLAAttentionSpec())], WorkerMesh(0, 0, 1, 2, 1))
     assert spec.cache.components[0].units is None
 
 
 def test_a_window_is_that_of_the_last_token() -> None:
     """Decode computes the last token itself; before it, one token less is in its window."""
-    spec = make_spec([stage(range(2), spec=SlidingWindowSpec())], Mesh(0, 0, 1, 1, HEADS))
+    spec = make_spec([stage(range(2), spec=SlidingWindowSpec())], WorkerMesh(0, 0, 1, 1, HEADS))
     assert spec.cache.components[0].extent.window == 63
 
 
@@ -75,7 +117,7 @@ def test_groups_may_overlay_each_other() -> None:
         SimpleNamespace(layer_names=[name(2), name(3)], kv_cache_spec=FullAttentionSpec()),
     ]
     layers = describe_layers(caches, groups, BLOCKS)
-    spec = make_spec([layers], Mesh(0, 0, 1, 1, HEADS))
+    spec = make_spec([layers], WorkerMesh(0, 0, 1, 1, HEADS))
     assert spec.cache.groups == ("blocks.0", "blocks.1")
     first, second = placements(spec, 0, "pool").values()
     assert (first.buffer, first.offset) == (second.buffer, second.offset) == ("cache.0", 0)
@@ -87,7 +129,7 @@ def test_layers_of_a_kind_in_several_allocations_are_refused() -> None:
     group = SimpleNamespace(layer_names=list(caches), kv_cache_spec=FullAttentionSpec())
     layers = describe_layers(caches, [group], BLOCKS)
     with pytest.raises(ConfigError, match="several allocations"):
-        make_spec([layers], Mesh(0, 0, 1, 1, HEADS))
+        make_spec([layers], WorkerMesh(0, 0, 1, 1, HEADS))
 
 
 def test_groups_with_unlike_blocks_are_refused() -> None:
@@ -98,7 +140,7 @@ def test_groups_with_unlike_blocks_are_refused() -> None:
     ]
     layers = describe_layers({name(0): raw, name(1): small}, groups, BLOCKS)
     with pytest.raises(ConfigError, match="blocks of 8, 16 tokens"):
-        make_spec([layers], Mesh(0, 0, 1, 1, HEADS))
+        make_spec([layers], WorkerMesh(0, 0, 1, 1, HEADS))
 
 
 def test_a_layer_without_a_number_is_refused() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.adapters.vllm_requests import decode_params, prefill_params, request, step
 
-from baton.adapters.vllm.metadata import Cancel, Decline
+from baton.adapters.vllm.metadata import Cancel, DeclinePrompt
 from baton.adapters.vllm.scheduler import SchedulerSide, WindowPins
 
 PROMPT = list(range(100, 400))
@@ -73,7 +73,7 @@ def test_a_decode_request_that_ends_without_blocks_declines(side: SchedulerSide)
     side.add_request(asking)
     assert side.finished(asking) == (False, None)
     assert side.has_messages
-    assert step(side).declines == [Decline("t", "p:1", "the request ended before it had blocks")]
+    assert step(side).declines == [DeclinePrompt("t", "p:1", "the request ended before it had blocks")]
     assert not side.has_messages
 
 

@@ -10,9 +10,17 @@ import pytest
 import torch
 from tests.serve.parts import until
 
-from baton.adapters.common import Mesh
+from baton.adapters.common import WorkerMesh
 from baton.adapters.vllm.cache import describe_layers, make_pools, make_spec
-from baton.adapters.vllm.metadata import Cancel, Chunk, Decline, Load, Queue, StepMetadata, Transfer
+from baton.adapters.vllm.metadata import (
+    CachedChunk,
+    Cancel,
+    DeclinePrompt,
+    Load,
+    Queue,
+    StepMetadata,
+    Transfer,
+)
 from baton.adapters.vllm.worker import TransferResults, WorkerSide
 from baton.errors import ConfigError
 from baton.session import Endpoint, EndpointConfig, Failed, prompt_digest
@@ -50,7 +58,7 @@ class Engine:
             stages.append(describe_layers(self.caches[-1], [group], BLOCKS))
         first: Endpoint | None = None
         for rank, caches in enumerate(self.caches):
-            mesh = Mesh(rank // tp, rank % tp, pp, tp, HEADS)
+            mesh = WorkerMesh(rank // tp, rank % tp, pp, tp, HEADS)
             config = EndpointConfig(
                 instance=name,
                 spec=make_spec(stages, mesh),
@@ -150,8 +158,8 @@ def test_every_layout_gets_the_bytes_that_prefill_computed(engines: Callable[...
         prefill = engines(f"p{source_pp}{source_tp}", source_pp, source_tp)
         decode = engines(f"d{target_pp}{target_tp}", target_pp, target_tp)
         load(decode, prefill, "t", [5, 9, 2])
-        prefill.compute(StepMetadata(chunks=[Chunk("t", transfer("t"), (0, 16), ([3],))]))
-        prefill.compute(StepMetadata(chunks=[Chunk("t", transfer("t"), (16, 40), ([8, 4],))]))
+        prefill.compute(StepMetadata(chunks=[CachedChunk("t", transfer("t"), (0, 16), ([3],))]))
+        prefill.compute(StepMetadata(chunks=[CachedChunk("t", transfer("t"), (16, 40), ([8, 4],))]))
         assert decode.results(set(), lambda got: bool(got.received)).failed == set()
         for layer in range(LAYERS):
             assert torch.equal(prefill.blocks(layer, [3, 8, 4]), decode.blocks(layer, [5, 9, 2]))
@@ -164,7 +172,7 @@ class EagerWorker(WorkerSide):
     def begin_step(self, step: StepMetadata) -> None:
         super().begin_step(step)
         if step.chunks:
-            for layer in self._layer_index:
+            for layer in self._layers:
                 self.layer_done(layer)
 
 
@@ -177,8 +185,8 @@ def test_a_prefix_that_another_request_computes_in_the_same_step_is_sent_after_i
     prefill.workers[0].__class__ = worker
     load(decode, prefill, "b", [5, 9, 2])
     chunks = [
-        Chunk("b", transfer("b"), (0, 40), ([3, 8, 4],)),
-        Chunk("a", transfer("a"), (0, 40), ([3, 10, 11],)),
+        CachedChunk("b", transfer("b"), (0, 40), ([3, 8, 4],)),
+        CachedChunk("a", transfer("a"), (0, 40), ([3, 10, 11],)),
     ]
     # While a layer is computed, there is time to copy what was offered too early.
     prefill.compute(StepMetadata(chunks=chunks), lambda: sleep(0.05))
@@ -193,7 +201,9 @@ def test_a_prefix_that_another_request_computes_in_the_same_step_is_sent_after_i
 def test_layers_without_a_hook_leave_at_the_end_of_the_step(engines: Callable[..., Engine]) -> None:
     prefill, decode = engines("p", 1, 1), engines("d", 1, 1)
     load(decode, prefill, "t", [5, 9, 2])
-    prefill.compute(StepMetadata(chunks=[Chunk("t", transfer("t"), (0, 40), ([3, 8, 4],))]), hooks=False)
+    prefill.compute(
+        StepMetadata(chunks=[CachedChunk("t", transfer("t"), (0, 40), ([3, 8, 4],))]), hooks=False
+    )
     assert decode.results(set(), lambda got: bool(got.received)).failed == set()
     assert torch.equal(prefill.blocks(3, [3, 8, 4]), decode.blocks(3, [5, 9, 2]))
 
@@ -202,7 +212,7 @@ def test_blocks_that_decode_has_are_not_written(engines: Callable[..., Engine]) 
     prefill, decode = engines("p", 1, 1), engines("d", 1, 1)
     before = decode.blocks(0, [5]).clone()
     load(decode, prefill, "t", [5, 9, 2], num_held=16)
-    prefill.compute(StepMetadata(chunks=[Chunk("t", transfer("t"), (0, 40), ([3, 8, 4],))]))
+    prefill.compute(StepMetadata(chunks=[CachedChunk("t", transfer("t"), (0, 40), ([3, 8, 4],))]))
     decode.results(set(), lambda got: bool(got.received))
     assert torch.equal(decode.blocks(0, [5]), before)
     assert torch.equal(prefill.blocks(0, [8, 4]), decode.blocks(0, [9, 2]))
@@ -214,7 +224,7 @@ def test_groups_of_layers_leave_when_their_last_layer_is_there(
     trace = tmp_path / "trace.jsonl"
     prefill, decode = engines("p", 1, 1, policy="fixed:2", trace=trace), engines("d", 1, 1)
     load(decode, prefill, "t", [5, 9, 2])
-    prefill.compute(StepMetadata(chunks=[Chunk("t", transfer("t"), (0, 40), ([3, 8, 4],))]))
+    prefill.compute(StepMetadata(chunks=[CachedChunk("t", transfer("t"), (0, 40), ([3, 8, 4],))]))
     decode.results(set(), lambda got: bool(got.received))
     prefill.results({"t"}, lambda got: bool(got.sent))
     line = json.loads(trace.read_text())
@@ -237,7 +247,7 @@ def test_a_transfer_that_ends_early_fails_once_at_decode_and_frees_blocks(
     if ending.startswith("cancel"):
         prefill.compute(StepMetadata(cancels=[Cancel("t", transfer("t"), "it ended")]))
     else:
-        prefill.compute(StepMetadata(chunks=[Chunk("t", transfer("t"), (0, 16), ([3],))]))
+        prefill.compute(StepMetadata(chunks=[CachedChunk("t", transfer("t"), (0, 16), ([3],))]))
     if ending == "preempt and end":
         prefill.compute(StepMetadata(preempted=["t"]))
     if ending == "abort at decode":
@@ -249,7 +259,7 @@ def test_a_transfer_that_ends_early_fails_once_at_decode_and_frees_blocks(
     # The same blocks can be loaded again.
     again = Load("u", transfer("u"), prefill.address, 0, ([5, 9, 2],))
     decode.compute(StepMetadata(loads=[again]))
-    prefill.compute(StepMetadata(chunks=[Chunk("u", transfer("u"), (0, 40), ([3, 8, 4],))]))
+    prefill.compute(StepMetadata(chunks=[CachedChunk("u", transfer("u"), (0, 40), ([3, 8, 4],))]))
     assert decode.results(set(), lambda got: bool(got.received)).failed == set()
 
 
@@ -261,7 +271,7 @@ def test_a_prompt_in_prefills_queue_is_granted_and_sent_later(engines: Callable[
     sendings = [worker._outgoing["t"].sending for worker in prefill.workers]
     until(lambda: all(sending and sending.is_granted for sending in sendings), "it is granted", WAIT_S, 0.01)
     prefill.compute(queue)
-    prefill.compute(StepMetadata(chunks=[Chunk("t", transfer("t"), (0, 40), ([3, 8, 4],))]))
+    prefill.compute(StepMetadata(chunks=[CachedChunk("t", transfer("t"), (0, 40), ([3, 8, 4],))]))
     assert decode.results(set(), lambda got: bool(got.received)).failed == set()
     assert prefill.results({"t"}, lambda got: bool(got.sent)).sent == {"t"}
     assert torch.equal(prefill.blocks(3, [3, 8, 4]), decode.blocks(3, [5, 9, 2]))
@@ -269,7 +279,7 @@ def test_a_prompt_in_prefills_queue_is_granted_and_sent_later(engines: Callable[
 
 def test_prefill_learns_that_a_prompt_is_in_decodes_queue(engines: Callable[..., Engine]) -> None:
     prefill, decode = engines("p", 1, 1), engines("d", 1, 1)
-    prefill.compute(StepMetadata(chunks=[Chunk("t", transfer("t"), (0, 40), ([3, 8, 4],))]))
+    prefill.compute(StepMetadata(chunks=[CachedChunk("t", transfer("t"), (0, 40), ([3, 8, 4],))]))
     decode.compute(StepMetadata(queued=[Queue("t", transfer("t"), prefill.address)]))
     sending = prefill.workers[0]._outgoing["t"].sending
     assert sending is not None
@@ -287,13 +297,13 @@ def test_a_preempted_prompt_is_handed_over_from_other_blocks(
     old, new = [3, 8, 4], [13, 18, 14]
     load(decode, prefill, "t", [5, 9, 2])
     blocks = old[: -(-num_sent // TOKENS)]
-    prefill.compute(StepMetadata(chunks=[Chunk("t", transfer("t"), (0, num_sent), (blocks,))]))
+    prefill.compute(StepMetadata(chunks=[CachedChunk("t", transfer("t"), (0, num_sent), (blocks,))]))
     computed = [prefill.blocks(layer, old) for layer in range(LAYERS)]
     prefill.compute(StepMetadata(preempted=["t"]))
     for caches in prefill.caches:
         for cache in caches.values():
             cache[new], cache[old] = cache[old].clone(), 0.0
-    prefill.compute(StepMetadata(chunks=[Chunk("t", transfer("t"), (0, 40), (new,))]), writes=False)
+    prefill.compute(StepMetadata(chunks=[CachedChunk("t", transfer("t"), (0, 40), (new,))]), writes=False)
     assert decode.results(set(), lambda got: bool(got.received)).failed == set()
     assert prefill.results({"t"}, lambda got: bool(got.sent)).sent == {"t"}
     for layer in range(LAYERS):
@@ -302,9 +312,9 @@ def test_a_preempted_prompt_is_handed_over_from_other_blocks(
 
 def test_a_decline_ends_the_transfer_at_prefill(engines: Callable[..., Engine]) -> None:
     prefill, decode = engines("p", 1, 1), engines("d", 1, 1)
-    prefill.compute(StepMetadata(chunks=[Chunk("t", transfer("t"), (0, 40), ([3, 8, 4],))]))
+    prefill.compute(StepMetadata(chunks=[CachedChunk("t", transfer("t"), (0, 40), ([3, 8, 4],))]))
     sending = prefill.workers[0]._outgoing["t"].sending
-    decode.compute(StepMetadata(declines=[Decline("t", prefill.address, "decode has it")]))
+    decode.compute(StepMetadata(declines=[DeclinePrompt("t", prefill.address, "decode has it")]))
     assert prefill.results({"t"}, lambda got: bool(got.sent)).sent == {"t"}
     assert sending is not None
     assert isinstance(sending.state, Failed)

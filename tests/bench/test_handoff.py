@@ -102,7 +102,7 @@ def test_no_process_outlives_its_parent(tmp_path: Path, number: signal.Signals) 
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no threads yet
     )
     try:
-        limit_s = time.monotonic() + 60
+        limit_s = time.monotonic() + 300
         while len(children := ranks_of(parent.pid)) < 3:
             assert time.monotonic() < limit_s
             assert parent.poll() is None
@@ -113,7 +113,7 @@ def test_no_process_outlives_its_parent(tmp_path: Path, number: signal.Signals) 
         except subprocess.TimeoutExpired:
             # Python loses what comes while it forks with a `preexec_fn`, and a child was just seen to appear.
             parent.send_signal(number)
-            code = parent.wait(60)
+            code = parent.wait(120)
         assert code == (130 if number is signal.SIGINT else -signal.SIGKILL)
         while any(os.path.exists(f"/proc/{pid}") for pid in children):
             assert time.monotonic() < limit_s

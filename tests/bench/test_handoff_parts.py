@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from baton.bench.handoff.records import (
-    CopyTiming,
-    HandOver,
+    BatchTiming,
+    Handoff,
     Received,
     RecordingTransport,
     Sent,
@@ -100,7 +100,7 @@ def wrong_bytes(workload: Workload, taken: dict, salt: int, slot: int = 0) -> tu
         (SideSpec("tp2", 16), SideSpec("tp1", 16, "hnd", "fp32")),
     ],
 )
-def test_content_is_right_after_a_hand_over_and_only_then(source: SideSpec, target: SideSpec) -> None:
+def test_content_is_right_after_a_handoff_and_only_then(source: SideSpec, target: SideSpec) -> None:
     workload = Workload(MIXED, source, target, num_tokens=75, num_slots=3)
     _, taken = handed_over(workload, salt=5, slot=1)
     total, wrong = wrong_bytes(workload, taken, salt=5, slot=1)
@@ -189,7 +189,7 @@ def test_the_sampler_is_on_the_last_stage() -> None:
     assert sampler_rank(dataclasses.replace(FLAT, source=SideSpec("tp2.pp2"))) == 1
 
 
-def observed(layers_s: list[float], copies: list[tuple[float, float]], settled_s: float) -> HandOver:
+def observed(layers_s: list[float], copies: list[tuple[float, float]], settled_s: float) -> Handoff:
     """A hand-over of one source rank whose layers ended and whose copies ran at these times from 100 on."""
     steps = tuple(PrefillStep(at, i, (0, 8), 10, (i, i + 1)) for i, at in enumerate(layers_s))
     sent = Sent(
@@ -199,10 +199,10 @@ def observed(layers_s: list[float], copies: list[tuple[float, float]], settled_s
         committed_s=100.0,
         settled_s=100 + settled_s,
         outcome="ready",
-        copies=tuple(CopyTiming("t", 100 + a, 100 + b, 10, 2, True) for a, b in copies),
+        copies=tuple(BatchTiming("t", 100 + a, 100 + b, 10, 2, True) for a, b in copies),
     )
     received = Received(0, 100.0, 100 + settled_s, "ready")
-    return HandOver("x", 100.0, {0: steps}, {0: sent}, received, {"t": 3})
+    return Handoff("x", 100.0, {0: steps}, {0: sent}, received, {"t": 3})
 
 
 def test_figures_by_hand() -> None:
@@ -235,7 +235,7 @@ def test_serial_time_and_what_a_group_costs() -> None:
     assert found.overhead_s == pytest.approx(1.0)
 
 
-def test_story_of_a_hand_over() -> None:
+def test_story_of_a_handoff() -> None:
     timeline = timeline_of(observed([1, 2], [(1, 3), (2, 4)], settled_s=5))
     names = {track.name: timeline.on(track) for track in timeline.tracks}
     assert [(i.name, i.start_s, i.stop_s) for i in names["compute"]] == [

@@ -5,32 +5,39 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-
-import typer
+from typing import Any
 
 from baton.cli import make_app
 
 
-def options(verb: str) -> dict[str, bool]:
+def _command(name: str) -> Any:
+    """A command like `up`, or `bench overlap`; raises KeyError for one that is none."""
+    command: Any = make_app(name.split(maxsplit=1)[0])
+    for word in name.split():
+        command = command.commands[word]
+    return command
+
+
+def options(name: str) -> dict[str, bool]:
     """The options of a command, and whether each takes a value; raises KeyError for one that is none."""
-    command = typer.main.get_command(make_app(verb)).commands[verb]
     return {
-        name: not getattr(parameter, "is_flag", False)
-        for parameter in command.params
-        for name in parameter.opts
-        if name.startswith("-")
+        option: not getattr(parameter, "is_flag", False)
+        for parameter in _command(name).params
+        for option in (*parameter.opts, *parameter.secondary_opts)
+        if option.startswith("-")
     } | {"--help": False}
 
 
-def arguments(verb: str) -> int:
+def arguments(name: str) -> int:
     """How many words a command takes beside its options."""
-    command = typer.main.get_command(make_app(verb)).commands[verb]
-    return sum(1 for parameter in command.params if parameter.param_type_name == "argument")
+    return sum(1 for parameter in _command(name).params if parameter.param_type_name == "argument")
 
 
 def problems(words: list[str]) -> Iterator[str]:
     """What is wrong with the words after `baton`."""
     verb, *rest = words
+    if verb == "bench" and rest:
+        verb, *rest = f"bench {rest[0]}", *rest[1:]
     try:
         known, num_arguments = options(verb), arguments(verb)
     except KeyError:

@@ -11,6 +11,7 @@ from tests.cli.models import chat_ids, speaking_model, text_of
 from tests.engine.tiny import oracle, tiny
 
 from baton.cli import main
+from baton.cli.generate import generate
 
 PROMPT = "the quick fox?"
 
@@ -79,7 +80,10 @@ MISUSES = {
     "no side": (["--decode", "tp1", "--first-token", "router"], "'prefill', 'decode'"),
     "no transport": (["--transport", "pigeon"], "shm"),
     "no device": (["--device", "abacus"], "cpu or cuda"),
-    "no option of serve": (["--prefill-args", "--colour red"], "--prefill-args: No such option: --colour"),
+    "no option of serve": (
+        ["--prefill-args", "--colour red"],
+        "--prefill-args: --colour is not an",
+    ),
     "an option of the server": (["--prefill-args", "--drain-s 3"], "--drain-s is not an option of one side"),
     "options without a side": (["--decode-args", "--page-tokens 64"], "give --decode too"),
     "two transports": (["--decode", "tp1", "--decode-args", "--transport tcp"], "shm and tcp"),
@@ -128,3 +132,18 @@ def test_a_rank_that_cannot_start_is_a_failure(baton, model) -> None:
 
 def _started(*_: object) -> None:
     raise AssertionError("a rank was started")
+
+
+@pytest.mark.parametrize(
+    ("line", "num_guesses"),
+    [
+        (["--draft", PROMPT], 1),
+        ([PROMPT, "--draft"], 1),
+        (["--draft", "3", PROMPT], 3),
+        (["--draft=2", PROMPT], 2),
+        ([PROMPT], 0),
+    ],
+)
+def test_the_number_of_guesses_may_be_left_out(line: list[str], num_guesses: int) -> None:
+    given = generate.make_context("generate", ["--model", "any", *line]).params
+    assert (given["draft"], given["prompt"]) == (num_guesses, PROMPT)

@@ -110,9 +110,8 @@ def test_the_shell_example_of_the_page_runs(tmp_path: Path) -> None:
         for line in lines[2:4]:
             assert '"ranks":[0]' in line
             assert '"missing":[{"instance":"p0","ranks":[1]' in line
-        assert lines[4:6] == ['{"dp":0,"epoch":1}', '{"is_removed":true}']
-        assert [line.split(":")[0] for line in lines[6:9]] == ["id", "event", "data"]
-        assert lines[9:] == ['{"is_removed":true}']
+        assert [line.split(":")[0] for line in lines[4:7]] == ["id", "event", "data"]
+        assert lines[7:] == ['{"is_removed":true}']
 
     run(body)
 
@@ -123,5 +122,5 @@ def test_the_python_example_of_the_page_runs() -> None:
         words = [sys.executable, "-c", example("python", process.url)]
         done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert done.stderr == ""
-    assert done.stdout.splitlines()[0].startswith("False (Missing(instance='prefill-0', ranks=(1,)")
-    assert done.stdout.splitlines()[1] == "Assigned(dp=0, epoch=1)"
+    (answer,) = done.stdout.splitlines()
+    assert answer.startswith("False (Missing(instance='prefill-0', ranks=(1,)")

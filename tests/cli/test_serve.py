@@ -14,7 +14,7 @@ from tests.engine.tiny import tiny
 
 from baton.cli import main
 from baton.engine.config import EngineConfig
-from baton.engine.fork_server import FORK_SERVERS
+from baton.fork_server import FORK_SERVERS
 from baton.serving import server
 from baton.serving.server import ServerConfig
 
@@ -26,7 +26,7 @@ def configured(monkeypatch: pytest.MonkeyPatch, *words: str) -> ServerConfig:
     async def run(config: ServerConfig, say: Callable[[str], None]) -> None:
         configs.append(config)
 
-    def fork(environment: Any) -> None: ...
+    def fork(environment: Any, modules: Any) -> None: ...
 
     monkeypatch.setattr(server, "serve", run)
     monkeypatch.setattr(FORK_SERVERS, "fork_early", fork)

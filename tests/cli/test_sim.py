@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from baton.cli.sim import sim
 from baton.errors import ConfigError
 from baton.protocol.outcomes import Outcome, Ready
 from baton.sim.checkers import BUILT_IN, CHECKERS, BytesRight
-from baton.sim.engines import Job
+from baton.sim.engines import EngineTransfer
 from baton.sim.faults import FAULTS
 from baton.sim.scenarios import SCENARIOS
 
-app = typer.Typer()
-app.command()(sim)
-
 
 def run(*words: str) -> tuple[int, list[str]]:
-    done = CliRunner().invoke(app, list(words), standalone_mode=False)
+    done = CliRunner().invoke(sim, list(words), standalone_mode=False)
     if done.exception is not None:
         raise done.exception
     return int(done.return_value or 0), done.output.splitlines()
@@ -33,7 +29,7 @@ def test_the_last_line_is_the_summary() -> None:
 
 
 def test_a_violation_exits_1_with_the_command_that_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: BytesRight, job: Job, rank: int, outcome: Outcome) -> None:
+    def refuse(self: BytesRight, job: EngineTransfer, rank: int, outcome: Outcome) -> None:
         if isinstance(outcome, Ready):
             self.fail(f"{job.transfer}: rank {rank} is ready")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.cli.commands import problems
@@ -13,20 +13,20 @@ from tests.cli.models import speaking_model
 
 from baton.cli import main, start
 from baton.cli.deployment import (
-    DeploymentOptions,
     health_stage,
-    instance_services,
     is_log,
-    kv_transport,
-    pair_line,
+    make_instances,
     plan_instances,
     plan_pairs,
     router_service,
 )
-from baton.cli.side_args import parse_side_args
+from baton.cli.options import DeploymentOptions
+from baton.cli.parser import parse
 from baton.cli.start import curl_command
+from baton.engine import sizes
+from baton.engine.gpu_memory import GpuMemory
 from baton.plan.storage import FUSED, HND
-from baton.supervisor import SupervisedService
+from baton.supervisor import Service, SupervisedService
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +41,22 @@ def up(capfd, monkeypatch, model):
 
     def run(*words: str) -> tuple[int, str, str]:
         monkeypatch.delenv("BATON_API_KEY", raising=False)
-        monkeypatch.setattr(start, "Deployment", started)
+        monkeypatch.setattr(start, "DeploymentProcesses", started)
         monkeypatch.setattr(sys, "argv", ["baton", "up", "--model", str(model), "--port", "0", *words])
         with pytest.raises(SystemExit) as caught:
             main()
         return int(caught.value.code or 0), *capfd.readouterr()
 
     return run
+
+
+def read(*words: str) -> DeploymentOptions:
+    """The options of `baton up` as typed."""
+    return parse(DeploymentOptions, words)
+
+
+def instance_services(options: DeploymentOptions) -> list[Service]:
+    return [instance.service("http://127.0.0.1:8400", []) for instance in make_instances(options)]
 
 
 MISUSES = {
@@ -85,6 +94,7 @@ MISUSES = {
         ["--prefill", "tp1", "--decode", "tp1", "--decode-args", "--transport tcp"],
         "transports shm and tcp cannot reach each other",
     ),
+    "a GPU for all": (["--prefill", "tp1", "--base-gpu-id", "1"], "--base-gpu-id is for one side"),
     "an open quote": (["--prefill", "tp1", "--prefill-args", "'--verify"], "No closing quotation"),
     "no draft": (["--prefill", "tp1", "--draft"], "there is no draft layer"),
     "no model": (["--prefill", "tp1", "--model", "no/such/model"], "no/such/model"),
@@ -113,48 +123,48 @@ def test_a_port_in_use_is_a_failure_before_weights_are_loaded(up) -> None:
 
 
 def test_every_pair_is_planned(model) -> None:
-    options = DeploymentOptions(str(model), ("tp1", "pp2"), ("tp2", "tp1"))
-    pairs = plan_pairs(options, plan_instances(options))
-    names = [(source.name, target.name) for source, target, _ in pairs]
-    assert names == [(f"prefill-{i}", f"decode-{j}") for i in range(2) for j in range(2)]
-    num_pairs = [len({(route.source, route.target) for route in report.routes}) for _, _, report in pairs]
-    assert num_pairs == [2, 1, 4, 2]
-    line = pair_line(*pairs[2])
-    assert line.startswith("prefill-1 (pp2) to decode-0 (tp2): 8 routes between 4 pairs of ranks, ")
+    options = read("--model", str(model), "--prefill", "tp1,pp2", "--decode", "tp2,tp1")
+    lines = plan_pairs(plan_instances(options))
+    starts = [line.partition(", none packed; ")[0] for line in lines]
+    assert starts == [
+        "prefill-0 (tp1) to decode-0 (tp2): 4 routes between 2 pairs of ranks",
+        "prefill-0 (tp1) to decode-1 (tp1): 2 routes between 1 pairs of ranks",
+        "prefill-1 (pp2) to decode-0 (tp2): 8 routes between 4 pairs of ranks",
+        "prefill-1 (pp2) to decode-1 (tp1): 4 routes between 2 pairs of ranks",
+    ]
 
 
 def test_sides_that_differ_are_planned_as_they_are(model) -> None:
-    options = DeploymentOptions(
-        str(model),
-        ("tp2",),
-        ("tp1",),
-        page_tokens=32,
-        verify=True,
-        prefill_args=parse_side_args("--prefill-args", "--kv-cache-dtype fp16 --link 5MB/s"),
-        decode_args=parse_side_args("--decode-args", "--page-tokens 64 --kv-layout hnd.apart --packing cost"),
+    options = read(
+        *("--model", str(model), "--prefill", "tp2", "--decode", "tp1", "--page-tokens", "32", "--verify"),
+        *("--prefill-args", "--kv-cache-dtype fp16 --link 5MB/s"),
+        *("--decode-args", "--page-tokens 64 --kv-layout hnd.apart --packing cost"),
     )
     source, target = plan_instances(options)
-    assert (source.spec.storage.page_tokens, target.spec.storage.page_tokens) == (32, 64)
-    assert (source.spec.storage.dtype, target.spec.storage.dtype) == ("fp16", "fp32")
-    assert (source.spec.storage.order, target.spec.storage.order) == (FUSED, HND)
+    assert (source.sizes.spec.storage.page_tokens, target.sizes.spec.storage.page_tokens) == (32, 64)
+    assert (source.sizes.spec.storage.dtype, target.sizes.spec.storage.dtype) == ("fp16", "fp32")
+    assert (source.sizes.spec.storage.order, target.sizes.spec.storage.order) == (FUSED, HND)
     assert (source.config.packing, target.config.packing) == ("convert", "cost")
     assert (source.config.is_verified, target.config.is_verified) == (True, True)
     assert source.config.link_bytes_per_s == 5e6
-    (pair,) = plan_pairs(options, [source, target])
-    assert "packed for 2 of them, converted from fp16 to fp32; " in pair_line(*pair)
-    prefill, decode = instance_services(options, "http://127.0.0.1:8400")
-    assert prefill.arguments[-9:-4] == ("--verify", "--kv-cache-dtype", "fp16", "--link", "5MB/s")
-    sizes = [decode.arguments[i + 1] for i, word in enumerate(decode.arguments) if word == "--page-tokens"]
-    assert sizes == ["32", "64"], "the last one counts"
+    (line,) = plan_pairs([source, target])
+    assert "packed for 2 of them, converted from fp16 to fp32; " in line
+    prefill, decode = (" ".join(service.arguments) for service in instance_services(options))
+    assert all(words in prefill for words in ("--page-tokens 32", "--link 5MB/s", "--kv-cache-dtype fp16"))
+    assert all(words in decode for words in ("--page-tokens 64", "--packing cost", "--kv-layout hnd.apart"))
+    assert "--verify" in prefill
+    assert "--link" not in decode
 
 
 def test_the_command_lines_of_the_services() -> None:
-    options = DeploymentOptions(
-        "demo", ("pp2", "tp1"), ("tp3",), link="5MB/s", port=81, policy="round_robin", chunk_tokens=64
+    options = read(
+        *("--model", "demo", "--prefill", "pp2,tp1", "--decode", "tp3", "--link", "5MB/s", "--port", "81"),
+        *("--policy", "round_robin", "--max-num-batched-tokens", "64"),
     )
-    first, second, third = instance_services(options, "http://127.0.0.1:8400")
+    first, second, third = instance_services(options)
     assert [service.name for service in (first, second, third)] == ["prefill-0", "prefill-1", "decode-0"]
-    assert first.arguments[:7] == ("serve", "--role", "prefill", "--model", "demo", "--layout", "pp2")
+    assert first.arguments[:5] == ("serve", "--role", "prefill", "--layout", "pp2")
+    assert " ".join(first.arguments).endswith("--link 5MB/s --chunk-tokens 64 --model demo"), "as given"
     assert all("--chunk-tokens" in service.arguments for service in (first, second, third))
     assert "--link" in second.arguments
     assert "--link" not in third.arguments, "links are of prefill ranks"
@@ -164,71 +174,83 @@ def test_the_command_lines_of_the_services() -> None:
     assert supervised.command()[-2:] == ["--port", "4321"], "restarted on the port that it had"
     router = SupervisedService(router_service(options, "http://127.0.0.1:8400"))
     assert router.command()[-2:] == ["--port", "81"]
-    (alone,) = instance_services(DeploymentOptions("demo", ("pp2",)), "http://127.0.0.1:8400")
+    (alone,) = instance_services(read("--model", "demo", "--prefill", "pp2"))
     assert alone.name == "both-0"
     assert alone.arguments[:3] == ("serve", "--role", "both")
 
 
 @pytest.mark.parametrize(
-    ("given", "transport"),
+    ("line", "transport"),
     [
-        ({}, None),
-        ({"device": "cuda"}, "cuda_ipc"),
-        ({"device": "cuda", "transport": "tcp"}, "tcp"),
-        ({"device": "cuda", "link": "25GB/s"}, None),
-        ({"device": "cuda", "prefill_args": parse_side_args("--prefill-args", "--link 25GB/s")}, None),
-        ({"device": "cuda", "decode_args": parse_side_args("--decode-args", "--device cpu")}, None),
-        ({"device": "cuda", "decode_args": parse_side_args("--decode-args", "--transport shm")}, None),
-        ({"device": "cuda", "decodes": ()}, None),
+        ("--decode tp1 --device cpu", None),
+        ("--decode tp1 --device cuda", "cuda_ipc"),
+        ("--decode tp1 --device cuda --transport tcp", "tcp"),
+        ("--decode tp1 --device cuda --link 25GB/s", None),
+        ("--decode tp1 --device cuda --prefill-args '--link 25GB/s'", None),
+        ("--decode tp1 --device cuda --decode-args '--device cpu'", None),
+        ("--decode tp1 --device cuda --decode-args '--transport shm'", None),
+        ("--device cuda", None),
     ],
 )
-def test_gpus_of_one_host_copy_to_each_other(given: dict[str, Any], transport: str | None) -> None:
-    options = DeploymentOptions(**{"model": "demo", "prefills": ("tp1",), "decodes": ("tp1",), **given})
-    assert kv_transport(options) == transport
-    first, *_ = instance_services(options, "http://127.0.0.1:8400")
+def test_gpus_of_one_host_copy_to_each_other(line: str, transport: str | None) -> None:
+    options = read("--model", "demo", "--prefill", "tp1", *shlex.split(line))
+    first, *_ = instance_services(options)
     named = [first.arguments[i + 1] for i, word in enumerate(first.arguments) if word == "--transport"]
     assert named == ([transport] if transport else [])
 
 
-def test_options_reach_the_process_that_they_are_for() -> None:
-    options = DeploymentOptions(
+def test_instances_on_one_gpu_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizes, "read_gpus", lambda: [GpuMemory("0", 24 << 30, 24 << 30)])
+    line = [
+        "--model",
         "demo",
-        ("tp1",),
-        ("tp1",),
-        max_model_len=99,
-        max_num_seqs=3,
-        no_prefix_caching=True,
-        served_model_name="smol",
-        transfer_timeout=7.5,
-        local_prefill_max=0,
-        log_level="debug",
-        log_format="json",
+        "--prefill",
+        "tp1",
+        "--decode",
+        "tp1",
+        "--device",
+        "cuda",
+        "--gpu-memory-utilization",
+        "0.8",
+    ]
+    assert shares(*line) == [("0", "0.4"), ("0", "0.4")]
+    own = shares(*line, "--decode-args", "--gpu-memory-utilization 0.3 --base-gpu-id 1")
+    assert own == [("0", "0.4"), ("1", "0.3")], "a side's own options go first"
+
+
+def shares(*line: str) -> list[tuple[str, str]]:
+    """First GPU and share of every instance."""
+    names = ("--base-gpu-id", "--gpu-memory-utilization")
+    lines = [service.arguments for service in instance_services(read(*line))]
+    return [tuple(words[words.index(name) + 1] for name in names) for words in lines]
+
+
+def test_options_reach_the_process_that_they_are_for() -> None:
+    options = read(
+        *("--model", "demo", "--prefill", "tp1", "--decode", "tp1", "--max-model-len", "99"),
+        *("--max-num-seqs", "3", "--no-prefix-caching", "--served-model-name", "smol"),
+        *("--transfer-timeout", "7.5", "--queue-timeout", "9", "--no-endpoint-process"),
+        *("--local-prefill-max", "0", "--log-level", "debug", "--log-format", "json"),
     )
-    for service in instance_services(options, "http://127.0.0.1:8400"):
+    for service in instance_services(options):
         line = " ".join(service.arguments)
-        for words in ("--max-model-len 99", "--max-num-seqs 3", "--no-prefix-caching"):
+        for words in ("--max-model-len 99", "--max-num-seqs 3", "--no-prefix-caching", "--queue-timeout 9.0"):
             assert words in line
-        assert "--served-model-name smol --" in line
-        assert "--transfer-timeout 7.5" in line
+        for words in ("--served-model-name smol", "--transfer-timeout 7.5", "--no-endpoint-process"):
+            assert words in line
         assert list(problems(list(service.arguments))) == []
     router = router_service(options, "http://127.0.0.1:8400").arguments
-    assert router[-6:-4] == ("--local-prefill-max", "0")
+    assert "--local-prefill-max 0 --queue-timeout 9.0" in " ".join(router)
     assert router[-4:] == ("--log-level", "debug", "--log-format", "json")
     assert list(problems(list(router))) == []
     assert '"model": "smol"' in curl_command("http://127.0.0.1:8000", options)
 
 
 def test_the_sizes_are_planned_with_the_options_of_each_side(model) -> None:
-    options = DeploymentOptions(
-        str(model),
-        ("tp1",),
-        ("tp1",),
-        max_model_len=64,
-        max_num_seqs=3,
-        no_prefix_caching=True,
-        decode_args=parse_side_args(
-            "--decode-args", "--context 48 --transfer-timeout 9 --overlap adaptive:min_tokens=64"
-        ),
+    options = read(
+        *("--model", str(model), "--prefill", "tp1", "--decode", "tp1", "--max-model-len", "64"),
+        *("--max-num-seqs", "3", "--no-prefix-caching"),
+        *("--decode-args", "--context 48 --transfer-timeout 9 --overlap adaptive:min_tokens=64"),
     )
     prefill, decode = plan_instances(options)
     assert (prefill.sizes.context_max, decode.sizes.context_max) == (64, 48)

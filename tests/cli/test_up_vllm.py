@@ -18,8 +18,9 @@ from tests.faults.stages import is_alive
 from tests.serve.parts import ask, until
 
 from baton.cli import main, start
-from baton.cli.deployment import DeploymentOptions, router_service, vllm_services
-from baton.cli.side_args import SideArgs
+from baton.cli.deployment import router_service, vllm_services
+from baton.cli.options import DeploymentOptions
+from baton.cli.parser import parse
 from baton.cli.vllm_servers import parse_sizes, plan_servers
 from baton.errors import ConfigError
 
@@ -82,7 +83,7 @@ def test_misuse_is_refused_before_anything_starts(misuse: str, program: Path, ca
     monkeypatch.delenv("BATON_API_KEY", raising=False)
     monkeypatch.setenv("BATON_VLLM", str(program))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,5" if "GPU" in misuse else "")
-    monkeypatch.setattr(start, "Deployment", None)
+    monkeypatch.setattr(start, "DeploymentProcesses", None)
     command = ["baton", "up", "--engine", "vllm", "--model", "m", "--port", "0", *words]
     monkeypatch.setattr(sys, "argv", command)
     with pytest.raises(SystemExit) as caught:
@@ -122,17 +123,10 @@ def test_servers_have_ports_and_devices_of_their_own():
 
 
 def test_command_lines():
-    options = DeploymentOptions(
-        model="m",
-        prefills=("dp2.tp2",),
-        decodes=("pp2",),
-        transport="shm",
-        verify=True,
-        vllm="/bin/vllm",
-        vllm_args=("--max-model-len", "2048"),
-        decode_args=SideArgs(("--worker-cls", "w")),
-    )
-    servers = plan_servers(options.instances, list("abcdef"))
+    line = "--engine vllm --model m --prefill dp2.tp2 --decode pp2 --transport shm --verify"
+    more = ("--vllm", sys.executable, "--decode-args", "--worker-cls w", "--", "--max-model-len", "2048")
+    options = parse(DeploymentOptions, (*line.split(), *more))
+    servers = plan_servers(options.layouts, list("abcdef"))
     prefill, decode = vllm_services(options, servers)
     words = dict(zip(prefill.arguments, prefill.arguments[1:], strict=False))
     assert prefill.arguments[:2] == ("serve", "m")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.engine.tiny import DENSE, FULL, tiny
+from tests.engine.tiny import DENSE, FULL, WINDOWED, tiny
 
 LINEAR = "linear_attention"
 REACH = 3
@@ -73,10 +73,17 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 
 
 def multimodal(family: str) -> Path:
-    """A checkpoint of a Qwen3.5 family with images, which has the language model of `hybrid` in it."""
-    text = HYBRIDS[f"{family}_text"]
+    """A checkpoint of a family with images, which has the language model of `hybrid` or `windowed` in it."""
+    text = {**HYBRIDS, **WINDOWED}[f"{family}_text"]
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
     vision |= {"out_hidden_size": text["hidden_size"], "num_position_embeddings": 16}
+    if family == "gemma3":
+        vision = {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }
     is_tied = text["tie_word_embeddings"]
     return tiny(family, text_config=text, vision_config=vision, tie_word_embeddings=is_tied)
 

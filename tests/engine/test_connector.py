@@ -77,7 +77,7 @@ def command(num_cached: int = 0) -> SendKV:
 
 
 @pytest.mark.parametrize("begins_with_step", [False, True])
-def test_a_hand_over_begins_once_and_its_cached_tokens_are_ready(begins_with_step: bool) -> None:
+def test_a_handoff_begins_once_and_its_cached_tokens_are_ready(begins_with_step: bool) -> None:
     endpoint = StubEndpoint()
     connected = connector(endpoint, [], begins_with_step=begins_with_step)
     connected.send(command(num_cached=16))
@@ -87,7 +87,7 @@ def test_a_hand_over_begins_once_and_its_cached_tokens_are_ready(begins_with_ste
     assert endpoint.calls == ["send t", "ready (0, 4) (0, 16)"]
 
 
-def test_a_queued_hand_over_is_offered_at_once_and_its_cached_tokens_when_it_starts() -> None:
+def test_a_queued_handoff_is_offered_at_once_and_its_cached_tokens_when_it_starts() -> None:
     endpoint = StubEndpoint()
     connected = connector(endpoint, [])
     connected.send(replace(command(), is_queued=True))
@@ -101,7 +101,7 @@ def test_a_queued_hand_over_is_offered_at_once_and_its_cached_tokens_when_it_sta
     assert len(endpoint.calls) == 3, "it has ended, or was never there"
 
 
-def test_a_hand_over_that_is_aborted_before_it_began_is_opened_to_get_an_outcome() -> None:
+def test_a_handoff_that_is_aborted_before_it_began_is_opened_to_get_an_outcome() -> None:
     endpoint = StubEndpoint()
     connected = connector(endpoint, [])
     connected.send(command())
@@ -109,7 +109,7 @@ def test_a_hand_over_that_is_aborted_before_it_began_is_opened_to_get_an_outcome
     assert endpoint.calls == ["send t", "abort enough"]
 
 
-def test_a_hand_over_that_cannot_begin_is_reported_and_nothing_waits_for_it() -> None:
+def test_a_handoff_that_cannot_begin_is_reported_and_nothing_waits_for_it() -> None:
     replies: list[Reply] = []
     connected = connector(StubEndpoint(is_closed=True), replies)
     connected.send(command())

@@ -13,9 +13,9 @@ from tests.engine.hooks import NoHooks
 from tests.engine.tiny import tiny
 from torch import Tensor
 
+from baton.checkpoint.opening import open_checkpoint
 from baton.engine.attention.pools import CachePools
-from baton.engine.checkpoint import open_checkpoint
-from baton.engine.commands import Batch, ScheduledSequence
+from baton.engine.commands import ScheduledBatch, ScheduledSequence
 from baton.engine.model_runner import ModelRunner, open_decoding, why_not_captured, why_not_paged
 from baton.engine.models.build import build, describe
 from baton.engine.pages import engine_storage
@@ -64,7 +64,7 @@ class Rig:
             self.is_captured = True
 
     def run(self, works: list[ScheduledSequence]) -> Tensor:
-        logits = self.runner.run([Batch(works)], NoHooks())
+        logits = self.runner.run([ScheduledBatch(works)], NoHooks())
         assert logits is not None
         return logits.clone()
 
@@ -144,13 +144,13 @@ def test_a_step_that_prefills_is_left_to_the_general_pass(tmp_path: Path) -> Non
     decoding = rig.runner._decoding
     assert decoding is not None
     one = ScheduledSequence(0, 7, [5], {"tokens": [1, 2]}, 7, 1)
-    assert decoding.fits(Batch([one]))
+    assert decoding.fits(ScheduledBatch([one]))
     last_of_prompt = ScheduledSequence(1, 6, [5], {"tokens": [3, 4]}, 7, 1)
     prompt = ScheduledSequence(2, 0, [5, 6], {"tokens": [5]}, 2, 1)
     for other in (last_of_prompt, prompt):
-        assert not decoding.fits(Batch([one, other]))
-    assert not decoding.fits(Batch([one] * (ROWS_MAX + 1)))
-    assert not decoding.fits(Batch())
+        assert not decoding.fits(ScheduledBatch([one, other]))
+    assert not decoding.fits(ScheduledBatch([one] * (ROWS_MAX + 1)))
+    assert not decoding.fits(ScheduledBatch())
 
 
 def test_graph_sizes_reach_the_largest_batch_with_little_padding() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from baton.engine import layer_pipeline
-from baton.engine.commands import Batch, CopyRecord, LayerGroupTiming, ScheduledSequence, SendKV
+from baton.engine.commands import CopyRecord, LayerGroupTiming, ScheduledBatch, ScheduledSequence, SendKV
 from baton.engine.connector import OutgoingTransfer, PromptSlice
 from baton.engine.cost_model import CostModel, LayerBytes, StepTiming
 from baton.engine.layer_pipeline import (
@@ -105,7 +105,7 @@ class StubConnector:
         return [layers for layers, _ in self.offers]
 
 
-BATCH = Batch([ScheduledSequence(1, 0, list(range(NUM_TOKENS)), {}, NUM_TOKENS)])
+BATCH = ScheduledBatch([ScheduledSequence(1, 0, list(range(NUM_TOKENS)), {}, NUM_TOKENS)])
 EVERY_LAYER = [(layer, layer + 1) for layer in range(NUM_LAYERS)]
 
 
@@ -369,7 +369,7 @@ def test_a_forward_counts_the_processor_time_of_other_threads_and_the_groups_off
     monkeypatch.setattr(layer_pipeline, "process_time", lambda: next(process_s))
     monkeypatch.setattr(layer_pipeline, "thread_time", lambda: next(thread_s))
     forward = Forward(8)
-    offers: list[Any] = [GroupOffer(None, (0, 1), None, index) for index in (1, 1, 2)]  # type: ignore[arg-type]
+    offers: list[Any] = [GroupOffer(None, (0, 1), index) for index in (1, 1, 2)]  # type: ignore[arg-type]
     forward.offered = [(offer, chunk) for chunk, offer in enumerate(offers)]
     forward.end()
     assert forward.other_threads_s == pytest.approx(3.0)

@@ -10,12 +10,12 @@ from tests.engine.hooks import NoHooks
 from tests.engine.tiny import tiny
 from torch import Tensor
 
+from baton.checkpoint.opening import open_checkpoint
 from baton.engine.attention.pools import CachePools
-from baton.engine.checkpoint import open_checkpoint
-from baton.engine.commands import Batch, PageCopy, ScheduledSequence
+from baton.engine.commands import PageCopy, ScheduledBatch, ScheduledSequence
 from baton.engine.model_runner import ModelRunner
-from baton.engine.models.base import Stage
 from baton.engine.models.build import build
+from baton.engine.models.layers import ModelStage
 from baton.engine.pages import engine_storage
 from baton.engine.parallel import Mesh
 from baton.errors import EngineError
@@ -40,11 +40,11 @@ class Rig:
         spec = Spec(self.mesh.layout, cache, storage)
         content = {name: np.zeros(size, dtype=np.uint8) for name, size in buffers(spec, 0, "t").items()}
         self.pools = CachePools(spec, 0, content, CPU)
-        self.stage: Stage = build(checkpoint, self.mesh.cut(cache.num_layers, torch.float32, CPU))
+        self.stage: ModelStage = build(checkpoint, self.mesh.cut(cache.num_layers, torch.float32, CPU))
         self.runner = ModelRunner(self.stage, self.mesh, self.pools)
 
     def run(self, *sequences: ScheduledSequence, copies: tuple[PageCopy, ...] = ()) -> Tensor | None:
-        return self.runner.run([Batch(list(sequences), list(copies))], NoHooks())
+        return self.runner.run([ScheduledBatch(list(sequences), list(copies))], NoHooks())
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_hooks_are_called_for_every_layer_once_its_cache_is_stored(rig: Rig) -> 
     calls: list[object] = []
 
     class Recorder:
-        def before_forward(self, batch: Batch) -> None:
+        def before_forward(self, batch: ScheduledBatch) -> None:
             calls.append(batch.num_rows)
 
         def layer_done(self, layer: int) -> None:
@@ -76,7 +76,7 @@ def test_hooks_are_called_for_every_layer_once_its_cache_is_stored(rig: Rig) -> 
         def after_forward(self) -> None:
             calls.append("end")
 
-    rig.runner.run([Batch([prompt(0, [3, 1])])], Recorder())
+    rig.runner.run([ScheduledBatch([prompt(0, [3, 1])])], Recorder())
     assert calls == [7, 0, 1, 2, 3, 4, "end"]
 
 
@@ -115,9 +115,9 @@ def test_copied_pages_serve_another_sequence(rig: Rig) -> None:
 
 def test_a_step_has_a_batch_for_every_dp_group(rig: Rig) -> None:
     with pytest.raises(EngineError, match="a step of 2 batches for 1 dp groups"):
-        rig.runner.run([Batch(), Batch()], NoHooks())
+        rig.runner.run([ScheduledBatch(), ScheduledBatch()], NoHooks())
 
 
 def test_a_stage_that_does_not_fit_is_refused(rig: Rig) -> None:
     with pytest.raises(EngineError, match="first stage has the embedding"):
-        ModelRunner(Stage(rig.stage.layers, None, rig.stage.head), rig.mesh, rig.pools)
+        ModelRunner(ModelStage(rig.stage.layers, None, rig.stage.head), rig.mesh, rig.pools)

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging
 
-from baton.engine.checkpoint import open_checkpoint
+from baton.checkpoint.opening import open_checkpoint
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 DENSE = {
@@ -216,6 +216,12 @@ def _generated(folder: str, prompt: tuple[int, ...], num_tokens: int) -> tuple[i
             do_sample=False,
         )
     return tuple(answer[0, len(prompt) :].tolist())
+
+
+def oracle_logprobs(folder: Path, prompt: Sequence[int]) -> torch.Tensor:
+    """What `transformers` gives every token of the vocabulary after each token of a prompt, in float32."""
+    with torch.inference_mode():
+        return torch.log_softmax(_loaded(str(folder))(torch.tensor([prompt])).logits[0].float(), dim=-1)
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from baton.bench.handoff.fleet import Fleet
+from baton.bench.handoff.fleet import RankFleet
 from baton.bench.handoff.rank import BenchRank, main
 from baton.bench.handoff.stress import StressOptions, StressRun
 from baton.bench.handoff.workload import SIDES
@@ -19,7 +19,7 @@ from baton.session.handles import Handle
 
 
 @dataclass(slots=True)
-class FaultFleet(Fleet):
+class FaultFleet(RankFleet):
     """All processes of a workload."""
 
     rank_module: str = "tests.faults.fleet"

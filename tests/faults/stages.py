@@ -119,7 +119,7 @@ def assert_hands_over(fleet: FaultFleet, slot: int, salt: int) -> None:
     """A new transfer into the same pages succeeds, and every byte of it is right."""
     ask_all(fleet.targets, "wipe")
     fleet.fill([slot], salt)
-    found = fleet.hand_over(PrefillTiming(), slot=slot)
+    found = fleet.hand_off(PrefillTiming(), slot=slot)
     assert found.is_ready, found.received.outcome
     verdict = fleet.compare(slot, salt)
     assert verdict.num_right == verdict.num_bytes > 0

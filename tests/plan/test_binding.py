@@ -30,7 +30,7 @@ from baton.errors import ConfigError
 from baton.plan import chunks
 from baton.plan.binding import (
     Mode,
-    Need,
+    PairNeed,
     TransferTerms,
     bind,
     bind_source,
@@ -530,9 +530,9 @@ def test_staging_holds_components_in_canonical_order(world: World) -> None:
 
 def test_needs_of_a_hybrid() -> None:
     found = needs(made(HYBRID), Prompt(100, {"tokens": 32}))
-    assert found == dict.fromkeys([(0, 0), (1, 0)], (Need((0, 2), 32), Need((2, 4), 99)))
+    assert found == dict.fromkeys([(0, 0), (1, 0)], (PairNeed((0, 2), 32), PairNeed((2, 4), 99)))
     everything_held = needs(made(HYBRID, page=4), Prompt(100, {"tokens": 100}))
-    assert everything_held == dict.fromkeys([(0, 0), (1, 0)], (Need((1, 4), 99),))
+    assert everything_held == dict.fromkeys([(0, 0), (1, 0)], (PairNeed((1, 4), 99),))
     assert needs(made(GQA, page=4), Prompt(100, {"tokens": 100})) == {}
     assert expected_bytes(made(GQA, page=4), Prompt(100, {"tokens": 100})) == {}
     assert modes(made(GQA, page=4), Prompt(100, {"tokens": 100}), PackCost()) == {}
@@ -655,7 +655,7 @@ def test_groups_of_one_extent_are_held_apart() -> None:
     prompt = Prompt(96, {"tokens": 32, "values": 64})
     entry = 4 * 4 * 8 * 2
     assert expected_bytes(plan(spec, spec), prompt) == {(0, 0): {"k": 64 * entry, "v": 32 * entry}}
-    assert needs(plan(spec, spec), prompt) == {(0, 0): (Need((0, 4), 32),)}
+    assert needs(plan(spec, spec), prompt) == {(0, 0): (PairNeed((0, 4), 32),)}
     tables = {group: np.arange(6, dtype=np.int64) for group in ("tokens", "values")}
     found = pages_read(plan(spec, spec), prompt, tables, Chunk((0, 4), (0, 96)), 0)
     assert {group: ids.tolist() for group, ids in found.items()} == {"tokens": [2, 3, 4, 5], "values": [4, 5]}

@@ -19,7 +19,7 @@ from baton.plan.binding import bind
 from baton.plan.cache import Cache, Component, Dim, Full, State, Units, Window
 from baton.plan.chunks import Tables
 from baton.plan.content import allocate, execute
-from baton.plan.declared import OverlapCheck, Region
+from baton.plan.declared import OverlapCheck, PlacedRegion
 from baton.plan.ownership import buffers, page_spaces, placements
 from baton.plan.routes import Chunk, Prompt
 from baton.plan.wire import spec_from_bytes, spec_to_bytes
@@ -421,7 +421,7 @@ def test_an_expanded_tensor_is_refused() -> None:
 # The check itself, against every byte.
 
 
-def random_region(rng: random.Random, name: str) -> Region:
+def random_region(rng: random.Random, name: str) -> PlacedRegion:
     """A small region whose strides nest."""
     sizes = [rng.choice([1, 2, 3]) for _ in range(rng.randint(0, 3))]
     length = rng.choice([1, 1, 2, 3])
@@ -434,17 +434,17 @@ def random_region(rng: random.Random, name: str) -> Region:
         elif count > 1:
             axes.append((count, stride))
         reach += (count - 1) * stride
-    return Region(name, rng.choice("AB"), rng.randrange(12), pages, tuple(reversed(axes)), length)
+    return PlacedRegion(name, rng.choice("AB"), rng.randrange(12), pages, tuple(reversed(axes)), length)
 
 
-def bytes_by_page(region: Region) -> list[set[int]]:
+def bytes_by_page(region: PlacedRegion) -> list[set[int]]:
     first = {region.start}
     for count, stride in (*region.axes, (region.length, 1)):
         first = {at + i * stride for at in first for i in range(count)}
     return [{at + page * region.pages[1] for at in first} for page in range(region.pages[0])]
 
 
-def right_verdict(regions: list[Region]) -> tuple[bool, set[frozenset[str]]]:
+def right_verdict(regions: list[PlacedRegion]) -> tuple[bool, set[frozenset[str]]]:
     """Whether regions may lie as they do, and the groups that share bytes."""
     may, groups = True, set()
     for one, other in itertools.combinations(regions, 2):
@@ -475,7 +475,7 @@ def test_overlaps_are_found_and_nothing_else_is_refused(seed: int) -> None:
         assert refusal or found == groups
 
 
-def verdict(regions: list[Region]) -> tuple[set[frozenset[str]], str]:
+def verdict(regions: list[PlacedRegion]) -> tuple[set[frozenset[str]], str]:
     """The groups that share bytes, and why the regions are refused."""
     try:
         found = OverlapCheck().overlays("raw", regions)
@@ -485,10 +485,10 @@ def verdict(regions: list[Region]) -> tuple[set[frozenset[str]], str]:
 
 
 def test_a_check_that_would_take_too_long_is_refused() -> None:
-    fine, coarse = Region("a", "A", 0, (9000, 2), (), 1), Region("b", "A", 1, (3000, 6), (), 1)
+    fine, coarse = PlacedRegion("a", "A", 0, (9000, 2), (), 1), PlacedRegion("b", "A", 1, (3000, 6), (), 1)
     with pytest.raises(ConfigError, match="too intricate: more than 1000 steps"):
         OverlapCheck(1000).overlays("raw", [fine, coarse])
-    many = [Region(f"c{i}", f"g{i}", 0, (1, 1), (), 4) for i in range(60)]
+    many = [PlacedRegion(f"c{i}", f"g{i}", 0, (1, 1), (), 4) for i in range(60)]
     with pytest.raises(ConfigError, match="too intricate"):
         OverlapCheck(1000).overlays("raw", many)
     assert OverlapCheck().overlays("raw", [fine, coarse]) == set()

@@ -9,8 +9,8 @@ from tests.plan.model_views import briefs, layers_of
 
 from baton.errors import ConfigError
 from baton.plan.cache import Cache
-from baton.plan.models import load_cache
-from baton.plan.models.config import read_config
+from baton.plan.models import load_cache, read_card
+from baton.plan.models.config import read_cache, read_config
 from baton.plan.models.parts import stack
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 512}
@@ -42,6 +42,17 @@ def from_config(**fields: object) -> Cache:
 
 def test_announced_draft_layers_are_not_added() -> None:
     assert from_config(**LATENT, num_nextn_predict_layers=1) == load_cache("latent:layers=6,dim=576")
+
+
+def test_a_draft_keeps_what_the_last_attention_does() -> None:
+    card = {**read_card("qwen3-next-80b-a3b"), "num_hidden_layers": 46}
+    cache = read_cache(card, "card", has_draft=True)
+    drafted = {part.name: part for part in cache.components if part.name.startswith("draft.")}
+    assert {name: part.layers for name, part in drafted.items()} == {
+        "draft.0.k": ((46, 47),),
+        "draft.0.v": ((46, 47),),
+    }
+    assert drafted["draft.0.k"].num_units == 2
 
 
 def test_fields_of_a_config_default_as_in_transformers() -> None:

@@ -93,7 +93,7 @@ def small_chunks_up_to(num_spans: int) -> Iterator[None]:
         chunks._bound_plan.cache_clear()
 
 
-def hand_over(world: World, cost: PackCost, by_layer_at: str = "") -> None:
+def hand_off(world: World, cost: PackCost, by_layer_at: str = "") -> None:
     """Plans, binds and executes one world chunk by chunk and compares every byte of the target.
 
     `by_layer_at` is the side that declares a component for each layer, if any.
@@ -199,14 +199,14 @@ def test_a_wrong_place_is_noticed(variant, by_layer_at: str, monkeypatch: pytest
     """Of many worlds, since not each has offsets, uneven layers and overlaid groups."""
     caches = (chunks._bound_plan, chunks._pair_index, by_layer, plan)
     for seed in range(8):
-        hand_over(overlaid_world(seed), NEVER_PACK, by_layer_at)
+        hand_off(overlaid_world(seed), NEVER_PACK, by_layer_at)
     variant(monkeypatch)
     for cache in caches:
         cache.cache_clear()
     noticed = 0
     for seed in range(8):
         try:
-            hand_over(overlaid_world(seed), NEVER_PACK, by_layer_at)
+            hand_off(overlaid_world(seed), NEVER_PACK, by_layer_at)
         except (AssertionError, ConfigError):
             noticed += 1
     for cache in caches:
@@ -220,4 +220,4 @@ def test_a_wrong_place_is_noticed(variant, by_layer_at: str, monkeypatch: pytest
 def test_every_target_byte_is_right_and_written_once(part: int, world: World) -> None:
     cost = [NEVER_PACK, ALWAYS_PACK, PackCost(span_s=2e-6)][world.seed % 3]
     with small_chunks_up_to(chunks.SMALL_SPANS_MAX if world.seed % 2 else 0):
-        hand_over(world, cost, ("", "", "source", "target")[world.seed % 4])
+        hand_off(world, cost, ("", "", "source", "target")[world.seed % 4])

@@ -10,7 +10,7 @@ from baton.protocol.instance import (
     DrainRequested,
     EndAll,
     EndRequested,
-    Instance,
+    InstanceRecord,
     RankAttached,
     RankLost,
     RefuseRank,
@@ -21,7 +21,7 @@ from baton.protocol.instance import (
 from baton.protocol.instance import InstanceState as S
 from baton.protocol.machine import replace
 
-FORMING = Instance("decode-0", 3, 2)
+FORMING = InstanceRecord("decode-0", 3, 2)
 HALF = replace(FORMING, ranks=frozenset({1}))
 SERVING = replace(FORMING, state=S.SERVING, ranks=frozenset({0, 1}))
 BUSY = replace(SERVING, is_idle=False)

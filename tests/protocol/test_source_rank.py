@@ -35,7 +35,6 @@ from baton.protocol.source_rank import (
     Sealed,
     SourceRank,
     StartCopies,
-    WithdrawCopies,
     Withdrawn,
 )
 from baton.protocol.source_rank import SourceRankState as S
@@ -222,7 +221,13 @@ COPYING_CASES = (
         Sealed(AUX),
         {"state": S.DRAINING, "is_sealed": True},
     ),
-    Case("copies are called off", COPYING, Withdrawn(), {"state": S.WITHDRAWING}, (WithdrawCopies(),)),
+    Case(
+        "copies are called off",
+        COPYING,
+        Withdrawn(),
+        {"state": S.WITHDRAWING},
+        (CancelCopies(is_withdrawal=True),),
+    ),
     Case(
         "nothing is under way",
         replace(GRANTED, landed=(ONE.box,)),
@@ -387,7 +392,7 @@ DRAINING_CASES = (
         DRAINING,
         Withdrawn(),
         {"state": S.WITHDRAWING, "is_sealed": False},
-        (WithdrawCopies(),),
+        (CancelCopies(is_withdrawal=True),),
     ),
     Case(
         "copies are called off",

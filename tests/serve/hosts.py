@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from tests.serve.parts import ANSWER_S_MAX, Answer
 
-from baton.supervisor import die_with
+from baton.fork_server import die_with
 
 NETWORK = "10.77.0"
 TOOL_S_MAX = 60.0

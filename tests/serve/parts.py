@@ -20,8 +20,9 @@ from urllib.parse import urlsplit
 
 from tests.faults.stages import is_alive
 
-from baton.settings import Tls
-from baton.supervisor import die_with
+from baton.cli.deployment import serve_modules
+from baton.fork_server import FORK_SERVERS, ForkedProcess, SpawnRequest, die_with
+from baton.settings import Tls, rank_environment
 
 if TYPE_CHECKING:
     from tests.serve.hosts import Host
@@ -144,7 +145,7 @@ class Part:
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         self.environment.pop("BATON_SECRET", None)
         self.environment.pop("BATON_API_KEY", None)
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | ForkedProcess | None = None
         self.num_starts = 0
 
     def __enter__(self) -> Self:
@@ -159,6 +160,14 @@ class Part:
         self.num_starts += 1
         begin = partial(die_with, os.getpid()) if self.host is None else self.host.enter
         with self.log.open("ab") as log:
+            if self.host is None and self.words[2:4] == ["baton", "serve"]:
+                # As `baton up` starts it: most of the time of a start would be imports.
+                request = SpawnRequest(
+                    f"baton {self.name}", "baton.__main__", tuple(self.words[3:]), self.environment
+                )
+                server = FORK_SERVERS.get(rank_environment(1), serve_modules(self.option("model")))
+                self.process = server.run(request, log.fileno())
+                return self
             self.process = subprocess.Popen(
                 self.words,
                 stdin=subprocess.DEVNULL,

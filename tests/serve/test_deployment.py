@@ -168,7 +168,7 @@ def test_a_deployment_answers_like_the_oracle_and_leaves_nothing() -> None:
 
 
 @pytest.mark.serve
-def test_copies_of_a_checkpoint_hand_over_under_any_name_and_other_weights_do_not(tmp_path: Path) -> None:
+def test_copies_of_a_checkpoint_hand_off_under_any_name_and_other_weights_do_not(tmp_path: Path) -> None:
     for name in ("copy", "other"):
         shutil.copytree(model(), tmp_path / name)
     (weights,) = (tmp_path / "other").glob("*.safetensors")
@@ -194,6 +194,7 @@ def test_copies_of_a_checkpoint_hand_over_under_any_name_and_other_weights_do_no
             reply = router.ask("/v1/completions", body)
             assert (reply.status, reply.json["choices"][0]["text"]) == (200, expected.text)
             figures = router.ask("/metrics").text
-            assert "baton_router_hand_overs_total 1.0" in figures
-            assert 'baton_router_unpaired{instance="decode-1",role="decode"} 1.0' in figures
+            assert "baton_router_handoffs_total 1.0" in figures
+            unpaired = [line for line in figures.splitlines() if line.startswith("baton_router_unpaired")]
+            assert [line.split('"')[1] for line in unpaired if line.endswith(" 1.0")] == ["decode-1"]
             assert "no hand-over for decode-1" in router.output

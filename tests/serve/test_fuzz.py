@@ -204,9 +204,7 @@ def test_mutated_requests_to_the_registry(world: World) -> None:
     registry, chance = world.deployment.registry, Random(SEED + 5)
     assert registry is not None
     for _ in range(120):
-        path = chance.choice(
-            ["/v1/members/prefill-0/0", "/v1/topology", "/v1/watch", "/v1/transfers/prefill-0/x"]
-        )
+        path = chance.choice(["/v1/members/prefill-0/0", "/v1/topology", "/v1/watch"])
         raw = mutated(request(path, {"role": "prefill", "epoch": 1}).replace(b"POST", b"PUT"), chance)
         heard = throw(registry.port, raw, hear_s=3.0, is_half_closed=True)
         assert set(heard.statuses) <= CLEAN - {200}, f"{raw!r:.600}: {heard.raw[:300]!r}"

@@ -75,7 +75,7 @@ def test_four_times_the_capacity_is_answered_and_nothing_is_retried() -> None:
             if expected.is_certain:
                 assert answer.json["choices"][0]["text"] == expected.text
         assert world.router is not None
-        assert world.router.metric("baton_router_hand_overs_total") == num_requests
+        assert world.router.metric("baton_router_handoffs_total") == num_requests
         assert world.router.metric("baton_router_retries_total") == 0
         expect_free_pages(world)
 

@@ -47,7 +47,7 @@ GROWTH_MIN = 24 << 20
 ROUTE = {"local": "never"}
 """A tiny model prefills faster than it hands over: left to itself the router would hardly hand over."""
 SERVE = {"pool-tokens": "8192", "context": str(CONTEXT_MAX), "chunk-tokens": "256", "queue": "64"}
-COUNTERS = ("hand_overs", "local_prefills", "retries", "resumes", "given_up", "disconnects")
+COUNTERS = ("handoffs", "local_prefills", "retries", "resumes", "given_up", "disconnects")
 
 KEY = secrets.token_hex(16)
 
@@ -170,7 +170,7 @@ def test_soak() -> None:
         assert not load.of(Fate.WRONG)
         assert soak.unexplained == []
         assert len(load.of(Fate.RIGHT)) > len(load.outcomes) / 2
-        assert done["hand_overs"] >= len(load.of(Fate.RIGHT)) * 0.9, "not everything was handed over"
+        assert done["handoffs"] >= len(load.of(Fate.RIGHT)) * 0.9, "not everything was handed over"
         minutes = (seen[-1].at_s - seen[0].at_s) / 60
         steady = Bounds(process_bytes=max(GROWTH_MIN, int(GROWTH_PER_MIN * minutes)), num_fds=10)
         check_growth(lambda: growth([*seen, idle_snapshot(world)], steady))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -9,6 +10,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -45,7 +48,15 @@ class Up:
             *words,
         ]
         with self.files[0].open("wb") as out, self.files[1].open("wb") as err:
-            self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
+            # Under nohup SIGHUP is ignored, here and in what is started.
+            begin = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
+            self.process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                preexec_fn=begin,  # noqa: PLW1509 - no lock taken
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -72,11 +83,12 @@ class Up:
     def parts(self) -> dict[str, int]:
         """Pids by name: of the registry, the instances and the router."""
         found = {}
-        for pid in children(self.process.pid):
+        for pid in self.everyone():
             words = _read(pid, "cmdline")
-            if "-m" in words and "baton" in words:
-                verb = words[words.index("baton") + 1]
-                found[words[words.index("--name") + 1] if "--name" in words else verb] = pid
+            if instance := re.match(r"baton ((prefill|decode|both)-\d+)\n", "".join(_read(pid, "comm"))):
+                found[instance[1]] = pid
+            elif words[1:3] == ["-m", "baton"] and words[3] != "up":
+                found[words[3]] = pid
         return found
 
     def everyone(self) -> set[int]:
@@ -164,7 +176,7 @@ def test_it_serves_mends_itself_and_ends_in_order(tmp_path, started) -> None:
         again(up, name)
         until(lambda: _is_answered(url, expected.text), f"it answers again after {name}", LIMIT_S)
         assert f"{name.replace('route', 'router')}: was ended by signal 9" in up.err
-    until(lambda: len(up.everyone()) >= 4 + 2 + 4 + 1, "parts, cradles, ranks and a guard", LIMIT_S)
+    until(lambda: len(up.everyone()) >= 4 + 3 + 4 + 1, "parts, fork servers, ranks and a guard", LIMIT_S)
     everyone = up.everyone()
     up.process.send_signal(signal.SIGINT)
     assert up.ended() == 0, up.err
@@ -218,7 +230,16 @@ def test_a_part_that_dies_for_good_ends_all_with_the_cause(tmp_path, started) ->
     assert up.leftovers() == []
 
 
-@pytest.mark.parametrize("how", ["killed", "killed while it starts", "terminated after a rank was killed"])
+ENDS = {
+    "killed": signal.SIGKILL,
+    "killed while it starts": signal.SIGKILL,
+    "terminated after a rank was killed": signal.SIGTERM,
+    "hung up": signal.SIGHUP,
+    "interrupted twice": signal.SIGINT,
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
 def test_nothing_outlives_it(tmp_path, started, how: str) -> None:
     up = Up(tmp_path, "--prefill", "tp1", "--decode", "tp1", "--port", "0")
     started.append(up)
@@ -234,10 +255,39 @@ def test_nothing_outlives_it(tmp_path, started, how: str) -> None:
         os.kill(rank, signal.SIGKILL)
         until(lambda: not is_alive(rank), "the rank has ended", LIMIT_S)
         everyone |= up.everyone()
-    up.process.send_signal(signal.SIGKILL if how.startswith("killed") else signal.SIGTERM)
-    assert up.ended() == (-signal.SIGKILL if how.startswith("killed") else 0)
+    with running_request(up) if "twice" in how else nullcontext() as stream:
+        up.process.send_signal(ENDS[how])
+        if stream is not None:
+            until(lambda: "finishing running requests" in up.err, "it drains", LIMIT_S)
+            up.process.send_signal(ENDS[how])
+        assert up.ended() == (-ENDS[how] if ENDS[how] in (signal.SIGKILL, signal.SIGHUP) else 0)
+        assert stream is None or b"[DONE]" not in rest(stream), "it waited for the request"
     until(lambda: not {pid for pid in everyone if is_alive(pid)}, "all have ended", LIMIT_S)
     until(lambda: not up.leftovers(), "its folder is gone", LIMIT_S)
+
+
+@contextmanager
+def running_request(up: Up) -> Iterator[http.client.HTTPResponse]:
+    """A stream of more tokens than anybody waits for; it has begun."""
+    body = {"prompt": PROMPT, "max_tokens": 4000, "stream": True, "ignore_eos": True}
+    connection = http.client.HTTPConnection(up.url().removeprefix("http://"), timeout=LIMIT_S)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+        yield response
+    finally:
+        connection.close()
+
+
+def rest(response: http.client.HTTPResponse) -> bytes:
+    """What is left of it, also where it was cut."""
+    try:
+        return response.read()
+    except http.client.IncompleteRead as cut:
+        return cut.partial
+    except OSError:
+        return b""
 
 
 def named_segments(pid: int) -> set[str]:

@@ -70,7 +70,7 @@ class Live:
     def is_idle(self) -> bool:
         """Whether nothing is open and every page is back."""
         load = self.instance.load()
-        busy = load.num_running + load.num_waiting + self.server.num_open
+        busy = load.num_running + load.num_waiting + len(self.server.open)
         return not busy and load.pages.free == load.pages.total > 0
 
     def call(self, work: Callable[[], Any]) -> Any:

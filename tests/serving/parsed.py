@@ -14,7 +14,6 @@ from baton.serving.openai import (
     CompletionRequest,
     GenerateRequest,
     ParsedRequest,
-    ReceivingInstance,
     ServedModel,
     parse_request,
     reader_of,
@@ -22,10 +21,10 @@ from baton.serving.openai import (
 
 CONTEXT = 64
 VOCABULARY = 432
+HIDDEN = 3
 NEAR = Caller(is_loopback=True)
 FAR = Caller()
-DECODE = ReceivingInstance("decode", "127.0.0.1:7001", "prefill", "tiny")
-PREFILL = ReceivingInstance("prefill", "127.0.0.1:7000", "prefill", "tiny")
+PREFILL = {"role": "prefill", "address": "127.0.0.1:7000"}
 
 READERS = {
     "completions": reader_of(CompletionRequest),
@@ -34,11 +33,19 @@ READERS = {
 }
 
 
-def model(*, has_tokenizer: bool = True) -> ServedModel:
-    """A model of a small context."""
-    return ServedModel(
-        tokenizer() if has_tokenizer else None, CONTEXT, VOCABULARY, lambda num_prompt: CONTEXT
-    )
+def model(*, has_tokenizer: bool = True, **more: Any) -> ServedModel:
+    """A model of a small context, at a decode instance unless `more` says otherwise."""
+    fields = {
+        "name": "tiny",
+        "tokenizer": tokenizer() if has_tokenizer else None,
+        "context_max": CONTEXT,
+        "vocab_size": VOCABULARY,
+        "num_tokens_max": lambda num_prompt: CONTEXT,
+        "hidden_size": HIDDEN,
+        "role": "decode",
+        "address": "127.0.0.1:7001",
+    }
+    return ServedModel(**{**fields, **more})
 
 
 def read(kind: str, body: Any) -> Any:
@@ -47,7 +54,7 @@ def read(kind: str, body: Any) -> Any:
 
 
 def asked(
-    body: dict[str, Any], kind: str = "completions", caller: Caller = NEAR, place: ReceivingInstance = DECODE
+    body: dict[str, Any], kind: str = "completions", caller: Caller = NEAR, **more: Any
 ) -> ParsedRequest:
     """The inquiry that a body comes to."""
-    return asyncio.run(parse_request(read(kind, body), caller, model(), place))
+    return asyncio.run(parse_request(read(kind, body), caller, model(**more)))

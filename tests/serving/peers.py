@@ -65,6 +65,7 @@ class Seen:
     body: dict[str, Any]
     headers: dict[str, str]
     is_disconnected: bool = False
+    is_over: bool = False
 
 
 def story(num_sources: int, num_targets: int) -> RequestTrace:
@@ -201,7 +202,7 @@ class Peer:
             "transfer": str(seen.body.get("bootstrap_room")),
             "figures": {"exposed_s": 0.01, "efficiency": 0.9} if is_source else {"tth_s": 0.23},
             "unpipelined": self.unpipelined,
-            "story": msgspec.to_builtins(trace, str_keys=True),
+            "story": msgspec.to_builtins(trace, str_keys=True) if seen.is_over else None,
         }
         clock = {"monotonic_s": 50.0, "unix_s": time.time()}
         told = {"created": int(time.time()), "num_prompt_tokens": 40, "clock": clock, "jobs": [job]}
@@ -220,6 +221,8 @@ class Peer:
         except asyncio.CancelledError:
             seen.is_disconnected = True
             raise
+        finally:
+            seen.is_over = True
 
     async def _answered(self, request: web.Request, body: dict[str, Any], fault: Fault) -> web.StreamResponse:
         if fault.status:

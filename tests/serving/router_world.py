@@ -19,7 +19,7 @@ from baton.serving.http import Credentials
 from baton.serving.router import LocalMode, Router, RouterConfig, RouterLimits
 from baton.session.registry import RegistryClient, RegistryServer, Role
 
-LIMIT_S = 90.0
+LIMIT_S = 300.0
 
 
 def run(body: Callable[[], Awaitable[None]]) -> None:

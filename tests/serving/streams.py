@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.serving.live import WAIT_S_MAX, Live
 
-from baton.serving.http import EventReader, SentEvent
+from baton.serving.http import EventSplitter, SentEvent
 
 
 @dataclass
@@ -48,7 +48,7 @@ def listen(served: Live, path: str, body: dict[str, Any], **private: Any) -> Str
     """Asks with notes, and reads everything."""
     answer = served.ask(path, {**body, "stream": True, "baton": {"tokens": True, **private}})
     assert answer.status == 200, answer.text
-    return heard(list(EventReader().feed(answer.body)))
+    return heard(list(EventSplitter().feed(answer.body)))
 
 
 def heard(events: list[SentEvent]) -> Stream:

@@ -23,11 +23,12 @@ OF_SCRAPES = {"instance", "job", "le", "model_name"}
 def known() -> dict[str, set[str]]:
     """By the name of a sample: its labels."""
     found: dict[str, set[str]] = {}
-    for registry in (ServerMetrics("m")._registry, RouterMetrics(Fleet())._registry):
-        collectors: list[Any] = list(registry._collector_to_names)
-        labels = {name: set(each._labelnames) for each in collectors if hasattr(each, "_labelnames")
-                  for name in registry._collector_to_names[each]}  # fmt: skip
-        for family in registry.collect():
+    registry = ServerMetrics("m")._registry
+    collectors: list[Any] = list(registry._collector_to_names)
+    labels = {name: set(each._labelnames) for each in collectors if hasattr(each, "_labelnames")
+              for name in registry._collector_to_names[each]}  # fmt: skip
+    for families in (registry.collect(), RouterMetrics(Fleet()).collect()):
+        for family in families:
             of_family = labels.get(family.name, set(getattr(family, "_labelnames", ())))
             for suffix in SUFFIXES[family.type]:
                 found[family.name + suffix] = of_family

@@ -15,7 +15,7 @@ from aiohttp import web
 from baton.serving import http
 from baton.serving.http import ApiError, Credentials, EventStream, HttpLimits, HttpServer
 
-LIMIT_S = 90.0
+LIMIT_S = 300.0
 KEY = "sk-client"
 
 

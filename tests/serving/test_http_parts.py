@@ -15,7 +15,7 @@ from baton.serving.http import (
     ApiError,
     Caller,
     Credentials,
-    EventReader,
+    EventSplitter,
     RouterHints,
     TokenNote,
     bad_field,
@@ -35,7 +35,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def test_every_cause_of_a_hand_over_has_a_status():
+def test_every_cause_of_a_handoff_has_a_status():
     assert {why.name for why in Why} <= set(STATUSES)
     assert {STATUSES[name] for name in ("PEER_LOST", "COPY_FAILED", "CORRUPTED", "REFUSED_PROMPT")} == {502}
     assert failure("OUT_OF_PAGES", "x").response().headers["Retry-After"] == "1"
@@ -118,7 +118,7 @@ def test_events_and_notes_are_read_however_they_are_cut():
         plain = [data_event(msgspec.json.encode({"t": text})) for text in texts]
         lines = [b"" if note is None else note_line(note) for note in notes]
         stream = b"".join(line + event for line, event in zip(lines, plain, strict=True)) + DONE
-        reader, found = EventReader(), []
+        reader, found = EventSplitter(), []
         while stream:
             cut = chance.choice([1, 2, 7, 40, 1000])
             found += reader.feed(stream[:cut])
@@ -132,9 +132,9 @@ def test_events_and_notes_are_read_however_they_are_cut():
 
 def test_a_stream_that_is_none_is_refused():
     with pytest.raises(ApiError, match="cannot be read"):
-        list(EventReader().feed(b": baton {nonsense\ndata: {}\n\n"))
+        list(EventSplitter().feed(b": baton {nonsense\ndata: {}\n\n"))
     with pytest.raises(ApiError, match="longer than"):
-        list(EventReader().feed(b"x" * (17 << 20)))
+        list(EventSplitter().feed(b"x" * (17 << 20)))
 
 
 def test_private_fields_have_a_form():

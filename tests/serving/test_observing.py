@@ -14,7 +14,7 @@ from baton.engine.commands import CopyRecord, LayerGroupTiming
 from baton.engine.requests import EngineRequest, InboundHandoff, OutboundHandoff, OutputChunk, RequestFinished
 from baton.engine.trace import RequestTrace
 from baton.serving.metrics import ServerMetrics
-from baton.serving.observing import NUM_TIMELINES_MAX, RequestObserver, Side
+from baton.serving.observing import NUM_TIMELINES_MAX, RecordedRequest, RequestObserver, Side
 from baton.serving.openai import ParsedRequest
 from baton.serving.openapi import description
 from baton.serving.server import EventBridge
@@ -59,9 +59,9 @@ def test_a_timeline_has_stages_groups_and_copies():
     assert found["copy to 1", "0 to 1"] == (3.0, 5.0)
 
 
-def test_metrics_of_a_hand_over():
+def test_metrics_of_a_handoff():
     metrics = ServerMetrics("some/model")
-    metrics.add_hand_off(story(), Side.SOURCE.figures(story()))
+    metrics.add_handoff(story(), Side.SOURCE.figures(story()))
     text = metrics.text().decode()
     assert 'baton_route_bytes_total{model_name="some/model",source_rank="0",target_rank="1"} 50.0' in text
     assert 'baton_unpipelined_total{model_name="some/model",reason="cost: N groups"} 1.0' in text
@@ -79,13 +79,13 @@ def handed(transfer: str, source: str | None) -> ParsedRequest:
     return replace(parsed, jobs=(replace(job, request=replace(job.request, handoff=handoff)),))
 
 
-def test_a_hand_over_is_a_line_on_each_side(caplog: pytest.LogCaptureFixture):
-    with caplog.at_level(logging.INFO, logger="baton.serving.handover"):
-        RequestObserver("p", "prefill", "pp2", "m").traced(handed("7", None), 0, story())
+def test_a_handoff_is_a_line_on_each_side(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, logger="baton.serving.handoff"):
+        RequestObserver("p", "prefill", "pp2", "m").traced(RecordedRequest(handed("7", None)), 0, story())
         target = RequestObserver("d", "decode", "tp3", "m")
-        target.traced(handed("7", "p:1"), 0, story())
-        target.failed(handed("8", "p:1"), 0, "DEADLINE", "no progress for 30 s")
-        target.traced(asked({"prompt": "a"}), 0, story())  # nothing was handed over
+        target.traced(RecordedRequest(handed("7", "p:1")), 0, story())
+        target.failed(RecordedRequest(handed("8", "p:1")), 0, "DEADLINE", "no progress for 30 s")
+        target.traced(RecordedRequest(asked({"prompt": "a"})), 0, story())  # nothing was handed over
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         (
             "INFO",
@@ -106,21 +106,32 @@ def test_a_hand_over_is_a_line_on_each_side(caplog: pytest.LogCaptureFixture):
     assert caplog.records[0].fields["exposed_s"] == pytest.approx(1.0)
 
 
+def test_a_handoff_that_failed_is_not_done_when_its_pages_are_free(caplog: pytest.LogCaptureFixture):
+    observer = RequestObserver("d", "decode", "tp3", "m")
+    recorded = RecordedRequest(handed("8", "p:1"))
+    with caplog.at_level(logging.INFO, logger="baton.serving.handoff"):
+        observer.started(recorded)
+        observer.failed(recorded, 0, "DEADLINE", "no progress for 30 s")
+        observer.traced(recorded, 0, story())
+    assert [record.fields["state"] for record in caplog.records] == ["failed"]
+    assert 'baton_tth_seconds_count{model_name="m"} 0.0' in observer.metrics.text().decode()
+
+
 def test_only_the_latest_timelines_are_kept():
     observer = RequestObserver("here", "both", "tp1", "m")
-    many_parsed = [
-        asked({"prompt": "a", "baton": {"id": f"cmpl-{number}"}}) for number in range(NUM_TIMELINES_MAX + 3)
+    requests = [
+        RecordedRequest(asked({"prompt": "a", "baton": {"id": f"cmpl-{number}"}}))
+        for number in range(NUM_TIMELINES_MAX + 3)
     ]
-    for parsed in many_parsed:
-        observer.started(parsed)
-        observer.traced(parsed, 0, story())
+    for recorded in requests:
+        observer.started(recorded)
+        observer.traced(recorded, 0, story())
     assert observer.timeline("cmpl-2") is None
     assert observer.timeline("cmpl-3")["jobs"][0]["story"]["arrived_s"] == 10.0
     assert len(observer.timelines()["data"]) == NUM_TIMELINES_MAX
     # The rest of a former attempt under the same id does not spoil the story of the latest.
-    again = asked({"prompt": "a", "baton": {"id": "cmpl-9"}})
-    observer.started(again)
-    observer.failed(many_parsed[9], 0, "PEER_LOST", "it left")
+    observer.started(RecordedRequest(asked({"prompt": "a", "baton": {"id": "cmpl-9"}})))
+    observer.failed(requests[9], 0, "PEER_LOST", "it left")
     assert observer.timeline("cmpl-9")["failure"] is None
 
 

@@ -7,7 +7,8 @@ import json
 import openai
 import pytest
 from openai import OpenAI
-from tests.serve.speaking import chat_ids, encode, oracle_text, tokenizer
+from tests.engine.tiny import oracle_logprobs
+from tests.serve.speaking import chat_ids, encode, model, oracle_text, tokenizer
 from tests.serving.live import CONTEXT, Live, until
 
 from baton import __version__
@@ -87,6 +88,46 @@ def test_chats_and_their_streams(served: Live, client: OpenAI):
             roles += [choice.delta.role] if choice.delta.role else []
             text += choice.delta.content or ""
     assert (roles, text) == (["assistant"], expected.text)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 4])
+def test_log_probabilities_of_an_echoed_prompt(served: Live, client: OpenAI, max_tokens: int):
+    wishes = {"model": served.model, "prompt": [encode(FOX), encode("hello")], "max_tokens": max_tokens}
+    wishes |= {"temperature": 0, "echo": True, "logprobs": 2, "extra_body": {"ignore_eos": True}}
+    whole = client.completions.create(**wishes)
+    assert [choice.finish_reason for choice in whole.choices] == ["length"] * 2
+    assert whole.usage.completion_tokens == 2 * max_tokens
+    for choice, text in zip(whole.choices, (FOX, "hello"), strict=True):
+        check_echo(choice, text, max_tokens)
+    parts = [choice for event in client.completions.create(**wishes, stream=True) for choice in event.choices]
+    for choice in whole.choices:
+        own = [part for part in parts if part.index == choice.index]
+        assert "".join(part.text for part in own) == choice.text
+        for name in ("tokens", "text_offset"):
+            joined = [value for part in own for value in getattr(part.logprobs, name)]
+            assert joined == getattr(choice.logprobs, name)
+        # The others, with the rows of other batches, are the same but for rounding.
+        values = [value for part in own for value in part.logprobs.token_logprobs]
+        assert values[0] is None
+        assert values[1:] == pytest.approx(choice.logprobs.token_logprobs[1:], abs=1e-4)
+    until(served.is_idle, "nothing is left of it")
+
+
+def check_echo(choice, text: str, max_tokens: int) -> None:
+    """The prompt, then the answer, and what `transformers` gives each token but the first."""
+    answer = oracle_text(text, max_tokens, ignore_eos=True) if max_tokens else None
+    ids = [*encode(text), *(answer.tokens if answer else ())]
+    found, expected = choice.logprobs, oracle_logprobs(model(), ids)
+    assert choice.text == text + (answer.text if answer else "")
+    names = [tokenizer().decode([token]) for token in encode(text)]
+    assert found.tokens[: len(names)] == names
+    assert found.text_offset[: len(names)] == [len("".join(names[:place])) for place in range(len(names))]
+    assert (found.token_logprobs[0], found.top_logprobs[0]) == (None, None)
+    values = [expected[row, token].item() for row, token in enumerate(ids[1:])]
+    assert found.token_logprobs[1:] == pytest.approx(values, abs=1e-4)
+    for row, (value, top) in enumerate(zip(found.token_logprobs[1:], found.top_logprobs[1:], strict=True)):
+        assert value in top.values()
+        assert max(top.values()) == pytest.approx(expected[row].max().item(), abs=1e-4)
 
 
 def test_log_probabilities_of_completions(served: Live, client: OpenAI):
@@ -190,7 +231,7 @@ def test_errors_are_the_clients_own(served: Live, client: OpenAI):
     tools = [{"type": "function", "function": {"name": "f"}}]
     with pytest.raises(openai.BadRequestError) as raised:
         client.chat.completions.create(model=served.model, messages=CHAT, tools=tools, tool_choice="required")
-    assert raised.value.param == "tool_choice"
+    assert raised.value.param == "tools"  # which the model's chat template does not take
 
 
 def test_generate_speaks_its_own_dialect(served: Live):

@@ -57,7 +57,7 @@ async def snapshot(w: World) -> dict[str, Any]:
         return (await next_event())[0]
 
 
-async def hand_overs(w: World, number: int) -> list[dict[str, Any]]:
+async def handoffs(w: World, number: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     async with events(w) as next_event:
         while len(found) < number:
@@ -91,7 +91,7 @@ def test_a_snapshot_says_what_the_router_knows():
             asking = asyncio.create_task(w.post({"stream": True, **PROMPT}, headers=headers))
             await until(lambda: w.d0.num_sent > 9)
             now = await snapshot(w)
-            assert (now["missing"], now["num_running"], now["num_waiting"]) == ("", 1, 0)
+            assert (now["status"], now["num_running"], now["num_waiting"]) == ("ok", 1, 0)
             decode, prefill = now["instances"]
             assert (decode["name"], decode["state"], decode["layout"]) == ("d0", "able", "tp1")
             assert (prefill["name"], prefill["role"]) == ("p0", "prefill")
@@ -116,13 +116,31 @@ def test_a_snapshot_says_what_the_router_knows():
     run(body)
 
 
+def test_an_instance_that_can_never_hand_off_is_shown():
+    async def body() -> None:
+        async with world(1, 0, local=LocalMode.AUTO) as w:
+            await w.join("d0", Role.DECODE, "other", fingerprint="beef")
+            await until(w.router.fleet.unpaired)
+            now = await snapshot(w)
+            assert now["status"] == "degraded", "each side answers alone"
+            assert "no hand-over for p0 (tiny), d0 (other)" in now["message"]
+            await w.join("d1", Role.DECODE)
+            async with asyncio.timeout(30), events(w) as next_event:
+                while "p0" in now["message"]:  # events are one a second
+                    (now, *_) = await next_event()
+            assert now["message"].startswith("no hand-over for d0 (other): no peer")
+
+    run(body)
+
+
 def test_a_request_that_no_instance_is_given_is_a_failure_too():
     async def body() -> None:
         async with world(0, 0) as w:
             for _ in range(3):
                 assert (await w.post(PROMPT))[0] == 503
             now = await snapshot(w)
-            assert "none has registered" in now["missing"]
+            assert now["status"] == "down"
+            assert "none has registered" in now["message"]
             (failed,) = now["failures"]
             assert (failed["number"], failed["names"]) == (3, [])
             assert failed["text"].startswith("NO_INSTANCE: ")
@@ -130,7 +148,7 @@ def test_a_request_that_no_instance_is_given_is_a_failure_too():
     run(body)
 
 
-def test_hand_overs_are_sampled_only_while_somebody_looks():
+def test_handoffs_are_sampled_only_while_somebody_looks():
     async def body() -> None:
         async with world(1, 1) as w:
             w.p0.unpipelined = ["cost: 3 groups are done soonest"]
@@ -138,7 +156,7 @@ def test_hand_overs_are_sampled_only_while_somebody_looks():
                 await w.stream(PROMPT)
             assert w.p0.num_listings == 0
             # Of an instance's requests only the newest are drawn, and every one is a point.
-            first, second = await hand_overs(w, 2)
+            first, second = await handoffs(w, 2)
             assert second["number"] == first["number"] + 1
             now = await snapshot(w)
             assert [point[1] for point in now["points"]] == [0.9] * 5
@@ -165,7 +183,7 @@ def test_hand_overs_are_sampled_only_while_somebody_looks():
     run(body)
 
 
-def test_a_page_gets_each_hand_over_once():
+def test_a_page_gets_each_handoff_once():
     async def body() -> None:
         async with world(1, 1) as w:
             found: list[int] = []
@@ -180,6 +198,38 @@ def test_a_page_gets_each_hand_over_once():
     run(body)
 
 
+def test_a_long_answer_is_drawn_when_it_has_ended():
+    """Decode records a request when its last token is out; its hand-over was listed long before."""
+
+    async def body() -> None:
+        async with world(1, 1) as w:
+            w.d0.gate.clear()
+            asking = asyncio.create_task(w.stream(PROMPT))
+            async with events(w) as next_event:
+                while not (told := await next_event())[0]["points"]:
+                    assert len(told) == 1
+                assert (await next_event())[1:] == []
+                w.d0.gate.set()
+                while len(told := await next_event()) == 1:
+                    pass
+                await asking
+            assert told[1]["names"] == ["p0", "d0"]
+
+    run(body)
+
+
+def test_the_page_says_what_health_says():
+    async def body() -> None:
+        async with world(1, 1, local=LocalMode.AUTO) as w:
+            w.d0.told = {"has_draft": True}
+            await until(w.router.fleet.unpaired)
+            now, (_, health) = await snapshot(w), await w.get("/health")
+            assert {name: now[name] for name in health} == health
+            assert "decode with --draft needs prefill" in now["message"]
+
+    run(body)
+
+
 def test_timelines_that_are_too_long_are_left_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(page, "FETCH_BYTES_MAX", 10_000)
 
@@ -188,7 +238,7 @@ def test_timelines_that_are_too_long_are_left_out(monkeypatch: pytest.MonkeyPatc
             w.p0.ranks = (4, 40)
             for _ in range(4):
                 await w.stream(PROMPT)
-            assert [each["names"][0] for each in await hand_overs(w, 2)] == ["p1", "p1"]
+            assert [each["names"][0] for each in await handoffs(w, 2)] == ["p1", "p1"]
 
     run(body)
 

@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 from tests.engine.text.vocabularies import tokenizer
-from tests.serving.parsed import CONTEXT, DECODE, FAR, NEAR, PREFILL, asked, model, read
+from tests.serving.parsed import CONTEXT, FAR, NEAR, PREFILL, asked, model, read
 
 from baton.engine.requests import InboundHandoff, OutboundHandoff
 from baton.engine.sampling_params import SamplingParams
 from baton.serving.http import ApiError, Caller
 from baton.serving.openai import (
     ROLES,
+    ChoiceDelta,
     DetokenizeRequest,
-    ReceivingInstance,
     Tokenized,
     TokenizeRequest,
+    Usage,
     parse_request,
     reader_of,
+    response_format,
 )
 
 TEXT = "the fox"
 ROOM = {"bootstrap_host": "10.0.0.5", "bootstrap_port": 8998, "bootstrap_room": 77}
 
 
-def problem_of(body, kind="completions", caller=NEAR, place=DECODE) -> ApiError:
+def problem_of(body, kind="completions", caller=NEAR, **place) -> ApiError:
     with pytest.raises(ApiError) as raised:
-        asked(body, kind, caller, place)
+        asked(body, kind, caller, **place)
     return raised.value
 
 
@@ -39,7 +42,7 @@ def test_parameters_that_a_request_leaves_out_are_the_models():
     served = replace(model(), defaults=defaults)
 
     def params(body, kind="completions") -> SamplingParams:
-        return asyncio.run(parse_request(read(kind, body), NEAR, served, DECODE)).jobs[0].request.params
+        return asyncio.run(parse_request(read(kind, body), NEAR, served)).jobs[0].request.params
 
     def chosen(found: SamplingParams) -> tuple[float, ...]:
         return found.temperature, found.top_k, found.top_p, found.min_p, found.repetition_penalty
@@ -59,6 +62,31 @@ def test_every_form_of_a_prompt_comes_to_the_same_ids():
     assert asked({"prompt": [ids, ids]}).prompts == (tuple(ids),) * 2
     assert asked({"text": [TEXT, "a"]}, "generate").prompts[0] == tuple(ids)
     assert asked({"input_ids": ids}, "generate").prompts == (tuple(ids),)
+
+
+def test_input_embeds_are_rows_of_float32():
+    rows = [[0.5, -1, 2e-3], [1, 2, 3]]
+    (job,) = asked({"input_embeds": rows}, "generate").jobs
+    assert (job.request.tokens, job.request.embeddings) == ((0, 0), struct.pack("6f", *rows[0], *rows[1]))
+    several = asked({"input_embeds": [rows, rows[:1]]}, "generate").jobs
+    assert [len(job.request.embeddings) for job in several] == [24, 12]
+    for wrong in (
+        [],
+        [[]],
+        [[1, 2]],
+        [[1, 2, [3]]],
+        [rows, [[1, 2]]],
+        [rows, []],
+        [[1, 2, 1e39]],
+        [rows, [1]],
+    ):
+        with pytest.raises(ApiError, match="input_embeds is") as found:
+            asked({"input_embeds": wrong}, "generate")
+        assert (found.value.status, found.value.param) == (400, "input_embeds")
+    with pytest.raises(ApiError, match="give one of text, input_ids and input_embeds"):
+        asked({"input_embeds": rows, "text": TEXT}, "generate")
+    with pytest.raises(ApiError, match="send it to /generate"):
+        asked({"input_embeds": rows, "prompt": TEXT})
 
 
 def test_parts_of_a_message_are_its_text():
@@ -137,19 +165,19 @@ def test_choices_are_counted_by_prompt_and_answer():
 def test_rooms_make_the_two_legs():
     job = asked({"prompt": "a", **ROOM}).jobs[0].request
     assert job.handoff == InboundHandoff("77", "10.0.0.5:8998", is_early=True)
-    assert asked({"prompt": "a", **ROOM}, place=PREFILL).jobs[0].request.handoff == OutboundHandoff("77")
-    late = ReceivingInstance("decode", "x:1", "decode", "tiny")
-    assert asked({"prompt": "a", **ROOM}, place=late).jobs[0].request.handoff.is_early is False
+    assert asked({"prompt": "a", **ROOM}, **PREFILL).jobs[0].request.handoff == OutboundHandoff("77")
+    late = {"address": "x:1", "first_token": "decode"}
+    assert asked({"prompt": "a", **ROOM}, **late).jobs[0].request.handoff.is_early is False
     wished = {"prompt": "a", **ROOM, "baton": {"first_token": "decode"}}
     assert asked(wished).jobs[0].request.handoff.is_early is False
-    both = ReceivingInstance("both", "10.0.0.5:8998", "prefill", "tiny")
-    assert asked({"prompt": "a", **ROOM}, place=both).jobs[0].request.handoff == OutboundHandoff("77")
+    both = {"role": "both", "address": "10.0.0.5:8998"}
+    assert asked({"prompt": "a", **ROOM}, **both).jobs[0].request.handoff == OutboundHandoff("77")
     v6 = {**ROOM, "bootstrap_host": "::1"}
     assert asked({"prompt": "a", **v6}).jobs[0].request.handoff.source == "[::1]:8998"
 
 
 def test_both_legs_draw_alike():
-    legs = [asked({"prompt": "a", **ROOM}, place=place).jobs[0].request for place in (DECODE, PREFILL)]
+    legs = [asked({"prompt": "a", **ROOM}, **place).jobs[0].request for place in ({}, PREFILL)]
     assert legs[0].params.seed == legs[1].params.seed == 77
     assert asked({"prompt": "a", "seed": 5, **ROOM}).jobs[0].request.params.seed == 5
     assert (
@@ -212,7 +240,7 @@ def test_lengths_are_held_against_the_context():
     assert asked({"text": "a"}, "generate").jobs[0].request.params.max_tokens == CONTEXT - 1
     assert asked({"prompt": "a"}).jobs[0].request.params.max_tokens == 16
     # A source only prefills: what is asked for beyond that is for the target to judge.
-    assert asked({"prompt": ids, "max_tokens": 5, **ROOM}, place=PREFILL)
+    assert asked({"prompt": ids, "max_tokens": 5, **ROOM}, **PREFILL)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +257,8 @@ def test_lengths_are_held_against_the_context():
         ({"prompt": "a", "min_tokens": 17}, "min_tokens"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": ["a"] * 200, "n": 2}, "n"),
-        ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 0, "logprobs": 1}, "max_tokens"),
     ],
 )
 def test_wrong_values_name_their_field(body, param: str):
@@ -243,14 +272,14 @@ def test_names_of_models():
     assert (problem.status, problem.code) == (404, "model_not_found")
     assert "'tiny'" in problem.message
     assert problem_of({"prompt": "a", "model": "tiny:my-lora"}).status == 400
-    path = ReceivingInstance("both", "x:1", "prefill", "/models/tiny")
-    assert asked({"prompt": "a", "model": "tiny"}, place=path)
-    assert asked({"prompt": "a", "model": "/models/tiny"}, place=path)
+    path = {"role": "both", "name": "/models/tiny"}
+    assert asked({"prompt": "a", "model": "tiny"}, **path)
+    assert asked({"prompt": "a", "model": "/models/tiny"}, **path)
 
 
 def test_without_a_tokenizer_prompts_are_ids():
     async def ask(body):
-        return await parse_request(read("completions", body), NEAR, model(has_tokenizer=False), DECODE)
+        return await parse_request(read("completions", body), NEAR, model(has_tokenizer=False))
 
     assert asyncio.run(ask({"prompt": [1, 2]})).prompts == ((1, 2),)
     for body, param in (({"prompt": "a"}, "prompt"), ({"prompt": [1], "stop": "x"}, "stop")):
@@ -259,32 +288,39 @@ def test_without_a_tokenizer_prompts_are_ids():
         assert raised.value.param == param
 
 
+def echoes(body: dict[str, Any]) -> list[str]:
+    """The texts of choices of which nothing was generated yet."""
+    parsed = asked(body)
+    deltas = [ChoiceDelta(index, True) for index in parsed.choices()]
+    return [choice.text for choice in response_format(parsed, model()).whole(deltas, Usage(0, 0, 0)).choices]
+
+
 def test_echo_goes_ahead():
     ids = tokenizer().encode(TEXT)
-    assert asked({"prompt": [TEXT, "a"], "echo": True}).echoes == (TEXT, "a")
-    assert asked({"prompt": ids, "echo": True}).echoes == (TEXT,)
-    assert asked({"prompt": [ids], "echo": True}).echoes == (TEXT,)
-    assert asked({"prompt": TEXT}).echoes == ("",)
+    assert echoes({"prompt": [TEXT, "a"], "echo": True}) == [TEXT, "a"]
+    assert echoes({"prompt": ids, "echo": True}) == [TEXT]
+    assert echoes({"prompt": [ids], "echo": True}) == [TEXT]
+    assert echoes({"prompt": TEXT}) == [""]
 
 
 def test_a_dp_rank_is_that_of_the_side_which_reads_it():
-    decode, prefill = (replace(place, num_dp_groups=3) for place in (DECODE, PREFILL))
+    decode, prefill = ({**place, "num_dp_groups": 3} for place in ({}, PREFILL))
     ranks = {"data_parallel_rank": 2, "disagg_prefill_dp_rank": 1}
-    job = asked({"prompt": "a", **ROOM, **ranks}, place=decode).jobs[0].request
+    job = asked({"prompt": "a", **ROOM, **ranks}, **decode).jobs[0].request
     assert (job.dp, job.handoff.source_dp) == (2, 1)
-    assert asked({"prompt": "a", **ROOM, **ranks}, place=prefill).jobs[0].request.dp == 1
+    assert asked({"prompt": "a", **ROOM, **ranks}, **prefill).jobs[0].request.dp == 1
     # sglang-router names the rank of each side for itself, under the newer name.
-    assert asked({"prompt": "a", **ROOM, "routed_dp_rank": 2}, place=prefill).jobs[0].request.dp == 2
-    plain = asked({"text": "a"}, "generate", place=decode).jobs[0].request
+    assert asked({"prompt": "a", **ROOM, "routed_dp_rank": 2}, **prefill).jobs[0].request.dp == 2
+    plain = asked({"text": "a"}, "generate", **decode).jobs[0].request
     assert plain.dp is None
-    assert asked({"text": "a", "data_parallel_rank": 0}, "generate", place=decode).jobs[0].request.dp == 0
+    assert asked({"text": "a", "data_parallel_rank": 0}, "generate", **decode).jobs[0].request.dp == 0
     resumed = {"prompt": "a", "data_parallel_rank": 1, "baton": {"resume": [{"index": 0, "tokens": [5]}]}}
-    assert asked(resumed, place=decode).jobs[0].request.dp == 1
+    assert asked(resumed, **decode).jobs[0].request.dp == 1
     for body, place, param in (
         ({"data_parallel_rank": 3}, decode, "data_parallel_rank"),
         ({"routed_dp_rank": 3}, decode, "routed_dp_rank"),
         ({"disagg_prefill_dp_rank": 3}, prefill, "disagg_prefill_dp_rank"),
     ):
-        problem = problem_of({"prompt": "a", **body}, place=place)
+        problem = problem_of({"prompt": "a", **body}, **place)
         assert (problem.status, problem.param) == (400, param)
         assert problem.message == f"{param} is 3: give a DP group from 0 to 2"

@@ -11,8 +11,8 @@ import urllib.error
 import urllib.request
 
 import pytest
+from click.testing import CliRunner
 from tests.session.registry_world import SECRET
-from typer.testing import CliRunner
 
 from baton.cli import make_app
 from baton.errors import ConfigError

@@ -240,6 +240,28 @@ def test_who_waited_longest_is_next_and_who_leaves_is_forgotten():
     run(body)
 
 
+def test_what_waits_for_longer_than_the_queue_timeout_is_503_and_frees_its_place():
+    async def body() -> None:
+        async with world(1, 1, RouterLimits(num_in_flight_max=1, queue_s_max=0.05)) as w:
+            w.d0.gate.clear()
+            first = asyncio.create_task(w.post(PROMPT))
+            await until(lambda: w.d0.seen)
+            status, raw, headers = await w.post(PROMPT)
+            error = json.loads(raw)["error"]
+            assert (status, error["code"], headers["Retry-After"]) == (503, "QUEUE_TIMEOUT", "1")
+            assert "within 0.05 s (--queue-timeout)" in error["message"]
+            assert w.router.queue.num_waiting == 0
+            w.d0.gate.set()
+            assert (await first)[0] == 200, "one that was begun is not in the queue"
+            w.d0.faults = [Fault(status=503, code="QUEUE_TIMEOUT")]
+            num_seen = len(w.d0.seen)
+            status, raw, _ = await w.post(PROMPT)
+            assert (status, json.loads(raw)["error"]["code"]) == (503, "QUEUE_TIMEOUT")
+            assert len(w.d0.seen) == num_seen + 1, "an instance's verdict is not tried again"
+
+    run(body)
+
+
 def test_more_than_may_wait_is_429_at_once():
     async def body() -> None:
         async with world(1, 1, RouterLimits(num_in_flight_max=1, num_waiting_max=1)) as w:
@@ -310,7 +332,7 @@ def test_short_prompts_are_prefilled_on_decode_by_measured_rates():
             assert len(w.p0.seen) == 1
             assert await w.metric('baton_router_local_prefills_total{reason="short"}') == 2
             assert await w.metric('baton_router_local_threshold_tokens{instance="d0"}') == 20
-            assert await w.metric("baton_router_hand_overs_total") == 1
+            assert await w.metric("baton_router_handoffs_total") == 1
 
     run(body)
 
@@ -347,13 +369,13 @@ def test_health_follows_what_is_served(lost: str):
     run(body)
 
 
-def test_copies_of_a_model_under_other_names_hand_over():
+def test_copies_of_a_model_under_other_names_hand_off():
     async def body() -> None:
         async with world(1, 0) as w:
             await w.join("d0", Role.DECODE, "copy")
             for name in ("copy", "tiny", None):
                 assert (await w.stream({**PROMPT, "model": name})).texts == RIGHT
-            assert await w.metric("baton_router_hand_overs_total") == 3
+            assert await w.metric("baton_router_handoffs_total") == 3
             assert await w.metric("baton_router_unpaired") == 0
             assert [card["id"] for card in (await w.get("/v1/models"))[1]["data"]] == ["copy"]
             assert await w.get("/health") == (200, {"status": "ok"})
@@ -361,7 +383,7 @@ def test_copies_of_a_model_under_other_names_hand_over():
     run(body)
 
 
-def test_two_models_that_never_hand_over_say_so(caplog: pytest.LogCaptureFixture):
+def test_two_models_that_never_hand_off_say_so(caplog: pytest.LogCaptureFixture):
     async def body() -> None:
         async with world(1, 0, local=LocalMode.AUTO) as w:
             await w.join("d0", Role.DECODE, "other", fingerprint="beef")
@@ -375,6 +397,56 @@ def test_two_models_that_never_hand_over_say_so(caplog: pytest.LogCaptureFixture
             status, told = await w.get("/health")
             assert (status, told["status"]) == (200, "ok")
             assert "no hand-over for d0 (other)" in told["message"]
+
+    run(body)
+
+
+def test_decode_with_drafts_is_paired_only_with_prefill_that_has_them(caplog: pytest.LogCaptureFixture):
+    """The other way round is a pair: what decode has no use for stays at prefill."""
+
+    async def body() -> None:
+        async with world(1, 1, local=LocalMode.AUTO) as w:
+            w.d0.told = {"has_draft": True}
+            await until(w.router.fleet.unpaired)
+            assert (await w.stream(PROMPT)).texts == RIGHT, "decode prefills by itself"
+            assert not w.p0.seen
+            status, told = await w.get("/health")
+            assert (status, told["status"]) == (200, "degraded")
+            assert (
+                "no hand-over for p0 (tiny), d0 (tiny): decode with --draft needs prefill" in told["message"]
+            )
+            await until(lambda: told["message"] in caplog.text)
+            w.p0.told = {"has_draft": True}
+            await until(lambda: not w.router.fleet.missing())
+            w.d0.told = {}
+            await until(lambda: not w.router.fleet.instances["d0"].health.info.has_draft)
+            assert await w.get("/health") == (200, {"status": "ok"})
+            assert (await w.stream(PROMPT)).texts == RIGHT
+            assert w.p0.seen
+
+    run(body)
+
+
+def test_instances_with_unlike_sampling_defaults_are_not_paired():
+    """Prefill samples the first token of a stream, decode the rest."""
+
+    async def body() -> None:
+        async with world(1, 1, local=LocalMode.AUTO) as w:
+            w.d0.told = {"sampling_defaults": {"temperature": 0.6, "top_k": 20}}
+            w.p0.told = {"sampling_defaults": None}
+            infos = [w.router.fleet.instances[name].health for name in ("p0", "d0")]
+            await until(lambda: infos[0].info.sampling_defaults is None and infos[1].info.sampling_defaults)
+            assert not w.router.fleet.unpaired_text(), "prefill has not read its checkpoint yet"
+            w.p0.told = {"sampling_defaults": {"temperature": 1.0, "top_k": 0}}
+            await until(w.router.fleet.unpaired)
+            assert (await w.stream(PROMPT)).texts == RIGHT
+            assert not w.p0.seen
+            _, told = await w.get("/health")
+            assert "different sampling defaults; give both the same --generation-config" in told["message"]
+            w.p0.told = {"sampling_defaults": {"top_k": 20, "temperature": 0.6}}
+            await until(lambda: not w.router.fleet.missing())
+            assert (await w.stream(PROMPT)).texts == RIGHT
+            assert w.p0.seen
 
     run(body)
 
@@ -444,9 +516,8 @@ def test_router_tells_of_itself():
             path = "/v1/completions"
             assert await w.metric(f'baton_router_requests_total{{path="{path}",status="200"}}') == 1
             assert await w.metric("baton_router_added_seconds_count") == 1
-            assert (
-                await w.metric('baton_router_instance_state{instance="d0",role="decode",state="able"}') == 1
-            )
+            labels = 'instance="d0",model_name="tiny",role="decode",state="able"'
+            assert await w.metric(f"baton_router_instance_state{{{labels}}}") == 1
             status, raw, _ = await w.post(b"no json")
             assert (status, json.loads(raw)["error"]["code"]) == (400, "no_json")
             status, _, _ = await w.post({**PROMPT, "bootstrap_room": 5})

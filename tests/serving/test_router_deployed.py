@@ -15,7 +15,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from tests.engine.tiny import oracle_logprobs
 from tests.serve.deployment import Deployment, Part, deployment, oracle_text, router_part, serve_part, until
+from tests.serve.speaking import encode, model
 from tests.serving.router_world import Streamed, read_stream
 
 pytestmark = pytest.mark.serve
@@ -159,6 +161,18 @@ def test_batch_goes_on_when_decode_is_killed_in_the_middle(world: Deployment):
     found = reading.streamed()
     check(found, {place * 2 + k: right(text) for place, text in enumerate(texts) for k in (0, 1)})
     assert [usage["completion_tokens"] for usage in found.usage] == [2 * len(texts) * NUM_TOKENS]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 5])
+def test_log_probabilities_of_a_prompt_are_the_oracles(world: Deployment, max_tokens: int):
+    asked = body(prompt(), max_tokens=max_tokens, echo=True, logprobs=1, stream=False)
+    expected = oracle_logprobs(model(), ids := encode(prompt()))
+    for _ in range(4):  # on more than one instance, the second time with the prefix in its cache
+        found = world.ask("/v1/completions", asked).json["choices"][0]["logprobs"]["token_logprobs"]
+        assert len(found) == len(ids) + max_tokens
+        assert found[0] is None
+        values = [expected[row, token].item() for row, token in enumerate(ids[1:])]
+        assert found[1 : len(ids)] == pytest.approx(values, abs=1e-4)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

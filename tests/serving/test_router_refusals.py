@@ -26,8 +26,8 @@ def test_a_client_that_leaves_is_counted_as_499():
     run(play)
 
 
-async def refused_and_failed(w: World) -> tuple[float, float]:
-    """How many requests were given up after six refusals, and after one that failed besides."""
+async def refused_and_failed(w: World) -> tuple[float, float, float]:
+    """After six refusals: requests given up, and attempts that failed; requests given up after a failure."""
     for fault in (Fault(400), Fault(429, "QUEUE_FULL", headers={"Retry-After": "1"})):
         w.d0.faults = [fault] * 9
         assert (await w.post(PROMPT))[0] == fault.status
@@ -36,16 +36,17 @@ async def refused_and_failed(w: World) -> tuple[float, float]:
         assert (await w.post({**PROMPT, **body}))[0] in (400, 403, 404)
     assert (await w.post(b"no json"))[0] == 400
     num_refused = await w.metric("baton_router_given_up_total")
+    num_failed = await w.metric("baton_router_failures_total")
     await until(lambda: w.instances[1].full_until_s < asyncio.get_running_loop().time())
     w.d0.faults = [Fault(502, "CORRUPTED")] * 9
     assert (await w.post(PROMPT))[0] == 502
-    return num_refused, await w.metric("baton_router_given_up_total")
+    return num_refused, num_failed, await w.metric("baton_router_given_up_total")
 
 
 def test_only_what_failed_for_good_was_given_up():
     async def play() -> None:
         async with world(1, 1, RouterLimits(num_attempts_max=3)) as w:
-            assert await refused_and_failed(w) == (0, 1)
+            assert await refused_and_failed(w) == (0, 0, 1)
             assert await w.metric('baton_router_given_up_total{cause="CORRUPTED"}') == 1
 
     run(play)
@@ -57,6 +58,6 @@ def test_a_router_that_counts_refusals_too_is_caught(monkeypatch: pytest.MonkeyP
 
     async def play() -> None:
         async with world(1, 1, RouterLimits(num_attempts_max=3)) as w:
-            assert await refused_and_failed(w) != (0, 1)
+            assert await refused_and_failed(w) != (0, 0, 1)
 
     run(play)

@@ -88,7 +88,7 @@ def test_finished_choices_are_not_asked_for_again():
     run(body)
 
 
-def test_prefill_lost_between_first_token_and_hand_over_goes_on():
+def test_prefill_lost_between_first_token_and_handoff_goes_on():
     async def body() -> None:
         async with world(2, 2) as w:
             w.p0.faults = [Fault(is_hung=True)]
@@ -102,7 +102,7 @@ def test_prefill_lost_between_first_token_and_hand_over_goes_on():
     run(body)
 
 
-def test_prefill_lost_after_the_hand_over_is_nobodys_business():
+def test_prefill_lost_after_the_handoff_is_nobodys_business():
     async def body() -> None:
         async with world(2, 2) as w:
             w.p0.faults = [Fault(is_hung=True)]

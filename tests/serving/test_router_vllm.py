@@ -52,7 +52,7 @@ def test_both_legs_of_a_completion():
             common = {"model": "tiny", "prompt": "hello", "temperature": 0.5, "request_id": identity}
             assert prefill == {**common, "stream": False, "max_tokens": 1}
             assert decode == {**common, "max_tokens": 5, "min_tokens": 3, "logprobs": 2}
-            assert await world.metric("baton_router_hand_overs_total") == 1
+            assert await world.metric("baton_router_handoffs_total") == 1
 
     run(body)
 
@@ -97,7 +97,7 @@ def test_a_client_that_asks_for_token_ids_gets_them():
         {"use_beam_search": True},
     ],
 )
-def test_forms_without_a_hand_over_go_to_decode_alone(more: dict[str, Any]):
+def test_forms_without_a_handoff_go_to_decode_alone(more: dict[str, Any]):
     async def body() -> None:
         async with vllm_world() as world:
             status, _ = await world.post({"prompt": "hello", "max_tokens": 2, **more})
@@ -376,7 +376,7 @@ def test_resume_problem_of_messages_with_images():
     for content, is_text in ((parts, False), (parts[:1], True), ("x", True)):
         raw = json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 9}).encode()
         request = wire.read(CHAT, raw)
-        progress = wire.progress(request)
+        progress = wire.progress(request, "cmpl-1", 0)
         progress.prompt = [1]
         assert (wire.resume_problem(request, progress) == "") is is_text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,7 +16,6 @@ from baton.errors import ConfigError
 from baton.serving.fleet import Fleet, FleetInstance, InstanceLoad, InstanceRates, ServerInfo, UpstreamError
 from baton.serving.http import ApiError
 from baton.serving.policies import (
-    Candidate,
     Policy,
     PrefixIndex,
     RawPrompt,
@@ -26,25 +26,43 @@ from baton.serving.policies import (
 )
 from baton.serving.router import (
     AllFull,
+    ChosenRoute,
     LocalMode,
     NoInstance,
     RouteChooser,
     RouteConstraints,
     RouterConfig,
     RouterLimits,
+    UpstreamRequest,
 )
 from baton.serving.wire import read_routable
 from baton.session.registry import Role, Roster
 
 
-def candidate(name: str, load: int = 0, new: int = 100) -> Candidate:
-    return Candidate(name, load, 0, new)
+@dataclass
+class Candidate:
+    """What policies look at of an instance."""
+
+    name: str
+    load_tokens: int = 0
+    new: int = 100
+    num_in_flight: int = 0
+
+
+def chosen_by(policy: Policy, *candidates: Candidate) -> str:
+    return policy.choose(candidates, lambda candidate: candidate.new).name  # type: ignore
+
+
+def given_to(route: ChosenRoute) -> UpstreamRequest:
+    """The request to the instance that answers, while it runs."""
+    tokens = route.server_tokens, route.local_tokens
+    return UpstreamRequest(None, route.server, RouterLimits(), (), *tokens)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", policy_names())
 def test_every_policy_uses_equals_alike(name: str):
     policy = Policy(name)
-    chosen = Counter(policy.choose([candidate("a"), candidate("b"), candidate("c")]).name for _ in range(30))
+    chosen = Counter(chosen_by(policy, Candidate("a"), Candidate("b"), Candidate("c")) for _ in range(30))
     assert chosen == {"a": 10, "b": 10, "c": 10}
 
 
@@ -55,21 +73,21 @@ def test_unknown_policy_names_those_there_are():
 
 def test_round_robin_goes_on_when_instances_come_and_go():
     policy = Policy("round_robin")
-    a, b, c = candidate("a"), candidate("b"), candidate("c")
-    assert [policy.choose([a, b]).name for _ in range(3)] == ["a", "b", "a"]
-    assert [policy.choose([a, b, c]).name for _ in range(4)] == ["c", "b", "a", "c"]
-    assert policy.choose([a, c]).name == "a"
+    a, b, c = Candidate("a"), Candidate("b"), Candidate("c")
+    assert [chosen_by(policy, a, b) for _ in range(3)] == ["a", "b", "a"]
+    assert [chosen_by(policy, a, b, c) for _ in range(4)] == ["c", "b", "a", "c"]
+    assert chosen_by(policy, a, c) == "a"
 
 
 def test_least_loaded_looks_at_tokens():
     policy = Policy("least_loaded")
-    assert policy.choose([candidate("a", 500), candidate("b", 20), candidate("c", 21)]).name == "b"
+    assert chosen_by(policy, Candidate("a", 500), Candidate("b", 20), Candidate("c", 21)) == "b"
 
 
 def test_prefix_aware_prefers_the_cache_until_the_load_outweighs_it():
     policy = Policy("prefix_aware")
-    assert policy.choose([candidate("a", 900, new=10), candidate("b", 0, new=1000)]).name == "a"
-    assert policy.choose([candidate("a", 1100, new=10), candidate("b", 0, new=1000)]).name == "b"
+    assert chosen_by(policy, Candidate("a", 900, new=10), Candidate("b", 0, new=1000)) == "a"
+    assert chosen_by(policy, Candidate("a", 1100, new=10), Candidate("b", 0, new=1000)) == "b"
 
 
 def names(index: PrefixIndex, text: str) -> tuple[int, ...]:
@@ -119,7 +137,6 @@ def instance(name: str, role: Role, fingerprint: str = "f", **told: Any) -> Flee
             transport="tcp",
             url="http://127.0.0.1:9",
             ranks=(0,),
-            loads=(0,),
             is_complete=True,
         )
     )
@@ -191,6 +208,16 @@ def test_one_token_is_for_prefill_alone():
     found = choosing(instance("p", P), instance("d", D))
     route = found.choose(asked(max_tokens=1), RouteConstraints())
     assert (route.names, route.local_reason) == (("p",), "one_token")
+    route = found.choose(asked(max_tokens=0, echo=True), RouteConstraints())
+    assert (route.names, route.local_reason) == (("p",), "one_token")
+
+
+def test_one_instance_computes_the_log_probabilities_of_a_prompt():
+    found = choosing(instance("p", P), instance("d", D))
+    route = found.choose(asked(max_tokens=5, echo=True, logprobs=0), RouteConstraints())
+    assert (route.names, route.local_reason) == (("d",), "form")
+    for fields in ({"echo": True}, {"logprobs": 1}, {"echo": False, "logprobs": 1}):
+        assert found.choose(asked(max_tokens=5, **fields), RouteConstraints()).names == ("d", "p")
 
 
 def test_draining_and_unready_instances_get_nothing():
@@ -210,13 +237,10 @@ def test_what_failed_is_avoided_while_there_is_another():
 
 def test_in_flight_is_bounded():
     found = choosing(instance("p", P), instance("d", D), num_in_flight_max=2)
-    routes = [found.choose(asked(), RouteConstraints()) for _ in range(1)]
-    routes[0].take()
-    found.choose(asked(), RouteConstraints()).take()
+    requests = [given_to(found.choose(asked(), RouteConstraints())) for _ in range(2)]
     with pytest.raises(AllFull):
         found.choose(asked(), RouteConstraints())
-    routes[0].release_server()
-    routes[0].release_prefill()
+    requests[0].close()
     assert found.choose(asked(), RouteConstraints()).names == ("d", "p")
 
 
@@ -349,10 +373,10 @@ def test_local_prefills_under_way_are_one_chunk_at_most():
         instance("p", P, rates=RATES), instance("d", D, rates=slow, chunk_tokens=45), mode=LocalMode.AUTO
     )
     first = found.choose(asked(96), RouteConstraints())
-    first.take()
+    request = given_to(first)
     assert first.local_reason == "short"
     assert found.choose(asked(100), RouteConstraints()).local_reason == ""
-    first.release_local()
+    request.release_local()
     assert found.choose(asked(96), RouteConstraints()).local_reason == "short"
 
 
@@ -362,17 +386,16 @@ def test_answers_under_way_wait_for_short_prompts_alone():
     prefill, decode = instance("p", P, rates=RATES), instance("d", D, rates=slow, chunk_tokens=512)
     found = choosing(prefill, decode, mode=LocalMode.AUTO)
     first = found.choose(asked(340), RouteConstraints())
-    first.take()
-    first.release_local()
+    requests = [given_to(first)]
+    requests[0].release_local()
     assert (first.local_reason, local_threshold(prefill, decode)) == ("short", 50)
     assert found.choose(asked(240), RouteConstraints()).local_reason == ""
     second = found.choose(asked(120), RouteConstraints())
-    second.take()
+    requests.append(given_to(second))
     assert second.local_reason == "short"
     assert found.choose(asked(120), RouteConstraints()).local_reason == ""  # both together are too many
-    for route in (first, second):
-        route.release_server()
-    second.release_local()
+    for request in requests:
+        request.close()
     assert local_threshold(prefill, decode) == 100
 
 

@@ -176,6 +176,14 @@ def test_reports_for_routers(served: Live):
         assert served.ask(path).status == 200
 
 
+def test_what_waits_for_longer_than_the_queue_timeout_is_refused():
+    with live(queue_s_max=1e-9) as served:
+        answer = served.ask("/v1/completions", LONG)
+        assert (answer.status, answer.json["error"]["code"]) == (503, "QUEUE_TIMEOUT")
+        assert "(--queue-timeout)" in answer.json["error"]["message"]
+        until(served.is_idle, "nothing is left of it")
+
+
 def test_a_full_queue_says_so_and_drains():
     with live(queue_max=2, sequences_max=1) as served:
         body = {**LONG, "max_tokens": 200, "stream": True}

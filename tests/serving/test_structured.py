@@ -17,11 +17,11 @@ from tests.engine.text.vocabularies import byte_level
 from tests.serve.speaking import model as tiny_model
 from tests.serving.live import Live, live
 from tests.serving.streams import listen
-from tests.serving.test_server_hand_off import ask_both
+from tests.serving.test_server_handoff import ask_both
 from tests.serving.test_tool_calls import TEMPLATE
 from tokenizers import AddedToken
 
-from baton.serving.http import EventReader
+from baton.serving.http import EventSplitter
 
 pytestmark = pytest.mark.serve
 
@@ -74,7 +74,7 @@ def check_animal(text: str) -> None:
     jsonschema_rs.validate(SCHEMA, json.loads(text))
 
 
-def test_a_hand_over_changes_nothing(pair: tuple[Live, Live]):
+def test_a_handoff_changes_nothing(pair: tuple[Live, Live]):
     decode = pair[1]
     for seed in range(2):
         body = {**BODY, **FORMAT, "seed": seed, "n": 1 + seed, "return_token_ids": True}
@@ -147,7 +147,7 @@ def test_calls_are_forced(pair: tuple[Live, Live], more: dict[str, Any]):
         if more["tool_choice"] == NAMED:
             assert [call["name"] for call in calls] == ["weather"]
         events = [
-            event.data for event in EventReader().feed(pair[1].ask(CHAT, {**body, "stream": True}).body)
+            event.data for event in EventSplitter().feed(pair[1].ask(CHAT, {**body, "stream": True}).body)
         ]
         choices = [json.loads(event)["choices"][0] for event in events if event != b"[DONE]"]
         streamed = [call for each in choices for call in each["delta"].get("tool_calls", [])]

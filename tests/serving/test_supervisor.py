@@ -16,7 +16,7 @@ from tests.serving.streams import half_read, heard
 from baton.engine.config import EngineConfig
 from baton.errors import ConfigError
 from baton.serving import supervisor as supervising
-from baton.serving.http import EventReader
+from baton.serving.http import EventSplitter
 from baton.serving.supervisor import InstanceSupervisor
 
 pytestmark = pytest.mark.serve
@@ -53,7 +53,7 @@ def test_a_rank_that_dies_ends_streams_cleanly_and_comes_back():
         assert int(refused.headers["Retry-After"]) >= 1
         assert served.ask("/health").status == 503
         lines = data.partition(b"\r\n\r\n")[2].split(b"\r\n")[1::2]  # without the sizes of chunks
-        stream = heard(list(EventReader().feed(b"".join(lines))))
+        stream = heard(list(EventSplitter().feed(b"".join(lines))))
         assert not stream.is_done
         assert stream.error["code"] == "PEER_LOST"
         assert (

@@ -66,7 +66,7 @@ def test_a_deployment_over_tls_answers_as_the_oracle(world: Deployment):
     assert answer.status == 200, answer.text
     assert answer.json["choices"][0]["text"] == oracle_text(FOX, 8, ignore_eos=True).text
     assert world.router is not None
-    assert world.router.metric("baton_router_hand_overs_total") == 1  # over control links with TLS
+    assert world.router.metric("baton_router_handoffs_total") == 1  # over control links with TLS
 
 
 @pytest.mark.serve

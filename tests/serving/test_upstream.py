@@ -7,13 +7,21 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from aiohttp.connector import Connection
 from tests.serving.router_world import run, until
-from yarl import URL
 
 from baton.errors import ConfigError
 from baton.serving import fleet
-from baton.serving.fleet import UpstreamClient, UpstreamError, fetch, instance_base
+from baton.serving.fleet import (
+    FleetInstance,
+    PostTarget,
+    UpstreamClient,
+    UpstreamError,
+    fetch,
+    instance_base,
+)
 from baton.serving.router import RouterLimits, UpstreamRequest
+from baton.session.registry import Role, Roster
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
 LAST = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok"
@@ -42,7 +50,7 @@ class Listener:
 
     async def __aenter__(self) -> str:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/x"
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def __aexit__(self, *raised: object) -> None:
         self._server.close()
@@ -74,7 +82,7 @@ def test_connections_are_used_again():
     async def body() -> None:
         listener = Listener([OK, CHUNKED, OK])
         async with listener as url, client() as upstream:
-            answers = [await fetch(upstream.session, url, 60.0) for _ in range(3)]
+            answers = [await fetch(upstream.session, f"{url}/x", 60.0) for _ in range(3)]
             assert answers == [(200, b"ok"), (200, b"abc"), (200, b"ok")]
             assert listener.num_connections == 1
 
@@ -86,16 +94,33 @@ def test_broken_answers_are_errors(answer: bytes):
     async def body() -> None:
         async with Listener([answer], is_cut=True) as url, client() as upstream:
             with pytest.raises(UpstreamError) as raised:
-                await fetch(upstream.session, url, 60.0)
+                await fetch(upstream.session, f"{url}/x", 60.0)
             assert raised.value.code == "PEER_LOST"
 
     run(body)
 
 
+def instance(url: str) -> FleetInstance:
+    return FleetInstance(
+        Roster(
+            instance="i",
+            role=Role.BOTH,
+            epoch=1,
+            layout="",
+            coordinator="",
+            fingerprint="",
+            transport="",
+            url=url,
+            ranks=(),
+            is_complete=True,
+        )
+    )
+
+
 async def posted(upstream: UpstreamClient, url: str) -> tuple[int, bytes]:
-    request = UpstreamRequest(upstream, "i", RouterLimits())
+    request = UpstreamRequest(upstream, instance(url), RouterLimits())
     try:
-        response = await request.send(URL(url), b"{}")
+        response = await request.send("/x", b"{}")
         return response.code, await request.read_all()
     finally:
         request.close()
@@ -125,7 +150,7 @@ def test_a_connection_that_the_instance_has_closed_is_not_used():
         listener = Listener([OK, OK], is_cut=True)
         async with listener as url, client() as upstream:
             assert await posted(upstream, url) == (200, b"ok")
-            (idle,) = upstream.target(URL(url)).idle
+            (idle,) = upstream.target(url, "/x").idle
             await until(lambda: idle[0].closed)
             assert await posted(upstream, url) == (200, b"ok")
             assert listener.num_connections == 2
@@ -138,7 +163,7 @@ def test_a_connection_with_a_response_to_nothing_is_not_used():
         listener = Listener([OK, OK])
         async with listener as url, client() as upstream:
             await posted(upstream, url)
-            ((connection, _),) = upstream.target(URL(url)).idle
+            ((connection, _),) = upstream.target(url, "/x").idle
             assert connection.protocol is not None
             connection.protocol.data_received(CHUNKED)
             assert await posted(upstream, url) == (200, b"ok")
@@ -165,7 +190,7 @@ def test_idle_connections_are_closed_where_no_request_follows(monkeypatch: pytes
         listener = Listener([OK] * 4)
         async with listener as url, client() as upstream:
             await asyncio.gather(*(posted(upstream, url) for _ in range(3)))
-            target = upstream.target(URL(url))
+            target = upstream.target(url, "/x")
             idle = [connection for connection, _ in target.idle]
             assert len(idle) == 3
             await until(lambda: not target.idle)
@@ -187,12 +212,12 @@ def test_a_connection_with_an_unsent_request_is_not_used_again():
             writer.transport.abort()
 
         server = await asyncio.start_server(refuse, "127.0.0.1", 0, limit=1024)
-        url = URL(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/x")
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         async with client() as upstream:
-            request = UpstreamRequest(upstream, "i", RouterLimits())
-            await request.send(url, bytes(64 << 20))
+            request = UpstreamRequest(upstream, instance(url), RouterLimits())
+            await request.send("/x", bytes(64 << 20))
             assert await request.read_all() == b"ok"
-            assert upstream.target(url).take() is None
+            assert upstream.target(url, "/x").take() is None
             request.close()
         over.set()
         server.close()
@@ -218,7 +243,7 @@ def test_a_closed_port_is_told_apart():
         async with Listener([]) as url:
             pass
         async with client() as upstream:
-            for asked in (fetch(upstream.session, url, 60.0), posted(upstream, url)):
+            for asked in (fetch(upstream.session, f"{url}/x", 60.0), posted(upstream, url)):
                 with pytest.raises(UpstreamError) as raised:
                     await asked
                 assert raised.value.code == "REFUSED"
@@ -230,7 +255,7 @@ def test_silence_is_a_deadline():
     async def body() -> None:
         async with Listener([b"HTTP/1.1 200 OK\r\n", b""]) as url, client() as upstream:
             with pytest.raises(UpstreamError) as raised:
-                await fetch(upstream.session, url, 0.2)
+                await fetch(upstream.session, f"{url}/x", 0.2)
             assert raised.value.code == "DEADLINE"
 
     run(body)
@@ -241,8 +266,8 @@ def test_a_response_that_is_not_read_is_not_taken_in():
         size = 64 << 20
         listener = Listener([b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + bytes(size)])
         async with listener as url, client() as upstream:
-            request = UpstreamRequest(upstream, "i", RouterLimits())
-            await request.send(URL(url), b"{}")
+            request = UpstreamRequest(upstream, instance(url), RouterLimits())
+            await request.send("/x", b"{}")
             num_sent = -1
             while num_sent != listener.num_sent:  # until nothing moves any more
                 num_sent = listener.num_sent
@@ -258,10 +283,10 @@ def test_a_response_that_is_not_read_is_not_taken_in():
 def test_a_request_that_is_ended_wakes_its_reader_with_the_cause(head: bytes):
     async def body() -> None:
         async with Listener([head, b""]) as url, client() as upstream:
-            request = UpstreamRequest(upstream, "i", RouterLimits())
+            request = UpstreamRequest(upstream, instance(url), RouterLimits())
 
             async def read() -> bytes:
-                await request.send(URL(url), b"{}")
+                await request.send("/x", b"{}")
                 return await request.read_all()
 
             reading = asyncio.create_task(read())
@@ -271,6 +296,24 @@ def test_a_request_that_is_ended_wakes_its_reader_with_the_cause(head: bytes):
                 await reading
             with pytest.raises(UpstreamError, match="because"):
                 await request.read()
+            request.close()
+
+    run(body)
+
+
+def test_a_request_that_is_ended_as_its_connection_opens_fails_at_once(monkeypatch: pytest.MonkeyPatch):
+    async def body() -> None:
+        async with Listener([b"", b""]) as url, client() as upstream:
+            request, connect = UpstreamRequest(upstream, instance(url), RouterLimits()), upstream.connect
+
+            async def connect_late(target: PostTarget) -> Connection:
+                connection = await connect(target)
+                request.fail(UpstreamError("because", "DEADLINE"))
+                return connection
+
+            monkeypatch.setattr(upstream, "connect", connect_late)
+            with pytest.raises(UpstreamError, match="because"):
+                await request.send("/x", b"{}")
             request.close()
 
     run(body)

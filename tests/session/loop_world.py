@@ -11,7 +11,7 @@ from tests.session.link_ends import PREFILL
 
 from baton.errors import BatonError
 from baton.protocol.handshake import Party
-from baton.protocol.messages import AnyMessage, Introduction
+from baton.protocol.messages import Introduction, Message
 from baton.protocol.outcomes import Cause
 from baton.session.links import Link, SocketConfig
 from baton.session.loop import DriverLoop, DriverPorts
@@ -30,7 +30,7 @@ class Recorder:
         self.causes: list[Cause] = []
         self.threads: set[int] = set()
         self.changed = threading.Condition()
-        self.on_message: Callable[[int, AnyMessage], None] = lambda link, message: None
+        self.on_message: Callable[[int, Message], None] = lambda link, message: None
         self.next_tick_s: float | None = None
         self.on_tick: Callable[[], None] = lambda: None
 
@@ -43,7 +43,7 @@ class Recorder:
     def linked(self, link: int, peer: Introduction, channel: bytes) -> None:
         self.note("linked", link, peer, channel)
 
-    def received(self, link: int, message: AnyMessage) -> None:
+    def received(self, link: int, message: Message) -> None:
         self.note("received", link, message)
         self.on_message(link, message)
 
@@ -71,7 +71,7 @@ class Recorder:
             assert self.changed.wait_for(lambda: len(found()) >= count, PATIENCE_S), (kind, self.told)
         return found()[:count]
 
-    def messages(self, count: int) -> list[AnyMessage]:
+    def messages(self, count: int) -> list[Message]:
         return [message for _, message in self.wait("received", count)]
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tests.session.handover_world import PATIENCE_S, Job, Side, Transfer, World, until, without_leaks, worlds
+from tests.session.handoff_world import PATIENCE_S, Job, Side, Transfer, World, until, without_leaks, worlds
 
 from baton.errors import ConfigError
 from baton.protocol.outcomes import Failed, Stage, Waiting, Why
@@ -64,7 +64,7 @@ def has_opened(found: Transfer, rank: int) -> bool:
 
 def test_the_source_copies_before_a_rank_has_opened_and_nothing_is_ready_before_it_has() -> None:
     with worlds(Side("pp2"), Side("tp2"), transport="shm") as world:
-        world.hand_over()
+        world.hand_off()
         world.check_idle()
         gate = threading.Event()
         with opening(world, lambda: gate.wait(PATIENCE_S) and None):
@@ -95,7 +95,7 @@ def test_the_source_copies_before_a_rank_has_opened_and_nothing_is_ready_before_
 def test_who_has_to_wait_for_the_opening(transport: str, job: Job, is_packing: bool, is_first: bool) -> None:
     with worlds(Side("pp2"), Side("tp2"), transport=transport) as world:
         if not is_first:
-            world.hand_over()
+            world.hand_off()
             world.check_idle()
         world.packs(is_packing)
         gate = threading.Event()
@@ -111,7 +111,7 @@ def test_who_has_to_wait_for_the_opening(transport: str, job: Job, is_packing: b
 
 def test_a_rank_that_cannot_open_fails_what_was_granted_ahead_and_the_pages_come_back() -> None:
     with worlds(Side("pp2"), Side("tp2"), transport="shm") as world:
-        world.hand_over()
+        world.hand_off()
         world.check_idle()
         gate = threading.Event()
         with opening(world, partial(refuse, gate)):
@@ -125,12 +125,12 @@ def test_a_rank_that_cannot_open_fails_what_was_granted_ahead_and_the_pages_come
             assert (cause.why, cause.stage, cause.rank) == (Why.REFUSED_LAYOUT, Stage.GRANT, 1)
             assert ASKED in cause.text
         world.check_idle()
-        world.hand_over()
+        world.hand_off()
 
 
 def test_pages_of_a_lost_source_stay_until_the_rank_that_had_not_opened_has_answered_for_it() -> None:
     with worlds(Side("pp2"), Side("tp2"), transport="shm") as world:
-        world.hand_over()
+        world.hand_off()
         world.check_idle()
         gate = threading.Event()
         guests = world.target.endpoints[1]._rank.target.writers
@@ -147,4 +147,4 @@ def test_pages_of_a_lost_source_stay_until_the_rank_that_had_not_opened_has_answ
             assert found.receiving.wait_released(PATIENCE_S)
         until(lambda: not guests, "every guest to be gone")
         world.source = type(world.source)("p0", world.cache, world.source.side, world.transport)
-        world.hand_over()
+        world.hand_off()

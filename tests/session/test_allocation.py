@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.session.handover_world import Side, Transfer, World, without_leaks, worlds
+from tests.session.handoff_world import Side, Transfer, World, without_leaks, worlds
 
 from baton.protocol.outcomes import Why
 from baton.session.allocation import CacheAllocation, allocate_tensor
@@ -104,7 +104,7 @@ def test_memory_lives_as_long_as_a_view_of_it(shm: Any) -> None:
     assert not shm.segments
 
 
-def hand_over(allocate: Any) -> Transfer:
+def hand_off(allocate: Any) -> Transfer:
     """A transfer over shm into pools that an engine allocated."""
 
     def wrap(rank: int, transport: Transport) -> Transport:
@@ -140,11 +140,11 @@ def in_context(transport: Any, num_bytes: int) -> torch.Tensor:
 
 
 def test_a_cache_is_handed_over_into_what_torch_allocated() -> None:
-    num_bytes, num_right = hand_over(in_context).compare()
+    num_bytes, num_right = hand_off(in_context).compare()
     assert num_right == num_bytes > 0
 
 
 def test_a_cache_in_private_memory_is_refused() -> None:
-    cause = hand_over(by_torch).cause()
+    cause = hand_off(by_torch).cause()
     assert cause.why is Why.COPY_FAILED
     assert "is not in shared memory" in cause.text

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.session.handover_world import (
+from tests.session.handoff_world import (
     CACHE,
     PATIENCE_S,
     SECRET,
@@ -75,7 +75,7 @@ def test_a_cache_is_handed_over_by_ranks_that_learned_their_epoch(monkeypatch: p
     with worlds(Side("tp2"), Side("pp2", **registry)) as world:
         for instance in (world.source, world.target):
             assert len({endpoint.epoch for endpoint in instance.endpoints}) == 1
-        world.hand_over()
+        world.hand_off()
 
 
 def test_a_coordinator_may_come_after_its_ranks() -> None:

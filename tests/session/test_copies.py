@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.session.handover_world import CACHE, Side
+from tests.session.handoff_world import CACHE, Side
 
 from baton.protocol.ledger import Rectangle
 from baton.session.copies import ChunkCopy, Connection, SourceCopies, SubmittedCopy

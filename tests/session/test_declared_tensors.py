@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.session.handover_world import PATIENCE_S, SECRET, TIMINGS
+from tests.session.handoff_world import PATIENCE_S, SECRET, TIMINGS
 
 from baton.plan import Cache, Component, Spec, Storage, TensorView, declare, parse_layout
 from baton.plan.cache import Dim, Full, Units, Window

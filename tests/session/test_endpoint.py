@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.session.handover_world import (
+from tests.session.handoff_world import (
     AUX,
     CACHE,
     PATIENCE_S,
@@ -354,12 +354,12 @@ def test_a_rank_of_another_incarnation_is_turned_away() -> None:
         late = replace(first.config, rank=1, coordinator=first.address, epoch=first.config.epoch - 1)
         with Endpoint(late, pools, transport, on_end=told.put):
             assert "another instance" in told.get(timeout=PATIENCE_S)
-        world.hand_over()
+        world.hand_off()
 
 
 def test_calls_after_the_end() -> None:
     with worlds(Side(), Side()) as world:
-        found = world.hand_over()
+        found = world.hand_off()
         other = Instance("p1", CACHE, Side(), "memory")
         other.close()
         for call in (

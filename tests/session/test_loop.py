@@ -17,7 +17,7 @@ from tests.session.loop_world import Loops, NoDirectory, converse, hear, opened
 from baton.errors import BatonError, ConfigError, LocalProtocolError, RemoteProtocolError
 from baton.plan.steps import Spans
 from baton.protocol.handshake import MEMBER, Party
-from baton.protocol.messages import AnyMessage, Heartbeat, Path, Paths
+from baton.protocol.messages import Heartbeat, Message, Path, Paths
 from baton.session import links
 from baton.session.links import SocketConfig
 from baton.session.loop import LOCAL, DriverLoop
@@ -99,7 +99,7 @@ def test_last_words_are_heard_though_the_other_end_is_still_sending(
     link = converse(sock, dialled())
     last = paths(8 << 20)
 
-    def leave(number: int, message: AnyMessage) -> None:
+    def leave(number: int, message: Message) -> None:
         far.ports.send(number, last)
         far.ports.hang_up(number)
 
@@ -149,7 +149,7 @@ def test_peer_that_does_not_read_loses_its_link(loops: Loops, monkeypatch: pytes
 def test_message_that_the_driver_refuses_costs_the_peer_its_link(loops: Loops):
     near, far, link, _ = loops.pair(DECODE)
 
-    def refuse(number: int, message: AnyMessage) -> None:
+    def refuse(number: int, message: Message) -> None:
         raise RemoteProtocolError("offer: Beat has no place here")
 
     far.on_message = refuse
@@ -299,7 +299,7 @@ def test_local_peer_that_misbehaves_loses_its_link(loops: Loops):
     loops.dial(loop, rank, LOCAL)
     ((link, _, _),) = rank.wait("linked")
 
-    def refuse(number: int, message: AnyMessage) -> None:
+    def refuse(number: int, message: Message) -> None:
         raise RemoteProtocolError("not now")
 
     coordinator.on_message = refuse

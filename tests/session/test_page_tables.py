@@ -231,7 +231,6 @@ def test_page_tables_come_back() -> None:
     found = decode_pages(raw, SPEC)
     assert {group: ids.tolist() for group, ids in found.items()} == {"tokens": [3, 0, 19], "state": []}
     assert {ids.dtype for ids in found.values()} == {np.dtype(np.int64)}
-    assert encode_pages({"tokens": [1, 2]}) == encode_pages({"tokens": np.array([1, 2], dtype=np.uint16)})
     by_rank = decode_tables({0: raw}, SPEC, 0)
     assert by_rank[0]["tokens"].tolist() == [3, 0, 19]
 
@@ -256,12 +255,6 @@ def test_page_tables_of_other_ranks_are_refused() -> None:
     for ranks, dp in (([1], 0), ([0], 1), ([-1], 0), ([0], -1)):
         with pytest.raises(RemoteProtocolError, match="not in dp group"):
             decode_tables({rank: {} for rank in ranks}, SPEC, dp)
-
-
-@pytest.mark.parametrize("ids", [[-1], [1 << 31], [[1]], [0.5], ["a"]])
-def test_what_is_no_page_id_is_not_sent(ids: list) -> None:
-    with pytest.raises(ConfigError, match="group 'tokens'"):
-        encode_pages({"tokens": np.array(ids)})
 
 
 def one_send(mode: str) -> tuple[TransferTerms, ChunkSend]:

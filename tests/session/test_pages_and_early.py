@@ -6,7 +6,7 @@ import queue
 from collections.abc import Iterator
 
 import pytest
-from tests.session.handover_world import AUX, PATIENCE_S, Job, Side, Transfer, World, without_leaks, worlds
+from tests.session.handoff_world import AUX, PATIENCE_S, Job, Side, Transfer, World, without_leaks, worlds
 
 from baton.errors import ConfigError
 from baton.protocol.outcomes import Failed, Waiting, Why

@@ -140,8 +140,6 @@ def test_a_member_that_cannot_be_is_refused_before_it_is_sent() -> None:
         client = RegistryClient("http://127.0.0.1:1", SECRET)
         with pytest.raises(RegistryError, match="rank must be 0 to 1"):
             client.register(member(rank=2))
-        with pytest.raises(RegistryError, match="transfer must be"):
-            await client.assign("p0", "..")
         with pytest.raises(RegistryError, match="instance must be"):
             await client.topology("a/b")
         await client.close()
@@ -195,44 +193,17 @@ def test_an_answer_that_no_registry_gives_is_an_error_with_advice(said: bytes) -
     run(body)
 
 
-def test_a_dp_group_is_the_same_for_all_who_ask() -> None:
-    async def body() -> None:
-        async with (
-            registry() as server,
-            RegistryClient(server.url, SECRET) as one,
-            RegistryClient(server.url, SECRET) as two,
-        ):
-            await one.register(member(rank=0, layout="dp3")).wait()
-            for transfer in ("t", "a/b {%2F} \u00e9?#&+", "~"):
-                assigned = await one.assign("p0", transfer)
-                assert await two.assign("p0", transfer) == assigned
-            assert (await two.topology("p0")).instances[0].loads == (1, 1, 1)
-            with pytest.raises(RegistryError, match="has dp group 0") as caught:
-                await two.assign("p0", "t", dp=2)
-            assert caught.value.refusal is Refusal.CONFLICT
-            assert await one.release("p0", "t")
-            assert not await two.release("p0", "t")
-            assert (await two.assign("p0", "t", dp=2)).dp == 2
-
-    run(body)
-
-
-def test_a_registry_that_forgot_is_told_members_and_transfers_again() -> None:
+def test_members_register_again_with_a_registry_that_forgot() -> None:
     async def body() -> None:
         first = RegistryServer(SECRET)
         await first.start(port=0)
         async with RegistryClient(first.url, SECRET) as keeper, RegistryClient(first.url, SECRET) as router:
             for rank in (0, 1):
                 await keeper.register(member(rank=rank, layout="dp2", ttl_s=3.0)).wait()
-            for transfer, dp in (("kept", 1), ("also kept", 1), ("released", 0)):
-                await router.assign("p0", transfer, dp=dp)
-            await router.release("p0", "released")
             await first.close()
             async with registry(port=port_of(first)):
                 await complete(router)
-                while (await router.topology("p0")).instances[0].loads != (0, 2):
-                    await asyncio.sleep(0.02)
-                assert (await router.assign("p0", "kept")).dp == 1
+                assert (await router.topology("p0")).instances[0].ranks == (0, 1)
 
     run(body)
 

@@ -1,4 +1,4 @@
-"""What a registry knows, on a virtual clock: epochs, completeness, expiry and dp groups."""
+"""What a registry knows, on a virtual clock: epochs, completeness and expiry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tests.session.registry_world import member
 
 from baton.session.registry import ChangeKind, Member, Refusal, RegistryError, Role
-from baton.session.registry.messages import AssignmentRequest
 from baton.session.registry.state import EPOCH_KEPT_S, Capacity, RegistryState
 
 
@@ -72,7 +71,6 @@ def test_a_higher_epoch_displaces_the_lower_with_everything_it_had() -> None:
     state = RegistryState("boot")
     for rank in (0, 1):
         state.register(member(rank=rank), 0.0)
-    state.assign("p0", "t", 0.0, AssignmentRequest(0))
     told(state)
     state.register(member(rank=1, epoch=2, layout="dp2.tp1"), 1.0)
     assert told(state) == [
@@ -82,8 +80,6 @@ def test_a_higher_epoch_displaces_the_lower_with_everything_it_had() -> None:
     ]
     found = state.topology(1.0)
     assert (found.instances[0].epoch, found.instances[0].ranks) == (2, (1,))
-    assert state.loads("p0", 1.0) == (0, 0)
-    assert state.assign("p0", "t", 1.0, AssignmentRequest(1)).dp == 1
 
 
 def test_ranks_of_two_epochs_never_complete_each_other() -> None:
@@ -136,11 +132,9 @@ def test_members_of_one_epoch_have_to_agree(name: str, value: object) -> None:
 def test_when_all_are_gone_the_epoch_may_be_another_layout() -> None:
     state = RegistryState("boot")
     state.register(member(layout="dp2"), 0.0)
-    state.assign("p0", "t", 0.0, AssignmentRequest(1))
     state.unregister("p0", 0, 1, 0.0)
     assert state.register(member(layout="tp1"), 0.0)
     assert state.topology(0.0).is_complete
-    assert state.loads("p0", 0.0) == (0,)
 
 
 @pytest.mark.parametrize(
@@ -182,103 +176,25 @@ def test_addresses_that_can_be(address: str) -> None:
     assert RegistryState("boot").register(member(coordinator=address), 0.0)
 
 
-def test_the_least_loaded_group_is_taken_and_remembered() -> None:
-    state = RegistryState("boot")
-    state.register(member(layout="dp3", ttl_s=1000), 0.0)
-    assert state.assign("p0", "named", 0.0, AssignmentRequest(0)).dp == 0
-    chosen = [state.assign("p0", f"t{index}", 0.0).dp for index in range(5)]
-    assert chosen == [1, 2, 0, 1, 2]
-    assert [state.assign("p0", f"t{index}", 0.0).dp for index in range(5)] == chosen
-    assert state.loads("p0", 0.0) == (2, 2, 2)
-    assert state.release("p0", "t1", 0.0)
-    assert not state.release("p0", "t1", 0.0)
-    assert state.assign("p0", "t1", 0.0, AssignmentRequest(0)).dp == 0
-    assert state.assign("p0", "next", 0.0).dp == 2
-
-
-def test_a_transfer_has_one_group() -> None:
-    state = RegistryState("boot")
-    state.register(member(layout="dp2"), 0.0)
-    state.assign("p0", "t", 0.0, AssignmentRequest(1))
-    assert state.assign("p0", "t", 0.0).dp == 1
-    with pytest.raises(RegistryError, match="'t' has dp group 1 of instance 'p0', not 0") as caught:
-        state.assign("p0", "t", 0.0, AssignmentRequest(0))
-    assert caught.value.refusal is Refusal.CONFLICT
-    assert state.loads("p0", 0.0) == (0, 1)
-
-
-@pytest.mark.parametrize("dp", [2, -1])
-def test_a_group_that_the_layout_has_not_is_refused(dp: int) -> None:
-    state = RegistryState("boot")
-    state.register(member(layout="dp2"), 0.0)
-    assert refusal_of(state.assign, "p0", "t", 0.0, AssignmentRequest(dp)) is Refusal.INVALID
-    assert refusal_of(state.assign, "q", "t", 0.0) is Refusal.UNKNOWN
-    assert state.loads("p0", 0.0) == (0, 0)
-
-
-@pytest.mark.parametrize("transfer", ["", ".", "..", "x" * 257, "a\nb", "\ud800"])
-def test_a_transfer_id_that_cannot_be_in_a_path_is_refused(transfer: str) -> None:
-    state = RegistryState("boot")
-    state.register(member(), 0.0)
-    assert refusal_of(state.assign, "p0", transfer, 0.0) is Refusal.INVALID
-
-
-def test_a_transfer_ends_with_its_time_and_asking_again_prolongs_it() -> None:
-    state = RegistryState("boot")
-    state.register(member(layout="dp2", ttl_s=1000), 0.0)
-    state.assign("p0", "t", 0.0, AssignmentRequest(1, 10.0))
-    state.assign("p0", "t", 8.0, AssignmentRequest(None, 10.0))
-    assert state.loads("p0", 17.9) == (0, 1)
-    assert state.loads("p0", 18.0) == (0, 0)
-    assert state.assign("p0", "t", 18.0).dp == 0
-
-
-def test_a_transfer_outlives_a_pause_of_its_instance_but_not_the_epoch() -> None:
-    state = RegistryState("boot")
-    state.register(member(layout="dp2", ttl_s=1), 0.0)
-    assert state.assign("p0", "t", 0.0, AssignmentRequest(1)).epoch == 1
-    assert state.topology(2.0).instances == ()
-    assert state.assign("p0", "t", 2.0).dp == 1
-    assert refusal_of(state.assign, "p0", "new", 2.0) is Refusal.UNKNOWN
-    assert state.register(member(layout="dp2", ttl_s=1), 3.0)
-    assert state.assign("p0", "t", 3.0).dp == 1
-    state.register(member(layout="dp2", epoch=2), 3.0)
-    assert refusal_of(state.assign, "p0", "t", 3.0, AssignmentRequest(1, 10.0, 1)) is Refusal.CONFLICT
-    assert state.loads("p0", 3.0) == (0, 0)
-
-
 def test_what_an_instance_left_behind_is_forgotten_in_the_end() -> None:
     state = RegistryState("boot")
     state.register(member(ttl_s=1), 0.0)
-    state.assign("p0", "t", 0.0, AssignmentRequest(0, 80_000.0))
     state.expire(1.0)
     assert state.next_expiry() == 1.0 + EPOCH_KEPT_S
     state.expire(1.0 + EPOCH_KEPT_S)
     assert state.next_expiry() is None
-    assert not state.release("p0", "t", 2.0 + EPOCH_KEPT_S)
+    assert state.register(member(epoch=0), 1.0 + EPOCH_KEPT_S)
 
 
 def test_a_full_registry_says_so_and_still_renews() -> None:
-    state = RegistryState("boot", Capacity(num_instances_max=2, num_members_max=2, num_transfers_max=1))
+    state = RegistryState("boot", Capacity(num_instances_max=2, num_members_max=2))
     state.register(member("a"), 0.0)
     state.register(member("b"), 0.0)
     assert refusal_of(state.register, member("b", rank=1), 0.0) is Refusal.FULL
     assert not state.register(member("a"), 1.0)
-    state.assign("a", "t", 1.0)
-    assert refusal_of(state.assign, "a", "u", 1.0) is Refusal.FULL
-    state.release("a", "t", 1.0)
-    assert state.assign("a", "u", 1.0).dp == 0
     state.unregister("b", 0, 1, 2.0)
     assert refusal_of(state.register, member("c"), 2.0) is Refusal.FULL  # b's epoch is remembered
     assert [roster.instance for roster in state.topology(2.0).instances] == ["a"]
-
-
-def test_transfers_of_an_epoch_that_is_over_take_no_room() -> None:
-    state = RegistryState("boot", Capacity(num_transfers_max=1))
-    for epoch in range(3):
-        state.register(member(epoch=epoch, layout="tp1"), 0.0)
-        assert state.assign("p0", f"t{epoch}", 0.0).epoch == epoch
-    assert refusal_of(state.assign, "p0", "more", 0.0) is Refusal.FULL
 
 
 NAMES = ("a", "b")
@@ -291,19 +207,16 @@ class Model:
     """The same rules, said as slowly and plainly as possible."""
 
     members: dict[tuple[str, int], tuple[int, float]] = field(default_factory=dict)  # epoch, until
-    transfers: dict[tuple[str, str], tuple[int, float]] = field(default_factory=dict)  # dp, until
     epochs: dict[str, int] = field(default_factory=dict)
 
     def expire(self, now: float) -> None:
         self.members = {key: value for key, value in self.members.items() if value[1] > now}
-        self.transfers = {key: value for key, value in self.transfers.items() if value[1] > now}
 
     def register(self, value: Member, now: float) -> Refusal | bool:
         if value.epoch < self.epochs.get(value.instance, 0):
             return Refusal.DISPLACED
         if value.epoch > self.epochs.get(value.instance, 0):
             self.members = {key: held for key, held in self.members.items() if key[0] != value.instance}
-            self.transfers = {key: held for key, held in self.transfers.items() if key[0] != value.instance}
         self.epochs[value.instance] = value.epoch
         is_new = (value.instance, value.rank) not in self.members
         self.members[value.instance, value.rank] = (value.epoch, now + value.ttl_s)
@@ -315,23 +228,6 @@ class Model:
         del self.members[instance, rank]
         return True
 
-    def loads(self, instance: str) -> list[int]:
-        held = [dp for (name, _), (dp, _) in self.transfers.items() if name == instance]
-        return [held.count(0), held.count(1)]
-
-    def assign(self, key: tuple[str, str], wish: AssignmentRequest, now: float) -> Refusal | int:
-        if key in self.transfers:
-            dp = self.transfers[key][0]
-            if wish.dp not in (None, dp):
-                return Refusal.CONFLICT
-        elif not any(name == key[0] for name, _ in self.members):
-            return Refusal.UNKNOWN
-        else:
-            loads = self.loads(key[0])
-            dp = loads.index(min(loads)) if wish.dp is None else wish.dp
-        self.transfers[key] = (dp, now + wish.ttl_s)
-        return dp
-
 
 def answer(call, *args) -> object:
     try:
@@ -341,12 +237,10 @@ def answer(call, *args) -> object:
 
 
 names, ranks, epochs = st.sampled_from(NAMES), st.integers(0, 3), st.integers(1, 3)
-ttls, ids = st.sampled_from(TTLS), st.sampled_from("tuvw")
+ttls = st.sampled_from(TTLS)
 steps = st.one_of(
     st.tuples(st.just("register"), names, ranks, epochs, ttls),
     st.tuples(st.just("unregister"), names, ranks, epochs),
-    st.tuples(st.just("assign"), names, ids, st.sampled_from((None, None, 0, 1)), ttls),
-    st.tuples(st.just("release"), names, ids),
     st.tuples(st.just("pass"), st.sampled_from((0.5, 1.0, 3.0, 20.0))),
 )
 
@@ -365,14 +259,6 @@ def test_any_order_of_calls_gives_what_the_rules_say(calls: list[tuple]) -> None
                 assert answer(state.register, value, now) == model.register(value, now)
             case "unregister", _:
                 assert state.unregister(*args, now) == model.unregister(*args)
-            case "assign", [instance, transfer, dp, ttl_s]:
-                wish = AssignmentRequest(dp, ttl_s)
-                given_dp = answer(state.assign, instance, transfer, now, wish)
-                given_dp = getattr(given_dp, "dp", given_dp)
-                assert given_dp == model.assign((instance, transfer), wish, now)
-            case "release", [instance, transfer]:
-                was_known = model.transfers.pop((instance, transfer), None) is not None
-                assert state.release(instance, transfer, now) == was_known
         check(state, model, now, seen)
 
 
@@ -396,7 +282,6 @@ def check(state: RegistryState, model: Model, now: float, seen: set[tuple[str, i
     assert [roster.is_complete for roster in found.instances] == [
         len(roster.ranks) == 4 for roster in found.instances
     ]
-    assert all(list(state.loads(name, now)) in (model.loads(name), []) for name in NAMES)
-    times = [until for _, until in (*model.members.values(), *model.transfers.values())]
+    times = [until for _, until in model.members.values()]
     due = state.next_expiry()
     assert not times or (due is not None and now < due <= min(times))

@@ -8,7 +8,7 @@ import ssl
 from contextlib import suppress
 
 import pytest
-from tests.session.handover_world import PATIENCE_S, Side, World
+from tests.session.handoff_world import PATIENCE_S, Side, World
 from tests.session.test_link_tls import make_authority, make_certificate
 
 from baton.session.links import SocketConfig
@@ -49,7 +49,7 @@ def test_instances_find_each_other_in_a_registry_under_tls(tls: Tls) -> None:
         url = world.target.first.registry
         assert url is not None
         assert url.startswith("https://")
-        world.hand_over()
+        world.hand_off()
         assert ask(url, tls.dialling()) == b"HTTP/1.1"
     finally:
         world.source.close()

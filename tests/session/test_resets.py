@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from tests.session.handover_world import AUX, PATIENCE_S, Side, World, until, without_leaks, worlds
+from tests.session.handoff_world import AUX, PATIENCE_S, Side, World, until, without_leaks, worlds
 from tests.session.test_link_tls import make_authority, make_certificate
 
 from baton.errors import LocalProtocolError
@@ -127,7 +127,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
     return make_certificate(folder, "here", "ours", "127.0.0.1")
 
 
-def hand_over(world: World) -> bool:
+def hand_off(world: World) -> bool:
     """A transfer that is right in every byte, or lost on both sides; whether it is there."""
     found = world.transfer()
     found.receive()
@@ -153,7 +153,7 @@ def hand_over(world: World) -> bool:
 
 def check_next(world: World) -> None:
     """What was reset after a transfer needed it is found by the next one, and its writers are replaced."""
-    assert any(hand_over(world) for _ in range(3))
+    assert any(hand_off(world) for _ in range(3))
 
 
 def check_reset(resetter: Resetter, at: int, transport: str = "tcp", tls: Tls | None = None) -> bool:
@@ -163,7 +163,7 @@ def check_reset(resetter: Resetter, at: int, transport: str = "tcp", tls: Tls | 
     registry = {"embed_registry": 0} if transport == "tcp" else {}
     with worlds(Side(options=options), Side(options=options | registry), transport=transport) as world:
         resetter.num_calls, resetter.at = 0, at
-        is_there = hand_over(world)
+        is_there = hand_off(world)
         has_struck = resetter.has_struck
         check_next(world)
         assert has_struck or is_there, "it was lost without a reset"
@@ -196,14 +196,14 @@ def test_every_call(resetter: Resetter, tls: Tls, links: str, how: str) -> None:
 
 def test_a_link_is_reset_just_before_it_hangs_up(resetter: Resetter) -> None:
     with worlds(Side(), Side(), transport="tcp") as world:
-        assert hand_over(world)
+        assert hand_off(world)
         coordinator = world.source.first.coordinator
         assert coordinator is not None
         [session] = [link for link in coordinator.ports._links if link not in coordinator.members]
         resetter.name = "shutdown"
         world.source.first._loop.post(lambda: coordinator.ports.hang_up(session))
         until(lambda: resetter.has_struck, "the link is closed")
-        assert any(hand_over(world) for _ in range(2))
+        assert any(hand_off(world) for _ in range(2))
 
 
 @pytest.mark.long

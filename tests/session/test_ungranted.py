@@ -5,13 +5,12 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.plan.world import make_cache, put
-from tests.session.handover_world import (
+from tests.session.handoff_world import (
     AUX,
     CACHE,
     PATIENCE_S,
@@ -28,7 +27,7 @@ from baton.plan.kinds import Paged, Recurrent
 from baton.protocol.outcomes import Ready, Stage, Why
 from baton.session import memory
 from baton.session.endpoint import EndpointConfig
-from baton.session.memory import HeldTable, UngrantedPages
+from baton.session.memory import UngrantedPages
 
 NUM_PAGES = 16
 HYBRID = make_cache(4, (Paged(4, 3, 2), ((0, 2),)), (Recurrent(2, 2), ((2, 4),)))
@@ -45,63 +44,61 @@ def no_leaks() -> Iterator[None]:
 class TableLengths(UngrantedPages):
     """Adds up the lengths of tables."""
 
-    def _distinct(self, pages: Any) -> dict[str, Any]:
-        return {self._space_by_group[group]: ids for group, ids in pages.items()}
-
-    def hold(self, transfer: str, index: int, pages: Any) -> str:
-        before = {name: pool.num_held for name, pool in self._spaces.items()}
-        is_new = index == 0
-        text = super().hold(transfer, index, pages)
-        for name, ids in self._distinct(pages).items():
-            self._spaces[name].num_held = before[name] + (len(ids) if is_new else 0)
+    def hold(self, transfer: str, pages: Any) -> str:
+        before = dict(self._num_held)
+        is_new = transfer not in self._held
+        text = super().hold(transfer, pages)
+        for group, ids in pages.items():
+            space = self._space_by_group[group]
+            self._num_held[space] = before[space] + (len(ids) if is_new else 0)
         return text
 
 
 class KeepsShared(UngrantedPages):
     """Does not take a holder off a page that others hold too."""
 
-    def _release(self, table: HeldTable) -> None:
-        alone = {name: ids[self._spaces[name].num_holders[ids] == 1] for name, ids in table.distinct.items()}
-        super()._release(replace(table, distinct=alone))
+    def let_go(self, transfer: str) -> None:
+        held = self._held.get(transfer, {})
+        for name, ids in held.items():
+            held[name] = ids[self._num_holders[name][ids] == 1]
+        super().let_go(transfer)
 
 
 class ReleasesTwice(UngrantedPages):
     """Takes two holders off a page that others hold too."""
 
-    def _release(self, table: HeldTable) -> None:
-        for name, ids in table.distinct.items():
-            self._spaces[name].num_holders[ids[self._spaces[name].num_holders[ids] > 1]] -= 1
-        super()._release(table)
+    def let_go(self, transfer: str) -> None:
+        for name, ids in self._held.get(transfer, {}).items():
+            self._num_holders[name][ids[self._num_holders[name][ids] > 1]] -= 1
+        super().let_go(transfer)
 
 
 def check_counts(kind: type[UngrantedPages], seed: int) -> None:
-    """Chunks of random tables come and go in any order; the held pages are those of the chunks that wait."""
+    """Chunks of random tables come, and transfers go in any order; the held pages are those that wait."""
     rng = random.Random(seed)
     spec = Side(num_pages=NUM_PAGES).spec(HYBRID)
     counted = kind(spec, 0, rng.choice((0.25, 0.5, 1.0)))
     groups = sorted(counted._space_by_group)
-    waiting: dict[tuple[str, int], dict[str, list[int]]] = {}
-    for index in range(60):
-        if waiting and rng.random() < 0.5:
-            transfer, chunk = rng.choice(sorted(waiting))
+    waiting: dict[str, list[dict[str, list[int]]]] = {}
+    for _ in range(60):
+        if waiting and rng.random() < 0.3:
+            transfer = rng.choice(sorted(waiting))
             for _ in range(rng.choice((1, 1, 2))):  # the second time it is not held any more
-                counted.let_go(transfer, chunk)
-            del waiting[transfer, chunk]
+                counted.let_go(transfer)
+            del waiting[transfer]
         else:
-            transfer = f"t{rng.randrange(3)}"
-            tables = [table for (name, _), table in waiting.items() if name == transfer]
+            tables = waiting.setdefault(f"t{rng.randrange(4)}", [])
             table = {group: [rng.randrange(NUM_PAGES) for _ in range(rng.randrange(5))] for group in groups}
             if tables and rng.random() < 0.6:
                 table = rng.choice(tables)
-            waiting[transfer, index] = table
-            text = counted.hold(
-                transfer, index, {group: np.array(table[group], dtype=np.int64) for group in groups}
-            )
-            held = {group: distinct(waiting, [group]) for group in groups}
+            tables.append(table)
+            transfer = next(name for name in waiting if waiting[name] is tables)
+            text = counted.hold(transfer, {group: np.array(table[group], dtype=np.int64) for group in groups})
+            held = {group: distinct(waiting, group) for group in groups}
             is_over = any(held[group] > max(1, int(NUM_PAGES * counted.share_max)) for group in groups)
             assert bool(text) == is_over, (text, held)
         for group in groups:
-            assert counted.num_held(group) == distinct(waiting, [group])
+            assert counted.num_held(group) == distinct(waiting, group)
 
 
 def check_many(kind: type[UngrantedPages]) -> None:
@@ -109,11 +106,11 @@ def check_many(kind: type[UngrantedPages]) -> None:
         check_counts(kind, seed)
 
 
-def distinct(waiting: dict[tuple[str, int], dict[str, list[int]]], groups: list[str]) -> int:
-    return len({page for table in waiting.values() for group in groups for page in table[group]})
+def distinct(waiting: dict[str, list[dict[str, list[int]]]], group: str) -> int:
+    return len({page for tables in waiting.values() for table in tables for page in table[group]})
 
 
-def test_distinct_pages_are_counted_as_chunks_come_and_go_in_any_order() -> None:
+def test_distinct_pages_are_counted_as_transfers_come_and_go_in_any_order() -> None:
     check_many(UngrantedPages)
 
 
@@ -128,16 +125,16 @@ def test_a_page_of_groups_that_overlay_each_other_counts_once(monkeypatch: pytes
     monkeypatch.setattr(memory, "page_spaces", lambda spec, rank: spaces)
     monkeypatch.setattr(memory, "space_sizes", lambda spec, rank: {"state": NUM_PAGES})
     pages = UngrantedPages(Side(num_pages=NUM_PAGES).spec(HYBRID), 0, 0.5)
-    assert pages.hold("t0", 0, {"tokens": np.arange(0, 5), "state": np.arange(3, 8)}) == ""
+    assert pages.hold("t0", {"tokens": np.arange(0, 5), "state": np.arange(3, 8)}) == ""
     assert pages.num_held("tokens") == pages.num_held("state") == 8
-    assert "hold 9 of 16 pages" in pages.hold("t1", 0, {"tokens": np.arange(1), "state": np.arange(8, 9)})
-    pages.let_go("t0", 0)
+    assert "hold 9 of 16 pages" in pages.hold("t1", {"tokens": np.arange(1), "state": np.arange(8, 9)})
+    pages.let_go("t0")
     assert pages.num_held("tokens") == pages.num_held("state") == 2
 
 
 def test_groups_with_page_ids_of_their_own_count_apart() -> None:
     pages = UngrantedPages(Side(num_pages=NUM_PAGES).spec(HYBRID), 0, 0.5)
-    assert pages.hold("t0", 0, {"tokens": np.arange(0, 8), "state": np.arange(8, 16)}) == ""
+    assert pages.hold("t0", {"tokens": np.arange(0, 8), "state": np.arange(8, 16)}) == ""
     assert (pages.num_held("tokens"), pages.num_held("state")) == (8, 8)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.session.handover_world import (
+from tests.session.handoff_world import (
     AUX,
     NHD,
     PATIENCE_S,
@@ -25,7 +25,7 @@ from tests.session.handover_world import (
     without_leaks,
     worlds,
 )
-from tests.session.test_handover_failures import FAULTS, Sabotage, copied, copying, granted, offered
+from tests.session.test_handoff_failures import FAULTS, Sabotage, copied, copying, granted, offered
 
 from baton.errors import LocalProtocolError
 from baton.plan import Chunk
@@ -192,8 +192,12 @@ def test_ranks_that_withdraw_after_their_commit() -> None:
         found.commit()
         fence.set()
         rank_0, rank_1 = found.sendings.values()
-        committed = world.source.endpoints[0]._rank.source.transfers
-        until(lambda: committed[found.id].record.state.value == "committed", "rank 0 to commit")
+        record_0, record_1 = (
+            lambda transfers=endpoint._rank.source.transfers: transfers[found.id].record
+            for endpoint in world.source.endpoints
+        )
+        until(lambda: record_0().state.value == "committed", "rank 0 to commit")
+        until(lambda: record_1().landed, "the first chunk of rank 1 to land")
         withdrawals = withdraw(found)
         assert withdrawals[0].landed == (WHOLE,)
         assert withdrawals[1].landed == (Chunk((0, 4), (0, 8)),)
@@ -285,7 +289,7 @@ def test_a_withdrawal_waits_for_the_copies_that_move(fault: str) -> None:
             found.offer_all()
             found.commit()
             found.check_ready()
-        world.hand_over()
+        world.hand_off()
 
 
 def abort_target(found: Transfer) -> None:
@@ -317,7 +321,7 @@ def test_a_transfer_that_is_aborted_around_a_withdrawal(
         found.commit()
         world.check_idle()
         assert [len(sending.copies) for sending in found.sendings.values()] == num_copies
-        world.hand_over()
+        world.hand_off()
 
 
 def test_a_target_that_is_lost_during_a_withdrawal() -> None:

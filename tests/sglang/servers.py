@@ -140,7 +140,7 @@ def read_answer(answer: dict[str, Any]) -> list[tuple[int, float]]:
     return [(token, round(value, 3)) for value, token, _ in meta["output_token_logprobs"]]
 
 
-async def hand_over(
+async def hand_off(
     session: aiohttp.ClientSession,
     prefill: SglangServer,
     decode: SglangServer,

@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 from tests.serve.parts import Part, until
 from tests.sglang.conftest import LENGTHS, NUM_TOKENS
-from tests.sglang.servers import ROOT, SglangServer, environment, generate
-from tests.sglang.test_handover import differing
+from tests.sglang.servers import DEADLINES, ROOT, SglangServer, environment, generate
+from tests.sglang.test_handoff import differing
 from tests.sglang.test_router import check_routed, is_installed
 from tests.vllm.servers import ANSWER_S_MAX, START_S_MAX, run_client
 
@@ -29,6 +29,7 @@ PAIRS = [("prefill tp1", "tp2"), ("prefill tp2", "pp2")]
 def baton_decode(layout: str, model: Path, folder: Path) -> Part:
     """Baton's engine; its pages and their order are not SGLang's either."""
     words = ["serve", "--role", "decode", "--layout", layout, "--device", "cpu", "--transport", "tcp"]
+    words += ["--silence-s", str(DEADLINES["silence_s"]), "--progress-s", str(DEADLINES["progress_s"])]
     part = Part(f"{model.name}.{layout}", [*words, "--model", str(model)], free_port(), folder)
     part.environment["BATON_SECRET"] = environment()["BATON_SECRET"]
     return part
@@ -49,7 +50,7 @@ def coordinator(prefill: SglangServer) -> dict[str, Any]:
     return prefill.bootstrap(random.getrandbits(62)) | {"bootstrap_port": prefill.kv_port}
 
 
-async def hand_over(
+async def hand_off(
     session: aiohttp.ClientSession, prefill: SglangServer, decode: Part, prompt: list[int]
 ) -> tuple[int, Any]:
     """Decode's answer to a request whose halves are sent at once."""
@@ -76,7 +77,7 @@ def test_baton_decodes_what_sglang_prefilled(
     async def both_rounds(session: aiohttp.ClientSession) -> Any:
         got = []
         for some in (prompts[: len(LENGTHS)], prompts[len(LENGTHS) :]):
-            got += await asyncio.gather(*(hand_over(session, prefill, decode, prompt) for prompt in some))
+            got += await asyncio.gather(*(hand_off(session, prefill, decode, prompt) for prompt in some))
         return got
 
     assert differing(prompts, run_client(both_rounds), answers) == []
@@ -90,13 +91,13 @@ def test_baton_decodes_what_sglang_prefilled(
 def test_the_example_prints_the_answer(pair: tuple[SglangServer, Part]) -> None:
     prefill, decode = pair
     text = "w5 w17 w400 w81"
-    command = [sys.executable, str(ROOT / "examples/sglang_to_baton.py"), text]
+    command = [sys.executable, str(ROOT / "examples/sglang_prefill.py"), text]
     command += ["--prefill", prefill.url, "--source", prefill.source, "--decode", decode.url]
     command += ["--max-tokens", "4"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S_MAX, check=False)
     assert ended.returncode == 0, ended.stderr
     said, answer = ended.stdout.splitlines()
-    assert said == "SGLang prefilled 4 tokens; Baton answers:"
+    assert said == "SGLang prefilled 4 tokens; baton answers:"
     body = {"text": text, "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
     assert decode.ask("/generate", body).json["text"] == answer
 

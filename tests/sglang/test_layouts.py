@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.sglang.servers import SglangServer
-from tests.sglang.test_handover import check_answers
+from tests.sglang.test_handoff import check_answers
 from tests.vllm.servers import running
 
 pytestmark = [pytest.mark.sglang, pytest.mark.long]

@@ -1,4 +1,4 @@
-"""sglang-router in front of SGLang servers with Baton between them."""
+"""SGLang's routers in front of SGLang servers with Baton between them."""
 
 import importlib.util
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 from tests.serve.parts import until
 from tests.sglang.conftest import LENGTHS, NUM_TOKENS
 from tests.sglang.servers import SglangServer, read_answer
-from tests.sglang.test_handover import is_alike
+from tests.sglang.test_handoff import is_alike
 from tests.vllm.servers import END_S_MAX, run_client
 
 from baton.supervisor import free_port
@@ -25,11 +25,16 @@ is_installed = pytest.mark.skipif(
 pytestmark = [pytest.mark.sglang, is_installed]
 
 
-def test_the_stock_router_hands_requests_over(
-    folder: Path, servers: dict[str, SglangServer], prompts: list[list[int]], answers: list[Any]
+@pytest.mark.parametrize("is_mini", [False, True], ids=["sglang-router", "mini load balancer"])
+def test_the_stock_routers_hand_requests_over(
+    folder: Path,
+    servers: dict[str, SglangServer],
+    prompts: list[list[int]],
+    answers: list[Any],
+    is_mini: bool,
 ) -> None:
-    prefill = servers["prefill tp2"]
-    check_routed(folder, prefill, prefill.bootstrap_port, servers["decode tp1"].url, prompts, answers)
+    prefill, decode_url = servers["prefill tp2"], servers["decode tp1"].url
+    check_routed(folder, prefill, prefill.bootstrap_port, decode_url, prompts, answers, is_mini=is_mini)
 
 
 def check_routed(
@@ -39,20 +44,25 @@ def check_routed(
     decode_url: str,
     prompts: list[list[int]],
     answers: list[Any],
+    *,
+    is_mini: bool = False,
 ) -> None:
-    """Asks two servers through sglang-router."""
+    """Asks two servers through sglang-router or the mini load balancer."""
     port = free_port()
     command = [
         *(sys.executable, "-m", f"{MODULE}.launch_router", "--pd-disaggregation", "--host", "127.0.0.1"),
         *("--port", str(port), "--prefill", prefill.url, str(bootstrap_port)),
         *("--decode", decode_url, "--prometheus-port", str(free_port()), "--disable-retries"),
+        *(["--mini-lb"] if is_mini else []),
     ]
     url = f"http://127.0.0.1:{port}"
     num_traces = len(prefill.traces())
 
-    async def has_workers(session: aiohttp.ClientSession) -> bool:
+    async def is_up(session: aiohttp.ClientSession) -> bool:
         try:
-            async with session.get(f"{url}/workers") as response:
+            async with session.get(f"{url}/{'health' if is_mini else 'workers'}") as response:
+                if is_mini:
+                    return response.status == 200
                 workers = (await response.json())["workers"]
         except (OSError, aiohttp.ClientError):
             return False
@@ -74,7 +84,7 @@ def check_routed(
     with (folder / "router.log").open("wb") as log:
         router = subprocess.Popen(command, stdout=log, stderr=log)
     try:
-        until(lambda: run_client(has_workers), "the router knows both servers", START_S_MAX, 0.5)
+        until(lambda: run_client(is_up), "the router knows both servers", START_S_MAX, 0.5)
         got = run_client(ask)
     finally:
         router.terminate()

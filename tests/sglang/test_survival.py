@@ -7,8 +7,8 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.sglang.conftest import LENGTHS, NUM_TOKENS
-from tests.sglang.servers import SglangServer, check_free, hand_over
-from tests.sglang.test_handover import differing, is_alike
+from tests.sglang.servers import SglangServer, check_free, hand_off
+from tests.sglang.test_handoff import differing, is_alike
 from tests.vllm.servers import random_prompts, run_client
 
 pytestmark = pytest.mark.sglang
@@ -34,7 +34,7 @@ def test_requests_that_clients_give_up_free_their_pages(
             asyncio.get_running_loop().call_later(chance.uniform(0.0, 3.0), task.cancel)
         await asyncio.gather(*tasks, return_exceptions=True)
         await check_free(session, decode)
-        return [await hand_over(session, prefill, decode, prompts[longest], NUM_TOKENS)]
+        return [await hand_off(session, prefill, decode, prompts[longest], NUM_TOKENS)]
 
     assert differing([prompts[longest]], run_client(give_up), [answers[longest]]) == []
 
@@ -51,7 +51,7 @@ def test_a_killed_server_is_survived_and_used_again(
 
     async def kill_within(session: aiohttp.ClientSession) -> list[Any]:
         tasks = [
-            asyncio.ensure_future(hand_over(session, prefill, decode, prompts[number], NUM_TOKENS))
+            asyncio.ensure_future(hand_off(session, prefill, decode, prompts[number], NUM_TOKENS))
             for number in some
         ]
         await asyncio.sleep(0.5)
@@ -68,9 +68,7 @@ def test_a_killed_server_is_survived_and_used_again(
     servers[killed].wait_ready()
 
     async def ask_again(session: aiohttp.ClientSession) -> Any:
-        return [
-            await hand_over(session, prefill, decode, prompts[number], NUM_TOKENS) for number in some[-2:]
-        ]
+        return [await hand_off(session, prefill, decode, prompts[number], NUM_TOKENS) for number in some[-2:]]
 
     again = run_client(ask_again)
     assert differing([prompts[n] for n in some[-2:]], again, [answers[n] for n in some[-2:]]) == []

@@ -14,7 +14,7 @@ from baton.plan.content import execute
 from baton.plan.ownership import Spec, page_spaces
 from baton.plan.planner import plan
 from baton.plan.routes import Chunk, Prompt
-from baton.sim.content import GAP, ExpectedCache, PagePool, pages_needed, pages_of_bytes, prefixes
+from baton.sim.content import GAP, ExpectedCache, SimPagePool, pages_needed, pages_of_bytes, prefixes
 from baton.sim.families import NUM_FAMILIES, family
 
 EVERY_LAYER = (0, 99)
@@ -24,14 +24,14 @@ def fill(spec, dp: int, num_tokens: int, chance: random.Random, origin):
     """Pools and expected caches of a dp group, with pages taken for one prompt."""
     pools, books = {}, {}
     for rank in spec.layout.group(dp):
-        pools[rank] = PagePool(spec, rank)
+        pools[rank] = SimPagePool(spec, rank)
         tables = pools[rank].take(pages_needed(spec, rank, num_tokens), 7, chance)
         books[rank] = ExpectedCache(spec, rank, num_tokens, 12345, origin, tables)
     return pools, books
 
 
 @pytest.mark.parametrize("number", range(0, NUM_FAMILIES, 3))
-def test_a_planned_hand_over_is_right_and_a_flipped_bit_is_not(number: int) -> None:
+def test_a_planned_handoff_is_right_and_a_flipped_bit_is_not(number: int) -> None:
     found, chance = family(number), random.Random(number)
     for source in found.sources:
         for target in found.targets:
@@ -97,7 +97,7 @@ def test_overlaid_groups_take_their_pages_from_one_pool() -> None:
         if len(set(page_spaces(spec, 0).values())) < len(spec.cache.groups)
     ]
     for spec in overlaid:
-        pool, taken = PagePool(spec, 0), []
+        pool, taken = SimPagePool(spec, 0), []
         while pool.can_take(dict.fromkeys(spec.cache.groups, 1)):
             taken.append(pool.take(dict.fromkeys(spec.cache.groups, 1), 3, random.Random(1)))
         ids = [int(page) for tables in taken for pages in tables.values() for page in pages]
@@ -114,7 +114,7 @@ def test_a_write_into_a_gap_is_noticed() -> None:
     spec = next(
         spec for spec in declared_families() if any((p < 0).any() for p in pages_of_bytes(spec, 0).values())
     )
-    pool = PagePool(spec, 0)
+    pool = SimPagePool(spec, 0)
     name, pages = next((name, p) for name, p in pages_of_bytes(spec, 0).items() if (p < 0).any())
     index = np.flatnonzero(pages < 0)[:1]
     assert pool.owners_of(name, index).tolist() == [GAP]
@@ -124,7 +124,7 @@ def test_a_write_into_a_gap_is_noticed() -> None:
 
 def test_a_pool_notices_a_page_that_is_given_back_by_a_stranger_or_twice() -> None:
     spec = family(0).targets[0]
-    pool = PagePool(spec, 0)
+    pool = SimPagePool(spec, 0)
     taken = pool.take(pages_needed(spec, 0, 8), 3, random.Random(1))
     group, ids = next((group, ids.tolist()) for group, ids in taken.items() if len(ids))
     with pytest.raises(EngineError, match="not by 4"):
@@ -136,7 +136,7 @@ def test_a_pool_notices_a_page_that_is_given_back_by_a_stranger_or_twice() -> No
 
 def test_a_page_that_is_given_back_is_scribbled_over() -> None:
     spec = family(0).targets[0]
-    pool = PagePool(spec, 0)
+    pool = SimPagePool(spec, 0)
     taken = pool.take(pages_needed(spec, 0, 8), 3, random.Random(1))
     for raw in pool.memory.values():
         raw.fill(1)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from baton.errors import ConfigError
-from baton.protocol.outcomes import Why
+from baton.protocol.outcomes import Finished, Why
 from baton.sim.scenarios import SCENARIOS, run_scenario
 from baton.sim.scenarios.run import ScenarioRun
 
@@ -31,14 +31,21 @@ def test_the_scenario_ends_as_expected_under_many_timings(name: str) -> None:
 
 
 def test_a_scenario_that_ends_otherwise_is_noticed() -> None:
+    for ends in ({1: {"target": Why.PEER_LOST}}, {1: Finished}, {1: {"source": Why.PEER_LOST}}):
+        violation = ScenarioRun(replace(SCENARIOS["verdict-lost"], ends=ends)).run()
+        assert violation is not None
+        assert violation.checker == "verdict-lost"
+        assert "1 is not" in violation.text
+
+
+def test_a_script_that_sees_something_else_is_noticed() -> None:
     def script(run: ScenarioRun) -> Iterator[None]:
-        run.request_at(0.01)
         yield
-        run.expect_failed(1, "target", Why.PEER_LOST)
+        run.check(run.num_writes == 0, "something was written")
 
     violation = ScenarioRun(replace(SCENARIOS["verdict-lost"], script=script)).run()
     assert violation is not None
-    assert violation.checker == "verdict-lost"
+    assert violation.text == "something was written"
 
 
 def test_an_unknown_name_is_refused_with_the_remedy() -> None:

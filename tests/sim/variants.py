@@ -1104,8 +1104,8 @@ def close_while_unpacking() -> Iterator[None]:
 def quiet_unopened() -> Iterator[None]:
     expect = TargetWriters._expect
 
-    def expect_nobody(self: TargetWriters, grant: bytes, lanes: Any) -> Any:
-        expected = expect(self, grant, lanes)
+    def expect_nobody(self: TargetWriters, grant: Any) -> Any:
+        expected = expect(self, grant)
         if "agree" in vars(self):  # the opening is going to fail
             expected.leases.clear()
         return expected

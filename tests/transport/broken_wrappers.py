@@ -9,7 +9,7 @@ import numpy as np
 from tests.transport.faulty import Faulty
 
 from baton.transport import Completion, Done, FailedQuiet, FailedUnknown
-from baton.transport.throttled import Link, Throttled, ThrottledConfig
+from baton.transport.throttled import LinkSchedule, Throttled, ThrottledConfig
 
 
 class ReportsEarly(Throttled):
@@ -33,7 +33,7 @@ class ReportsUnarrived(Throttled):
         return
 
 
-class _IdleLink(Link):
+class _IdleLink(LinkSchedule):
     def _time_across(self, item, free_s):
         return super()._time_across(item, -math.inf)
 

@@ -426,7 +426,10 @@ def successor_gets_nothing_of_its_predecessor(world: World) -> None:
     new = world.link(world.restartable_target(), MIB)
     assert (old.region.number, old.writer.number) == (new.region.number, new.writer.number)
     fence.set()
-    expect_failed(world.source, queued, HANGS_S)
+    ended = completions(world.source, queued, HANGS_S).values()
+    # Memory that the two share can be written until the source hears that its owner is dead.
+    is_mapped = world.source.transport.capabilities.needs_allocate
+    assert is_mapped or not any(isinstance(completion, Done) for completion in ended), ended
     stale = [
         world.source.send(new.peer, source, old.region, one_span(MIB)),
         world.source.send(old.peer, source, new.region, one_span(MIB)),

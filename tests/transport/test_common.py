@@ -173,7 +173,7 @@ def test_descriptions_travel_as_bytes():
     description = Description("tcp", "ab12", "127.0.0.1:5", 3, "secret")
     assert Description.from_bytes(description.to_bytes()) == description
     region = RemoteRegion("ab12", 4, 2**40)
-    assert RemoteRegion.from_json(region.to_json()) == region
+    assert RemoteRegion.from_bytes(region.to_bytes()) == region
 
 
 @pytest.mark.parametrize(

@@ -277,8 +277,8 @@ def test_successor_with_the_same_addresses_gets_nothing(
     def send(told: dict[str, Any]) -> Callable[[], None]:
         source = End(open_transport("mooncake"))
         held = source.load(FIXED_BYTES, 3)
-        region = RemoteRegion.from_json(told["region"])
-        peer = source.connect(Description.from_json(told["description"]))
+        region = RemoteRegion.from_bytes(told["region"].encode())
+        peer = source.connect(Description.from_bytes(told["description"].encode()))
         ticket = source.send(peer, held, region, one_span(1))
         assert isinstance(completions(source, [ticket])[ticket], Done)
         fence = HostFence()
@@ -397,8 +397,8 @@ def run_target() -> None:
     (data_port,) = listening_ports() - before - {int(endpoint.rpartition(":")[2])}
     say(
         {
-            "description": invitation.description.to_json(),
-            "region": region.remote.to_json(),
+            "description": invitation.description.to_bytes().decode(),
+            "region": region.remote.to_bytes().decode(),
             "data_port": data_port,
             "endpoint": endpoint,
         }

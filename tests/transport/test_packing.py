@@ -173,7 +173,7 @@ def carry_out(steps: list[Step], source: Memory, target: Memory) -> None:
                     packing.pack(plain, read_from, given_to)
 
 
-def hand_over(world: World, run: Callable[[list[Step], Memory, Memory], None]) -> None:
+def hand_off(world: World, run: Callable[[list[Step], Memory, Memory], None]) -> None:
     """Runs a world chunk by chunk, by the reference and by `run`, and compares every buffer."""
     rng = np.random.default_rng(world.seed)
     tables = Tables(
@@ -207,8 +207,8 @@ def _renamed(step: Step) -> Step:
 
 @settings(max_examples=max(1, settings().max_examples // 2))
 @given(world=worlds())
-def test_every_hand_over_matches_the_reference(world: World) -> None:
-    hand_over(world, carry_out)
+def test_every_hand_off_matches_the_reference(world: World) -> None:
+    hand_off(world, carry_out)
 
 
 def test_spans_outside_of_a_buffer_are_refused() -> None:
@@ -320,7 +320,7 @@ def test_a_broken_move_is_caught(breakage: Callable, kind: type, monkeypatch: py
         np.testing.assert_array_equal(case.found(), case.expected())
 
 
-def test_a_broken_hand_over_is_caught() -> None:
+def test_a_broken_handoff_is_caught() -> None:
     """The comparison of whole worlds sees a step left out."""
 
     def forgetful(steps: list[Step], source: Memory, target: Memory) -> None:
@@ -329,7 +329,7 @@ def test_a_broken_hand_over_is_caught() -> None:
     @settings(database=None, phases=[Phase.generate])
     @given(world=worlds())
     def search(world: World) -> None:
-        hand_over(world, forgetful)
+        hand_off(world, forgetful)
 
     with pytest.raises(AssertionError, match="Mismatched elements"):
         search()

@@ -34,8 +34,8 @@ from baton.transport import (
     open_transport,
     wait_for_events,
 )
-from baton.transport.throttled import Link as ThrottledLink
 from baton.transport.throttled import LinkItem, Throttled, ThrottledConfig
+from baton.transport.throttled import LinkSchedule as ThrottledLink
 
 KIB, MIB = 1 << 10, 1 << 20
 SLOW = ThrottledConfig(bytes_per_s=MIB, latency_s=0.5)

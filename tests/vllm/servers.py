@@ -323,7 +323,7 @@ def new_transfer(source: str) -> tuple[dict[str, Any], dict[str, Any]]:
     )
 
 
-async def hand_over(
+async def hand_off(
     session: aiohttp.ClientSession,
     prefill: Server,
     decode: Server,
@@ -378,6 +378,6 @@ async def check_right(
     """A new hand-over between the two gives what decode answers by itself."""
     (prompt,) = random_prompts(1, 300)
     right = await decode.ask(session, prompt, num_tokens, salt="alone")
-    got = await hand_over(session, prefill, decode, prompt, num_tokens, salt=uuid.uuid4().hex)
+    got = await hand_off(session, prefill, decode, prompt, num_tokens, salt=uuid.uuid4().hex)
     assert got == right
     assert right[0] == 200

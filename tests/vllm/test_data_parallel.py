@@ -28,7 +28,7 @@ def test_either_engine_prefills(pair: tuple[Server, ...]) -> None:
     chance = random.Random(9)
     prompts = [[chance.randrange(3, 1000) for _ in range(length)] for length in LENGTHS]
 
-    async def hand_over(session: aiohttp.ClientSession, prompt: list[int], engine: int) -> Any:
+    async def hand_off(session: aiohttp.ClientSession, prompt: list[int], engine: int) -> Any:
         sent, wanted = new_transfer(f"127.0.0.1:{prefill.kv_port + engine}")
         salt, header = uuid.uuid4().hex, {"X-data-parallel-rank": str(engine)}
         prefilled, decoded = await asyncio.gather(
@@ -41,7 +41,7 @@ def test_either_engine_prefills(pair: tuple[Server, ...]) -> None:
     async def ask_all(session: aiohttp.ClientSession) -> Any:
         right = [await decode.ask(session, prompt, NUM_TOKENS, salt="alone") for prompt in prompts]
         got = await asyncio.gather(
-            *(hand_over(session, prompt, engine) for prompt in prompts for engine in (0, 1))
+            *(hand_off(session, prompt, engine) for prompt in prompts for engine in (0, 1))
         )
         return right, got
 

@@ -30,7 +30,7 @@ def pair(request: pytest.FixtureRequest, servers: dict[str, Server]) -> tuple[Se
 
 
 @dataclass
-class HandOver:
+class Handoff:
     """One prompt, its two halves and the right answer."""
 
     session: aiohttp.ClientSession
@@ -95,7 +95,7 @@ async def pass_on(session: aiohttp.ClientSession, server: Server) -> None:
 
 def test_decodes_client_leaves_before_prefill_has_come(pair: tuple[Server, Server]) -> None:
     async def leave(session: aiohttp.ClientSession) -> None:
-        request = HandOver(session, *pair)
+        request = Handoff(session, *pair)
         async with request.stream_decode():
             await until_blocks(session, request.decode)
         await check_free(session, request.decode)
@@ -109,7 +109,7 @@ def test_decodes_client_leaves_before_its_request_has_blocks(pair: tuple[Server,
     """Prefill holds the computed prompt; decode's engine hears of the request and of its end at once."""
 
     async def leave(session: aiohttp.ClientSession) -> None:
-        request = HandOver(session, *pair)
+        request = Handoff(session, *pair)
         await request.send_prefill()
         with request.decode.frozen():
             async with request.stream_decode():
@@ -124,7 +124,7 @@ def test_decodes_client_leaves_while_its_blocks_are_written(pair: tuple[Server, 
     """Decode has asked for the prompt and stands still, so that no copy ends before the client leaves."""
 
     async def leave(session: aiohttp.ClientSession) -> None:
-        request = HandOver(session, *pair)
+        request = Handoff(session, *pair)
         async with request.stream_decode() as stream:
             await until_blocks(session, request.decode)
             with request.decode.frozen():
@@ -140,7 +140,7 @@ def test_decodes_client_leaves_while_prefill_may_write(pair: tuple[Server, Serve
     """Prefill has computed the prompt and stands still when decode asks for it."""
 
     async def leave(session: aiohttp.ClientSession) -> None:
-        request = HandOver(session, *pair)
+        request = Handoff(session, *pair)
         await request.send_prefill()
         with request.prefill.frozen():
             async with request.stream_decode():
@@ -154,7 +154,7 @@ def test_decodes_client_leaves_while_prefill_may_write(pair: tuple[Server, Serve
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 def test_decodes_client_leaves_in_the_middle_of_its_answer(pair: tuple[Server, Server], first: str) -> None:
     async def leave(session: aiohttp.ClientSession) -> None:
-        request = HandOver(session, *pair)
+        request = Handoff(session, *pair)
         _, right = await request.right()
         before = await request.decode.metric(session, "generation_tokens_total")
         if first == "prefill":
@@ -183,7 +183,7 @@ def test_prefills_client_leaves_and_decode_gets_the_prompt(pair: tuple[Server, S
     """What was computed for decode is kept when prefill's own output is not wanted any more."""
 
     async def leave(session: aiohttp.ClientSession) -> Any:
-        request = HandOver(session, *pair)
+        request = Handoff(session, *pair)
         right = await request.right()
         async with request.stream_prefill() as stream:
             assert await stream.tokens()
@@ -208,7 +208,7 @@ def test_prefills_client_leaves_before_the_prompt_is_computed(
     """
 
     async def leave(session: aiohttp.ClientSession) -> None:
-        request = HandOver(session, *pair)
+        request = Handoff(session, *pair)
         right = await request.right()
         asked = request.decode.ask(session, request.prompt, NUM_TOKENS, request.wanted, request.salt)
         if first == "decode":

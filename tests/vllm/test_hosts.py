@@ -20,7 +20,7 @@ from tests.vllm.servers import (
     check_free,
     check_right,
     environment,
-    hand_over,
+    hand_off,
     new_transfer,
     random_prompts,
     run_client,
@@ -110,7 +110,7 @@ def test_the_answers_are_right_over_the_cable(pair: tuple[PlacedServer, PlacedSe
         )
         before, salt = prefill.sent_bytes(), uuid.uuid4().hex
         got = await asyncio.gather(
-            *(hand_over(session, prefill, decode, prompt, NUM_TOKENS, salt=salt) for prompt in some)
+            *(hand_off(session, prefill, decode, prompt, NUM_TOKENS, salt=salt) for prompt in some)
         )
         return right, got, prefill.sent_bytes() - before
 

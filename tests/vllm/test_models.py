@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.vllm.conftest import MODELS_S_MAX
-from tests.vllm.servers import Server, hand_over, run, run_client, running
+from tests.vllm.servers import Server, hand_off, run, run_client, running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 NUM_TOKENS = 8
@@ -54,7 +54,7 @@ def test_decode_goes_on_from_the_cache_that_prefill_computed(
         ]
         salt = uuid.uuid4().hex
         got = await asyncio.gather(
-            *(hand_over(session, prefill, decode, prompt, NUM_TOKENS, salt=salt) for prompt in prompts)
+            *(hand_off(session, prefill, decode, prompt, NUM_TOKENS, salt=salt) for prompt in prompts)
         )
         after = [await decode.metric(session, "prompt_tokens_by_source_total", source=name) for name in names]
         return right, got, [int(now - then) for now, then in zip(after, before, strict=True)]

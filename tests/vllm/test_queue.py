@@ -8,7 +8,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from tests.vllm.servers import FREE_S_MAX, Server, check_free, hand_over, random_prompts, run_client, running
+from tests.vllm.servers import FREE_S_MAX, Server, check_free, hand_off, random_prompts, run_client, running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 OFFER_S = 20.0
@@ -40,7 +40,7 @@ def test_a_request_in_a_queue_that_moves_is_handed_over(pair: tuple[Server, ...]
             for other in random_prompts(NUM_BEFORE, 20):
                 await before.enter_async_context(server.stream(session, other, NUM_TOKENS_LONG))
             asked = asyncio.ensure_future(
-                hand_over(session, prefill, decode, prompt, 8, salt=uuid.uuid4().hex)
+                hand_off(session, prefill, decode, prompt, 8, salt=uuid.uuid4().hex)
             )
             await asyncio.sleep(2.5 * OFFER_S)
             assert await server.metric(session, "num_requests_waiting"), "nothing waits in the queue"

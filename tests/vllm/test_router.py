@@ -184,7 +184,7 @@ def test_a_chat_and_a_text_are_those_of_the_server_alone(servers: dict[str, Serv
         return "".join(texts), keys, choices[-1]["finish_reason"], text.splitlines()[-2:]
 
     async def compare(session: aiohttp.ClientSession) -> None:
-        before = await router.metric(session, "hand_overs_total")
+        before = await router.metric(session, "handoffs_total")
         for path, asked in (("/v1/chat/completions", chat), ("/v1/completions", {"prompt": words})):
             for is_stream in (False, True):
                 more = asked | {"stream": is_stream, "cache_salt": uuid.uuid4().hex}
@@ -194,7 +194,7 @@ def test_a_chat_and_a_text_are_those_of_the_server_alone(servers: dict[str, Serv
                     assert len(shape(routed)[0].split()) == 9
                 else:
                     assert json.loads(routed)["choices"] == json.loads(alone)["choices"]
-        assert await router.metric(session, "hand_overs_total") - before >= 4
+        assert await router.metric(session, "handoffs_total") - before >= 4
 
     run(compare)
 
@@ -205,11 +205,11 @@ def test_what_cannot_be_handed_over_is_answered_by_decode(
     place = LENGTHS.index(130)
 
     async def ask(session: aiohttp.ClientSession) -> Any:
-        before = await router.metric(session, "hand_overs_total")
+        before = await router.metric(session, "handoffs_total")
         both = body([prompts[place], prompts[place + 1]])
         async with posted(session, f"{router.url}/v1/completions", both) as response:
             choices = (await response.json())["choices"]
-        assert await router.metric(session, "hand_overs_total") == before
+        assert await router.metric(session, "handoffs_total") == before
         return [choice["token_ids"] for choice in choices]
 
     assert run(ask) == answers[place : place + 2]

@@ -11,7 +11,7 @@ from tests.vllm.servers import (
     Server,
     check_free,
     check_right,
-    hand_over,
+    hand_off,
     new_transfer,
     random_prompts,
     run_client,
@@ -80,7 +80,7 @@ def test_a_killed_server_is_survived_and_used_again(
     async def kill_within(session: aiohttp.ClientSession) -> list[Any]:
         tasks = [
             asyncio.ensure_future(
-                hand_over(session, prefill, decode, prompt, NUM_TOKENS, salt=uuid.uuid4().hex)
+                hand_off(session, prefill, decode, prompt, NUM_TOKENS, salt=uuid.uuid4().hex)
             )
             for prompt in some
         ]

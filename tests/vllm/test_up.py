@@ -68,7 +68,7 @@ def test_one_command_serves_and_leaves_nothing(
             assert answer.status in (200, 503), answer.text
             if answer.status == 200:
                 assert answer.json["choices"][0]["token_ids"] == answers[place]
-            return re.search(r"^baton_router_hand_overs_total [1-9]", ask(url, "/metrics").text, re.MULTILINE)
+            return re.search(r"^baton_router_handoffs_total [1-9]", ask(url, "/metrics").text, re.MULTILINE)
 
         until(is_handed_over, err.read_text, END_S_MAX)
         process.terminate()

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.vllm.conftest import LENGTHS, NUM_TOKENS
-from tests.vllm.servers import ROOT, Server, check_free, hand_over, run_client, running
+from tests.vllm.servers import ROOT, Server, check_free, hand_off, run_client, running
 
 from baton.adapters.vllm import VERSIONS
 
@@ -32,7 +32,7 @@ def servers(folder: Path, llama: Path) -> Iterator[dict[str, Server]]:
 
 
 @pytest.mark.parametrize(("source", "target"), [("other tp1", "tp1"), ("tp2", "tp1"), ("tp1", "tp2")])
-def test_hand_overs_work_with_the_oldest_version(
+def test_handoffs_work_with_the_oldest_version(
     servers: dict[str, Server], prompts: list[list[int]], source: str, target: str
 ) -> None:
     prefill, decode = servers[source], servers[target]
@@ -46,7 +46,7 @@ def test_hand_overs_work_with_the_oldest_version(
         before = await decode.metric(session, "prompt_tokens_by_source_total", source="local_compute")
         salt = uuid.uuid4().hex
         got = await asyncio.gather(
-            *(hand_over(session, prefill, decode, prompt, NUM_TOKENS, salt=salt) for prompt in some)
+            *(hand_off(session, prefill, decode, prompt, NUM_TOKENS, salt=salt) for prompt in some)
         )
         after = await decode.metric(session, "prompt_tokens_by_source_total", source="local_compute")
         await check_free(session, prefill, decode)

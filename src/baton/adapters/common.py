@@ -1,24 +1,33 @@
-"""What the connectors of several engines share: their options, a worker's place, and the trace of a step."""
+"""What the connectors of several engines share: options, endpoints, the layers of a step and its trace."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from baton.engine.checkpoint import open_checkpoint
-from baton.engine.model_names import find_model
+from baton.checkpoint.names import find_model
+from baton.checkpoint.opening import open_checkpoint
 from baton.errors import ConfigError
-from baton.plan import overlap
-from baton.session import SocketConfig, Timings
+from baton.plan import Spec, overlap
+from baton.plan.cache import Units
+from baton.session import Endpoint, EndpointConfig, Failed, Handle, Sending, SocketConfig, Timings
 from baton.settings import secret, tls_files
-from baton.transport import Transport, open_transport, option_names, parse_transport
+from baton.transport import (
+    NOW,
+    CudaFence,
+    Fence,
+    Transport,
+    open_transport,
+    option_names,
+    parse_transport,
+)
 
 DTYPES = {
     torch.float32: "fp32",
@@ -29,11 +38,14 @@ DTYPES = {
     torch.float8_e5m2: "fp8",
 }
 
+ATTACH_S_MAX = 120.0
+"""How long the other ranks may take to attach once the first one waits for them."""
+
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
+class WorkerMesh:
     """Where a worker is among those of its engine, and how many KV heads the model has."""
 
     pp: int
@@ -42,9 +54,51 @@ class Mesh:
     tp_size: int
     num_kv_heads: int
 
+    @staticmethod
+    def of(pp: Any, tp: Any, num_kv_heads: int) -> WorkerMesh:
+        """From the engine's process groups: vLLM and SGLang have the same class for them."""
+        return WorkerMesh(pp.rank_in_group, tp.rank_in_group, pp.world_size, tp.world_size, num_kv_heads)
+
     @property
     def rank(self) -> int:
         return self.pp * self.tp_size + self.tp
+
+    def units(self, num_heads: int) -> Units | None:
+        """The heads of a cache of which a rank has so many; none: every rank has all of it."""
+        is_mirrored = self.num_kv_heads < self.tp_size
+        return Units(self.num_kv_heads if is_mirrored else num_heads * self.tp_size) if num_heads else None
+
+
+class StepLayers:
+    """The layers of one forward, in the groups that leave together."""
+
+    def __init__(self, policy: str, layers: Mapping[Any, int], num_tokens: Sequence[int]) -> None:
+        """`layers`: their numbers by what the engine calls them; `num_tokens`: of whole prompts, of which
+        the forward may compute a chunk."""
+        numbers = sorted(set(layers.values()))
+        times = overlap.LayerTimes((0.0,) * len(numbers), (0.0,) * len(numbers), 0.0)
+        chosen = overlap.choose(policy, times, sum(num_tokens) // len(num_tokens))
+        self._group_of = {
+            number: (numbers[start], numbers[stop - 1] + 1)
+            for start, stop in chosen
+            for number in numbers[start:stop]
+        }
+        self._layers = layers
+        self.left: dict[tuple[int, int], set[Hashable]] = {}
+        """By group that was not offered, a range of layers: those of them that are not computed yet."""
+        for name, number in layers.items():
+            self.left.setdefault(self._group_of[number], set()).add(name)
+
+    def done(self, name: Hashable) -> tuple[int, int] | None:
+        """A layer is computed; its group if that was the last one of it."""
+        number = self._layers.get(name)
+        if number is None or (names := self.left.get(group := self._group_of[number])) is None:
+            return None
+        names.discard(name)
+        if names:
+            return None
+        del self.left[group]
+        return group
 
 
 @dataclass(slots=True)
@@ -55,6 +109,49 @@ class StepTrace:
     ended_s: float = 0.0
     offered: list[tuple[tuple[int, int], tuple[int, int], float]] = field(default_factory=list)
     """Layers, tokens and the time."""
+
+
+def write_trace(file: Path, sending: Sending, rank: int, **more: Any) -> None:
+    """A line of JSON for a prompt that was sent."""
+    line = {
+        "transfer": sending.transfer,
+        "outcome": outcome_text(sending),
+        "rank": rank,
+        "copies": [asdict(copy) for copy in sending.copies],
+    }
+    with file.open("a") as opened:
+        opened.write(json.dumps(line | more) + "\n")
+
+
+def outcome_text(handle: Handle) -> str:
+    """Ready, or why not."""
+    state = handle.state
+    return str(state.cause) if isinstance(state, Failed) else type(state).__name__.lower()
+
+
+def fences(is_on_gpu: bool, stream: Callable[[], Any] = lambda: None) -> Callable[[], Fence]:
+    """What makes a fence for all that was launched up to now on a stream, by default the current one."""
+
+    def event_fence() -> Fence:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream())
+        return CudaFence(event)
+
+    return event_fence if is_on_gpu else lambda: NOW
+
+
+def memory_of(tensor: torch.Tensor) -> Any:
+    """The whole allocation that a tensor lies in, as bytes."""
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    return whole if whole.is_cuda else whole.numpy()
+
+
+def gather_stages(layers: Any, pp: Any) -> list[Any]:
+    """The layers of every pipeline stage."""
+    stages = [layers] * pp.world_size
+    if pp.world_size > 1:
+        torch.distributed.all_gather_object(stages, layers, group=pp.cpu_group)
+    return stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +176,9 @@ class ConnectorConfig:
     ungranted_share_max: float = 0.5
     """The share of the blocks that prompts may hold which decode has not asked for; a pure producer may take
     1.0."""
+    split_kv: bool = False
+    """vLLM only: whether K and V move token by token, so that engines of other kinds have the same; all of a
+    prompt is then handed over."""
     overlap: str = "fixed:1"
     """Which layers leave together: fixed:N, adaptive or off."""
     verify: bool = False
@@ -152,6 +252,37 @@ class ConnectorConfig:
         if "host" in option_names(name):
             options.setdefault("host", self.host)
         return open_transport(name, **options)
+
+
+def open_endpoint(
+    options: ConnectorConfig,
+    spec: Spec,
+    pools: Mapping[str, Any],
+    transport: Transport,
+    groups: tuple[Any, Any],
+    **identity: Any,
+) -> Endpoint:
+    """This rank's endpoint. The first rank hosts the coordinator; the others learn of it over the engine's
+    process groups, of pipeline and tensor parallelism. `identity`: what else an EndpointConfig has."""
+    pp, tp = groups
+    rank = pp.rank_in_group * tp.world_size + tp.rank_in_group
+    hosting = EndpointConfig(
+        spec=spec,
+        rank=rank,
+        secret=options.secret(),
+        registry=options.registry,
+        ungranted_share_max=options.ungranted_share_max,
+        timings=options.timings(),
+        **identity,
+    )
+    endpoint = Endpoint(hosting, pools, transport) if rank == 0 else None
+    known = (endpoint.address, endpoint.config.epoch) if endpoint else None
+    coordinator, epoch = pp.broadcast_object(tp.broadcast_object(known, src=0), src=0)
+    if endpoint is None:
+        endpoint = Endpoint(replace(hosting, coordinator=coordinator, epoch=epoch), pools, transport)
+    elif not endpoint.wait_ready(ATTACH_S_MAX):
+        raise ConfigError(f"not every rank of {spec.layout} has attached within {ATTACH_S_MAX:g} s")
+    return endpoint
 
 
 def model_fingerprint(model: str, config: Mapping[str, Any], changes: Mapping[str, Any]) -> str:

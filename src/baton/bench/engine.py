@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.bench.record import show_picture, write
+from baton.checkpoint.base import Checkpoint
+from baton.checkpoint.opening import open_checkpoint
 from baton.engine.attention.pools import DTYPES
-from baton.engine.checkpoint import Checkpoint, open_checkpoint
 from baton.engine.config import EngineConfig
 from baton.engine.deployment import Pair, PairRequest
 from baton.engine.instance import Instance

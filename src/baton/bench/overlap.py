@@ -161,7 +161,7 @@ class OverlapClient:
     pair: Pair
     rng: random.Random
 
-    def hand_over(self, num_tokens: int, policy: str) -> HandoffTrace:
+    def hand_off(self, num_tokens: int, policy: str) -> HandoffTrace:
         """The trace of one hand-over under a policy."""
         answer, pieces = self.pair.ask(PairRequest(self._request(num_tokens, 2), policy=policy))
         for _ in pieces:
@@ -225,9 +225,9 @@ def _measure(
 ) -> list[OverlapRow]:
     progress(f"{case_text(case)}: warming up")
     client.compute(case.num_tokens)
-    client.hand_over(case.num_tokens, OFF)
+    client.hand_off(case.num_tokens, OFF)
     for _ in range(NUM_LEARNING):
-        client.hand_over(case.num_tokens, COST)
+        client.hand_off(case.num_tokens, COST)
     rounds: dict[str, list[OverlapRound]] = {policy: [] for policy in options.runs}
     for index in range(options.repeats):
         progress(f"{case_text(case)}: {index + 1} of {options.repeats}")
@@ -248,7 +248,7 @@ def _round(
         if policy == COMPUTE_ONLY:
             compute_only_s = _compute_s(client.compute(num_tokens))
         else:
-            traces[policy] = client.hand_over(num_tokens, policy)
+            traces[policy] = client.hand_off(num_tokens, policy)
     return {policy: OverlapRound(trace, compute_only_s) for policy, trace in traces.items()}
 
 
@@ -265,7 +265,7 @@ def _balanced_speed(options: OverlapOptions) -> float:
     with ExitStack() as stack:
         client = _start(options, 0.0, stack)
         client.compute(options.tokens_max)
-        trace = client.hand_over(options.tokens_max, OFF)
+        trace = client.hand_off(options.tokens_max, OFF)
         compute_s = min(_compute_s(client.compute(options.tokens_max)) for _ in range(3))
     return max(sum(copy.num_bytes for copy in copies) for copies in trace.prefill.copies.values()) / compute_s
 

@@ -40,7 +40,10 @@ class TransferTarget:
         """Admits a peer and grants it the whole region."""
         invitation: Invitation = self.transport.invite()
         self.transport.grant(invitation.peer, self.region, Ranges.whole(self.region))
-        return {"description": invitation.description.to_json(), "region": self.region.remote.to_json()}
+        return {
+            "description": invitation.description.to_bytes().decode(),
+            "region": self.region.remote.to_bytes().decode(),
+        }
 
     def digest(self) -> str:
         """A hash of the region's bytes."""

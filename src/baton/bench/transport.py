@@ -106,7 +106,7 @@ def spans_of(span_bytes: int, num_spans: int) -> Spans:
     return Spans(at, at[order], np.full(num_spans, span_bytes, dtype=np.int64))
 
 
-class Link:
+class BenchLink:
     """A transport here, connected to one in a target process, or to itself where it reaches no further."""
 
     def __init__(self, name: str, num_bytes: int, stack: ExitStack) -> None:
@@ -119,10 +119,11 @@ class Link:
             else stack.enter_context(TargetProcess(name, options, num_bytes))
         )
         invitation = self.target.invite()
-        self.region = RemoteRegion.from_json(invitation["region"])
+        self.region = RemoteRegion.from_bytes(invitation["region"].encode())
         self.content = random_bytes(num_bytes, os.getpid())
         self.source: Region = registered(self.transport, self.content)
-        self.peer: Peer = self.transport.connect(Description.from_json(invitation["description"]))
+        description = Description.from_bytes(invitation["description"].encode())
+        self.peer: Peer = self.transport.connect(description)
 
     def send(self, spans: Spans) -> None:
         """One batch, from submit to Done."""
@@ -147,7 +148,7 @@ def throughput(name: str, span_bytes: int, num_spans: int, repeats: int) -> Thro
     spans = spans_of(span_bytes, num_spans)
     num_bytes = 2 * span_bytes * num_spans
     with ExitStack() as stack:
-        link = Link(name, num_bytes, stack)
+        link = BenchLink(name, num_bytes, stack)
         works = {"transport": lambda: link.send(spans)}
         for label, baseline in (("memcpy", "memcpy"), ("bare", name)):
             if baseline in BASELINES:
@@ -163,7 +164,7 @@ def latency(name: str) -> Latency:
     small = spans_of(SMALL_BYTES, 1)
     many = spans_of(SMALL_BYTES, SUBMIT_SPANS)
     with ExitStack() as stack:
-        link = Link(name, 2 * SMALL_BYTES * SUBMIT_SPANS, stack)
+        link = BenchLink(name, 2 * SMALL_BYTES * SUBMIT_SPANS, stack)
         link.send(small)
         figures: dict[str, Any] = {"small_write": seconds(lambda: link.send(small), NUM_SMALL)}
         times = []

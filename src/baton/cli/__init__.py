@@ -1,12 +1,12 @@
-"""The `baton` command: one file per verb."""
+"""The `baton` command: one module per verb."""
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
-from typing import Annotated, cast
+from typing import Any
 
-import typer
+import click
 
 from baton import __version__
 from baton.errors import BatonError, ConfigError, LayoutError
@@ -25,76 +25,37 @@ VERBS = {
     "sim": "Run instances under random faults, and check every transfer.",
     "bench": "Measure Baton.",
 }
-"""Each is a module of this package with a function, or a group of commands, of that name."""
-
-MISUSE = cast(
-    "type[Exception]",
-    next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"),
-)
-"""The root of click's errors; some releases of typer bring their own copy of click."""
+"""Each is a module of this package with a command of that name, which is imported only to be run."""
 
 
-def misuse_text(error: Exception) -> str:
-    """What click has to say about a command line."""
-    return str(error.format_message())  # type: ignore[attr-defined]
-
-
-def make_app(verb: str | None = None) -> typer.Typer:
-    """The command line with one verb, or with none that runs: the overview imports no verb."""
-    app = typer.Typer(
-        name="baton",
-        help="Hand a request's KV cache over between any two parallel layouts.",
-        add_completion=False,
-        rich_markup_mode=None,  # plain help: no <bool> after flags, nothing cut off, and half the time
-        pretty_exceptions_enable=False,
+def make_app(verb: str | None = None) -> click.Group:
+    """The command line; every verb but this one has only its summary."""
+    commands = {name: click.Command(name, short_help=summary) for name, summary in VERBS.items()}
+    if verb in commands:
+        commands[verb] = getattr(import_module(f"baton.cli.{verb}"), verb)
+    help = "Hand a request's KV cache over between any two parallel layouts."
+    return click.version_option(__version__, prog_name="baton", message="%(prog)s %(version)s")(
+        click.Group("baton", commands, help=help)
     )
-    app.callback()(_root)  # with one verb alone, it still has to be named
-    if verb not in VERBS:
-        for name, summary in VERBS.items():
-            app.command(name, help=summary)(_root)
-        return app
-    command = getattr(import_module(f"baton.cli.{verb}"), verb)
-    if isinstance(command, typer.Typer):
-        app.add_typer(command, name=verb)
-    else:
-        app.command()(command)
-    return app
-
-
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
-        print(f"baton {__version__}")
-        raise typer.Exit
-
-
-def _root(
-    *,
-    version: Annotated[
-        bool,
-        typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit."),
-    ] = False,
-) -> None:
-    """The options of `baton` itself."""
 
 
 def main() -> None:
     """Runs a command. Misuse is one line on stderr and exit code 2, a failure exit code 1."""
-    words = sys.argv[1:] or ["--help"]
+    line = sys.argv[1:] or ["--help"]
+    result: Any = None
     try:
-        result = make_app(words[0])(args=words, standalone_mode=False)
-    except MISUSE as error:
-        _fail(misuse_text(error), 2)
+        result = make_app(line[0])(args=line, prog_name="baton", standalone_mode=False)
+    except click.ClickException as error:
+        _fail(error.format_message(), 2)
     except (ConfigError, LayoutError) as error:
         _fail(str(error), 2)
     except BatonError as error:
         _fail(str(error), 1)
-    except (typer.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
-    else:
-        sys.exit(result if isinstance(result, int) else 0)
+    sys.exit(result if isinstance(result, int) else 0)
 
 
 def _fail(message: str, code: int) -> None:
-    line = " ".join(message.split())
-    print(f"baton: {line}", file=sys.stderr)
+    print(f"baton: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)

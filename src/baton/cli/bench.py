@@ -2,59 +2,54 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
-import typer
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+import click
 
 from baton import settings
-from baton.bench import plan as plan_bench
-from baton.bench import transport as transport_bench
-from baton.bench.handoff import control as control_bench
-from baton.bench.handoff import run as handoff_bench
-from baton.bench.handoff import sweep as sweep_bench
-from baton.bench.handoff.workload import SideSpec, Workload
-from baton.bench.record import show_picture, write
-from baton.bench.serve import load as serve_bench
-from baton.bench.serve import report as serve_report
-from baton.bench.serve.client import ENDPOINTS, OpenAIEndpoint, parse_slo
-from baton.bench.serve.load import DeploymentShape
-from baton.cli.doctor import check_transport
-from baton.cli.options import Device, EndpointProcess, Model, Overlap, Transport
+from baton.cli.options import (
+    CLIENT_KEY_FILE,
+    DEVICE,
+    ENDPOINT_PROCESS,
+    LINK,
+    MODEL,
+    OVERLAP,
+    TRANSPORT,
+    DeploymentOptions,
+)
+from baton.cli.parser import command, flag, like, option, parse, words
 from baton.errors import ConfigError
-from baton.transport import parse_transport, transport_names
 from baton.units import parse_speed
 
+if TYPE_CHECKING:
+    from baton.cli.deployment import DeploymentProcesses
+
+LOOPBACK_URL = "http://127.0.0.1"
 RESULTS = Path("benchmarks/results")
-SIZES = "4KiBx256,64KiBx256,1MiBx64"
 
-Dtype = Annotated[
-    str, typer.Option(metavar="DTYPE", help="dtype of weights and KV cache: fp32, bf16 or fp16")
-]
-Json = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="JSON file for the results (default: in benchmarks/results)"),
-]
-Page = Annotated[int, typer.Option(min=1, metavar="N", help="KV cache page size in tokens, on both sides")]
-Png = Annotated[Path | None, typer.Option(metavar="FILE", help="PNG file for a plot (needs matplotlib)")]
-Repeats = Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="runs of each measurement")]
-Chunk = Annotated[int, typer.Option(min=0, metavar="N", help="prefill chunk in tokens; 0: the whole prompt")]
-
-bench = typer.Typer(help="Measure Baton.")
+DTYPE = option("fp32", "DTYPE", "dtype of weights and KV cache: fp32, bf16 or fp16")
+JSON = option(None, "FILE", "JSON file for the results (default: in benchmarks/results)")
+PAGE = option(16, "N", "KV cache page size in tokens, on both sides", min=1)
+PNG = option(None, "FILE", "PNG file for a plot (needs matplotlib)")
+REPEAT = option(5, "N", "measured rounds", min=1, max=1000)
+CHUNK = option(0, "N", "prefill chunk in tokens; 0: the whole prompt", min=0)
 
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int | None, int | None, str], None]]:
     """A progress bar on stderr; call it with total and completed steps (None: one more) and a text."""
+    from rich.console import Console
+    from rich.progress import Progress
+
     with Progress(transient=True, console=Console(stderr=True)) as bar:
         task = bar.add_task("starting", total=None)
 
@@ -71,6 +66,9 @@ def _result_path(name: str, path: Path | None) -> Path:
 
 def _check_transports(text: str | None) -> list[str]:
     """The transports of a comma-separated list, default all that work here; raises if one does not work."""
+    from baton.cli.doctor import check_transport
+    from baton.transport import parse_transport, transport_names
+
     if text is None:
         return [name for name in transport_names() if check_transport(name).is_ok]
     names = text.split(",")
@@ -84,9 +82,18 @@ def _check_transports(text: str | None) -> list[str]:
     return names
 
 
-@bench.command()
-def plan(repeats: Repeats = 7, out: Json = None) -> None:
+@command
+def plan(
+    repeats: int = like(REPEAT, 7, "runs of each measurement"),
+    out: Path | None = JSON,
+) -> None:
     """Time planning and binding, and count copies."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from baton.bench import plan as plan_bench
+    from baton.bench.record import write
+
     rows = []
     with _progress() as progress:
         for row in plan_bench.run(repeats):
@@ -96,25 +103,26 @@ def plan(repeats: Repeats = 7, out: Json = None) -> None:
     for row in rows:
         table.add_row(row.name, row.text, {None: "", True: "met", False: "missed"}[row.is_met])
     Console().print(table)
-    path = _result_path("plan", out)
-    write(path, {row.name: {**row.figures, "is_met": row.is_met} for row in rows})
+    write(_result_path("plan", out), {row.name: {**row.figures, "is_met": row.is_met} for row in rows})
 
 
-@bench.command()
+@command
 def transport(
-    transports: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,...", help="transports, each NAME or NAME:OPTION=VALUE (default: all that work)"
-        ),
-    ] = None,
-    sizes: Annotated[
-        str, typer.Option(metavar="SIZExCOUNT,...", help="batches: size of a span x number of spans")
-    ] = SIZES,
-    repeats: Repeats = 15,
-    out: Json = None,
+    transports: str | None = option(
+        None, "NAME,...", "transports, each NAME or NAME:OPTION=VALUE (default: all that work)"
+    ),
+    sizes: str = option(
+        "4KiBx256,64KiBx256,1MiBx64", "SIZExCOUNT,...", "batches: size of a span x number of spans"
+    ),
+    repeats: int = like(REPEAT, 15, "runs of each measurement"),
+    out: Path | None = JSON,
 ) -> None:
     """Measure throughput and latency of transports, beside memcpy and each transport's own library."""
+    from rich.console import Console
+
+    from baton.bench import transport as transport_bench
+    from baton.bench.record import show_picture, write
+
     batches, names = transport_bench.parse_sizes(sizes), _check_transports(transports)
     throughputs: list[transport_bench.Throughput] = []
     latencies: list[transport_bench.Latency] = []
@@ -132,66 +140,44 @@ def transport(
     show_picture(path.with_suffix(".png"), lambda pyplot: transport_bench.paint(pyplot, throughputs), dpi=150)
 
 
-@bench.command()
+@command
 def handoff(
     *,
-    source: Annotated[
-        str, typer.Option("--from", metavar="LAYOUT", help="layout of the prefill instance")
-    ] = "pp2.tp2",
-    target: Annotated[
-        str, typer.Option("--to", metavar="LAYOUT", help="layout of the decode instance")
-    ] = "tp4",
-    model: Annotated[
-        str, typer.Option("--model", metavar="MODEL", help="model card, as for baton plan")
-    ] = "llama-3-8b",
-    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="prompt length in tokens")] = 8192,
-    transport: Transport = "shm",
-    link: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SPEED", help="throttle each source rank's link, like 12.5GB/s (default: no limit)"
-        ),
-    ] = None,
-    layer_ms: Annotated[
-        float | None,
-        typer.Option(
-            min=0, metavar="MS", help="compute time of one layer of the prompt (default: from --ratio)"
-        ),
-    ] = None,
-    ratio: Annotated[
-        float, typer.Option(min=0, metavar="R", help="compute time over transfer time, without --layer-ms")
-    ] = 1.0,
-    policy: Overlap = "cost",
-    chunk: Chunk = 0,
-    page: Page = 64,
-    dtype: Annotated[str, typer.Option(metavar="DTYPE", help="KV cache dtype, or SOURCE:TARGET")] = "bf16",
-    storage: Annotated[
-        str, typer.Option(metavar="STORAGE", help="KV cache storage as for baton plan, or SOURCE:TARGET")
-    ] = "hnd",
-    repeat: Annotated[
-        int, typer.Option(min=1, max=1000, metavar="N", help="hand-overs; each is compared byte by byte")
-    ] = 3,
-    verify: Annotated[bool, typer.Option("--verify", help="use end-to-end checksums")] = False,
-    control: Annotated[
-        bool, typer.Option("--control", help="measure the control time of tiny transfers instead")
-    ] = False,
-    sweep: Annotated[
-        bool, typer.Option("--sweep", help="measure every policy from little compute to much instead")
-    ] = False,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="folder for the results (default: benchmarks/results)"),
-    ] = None,
-) -> None:
+    from_: str = option("pp2.tp2", "LAYOUT", "layout of the prefill instance"),
+    to: str = option("tp4", "LAYOUT", "layout of the decode instance"),
+    model: str = option("llama-3-8b", "MODEL", "model card, as for baton plan"),
+    tokens: int = option(8192, "N", "prompt length in tokens", min=1),
+    transport: str = TRANSPORT,
+    link: str | None = LINK,
+    layer_ms: float | None = option(
+        None, "MS", "compute time of one layer of the prompt (default: from --ratio)", min=0
+    ),
+    ratio: float = option(1.0, "R", "compute time over transfer time, without --layer-ms", min=0),
+    policy: str = OVERLAP,
+    chunk: int = CHUNK,
+    page: int = like(PAGE, 64),
+    dtype: str = option("bf16", "DTYPE", "KV cache dtype, or SOURCE:TARGET"),
+    storage: str = option("hnd", "STORAGE", "KV cache storage as for baton plan, or SOURCE:TARGET"),
+    repeat: int = like(REPEAT, 3, "hand-overs; each is compared byte by byte"),
+    verify: bool = flag("use end-to-end checksums"),
+    control: bool = flag("measure the control time of tiny transfers instead"),
+    sweep: bool = flag("measure every policy from little compute to much instead"),
+    out: Path | None = option(None, "DIR", "folder for the results (default: benchmarks/results)"),
+) -> int:
     """Hand a KV cache over between real processes at the pace of a prefill, and compare every byte."""
     if control and sweep:
         raise ConfigError("--control and --sweep are two measurements; give one of them")
+    from baton.bench.handoff import control as control_bench
+    from baton.bench.handoff import run as handoff_bench
+    from baton.bench.handoff import sweep as sweep_bench
+    from baton.bench.handoff.workload import SideSpec, Workload
+
     _check_transports(transport)
     dtypes, storages = _both_sides(dtype), _both_sides(storage)
     workload = Workload(
         model,
-        SideSpec(source, page, storages[0], dtypes[0]),
-        SideSpec(target, page, storages[1], dtypes[1]),
+        SideSpec(from_, page, storages[0], dtypes[0]),
+        SideSpec(to, page, storages[1], dtypes[1]),
         tokens,
         transport=transport,
         link_bytes_per_s=parse_speed(link) if link else 0.0,
@@ -203,16 +189,18 @@ def handoff(
     with _progress() as progress:
         update = partial(progress, None, None)
         if control:
-            name, small = "handoff-control", control_bench.small_workload(transport, source, target)
+            name, small = "handoff-control", control_bench.small_workload(transport, from_, to)
             report = control_bench.run(small, control_bench.NUM_ALONE, control_bench.NUM_ROUNDS, update)
         elif sweep:
-            name, wide = "handoff-sweep", sweep_bench.sweep_workload(transport, source, target)
-            report = sweep_bench.run(wide, options, sweep_bench.RATIOS, update)
+            name, wide = "handoff-sweep", sweep_bench.sweep_workload(transport, from_, to)
+            report = handoff_bench.run(
+                sweep_bench.SweepResult, wide, sweep_bench.sweep_cases(options), update
+            )
         else:
-            name, report = "handoff", handoff_bench.run(workload, options, update)
+            name = "handoff"
+            report = handoff_bench.run(handoff_bench.HandoffResult, workload, [[options]], update)
     handoff_bench.show(report, _result_path(name, None if out is None else out / f"{name}.json"))
-    if not report.is_right:
-        raise typer.Exit(1)
+    return 0 if report.is_right else 1
 
 
 def _both_sides(text: str) -> tuple[str, str]:
@@ -220,41 +208,34 @@ def _both_sides(text: str) -> tuple[str, str]:
     return first, second or first
 
 
-@bench.command()
+@command
 def overlap(
     *,
-    model: Model = "demo",
-    prefill: Annotated[str, typer.Option(metavar="LAYOUT", help="layout of the prefill instance")] = "tp1",
-    decode: Annotated[str, typer.Option(metavar="LAYOUT", help="layout of the decode instance")] = "tp1",
-    tokens: Annotated[str, typer.Option(metavar="N,...", help="prompt lengths in tokens")] = "256,512,1024",
-    link: Annotated[
-        str,
-        typer.Option(
-            metavar="SPEED,...",
-            help="link speed of each source rank, like 12.5GB/s; full: no limit; "
-            "auto: the speed at which transfer takes as long as compute",
-        ),
-    ] = "auto",
-    policy: Annotated[
-        str, typer.Option(metavar="POLICY,...", help="layer-group policies: off, cost, adaptive, fixed:N")
-    ] = "off,fixed:4,adaptive,cost",
-    dtype: Dtype = "fp32",
-    device: Device = "cpu",
-    transport: Transport = "shm",
-    endpoint_process: EndpointProcess = None,
-    chunk: Chunk = 0,
-    page: Page = 16,
-    threads: Annotated[
-        int, typer.Option(min=0, metavar="N", help="threads of each rank; 0: derived from the cores")
-    ] = 0,
-    repeat: Annotated[
-        int, typer.Option(min=1, max=1000, metavar="N", help="hand-overs of each policy and length")
-    ] = 5,
-    json: Json = None,
-    png: Png = None,
-) -> None:
+    model: str = like(MODEL, "demo"),
+    prefill: str = option("tp1", "LAYOUT", "layout of the prefill instance"),
+    decode: str = option("tp1", "LAYOUT", "layout of the decode instance"),
+    tokens: str = option("256,512,1024", "N,...", "prompt lengths in tokens"),
+    link: str = option(
+        "auto",
+        "SPEED,...",
+        "link speed of each source rank, like 12.5GB/s; full: no limit; auto: the speed at which transfer "
+        "takes as long as compute",
+    ),
+    policy: str = option(
+        "off,fixed:4,adaptive,cost", "POLICY,...", "layer-group policies: off, cost, adaptive, fixed:N"
+    ),
+    dtype: str = DTYPE,
+    device: str = like(DEVICE, "cpu"),
+    transport: str = TRANSPORT,
+    endpoint_process: bool | None = ENDPOINT_PROCESS,
+    chunk: int = CHUNK,
+    page: int = PAGE,
+    threads: int = option(0, "N", "threads of each rank; 0: derived from the cores", min=0),
+    repeat: int = like(REPEAT, 5, "hand-overs of each policy and length"),
+    json: Path | None = JSON,
+    png: Path | None = PNG,
+) -> int:
     """Measure what layer pipelining hides: time to hand-over by policy, against compute alone."""
-    # Importing torch takes seconds, which --help and other benchmarks do without.
     from baton.bench import overlap as overlap_bench
 
     options = overlap_bench.OverlapOptions(
@@ -278,28 +259,24 @@ def overlap(
     with _progress() as progress:
         result = overlap_bench.run(options, lambda text: progress(options.num_steps, None, text))
     overlap_bench.show(result, options, _result_path("overlap", json), png)
-    if not result.is_right:
-        raise typer.Exit(1)
+    return 0 if result.is_right else 1
 
 
-@bench.command()
+@command
 def engine(
     *,
-    model: Model = "demo",
-    dtype: Dtype = "fp32",
-    device: Device = "cpu",
-    threads: Annotated[
-        int, typer.Option(min=0, metavar="N", help="threads of both; 0: the machine's cores")
-    ] = 0,
-    tokens: Annotated[int, typer.Option(min=2, metavar="N", help="prompt length in tokens")] = 512,
-    answer: Annotated[int, typer.Option(min=2, metavar="N", help="tokens generated per request")] = 64,
-    requests: Annotated[int, typer.Option(min=1, metavar="N", help="requests decoded at once")] = 8,
-    repeat: Annotated[int, typer.Option(min=1, max=1000, metavar="N", help="measured rounds")] = 5,
-    json: Json = None,
-    png: Png = None,
+    model: str = like(MODEL, "demo"),
+    dtype: str = DTYPE,
+    device: str = like(DEVICE, "cpu"),
+    threads: int = option(0, "N", "threads of both; 0: the machine's cores", min=0),
+    tokens: int = option(512, "N", "prompt length in tokens", min=2),
+    answer: int = option(64, "N", "tokens generated per request", min=2),
+    requests: int = option(8, "N", "requests decoded at once", min=1),
+    repeat: int = REPEAT,
+    json: Path | None = JSON,
+    png: Path | None = PNG,
 ) -> None:
     """Measure prefill and decode against transformers on the same checkpoint."""
-    # Importing torch takes seconds, which --help and other benchmarks do without.
     from baton.bench import engine as engine_bench
 
     options = engine_bench.EngineBenchOptions(
@@ -318,65 +295,36 @@ def engine(
     engine_bench.show(result, options, _result_path("engine", json), png)
 
 
-@bench.command()
+@command
 def serve(
     *,
-    url: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="any OpenAI endpoint (default: start a deployment)"),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="file whose first line is the API key (default: BATON_API_KEY)"),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="model name at the endpoint, or the model to deploy"),
-    ] = None,
-    endpoint: Annotated[str, typer.Option(metavar="KIND", help=" or ".join(ENDPOINTS))] = "completions",
-    prefill: Annotated[
-        str, typer.Option(metavar="LAYOUT,...", help="prefill instances to deploy, one layout each")
-    ] = "tp1",
-    decode: Annotated[
-        str,
-        typer.Option(metavar="LAYOUT,...", help="decode instances to deploy; none: no disaggregation"),
-    ] = "tp1",
-    link: Annotated[
-        str | None,
-        typer.Option(metavar="SPEED", help="throttle each prefill rank's link of the deployment"),
-    ] = None,
-    rate: Annotated[
-        str, typer.Option(metavar="R", help="requests per second (Poisson arrivals), or inf")
-    ] = "inf",
-    concurrency: Annotated[
-        int, typer.Option(min=0, metavar="N", help="maximum requests in flight; 0: no limit")
-    ] = 0,
-    requests: Annotated[int, typer.Option(min=1, metavar="N", help="number of measured requests")] = 32,
-    input_tokens: Annotated[
-        str, typer.Option(metavar="N", help="prompt length in tokens, or LOW:HIGH")
-    ] = "256",
-    output_tokens: Annotated[
-        str, typer.Option(metavar="N", help="answer length in tokens, or LOW:HIGH")
-    ] = "32",
-    shared_prefix: Annotated[
-        int, typer.Option(min=0, metavar="N", help="length of a prefix that all prompts share")
-    ] = 0,
-    prompts: Annotated[
-        str,
-        typer.Option(metavar="FORM", help=f"form of the prompts: {', '.join(serve_bench.PROMPTS)}"),
-    ] = "auto",
-    seed: Annotated[int, typer.Option(metavar="N", help="seed of prompts, lengths and arrivals")] = 0,
-    warmup: Annotated[int, typer.Option(min=0, metavar="N", help="warm-up requests, not measured")] = 2,
-    slo: Annotated[
-        str | None,
-        typer.Option(metavar="LIMITS", help="limits for goodput, like ttft=500ms,itl=50ms"),
-    ] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="generate answers of full length")] = True,
-    timeout: Annotated[float, typer.Option(min=1, metavar="S", help="seconds per request")] = 600.0,
-    json: Json = None,
-    png: Png = None,
-) -> None:
+    url: str | None = option(None, "URL", "any OpenAI endpoint (default: start one as baton up does)"),
+    api_key_file: Path | None = CLIENT_KEY_FILE,
+    model: str | None = option(None, "MODEL", "model name at the endpoint, or the model to deploy"),
+    endpoint: str = option("completions", "KIND", "completions or chat"),
+    prefill: str = option("tp1", "LAYOUT,...", "prefill instances to deploy, one layout each"),
+    decode: str = option("tp1", "LAYOUT,...", "decode instances to deploy; none: no disaggregation"),
+    link: str | None = LINK,
+    rate: str = option("inf", "R", "requests per second (Poisson arrivals), or inf"),
+    concurrency: int = option(0, "N", "maximum requests in flight; 0: no limit", min=0),
+    requests: int = option(32, "N", "number of measured requests", min=1),
+    input_tokens: str = option("256", "N", "prompt length in tokens, or LOW:HIGH"),
+    output_tokens: str = option("32", "N", "answer length in tokens, or LOW:HIGH"),
+    shared_prefix: int = option(0, "N", "length of a prefix that all prompts share", min=0),
+    prompts: str = option("auto", "FORM", "form of the prompts: auto, tokens, text"),
+    seed: int = option(0, "N", "seed of prompts, lengths and arrivals"),
+    warmup: int = option(2, "N", "warm-up requests, not measured", min=0),
+    slo: str | None = option(None, "LIMITS", "limits for goodput, like ttft=500ms,itl=50ms"),
+    ignore_eos: bool = option(True, None, "generate answers of full length"),
+    timeout: float = option(600.0, "S", "seconds per request", min=1),
+    json: Path | None = JSON,
+    png: Path | None = PNG,
+) -> int:
     """Send load to an OpenAI endpoint and measure what clients see."""
+    from baton.bench.serve import load as serve_bench
+    from baton.bench.serve import report as serve_report
+    from baton.bench.serve.client import OpenAIEndpoint, parse_slo
+
     limits = parse_slo(slo) if slo is not None else None
     load = serve_bench.LoadSpec(
         num_requests=requests,
@@ -388,20 +336,36 @@ def serve(
         seed=seed,
         num_warmup=warmup,
     )
-    target = None
-    if url is not None:
-        keys = settings.api_keys(None if api_key_file is None else str(api_key_file))
-        target = OpenAIEndpoint(url, model or "", endpoint, keys[0] if keys else "", ignore_eos, timeout)
-    shape = DeploymentShape(
-        model=model or "demo",
-        prefill=tuple(prefill.split(",")),
-        decode=() if decode == "none" else tuple(decode.split(",")),
-        prefill_options=("--link", link) if link else (),
-    )
-    options = serve_bench.ServeBenchOptions(load, target, shape, endpoint, prompts)
-    with _progress() as progress:
-        result = serve_bench.measure(options, progress)
+    serve_bench.check_prompts(prompts, endpoint)
+    keys = settings.api_keys(api_key_file)
+    key = keys[0] if keys else ""
+    target = OpenAIEndpoint(url or LOOPBACK_URL, model or "", endpoint, key, ignore_eos, timeout)
+    with ExitStack() as stack:
+        if url is None:
+            line = ["--model", model or "demo", "--prefill", prefill, "--port", "0"]
+            line += words(decode=None if decode == "none" else decode, link=link, api_key_file=api_key_file)
+            deployment = _start_deployment(line, stack)
+            target = replace(target, url=deployment.url, model="")
+        with _progress() as progress:
+            result = asyncio.run(serve_bench.measure(target, load, prompts, progress))
     summary = serve_report.summarise(result.timings, limits)
     serve_report.show(result, summary, load, limits, path=_result_path("serve", json), picture=png)
-    if not summary.num_ok:
-        raise typer.Exit(1)
+    return 0 if summary.num_ok else 1
+
+
+def _start_deployment(line: list[str], stack: ExitStack) -> DeploymentProcesses:
+    """A deployment of these options of `baton up`; its processes end with the stack."""
+    # It imports the engine, which other benchmarks do without.
+    from baton.cli.deployment import DeploymentProcesses, fork_early, plan_instances, plan_pairs
+
+    options = parse(DeploymentOptions, line)
+    fork_early(options.instance.model)
+    plan_pairs(plan_instances(options))  # raises on what cannot work
+    deployment = stack.enter_context(DeploymentProcesses(options, shows_logs=False))
+    deployment.start()
+    return deployment
+
+
+bench = click.Group(
+    "bench", [plan, transport, handoff, overlap, engine, serve], help="Measure Baton.", no_args_is_help=False
+)

@@ -5,44 +5,30 @@ from __future__ import annotations
 import readline  # noqa: F401 - gives input() a history and line editing
 import sys
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from baton import settings
 from baton.cli.client import ApiClient, ChatError, ChatSession
-from baton.cli.options import UrlTlsCa
+from baton.cli.options import CLIENT_KEY_FILE, URL_TLS_CA
+from baton.cli.parser import command, option
 
-URL = "http://127.0.0.1:8000"
 PROMPT = "> "
 
 
+@command
 def chat(
     *,
-    url: Annotated[
-        str, typer.Option(metavar="URL", help="URL of an OpenAI endpoint, with or without /v1")
-    ] = URL,
-    model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="model name (default: the first that it serves)")
-    ] = None,
-    system: Annotated[str | None, typer.Option(metavar="TEXT", help="system prompt")] = None,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="file whose first line is the API key (default: BATON_API_KEY)"),
-    ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0, metavar="T", help="sampling temperature; 0: greedy decoding (default: the server's)"
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="maximum tokens of an answer")
-    ] = None,
-    tls_ca: UrlTlsCa = None,
+    url: str = option("http://127.0.0.1:8000", "URL", "URL of an OpenAI endpoint, with or without /v1"),
+    model: str | None = option(None, "MODEL", "model name (default: the first that it serves)"),
+    system: str | None = option(None, "TEXT", "system prompt"),
+    api_key_file: Path | None = CLIENT_KEY_FILE,
+    temperature: float | None = option(
+        None, "T", "sampling temperature; 0: greedy decoding (default: the server's)", min=0.0
+    ),
+    max_tokens: int | None = option(None, "N", "maximum tokens of an answer", min=1),
+    tls_ca: Path | None = URL_TLS_CA,
 ) -> None:
     """Chat with a model. Ctrl-C stops an answer, Ctrl-D quits. From a pipe, each line is a question."""
-    keys = settings.api_keys(None if api_key_file is None else str(api_key_file))
+    keys = settings.api_keys(api_key_file)
     params = {"temperature": temperature, "max_tokens": max_tokens}
     session = ChatSession(ApiClient(url, keys[0] if keys else "", tls_ca), model, system, params)
     if sys.stdin.isatty() and sys.stdout.isatty():

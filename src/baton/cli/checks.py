@@ -1,31 +1,56 @@
-"""What a command refuses before its slow imports: PyTorch, NumPy and the HTTP server take seconds."""
+"""What commands refuse before their slow imports: PyTorch, NumPy and the HTTP server take seconds."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
 
-from baton.engine.model_names import check_dtype, check_model
+import click
+
+from baton.checkpoint.names import check_dtype, check_model
+from baton.cli.options import EngineOptions
+from baton.cli.parser import given, parse
 from baton.errors import ConfigError
 from baton.plan.layout import parse_layout
 
-NUM_INSTANCES_MAX = 64
 
-
-def check_first(model: str, layouts: Iterable[str], dtype: str | None) -> None:
+def check_first(model: str, layouts: Iterable[str], dtype: str) -> None:
     """Raises on a model, layout or dtype that is none; others are left to `engine.config`."""
     for layout in layouts:
         parse_layout(layout)
     check_model(model)
-    check_dtype(dtype or "auto")
+    check_dtype(dtype)
 
 
-def parse_layouts(option: str, text: str | None) -> tuple[str, ...]:
-    """The layouts of `pp2,tp3`, one for each instance."""
-    if text is None:
-        return ()
-    layouts = tuple(part.strip() for part in text.split(","))
-    if not all(layouts):
-        raise ConfigError(f"{option} {text!r} has an empty layout; write it like pp2 or pp2,tp2")
-    if len(layouts) > NUM_INSTANCES_MAX:
-        raise ConfigError(f"{option} has {len(layouts)} layouts; at most {NUM_INSTANCES_MAX} are started")
-    return layouts
+def side_words(option: str, text: str | None) -> list[str]:
+    """The words of --prefill-args or --decode-args."""
+    try:
+        return shlex.split(text or "")
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: {error}") from None
+
+
+def side_options(option: str, text: str | None) -> dict[str, Any]:
+    """What --prefill-args or --decode-args gives, read as `baton serve` reads it."""
+    try:
+        return given(parse(EngineOptions, side_words(option, text)))
+    except click.NoSuchOption as error:
+        usable = ", ".join(
+            f"--{each.name.replace('_', '-')}" for each in fields(EngineOptions) if each.metadata
+        )
+        raise ConfigError(
+            f"{option}: {error.option_name} is not an option of one side; use {usable}"
+        ) from None
+    except click.ClickException as error:
+        raise ConfigError(f"{option}: {error.format_message()}") from None
+
+
+def check_same_transport(transports: Iterable[str]) -> None:
+    """Raises ConfigError where the sides could not reach each other."""
+    names = sorted({transport.partition(":")[0] for transport in transports})
+    if len(names) > 1:
+        raise ConfigError(
+            f"transports {' and '.join(names)} cannot reach each other; give both sides the same"
+        )

@@ -15,20 +15,20 @@ from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from baton import settings
+from baton.checkpoint.names import DEMO
 from baton.cli.client import ApiClient
 from baton.cli.demo_cache import demo_cache
-from baton.cli.deployment import Deployment, DeploymentOptions, pair_line, plan_instances, plan_pairs
+from baton.cli.deployment import DeploymentProcesses, fork_early, plan_instances, plan_pairs
+from baton.cli.options import MODEL, DeploymentOptions
 from baton.cli.output import PICTURE, REFRESH_PER_S, TRACE, figures_text, start_engine, write_timelines
-from baton.cli.side_args import parse_side_args
-from baton.engine.model_names import DEMO
+from baton.cli.parser import command, flag, like, option, override, parse
 from baton.engine.requests import EngineRequest
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.trace import HandoffTrace, RequestTrace, serial_s
@@ -36,7 +36,7 @@ from baton.errors import ConfigError, EngineError
 from baton.plan.printer import human_time
 
 if TYPE_CHECKING:
-    from baton.engine.deployment import Deployment as EngineDeployment
+    from baton.engine.deployment import Deployment
 
 CHAT = "Explain in one sentence what a relay race is."
 LONG = "What is the prize of the race?"
@@ -45,7 +45,7 @@ OFF, ON = "layer pipelining off", "layer pipelining on"
 REFERENCE = "tp1"
 CHUNK_TOKENS = 4096
 """The long prompt is one prefill chunk, so that only layer pipelining can hide the transfer."""
-PATIENT = "--progress-s 600 --silence-s 30"
+PATIENT = ("--progress-s", "600", "--silence-s", "30")
 """Without layer pipelining nothing leaves before the end of compute: minutes on a busy machine."""
 TRACE_S_MAX = 30.0
 """How long to wait for a request's trace: it is complete once both sides have their pages back."""
@@ -89,57 +89,35 @@ class DemoAnswer:
     trace: HandoffTrace
 
 
+@command
 def demo(
     *,
-    model: Annotated[
-        str,
-        typer.Option(
-            metavar="MODEL", help="checkpoint with a tokenizer, as for generate; demo: downloaded once"
-        ),
-    ] = "demo",
-    prefill: Annotated[str, typer.Option(metavar="LAYOUT", help="layout of the prefill instance")] = "pp2",
-    decode: Annotated[str, typer.Option(metavar="LAYOUT", help="layout of the decode instance")] = "tp3",
-    tokens: Annotated[
-        int, typer.Option(min=1, metavar="N", help="maximum tokens of the long document")
-    ] = 1500,
-    max_tokens: Annotated[int, typer.Option(min=2, metavar="N", help="maximum tokens of each answer")] = 64,
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="folder for the timeline picture and the Perfetto trace")
-    ] = Path("baton-demo"),
-    cache: Annotated[
-        bool, typer.Option("--cache", help="hand a synthetic cache over in memory instead, without a model")
-    ] = False,
-) -> None:
+    model: str = like(MODEL, "demo", "checkpoint with a tokenizer, as for generate; demo: downloaded once"),
+    prefill: str = option("pp2", "LAYOUT", "layout of the prefill instance"),
+    decode: str = option("tp3", "LAYOUT", "layout of the decode instance"),
+    tokens: int = option(1500, "N", "maximum tokens of the long document", min=1),
+    max_tokens: int = option(64, "N", "maximum tokens of each answer", min=2),
+    out: Path = option(Path("baton-demo"), "DIR", "folder for the timeline picture and the Perfetto trace"),
+    cache: bool = flag("hand a synthetic cache over in memory instead, without a model"),
+) -> int:
     """Answer questions with prefill and decode in different layouts, and check that all tokens are equal."""
     if cache:
-        demo_cache()
-        return
+        return demo_cache()
     if out.exists() and not out.is_dir():
         raise ConfigError(f"--out {out} is a file; name a folder")
+    fork_early(model)
     # Importing torch takes seconds, which --help does without.
     from baton.engine.config import EngineConfig
-    from baton.engine.deployment import Deployment as EngineDeployment
+    from baton.engine.deployment import Deployment
 
     console = Console(highlight=False, soft_wrap=True)
-    reference = EngineDeployment(
-        EngineConfig(_fetch(model), REFERENCE, "reference", chunk_tokens=CHUNK_TOKENS)
-    )
-    # Short prompts are handed over too: the demo is about hand-overs.
-    patient = parse_side_args("the demo", PATIENT)
-    options = DeploymentOptions(
-        model,
-        (prefill,),
-        (decode,),
-        device="cpu",  # as the reference, whose tokens are greedy
-        generation_config="none",
-        chunk_tokens=CHUNK_TOKENS,
-        prefill_args=patient,
-        decode_args=patient,
-        port=0,
-        local="never",
-    )
+    reference = Deployment(EngineConfig(_fetch(model), REFERENCE, "reference", chunk_tokens=CHUNK_TOKENS))
+    # On the CPU, as the reference, whose tokens are greedy. Short prompts are handed over too.
+    given = ["--model", model, "--prefill", prefill, "--decode", decode, "--port", "0", "--device", "cpu"]
+    given += ["--generation-config", "none", "--chunk-tokens", str(CHUNK_TOKENS), "--local", "never"]
+    options = parse(DeploymentOptions, [*given, *PATIENT])
     instances = plan_instances(options)
-    lines = [*map(str, instances), *(pair_line(*pair) for pair in plan_pairs(options, instances))]
+    lines = [*map(str, instances), *plan_pairs(instances)]
     short, long = _questions(reference, model, tokens, max_tokens)
     console.print(f"{model}: prefilled in {prefill}, decoded in {decode}", style="bold")
     for line in lines:
@@ -151,12 +129,11 @@ def demo(
     timelines = [answer.trace.timeline(answer.name) for answer in compared]
     for suffix in (PICTURE, TRACE):
         console.print(write_timelines(timelines, out / f"timeline{suffix}", title), markup=False)
-    if not _check_tokens(console, reference, answers):
-        raise typer.Exit(1)
+    return 0 if _check_tokens(console, reference, answers) else 1
 
 
 def _fetch(model: str) -> str:
-    from baton.engine.checkpoint.demo import fetch_demo
+    from baton.checkpoint.demo import fetch_demo
 
     if model != DEMO:
         return model
@@ -168,7 +145,7 @@ def _fetch(model: str) -> str:
 
 
 def _questions(
-    reference: EngineDeployment, model: str, num_tokens: int, max_tokens: int
+    reference: Deployment, model: str, num_tokens: int, max_tokens: int
 ) -> tuple[Question, Question]:
     """A short one and a long one."""
     tokenizer, context_max = reference.tokenizer, reference.sizes.context_max
@@ -194,7 +171,7 @@ def _ask_deployment(
     console: Console, options: DeploymentOptions, short: Question, long: Question
 ) -> list[DemoAnswer]:
     answers = []
-    with Deployment(options, shows_logs=False) as deployment:
+    with DeploymentProcesses(options, shows_logs=False) as deployment:
         deployment.start()
         keys = settings.api_keys(None)
         client = ApiClient(deployment.url, keys[0] if keys else "")
@@ -210,10 +187,10 @@ def _ask_deployment(
             f"\nThe same question, each prefill rank behind a link of {speed / 1e6:.3g} MB/s, on which "
             f"sending what a rank computes takes as long as computing it, {human_time(compute_s)}:"
         )
-        for name, overlap in ((OFF, "off"), (WARM_UP, None), (ON, None)):
+        for name, policy in ((OFF, "off"), (WARM_UP, "cost"), (ON, "cost")):
             if name != ON:  # asked on the instance that has measured its links
-                link = f"{speed / 1e6:.6f}MB/s"
-                deployment.restart_prefill(replace(options, link=link, overlap=overlap))
+                own = override(options.instance, {"link": f"{speed / 1e6:.6f}MB/s", "overlap": policy})
+                deployment.restart_prefill(replace(options, instance=own))
             with console.status(name, refresh_per_second=REFRESH_PER_S):
                 answers.append(ask(client, name, long))
     return answers
@@ -295,7 +272,7 @@ def _table(off: DemoAnswer, on: DemoAnswer) -> Table:
     return table
 
 
-def _check_tokens(console: Console, reference: EngineDeployment, answers: Sequence[DemoAnswer]) -> bool:
+def _check_tokens(console: Console, reference: Deployment, answers: Sequence[DemoAnswer]) -> bool:
     """Whether a single instance gives every token of every answer too; prints the count."""
     from baton.engine.deployment import PairRequest
 

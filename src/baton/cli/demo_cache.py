@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
-import typer
 from rich.console import Console
 from rich.text import Text
 
@@ -35,8 +34,11 @@ NUM_TOKENS, NUM_HELD = 333, 128
 SALT = 1
 
 
-def demo_cache() -> None:
-    """Hands a small mixed cache over between two layouts in memory, and compares every byte."""
+def demo_cache() -> int:
+    """Hands a small mixed cache over between two layouts in memory, and compares every byte.
+
+    Returns the exit code.
+    """
     cache, rng = load_cache(MODEL), np.random.default_rng(7)
     prompt = Prompt(NUM_TOKENS, {group: NUM_HELD for group in cache.groups if group != "state"})
     source = _side(cache, SOURCE, ("nhd.fused", 16, "bf16"))
@@ -69,8 +71,7 @@ def demo_cache() -> None:
         f"{human_bytes(int(copies.sum()))} moved as bf16 and unpacked as fp32; every element compared:"
     )
     console.print(f"bytes identical: {num_right} of {num_bytes}")
-    if num_right != num_bytes or int(copies.sum()) != sum(report.bytes_by_source):
-        raise typer.Exit(1)
+    return 1 if num_right != num_bytes or int(copies.sum()) != sum(report.bytes_by_source) else 0
 
 
 def _side(cache: Cache, layout: str, storage: tuple[str, int, str]) -> Spec:

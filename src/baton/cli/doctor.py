@@ -13,7 +13,8 @@ from time import perf_counter
 import numpy as np
 
 from baton.bench.target_process import digest, random_bytes
-from baton.bench.transport import Link
+from baton.bench.transport import BenchLink
+from baton.cli.parser import command
 from baton.errors import BatonError
 from baton.plan.steps import Spans
 from baton.transport import Capabilities, transport_names
@@ -33,6 +34,7 @@ class Finding:
         return f"{self.name} {'ok' if self.is_ok else 'no'}: {self.text}"
 
 
+@command
 def doctor() -> None:
     """Show which transports, devices and kernel features work here; each is checked by a real transfer."""
     for finding in findings():
@@ -51,7 +53,7 @@ def check_transport(name: str) -> Finding:
     """Sends 1 MiB from this process into another, and compares digests."""
     try:
         with ExitStack() as stack:
-            link = Link(name, NUM_BYTES, stack)
+            link = BenchLink(name, NUM_BYTES, stack)
             start = perf_counter()
             link.send(Spans(*(np.array([value], dtype=np.int64) for value in (0, 0, NUM_BYTES))))
             took_s = perf_counter() - start

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
+from pathlib import Path
 
 from baton import settings
 from baton.cli.client import ApiClient
-from baton.cli.options import SecretFile, UrlTlsCa
+from baton.cli.options import SECRET_FILE, URL_TLS_CA
+from baton.cli.parser import argument, command
 
 
+@command
 def drain(
-    url: Annotated[str, typer.Argument(metavar="URL", hidden=True)],
-    secret_file: SecretFile = None,
-    tls_ca: UrlTlsCa = None,
+    url: str = argument("URL"),
+    secret_file: Path | None = SECRET_FILE,
+    tls_ca: Path | None = URL_TLS_CA,
 ) -> None:
     """Make an instance refuse new requests and finish those it has; SIGTERM ends it."""
-    secret = settings.secret(None if secret_file is None else str(secret_file))
+    secret = settings.secret(secret_file)
     # It takes longer to import than a mistake, or --help, may take.
     from baton.serving.http import router_key
 

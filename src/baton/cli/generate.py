@@ -5,119 +5,76 @@ The answer goes to stdout as it comes, everything else to stderr.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-from rich.console import Console
-
-from baton.cli.options import (
-    DecodeArgs,
-    Device,
-    Draft,
-    FirstToken,
-    Link,
-    Model,
-    Overlap,
-    PrefillArgs,
-    Transport,
-    Verify,
-)
-from baton.cli.output import check_timeline, figures_text, size_lines, start_engine, write_timelines
-from baton.cli.side_args import check_same_transport, parse_side_args
-from baton.engine.sampling_params import SamplingParams
+from baton.cli.options import DECODE_ARGS, DRAFT, FIRST_TOKEN, MODEL, PREFILL_ARGS, EngineOptions, Side
+from baton.cli.parser import argument, command, engine_fields, flag, option, override
 from baton.errors import ConfigError
-from baton.plan.printer import human_time
-from baton.units import parse_speed
 
 if TYPE_CHECKING:
     from baton.engine.deployment import Deployment, PairRequest, PairResponse
 
 
+@command
 def generate(
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", hidden=True)],
+    prompt: str = argument("PROMPT"),
     *,
-    model: Model,
-    prefill: Annotated[
-        str, typer.Option(metavar="LAYOUT", help="layout of the prefill instance, like pp2.tp2")
-    ] = "tp1",
-    decode: Annotated[
-        str | None,
-        typer.Option(metavar="LAYOUT", help="layout of the decode instance (default: no second instance)"),
-    ] = None,
-    transport: Transport = "shm",
-    link: Link = None,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="maximum tokens to generate")] = 256,
-    temperature: Annotated[
-        float, typer.Option(metavar="T", help="sampling temperature; 0: greedy decoding")
-    ] = 0.0,
-    top_p: Annotated[float, typer.Option(metavar="P", help="top-p (nucleus) sampling")] = 1.0,
-    top_k: Annotated[int, typer.Option(metavar="K", help="top-k sampling; 0: all tokens")] = 0,
-    seed: Annotated[int, typer.Option(metavar="N", help="sampling seed")] = 0,
-    overlap: Overlap = "cost",
-    first_token: FirstToken = "prefill",
-    no_pipeline: Annotated[
-        bool, typer.Option("--no-pipeline", help="hand the KV cache over only after the last layer")
-    ] = False,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="DTYPE",
-            help="dtype of weights and KV cache: auto (the checkpoint's), bfloat16, float16 or float32",
-        ),
-    ] = "auto",
-    device: Device = "auto",
-    draft: Draft = False,
-    prefill_args: PrefillArgs = None,
-    decode_args: DecodeArgs = None,
-    verify: Verify = False,
-    raw: Annotated[bool, typer.Option("--raw", help="do not apply the chat template")] = False,
-    timeline: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="write the request's timeline: FILE.png or FILE.json (Perfetto)"),
-    ] = None,
+    model: str = MODEL,
+    prefill: str = option("tp1", "LAYOUT", "layout of the prefill instance, like pp2.tp2"),
+    decode: str | None = option(
+        None, "LAYOUT", "layout of the decode instance (default: no second instance)"
+    ),
+    prefill_args: str | None = PREFILL_ARGS,
+    decode_args: str | None = DECODE_ARGS,
+    max_tokens: int = option(256, "N", "maximum tokens to generate"),
+    temperature: float = option(0.0, "T", "sampling temperature; 0: greedy decoding"),
+    top_p: float = option(1.0, "P", "top-p (nucleus) sampling"),
+    top_k: int = option(0, "K", "top-k sampling; 0: all tokens"),
+    seed: int = option(0, "N", "sampling seed"),
+    raw: bool = flag("do not apply the chat template"),
+    first_token: Side = FIRST_TOKEN,
+    no_pipeline: bool = flag("hand the KV cache over only after the last layer"),
+    draft: int = DRAFT,
+    engine: EngineOptions,
+    timeline: tuple[Path, ...] = option(
+        (), "FILE", "write the request's timeline: FILE.png or FILE.json (Perfetto)"
+    ),
 ) -> None:
     """Answer a prompt; with --decode, prefill it in one layout and decode it in another.
 
     PROMPT is text, or token ids if the model has no tokenizer.
     """
     # Importing torch takes seconds, which --help does without.
+    from rich.console import Console
+
+    from baton.cli.checks import check_same_transport, side_options
+    from baton.cli.output import check_timeline, figures_text, size_lines, start_engine, write_timelines
     from baton.engine.config import EngineConfig
     from baton.engine.deployment import Deployment, PairRequest
     from baton.engine.requests import EngineRequest
+    from baton.engine.sampling_params import SamplingParams
+    from baton.plan.printer import human_time
 
     params = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens
     )
-    configs = [
-        EngineConfig(
-            model=model,
-            layout=prefill,
-            dtype=dtype,
-            device=device,
-            transport=transport,
-            link_bytes_per_s=parse_speed(link) if link else 0.0,
-            policy=overlap,
-            is_verified=verify,
-            has_draft=draft,
-        )
-    ]
-    if decode is not None:
-        configs.append(replace(configs[0], layout=decode, link_bytes_per_s=0.0))
-    elif decode_args is not None:
+    if decode is None and decode_args is not None:
         raise ConfigError("--decode-args is for the decode instance; give --decode too")
-    sides = (("--prefill-args", prefill_args), ("--decode-args", decode_args))
+    sides = [override(engine, side_options("--prefill-args", prefill_args))]
+    if decode is not None:
+        own = side_options("--decode-args", decode_args)
+        sides.append(override(engine, {"link": None, **own}))  # the link is of ranks that send
     configs = [
-        replace(config, **parse_side_args(*side).engine_options)
-        for config, side in zip(configs, sides, strict=False)
+        EngineConfig(model=model, layout=layout, draft_tokens=draft, **engine_fields(side))
+        for layout, side in zip((prefill, decode), sides, strict=False)
+        if layout is not None
     ]
     check_same_transport(config.transport for config in configs)
-    timelines = timeline or []
-    for path in timelines:
+    for path in timeline:
         check_timeline(path)
-    if timelines and decode is None:
+    if timeline and decode is None:
         raise ConfigError("--timeline shows a hand-over; give --decode too")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     deployment = Deployment(*configs)
@@ -127,12 +84,15 @@ def generate(
     for line in size_lines(deployment):
         console.print(line, style="dim", markup=False)
     with start_engine(deployment):
-        answer, token_counts = _stream(deployment, ask)
+        answer, num_tokens, last_s = _stream(deployment, ask)
         trace = answer.handoff()
         ttft = f"ttft {human_time(answer.first_s - answer.asked_s)}"
         timings = ttft if trace is None else figures_text(trace.figures())
-        console.print(f"{timings}; {token_counts}", style="dim", markup=False)
-    for path in timelines:
+        timings += f"; {len(request.tokens)} tokens in, {num_tokens} out"
+        if num_tokens > 1:
+            timings += f", {human_time((last_s - answer.first_s) / (num_tokens - 1))} each after the first"
+        console.print(timings, style="dim", markup=False)
+    for path in timeline:
         if trace is None:
             console.print(f"no {path}: the answer ended with its first token and nothing was handed over")
             continue
@@ -140,8 +100,8 @@ def generate(
         console.print(write_timelines([trace.timeline("request")], path, title), markup=False)
 
 
-def _stream(deployment: Deployment, ask: PairRequest) -> tuple[PairResponse, str]:
-    """Prints the answer as it comes, as text or else as token ids; also returns its token counts."""
+def _stream(deployment: Deployment, ask: PairRequest) -> tuple[PairResponse, int, float]:
+    """Prints the answer as it comes, as text or else as token ids; also returns its length and last time."""
     answer, pieces = deployment.ask(ask)
     num_tokens, last_s = 0, 0.0
     for piece in pieces:
@@ -151,6 +111,4 @@ def _stream(deployment: Deployment, ask: PairRequest) -> tuple[PairResponse, str
         else:
             print(piece.text, end="", flush=True)
     print(flush=True)
-    counts = f"{len(ask.request.tokens)} tokens in, {num_tokens} out"
-    tpot_s = (last_s - answer.first_s) / (num_tokens - 1) if num_tokens > 1 else 0.0
-    return answer, f"{counts}, {human_time(tpot_s)} each after the first" if tpot_s else counts
+    return answer, num_tokens, last_s

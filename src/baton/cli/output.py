@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from baton.engine.trace import HandoffFigures
+from baton.engine.trace import HandoffStages
 from baton.errors import ConfigError
 from baton.observe import NO_MATPLOTLIB, Timeline, draw, trace
 from baton.plan.printer import human_bytes, human_time
@@ -55,7 +55,7 @@ def size_lines(deployment: Deployment) -> Iterator[str]:
         yield f"{instance.config.name}: {'; '.join(instance.sizes.lines())}"
 
 
-def figures_text(figures: HandoffFigures) -> str:
+def figures_text(figures: HandoffStages) -> str:
     """The timings of a hand-over in one line."""
     times = {
         "queue": figures.queue_s,

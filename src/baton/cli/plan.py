@@ -9,24 +9,17 @@ import html
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import MISSING
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from baton.adapters.vllm.command import VllmCommand, parse_command
+from baton.cli.parser import argument, command, flag, option
 from baton.errors import ConfigError
-from baton.plan.layout import parse_layout
-from baton.plan.models import active_parameters, load_cache
-from baton.plan.ownership import Spec
-from baton.plan.planner import plan as make_plan
-from baton.plan.printer import render
-from baton.plan.report import Report, estimates, pages_needed
-from baton.plan.routes import Prompt
-from baton.plan.steps import PackCost
-from baton.plan.storage import Storage, parse_storage
-from baton.plan.wire import storage_from_bytes
+
+if TYPE_CHECKING:
+    from baton.adapters.vllm.command import VllmCommand
+    from baton.plan.storage import Storage
 
 # In this order, and in one script element: the last one starts the page.
 SCRIPTS = ("words", "report", "canvas", "header", "matrix", "pointer", "grid", "strip", "tables", "main")
@@ -55,58 +48,50 @@ def _script_json(value: dict[str, Any]) -> str:
     return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
 
 
+@command
 def plan(
-    model: Annotated[
-        str,
-        # Hidden from the table, where typer would write <str> after it; the text above the table has it.
-        typer.Argument(metavar="MODEL", hidden=True),
-    ] = "",
+    model: str | None = argument("[MODEL]", None),
     *,
-    source: Annotated[
-        str, typer.Option("--from", metavar="LAYOUT", help="layout of the prefill instance")
-    ] = "",
-    target: Annotated[str, typer.Option("--to", metavar="LAYOUT", help="layout of the decode instance")] = "",
-    from_vllm: Annotated[
-        str, typer.Option(metavar="ARGS", help="the prefill instance as arguments of `vllm serve`")
-    ] = "",
-    to_vllm: Annotated[
-        str, typer.Option(metavar="ARGS", help="the decode instance as arguments of `vllm serve`")
-    ] = "",
-    tokens: Annotated[int, typer.Option(metavar="N", help="prompt length in tokens")],
-    source_page: Annotated[
-        int, typer.Option(metavar="P", help="KV cache page size of the source in tokens")
-    ] = 64,
-    target_page: Annotated[
-        int, typer.Option(metavar="P", help="KV cache page size of the target in tokens")
-    ] = 64,
-    source_dp: Annotated[int, typer.Option(metavar="I", help="data-parallel group of the source")] = 0,
-    target_dp: Annotated[int, typer.Option(metavar="J", help="data-parallel group of the target")] = 0,
-    skip_tokens: Annotated[
-        int, typer.Option(metavar="K", help="tokens of a prefix that the target already holds")
-    ] = 0,
-    dtype: Annotated[str, typer.Option(metavar="D", help="KV cache dtype: bf16, fp16, fp32 or fp8")] = "bf16",
-    source_storage: Annotated[
-        str,
-        typer.Option(
-            metavar="S",
-            help="KV cache storage of the source: hnd|nhd . apart|fused . layer|page . granuleN, "
-            "or a .json file",
-        ),
-    ] = "hnd.apart.layer",
-    target_storage: Annotated[
-        str, typer.Option(metavar="S", help="KV cache storage of the target")
-    ] = "hnd.apart.layer",
-    as_json: Annotated[bool, typer.Option("--json", help="print the plan as JSON")] = False,
-    html: Annotated[Path | None, typer.Option(metavar="FILE", help="write the plan as a web page")] = None,
+    from_: str | None = option(None, "LAYOUT", "layout of the prefill instance"),
+    to: str | None = option(None, "LAYOUT", "layout of the decode instance"),
+    from_vllm: str | None = option(None, "ARGS", "the prefill instance as arguments of `vllm serve`"),
+    to_vllm: str | None = option(None, "ARGS", "the decode instance as arguments of `vllm serve`"),
+    tokens: int = option(MISSING, "N", "prompt length in tokens"),
+    source_page: int = option(64, "P", "KV cache page size of the source in tokens"),
+    target_page: int = option(64, "P", "KV cache page size of the target in tokens"),
+    source_dp: int = option(0, "I", "data-parallel group of the source"),
+    target_dp: int = option(0, "J", "data-parallel group of the target"),
+    skip_tokens: int = option(0, "K", "tokens of a prefix that the target already holds"),
+    dtype: str = option("bf16", "D", "KV cache dtype: bf16, fp16, fp32 or fp8"),
+    source_storage: str = option(
+        "hnd.apart.layer",
+        "S",
+        "KV cache storage of the source: hnd|nhd . apart|fused . layer|page . granuleN, or a .json file",
+    ),
+    target_storage: str = option("hnd.apart.layer", "S", "KV cache storage of the target"),
+    json_: bool = flag("print the plan as JSON"),
+    html_: Path | None = option(None, "FILE", "write the plan as a web page"),
 ) -> None:
     """Show which rank sends what to which rank between two layouts; the plan is checked independently.
 
     MODEL is a model card, checkpoint folder, config.json, or specs joined by + (default: the model of the
     vLLM command).
     """
+    # What follows takes longer to import than --help may take.
+    from baton.adapters.vllm.command import parse_command
+    from baton.plan.layout import parse_layout
+    from baton.plan.models import active_parameters, load_cache
+    from baton.plan.ownership import Spec
+    from baton.plan.planner import plan as make_plan
+    from baton.plan.printer import render
+    from baton.plan.report import Report, estimates, pages_needed
+    from baton.plan.routes import Prompt
+    from baton.plan.steps import PackCost
+    from baton.plan.storage import parse_storage
+
     commands = [parse_command(text) if text else None for text in (from_vllm, to_vllm)]
-    for layout, command, name in zip((source, target), commands, ("from", "to"), strict=True):
-        if bool(layout) == (command is not None):
+    for layout, vllm, name in zip((from_, to), commands, ("from", "to"), strict=True):
+        if bool(layout) == (vllm is not None):
             raise ConfigError(f"give one of --{name} LAYOUT and --{name}-vllm ARGS")
     model = model or _common_model(commands)
     cache = load_cache(model)
@@ -117,13 +102,13 @@ def plan(
             f"--skip-tokens must be 0 to {tokens}, the length of the prompt, found {skip_tokens}"
         )
     specs = []
-    for command, layout, storage, page in (
-        (commands[0], source, source_storage, source_page),
-        (commands[1], target, target_storage, target_page),
+    for vllm, layout, storage, page in (
+        (commands[0], from_, source_storage, source_page),
+        (commands[1], to, target_storage, target_page),
     ):
-        if command is not None:
-            declared = parse_storage(command.storage, command.block_tokens, command.dtype)
-            spec = Spec(parse_layout(command.layout(cache.num_layers)), cache, declared)
+        if vllm is not None:
+            declared = parse_storage(vllm.storage, vllm.block_tokens, vllm.dtype)
+            spec = Spec(parse_layout(vllm.layout(cache.num_layers)), cache, declared)
             specs.append(Spec(spec.layout, cache, declared.with_pages(pages_needed(spec, prompt))))
             continue
         if storage.endswith(".json"):
@@ -133,9 +118,9 @@ def plan(
         specs.append(Spec(spec.layout, cache, spec.storage.with_pages(pages_needed(spec, prompt))))
     report = Report(model, make_plan(*specs, source_dp, target_dp), prompt, PackCost())
     contract = report.as_json() | {"skip_tokens": skip_tokens}
-    if html is not None:
-        _write(html, render_page(contract))
-    if as_json:
+    if html_ is not None:
+        _write(html_, render_page(contract))
+    if json_:
         print(json.dumps(contract))
     else:
         parameters = active_parameters(model)
@@ -153,6 +138,8 @@ def _common_model(commands: Sequence[VllmCommand | None]) -> str:
 
 def _read_storage(path: Path) -> Storage:
     """The storage that an engine declares, with its page size, dtype and placements."""
+    from baton.plan.wire import storage_from_bytes
+
     try:
         raw = path.read_bytes()
     except OSError as error:

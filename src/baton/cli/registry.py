@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton import settings
 from baton.cli.logs import set_up_logs
-from baton.cli.options import Host, LogFormat, LogLevel, Port, SecretFile, TlsCa, TlsCert, TlsKey
+from baton.cli.options import HOST, PORT, SECRET_FILE, ServerOptions
+from baton.cli.parser import command, like
 
 if TYPE_CHECKING:
     from baton.session.registry import RegistryServer
 
 
+@command
 def registry(
     *,
-    port: Port = settings.REGISTRY_PORT,
-    host: Host = settings.LOOPBACK,
-    secret_file: SecretFile = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    tls_ca: TlsCa = None,
-    log_level: LogLevel = "info",
-    log_format: LogFormat = "text",
+    port: int = like(PORT, settings.REGISTRY_PORT),
+    host: str = HOST,
+    secret_file: Path | None = SECRET_FILE,
+    server: ServerOptions,
 ) -> None:
     """Run a registry until interrupted; instances that lose it register again by themselves."""
-    secret = settings.secret(None if secret_file is None else str(secret_file))
-    tls = settings.tls_files(tls_cert, tls_key, tls_ca)
+    secret, tls = settings.secret(secret_file), server.tls()
     settings.check_port(host, port)
     # It takes longer to import than a mistake, or --help, may take.
     from baton.session.registry import RegistryServer
 
-    set_up_logs(log_level, log_format)
-    server = RegistryServer(secret, ssl_context=None if tls is None else tls.accepting())
-    asyncio.run(_serve(server, host, port))
+    set_up_logs(server.log_level, server.log_format)
+    running = RegistryServer(secret, ssl_context=None if tls is None else tls.accepting())
+    asyncio.run(_serve(running, host, port))
 
 
 async def _serve(server: RegistryServer, host: str, port: int) -> None:

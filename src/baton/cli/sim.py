@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from statistics import median
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from baton.cli.parser import command, flag, option
 from baton.errors import ConfigError
 from baton.sim.checkers import BUILT_IN, CHECKERS
 from baton.sim.core import Violation
@@ -19,16 +18,15 @@ from baton.sim.scenarios import SCENARIOS, run_scenario
 from baton.sim.world import World
 
 
+@command
 def sim(
     *,
-    seed: Annotated[int, typer.Option(metavar="S", help="the first seed")] = 1,
-    seeds: Annotated[int, typer.Option(metavar="N", help="how many seeds")] = 1,
-    jobs: Annotated[int, typer.Option(metavar="J", help="processes; 0: one per core")] = 1,
-    trace: Annotated[bool, typer.Option("--trace", help="print every event of one seed")] = False,
-    scenario: Annotated[
-        str | None, typer.Option("--scenario", metavar="NAME", help="run a named scenario")
-    ] = None,
-    list_names: Annotated[bool, typer.Option("--list", help="list scenarios, faults and checkers")] = False,
+    seed: int = option(1, "S", "the first seed"),
+    seeds: int = option(1, "N", "how many seeds"),
+    jobs: int = option(1, "J", "processes; 0: one per core"),
+    trace: bool = flag("print every event of one seed"),
+    scenario: str | None = option(None, "NAME", "run a named scenario"),
+    list_: bool = flag("list scenarios, faults and checkers"),
 ) -> int:
     """Run instances of random layouts under random faults, and check every transfer.
 
@@ -36,7 +34,7 @@ def sim(
     """
     if seeds < 1 or jobs < 0:
         raise ConfigError(f"--seeds must be at least 1 and --jobs at least 0, got {seeds} and {jobs}")
-    if list_names:
+    if list_:
         return _list()
     if scenario is not None:
         world, violation = run_scenario(scenario, is_traced=trace)

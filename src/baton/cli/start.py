@@ -12,68 +12,45 @@ from rich.console import Console
 from rich.text import Text
 
 from baton import settings
-from baton.cli.deployment import Deployment, DeploymentOptions, pair_line, plan_instances, plan_pairs
-from baton.cli.vllm_servers import VllmServer, plan_servers
-from baton.errors import ConfigError
-
-BATON_ONLY = (
-    *("link", "first_token", "dtype", "device", "page_tokens", "pool_tokens", "chunk_tokens"),
-    "gpu_memory_utilization",
-    *("max_model_len", "max_num_seqs", "queue", "transfer_timeout", "served_model_name", "local_prefill_max"),
-    *("no_prefix_caching", "draft", "generation_config"),
+from baton.cli.deployment import (
+    DeploymentProcesses,
+    check_instances,
+    fork_early,
+    make_vllm_servers,
+    plan_instances,
+    plan_pairs,
 )
-"""Options that vLLM has by other names, or not at all."""
+from baton.cli.options import DeploymentOptions
+from baton.cli.vllm_servers import VllmServer
+
 EXAMPLE = "Explain in one sentence what a relay race is."
 
 
 def start(options: DeploymentOptions) -> None:
-    """With Baton's own engine."""
-    with suppress(KeyboardInterrupt):  # the usual way to end it, also before it is up
-        _serve(options, _check(options), [])
-
-
-def start_vllm(options: DeploymentOptions) -> None:
-    """With vLLM servers."""
+    """Serves until it is interrupted, which is the usual way to end it, also before it is up."""
     with suppress(KeyboardInterrupt):
-        servers = check_vllm(options)
-        _serve(options, [f"{server.name} at {server.url}" for server in servers], servers)
+        options.server.tls()  # raises where one of its files is not named
+        keys = settings.api_keys(options.api_key_file)
+        settings.check_binding(options.host, has_api_key=bool(keys), has_secret=True)
+        servers = make_vllm_servers(options) if options.is_vllm else []
+        lines = [f"{server.name} at {server.url}" for server in servers] or _plan(options)
+        _serve(options, lines, servers)
 
 
-def check_vllm(options: DeploymentOptions) -> list[VllmServer]:
-    """Raises on what can be refused before a process starts; returns the servers."""
-    if not options.decodes:
-        raise ConfigError("--engine vllm needs --decode: without it there is nothing to hand over")
-    for name in BATON_ONLY:
-        if getattr(options, name) not in (None, False):
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} is for Baton's own engine; give vLLM's own options after --")
-    if options.tls is not None:
-        raise ConfigError(
-            "--tls-cert: the servers of `baton up --engine vllm` speak plain HTTP on loopback; for TLS start "
-            "`vllm serve` and `baton route` yourself"
-        )
-    _check_router(options)
-    return plan_servers(options.instances, settings.gpus())
-
-
-def _check(options: DeploymentOptions) -> list[str]:
+def _plan(options: DeploymentOptions) -> list[str]:
     """Raises on what can be refused before a process starts; returns a line per planned pair."""
-    _check_router(options)
+    check_instances(options)
+    fork_early(options.instance.model)
     instances = plan_instances(options)
-    pairs = [pair_line(*pair) for pair in plan_pairs(options, instances)]
+    pairs = plan_pairs(instances)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     for line in (*map(str, instances), *(f"planned {pair}" for pair in pairs)):
         console.print(Text(line, style="dim"))
-    return pairs or [f"{each.name} ({each.spec.layout}) prefills and decodes by itself" for each in instances]
-
-
-def _check_router(options: DeploymentOptions) -> None:
-    keys = settings.api_keys(None if options.api_key_file is None else str(options.api_key_file))
-    settings.check_binding(options.host, has_api_key=bool(keys), has_secret=True)
+    return pairs or [f"{each.title} prefills and decodes by itself" for each in instances]
 
 
 def _serve(options: DeploymentOptions, lines: list[str], servers: list[VllmServer]) -> None:
-    with Deployment(options) as deployment:
+    with DeploymentProcesses(options) as deployment:
         is_interrupted = False
 
         def interrupt(number: int, frame: FrameType | None) -> None:
@@ -106,14 +83,14 @@ def chat_command(url: str, options: DeploymentOptions) -> str:
     key_file = options.api_key_file
     words = [f"baton chat --url {url}"]
     words += [f"--api-key-file {shlex.quote(str(key_file))}"] if key_file else []
-    words += [f"--tls-ca {shlex.quote(options.tls.authority)}"] if options.tls else []
+    words += [f"--tls-ca {shlex.quote(str(options.server.tls_ca))}"] if options.server.tls_ca else []
     return " ".join(words)
 
 
 def curl_command(url: str, options: DeploymentOptions) -> str:
     """A curl command for this deployment."""
     body = {"model": options.model_name, "messages": [{"role": "user", "content": EXAMPLE}], "stream": True}
-    ca = ["--cacert", shlex.quote(options.tls.authority)] if options.tls else []
+    ca = ["--cacert", shlex.quote(str(options.server.tls_ca))] if options.server.tls_ca else []
     words = ["curl", *ca, "-N", f"{url}/v1/chat/completions", "-H", "'Content-Type: application/json'"]
     if options.api_key_file is not None:
         words += ["-H", f'"Authorization: Bearer $(head -n 1 {shlex.quote(str(options.api_key_file))})"']

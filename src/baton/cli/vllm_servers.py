@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from baton.cli.side_args import SideArgs
 from baton.errors import ConfigError
 from baton.supervisor import Service, free_port
 
@@ -101,11 +99,3 @@ def plan_servers(instances: Sequence[tuple[str, str, str]], devices: Sequence[st
         own, devices = tuple(devices[:count]), devices[count:]
         servers.append(VllmServer(role, name, sizes, port, kv_port, own))
     return servers
-
-
-def parse_vllm_args(option: str, text: str | None) -> SideArgs:
-    """Options of `vllm serve` for one side."""
-    try:
-        return SideArgs(tuple(shlex.split(text or "")))
-    except ValueError as error:
-        raise ConfigError(f"{option} {text!r}: {error}") from None

@@ -33,9 +33,22 @@ class ScheduledSequence(msgspec.Struct, frozen=True, array_like=True):
     num_drafted: int = 0
     """How many of the last tokens are draft tokens, to be accepted or rejected by what is sampled."""
     next_token: int | None = None
-    """The token after these where it is known, inside a prompt; only the draft layer needs it."""
+    """The token after these where it is known, inside a prompt."""
+    num_accepted: int = 0
+    """Draft tokens of its last step that were accepted: recurrent states have not taken them in."""
+    num_guesses: int = 1
+    """Draft tokens to predict behind what is sampled, where drafts run."""
     hidden: bytes | None = None
     """The model's normed row (float32) before these, where the draft saw another answer's token."""
+    prompt_logprobs: int | None = None
+    """As in SamplingParams, while the prompt is prefilled; its first token has none."""
+
+    @property
+    def scored_tokens(self) -> list[int]:
+        """The prompt's tokens that follow these one by one, where their log-probabilities are asked for."""
+        if self.prompt_logprobs is None:
+            return []
+        return self.tokens[1:] if self.next_token is None else [*self.tokens[1:], self.next_token]
 
 
 class PageCopy(msgspec.Struct, frozen=True, array_like=True):
@@ -46,7 +59,7 @@ class PageCopy(msgspec.Struct, frozen=True, array_like=True):
     target: int
 
 
-class Batch(msgspec.Struct, frozen=True, array_like=True):
+class ScheduledBatch(msgspec.Struct, frozen=True, array_like=True):
     """What one dp group computes in a step."""
 
     sequences: list[ScheduledSequence] = []
@@ -62,7 +75,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     """Run the model once; batches by dp group."""
 
     number: int
-    batches: list[Batch]
+    batches: list[ScheduledBatch]
 
 
 class StartSequence(msgspec.Struct, frozen=True, tag=True):
@@ -199,12 +212,14 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     groups: list[LayerGroupTiming]
     samples: dict[int, list[SampledToken]] = {}
     """As many as were asked for; after draft tokens, one more than were accepted."""
-    proposals: dict[int, int] = {}
-    """By sequence: the draft token to follow its last sampled token."""
+    proposals: dict[int, list[int]] = {}
+    """By sequence: the draft tokens to follow its last sampled token."""
     hidden: dict[int, bytes] = {}
     """By sequence whose answers fork: the normed row that their first tokens were sampled from."""
     failures: dict[int, str] = {}
     """By sequence that cannot continue, whatever was sampled for it: why."""
+    prompt_logprobs: dict[int, list[SampledToken]] = {}
+    """By sequence: the `scored_tokens` of the step."""
     unpipelined: str = ""
     """Why the step's hand-overs were not split into groups of layers, where they were not."""
     start_s: float = 0.0

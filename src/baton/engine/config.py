@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from baton.engine.model_names import (
+from baton.checkpoint.names import (
+    DUMMY,
     GENERATION,
     KV_DTYPES,
     TORCH_DTYPES,
@@ -28,13 +29,21 @@ from baton.settings import Tls
 from baton.transport import Place, Reach, capabilities_of, parse_transport, transport_names
 
 if TYPE_CHECKING:
-    from baton.engine.checkpoint import Checkpoint
+    from baton.checkpoint.base import Checkpoint
     from baton.engine.models.build import Architecture
 
 SILENCE_S_MIN = 4 * Timings().beat_s
 DEVICES = ("auto", "cpu", "cuda")
-GPU_MEMORY_UTILIZATION = 0.9
 GENERATION_CONFIGS = ("auto", "none")
+WORKER_MODULES = ("baton.engine.worker",)
+"""What the fork server of workers imports."""
+DUMMY_MODULES = ("transformers.activations",)
+"""And for random weights: it brings what the models of `transformers` import, which give their shapes."""
+
+
+def worker_modules(model: str) -> tuple[str, ...]:
+    """What the fork server of a model's workers imports."""
+    return (*WORKER_MODULES, *DUMMY_MODULES) if model.startswith(DUMMY) else WORKER_MODULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +70,7 @@ class EngineConfig:
     pool_tokens: int = 0
     """Tokens that the KV cache of a dp group holds. 0: on a GPU what `gpu_memory_utilization` leaves room
     for; otherwise what fits into POOL_BYTES_DEFAULT, and at least two contexts if `context_max` is given."""
-    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
+    gpu_memory_utilization: float = 0.9
     """The share of each GPU that the ranks of this instance take: weights, workspace and KV cache."""
     base_gpu_id: int = 0
     """The GPU of rank 0; the other ranks take the next ones."""
@@ -74,6 +83,8 @@ class EngineConfig:
     sequences_max: int = 64
     queue_max: int = 0
     """Requests that may wait; more are refused. 0: no limit."""
+    queue_s_max: float = 0.0
+    """How long a request may wait before it is computed, or has pages for its KV cache. 0: no limit."""
     num_threads: int = 0
     """Of each rank; 0: the machine's cores divided by the ranks."""
     transport: str = "shm"
@@ -110,8 +121,13 @@ class EngineConfig:
     """Whether the endpoint of each rank runs in a process of its own, beside the worker; None: on a GPU."""
     has_prefix_cache: bool = True
     is_warmed: bool = True
-    has_draft: bool = False
-    """Whether the model's own draft layer guesses a token ahead; both sides of a hand-over agree on it."""
+    draft_tokens: int = 0
+    """How many tokens the model's own draft layer guesses ahead in a step; 0: it is not run."""
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether the draft layer runs; a target that runs it needs a source that does."""
+        return self.draft_tokens > 0
 
     @property
     def is_offloaded(self) -> bool:
@@ -144,12 +160,12 @@ class WorkerConfig:
 
     engine: EngineConfig
     """With a secret, and with the model under the path or name that it was found by."""
-    rank: int
-    rendezvous: str
-    """A path at which torch.distributed connects the ranks of the instance."""
     eos_ids: tuple[int, ...]
     tokenizer: str = ""
     """As in tokenizer.json; empty where the model has none."""
+    rank: int = 0
+    rendezvous: str = ""
+    """A path at which torch.distributed connects the ranks of the instance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +230,8 @@ def check_config(config: EngineConfig) -> None:
         raise ConfigError(f"base_gpu_id is {config.base_gpu_id}; give the number of a GPU, from 0")
     if config.growth_tokens < 0:
         raise ConfigError(f"growth_tokens is {config.growth_tokens}; give a count from 0 (0: no room)")
+    if config.queue_s_max < 0:
+        raise ConfigError(f"queue_s_max is {config.queue_s_max:g}; give seconds above 0 (0: no limit)")
     if config.queue_max < 0:
         raise ConfigError(f"queue_max is {config.queue_max}; give a count from 0 (0: any number)")
     if not SILENCE_S_MIN <= config.silence_s < math.inf:

@@ -28,7 +28,7 @@ from baton.engine.commands import (
     SendKV,
     TransferUpdate,
 )
-from baton.engine.cost_model import CostModel
+from baton.engine.cost_model import CostModel, PlannedStep
 from baton.errors import BatonError
 from baton.plan.tokens import Ints
 from baton.protocol.outcomes import Aux, Cause, Failed, Stage, Waiting, Why
@@ -55,6 +55,8 @@ class OutgoingTransfer:
     """By chunk: when it was computed, which on a GPU is long after it was offered."""
     layers_ready: dict[int, Callable[[], list[LayerReady]]] = field(default_factory=dict)
     """By chunk: what its layers had to send, in proportion; computed when the transfer is over."""
+    planned: PlannedStep | None = None
+    """What was predicted for the last step that computed some of it."""
     last_update: TransferUpdate | None = None
 
     @property
@@ -286,6 +288,8 @@ class KVConnector:
             if copy.is_done
         ]
         self._costs.add_copies(sending.session, copies, transfer.ready_s)
+        if transfer.planned is not None and copies and transfer.is_committed:
+            self._costs.add_outcome(transfer.planned, max(copy.ended_s for copy in copies))
         layers_ready = {chunk: layers() for chunk, layers in transfer.layers_ready.items()}
         self._reply(
             CopiesDone(self._rank, sequence, with_layers_ready(copies, layers_ready, transfer.ready_s))

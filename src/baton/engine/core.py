@@ -21,7 +21,6 @@ import msgspec
 
 from baton.engine.commands import (
     AbortTransfer,
-    Batch,
     Command,
     CopiesDone,
     DeclineTransfer,
@@ -31,6 +30,7 @@ from baton.engine.commands import (
     ReceiveKV,
     Reply,
     SampledToken,
+    ScheduledBatch,
     ScheduledSequence,
     SendCached,
     SendKV,
@@ -40,7 +40,7 @@ from baton.engine.commands import (
     TransferUpdate,
 )
 from baton.engine.config import EngineConfig, EngineSizes
-from baton.engine.drafting import FAILURE, hidden_of, problem_of, proposal_of
+from baton.engine.drafting import FAILURE, hidden_of, problem_of, proposals_of
 from baton.engine.load import LoadMonitor, QueueSnapshot
 from baton.engine.pages import PageGeometry
 from baton.engine.requests import (
@@ -114,6 +114,7 @@ class RequestState:
     num_releases: int = 0
     is_closed: bool = False
     """The caller gets no more chunks: the request failed or was aborted."""
+    prompt_logprobs: list[SampledToken] = field(default_factory=list)
     early_s: float = 0.0
     """When a source's first tokens arrived ahead of the cache; 0 before that."""
 
@@ -168,6 +169,7 @@ class RequestState:
         answer = self.answers[number]
         if self.is_closed or answer.finish is not None:
             return True
+        prompt_logprobs = () if answer.last_token_s else self.prompt_logprobs
         answer.num_generated += 1
         answer.last_token_s = now_s
         text = answer.text.push(sampled.token) if answer.text else ""
@@ -184,7 +186,7 @@ class RequestState:
         elif answer.finish is not None and answer.text:
             text += answer.text.finish()
         self.trace.token_s = self.trace.token_s or now_s
-        self.sink(OutputChunk(answer.index, (sampled,), text, answer.finish))
+        self.sink(OutputChunk(answer.index, (sampled,), text, answer.finish, prompt_logprobs))
         return answer.finish is not None
 
     def finish_at_source(self) -> None:
@@ -205,7 +207,7 @@ class RequestState:
                 self.sink(OutputChunk(answer.index, (), "", ABORTED))
         self.is_closed = True
 
-    def fail(self, text: str, cause: Cause) -> None:
+    def fail(self, text: str, cause: Cause | None) -> None:
         """Reports the failure to the caller, once."""
         if not self.is_closed:
             self.is_closed = True
@@ -250,6 +252,7 @@ class EngineCore:
             chunks_in_flight=self._num_stages,
             ungranted_share_max=config.ungranted_share_max,
             growth_tokens=config.growth_tokens,
+            num_guesses=config.draft_tokens,
         )
         geometry = PageGeometry(sizes.layout, sizes.cache, config.page_tokens)
         self.schedulers = [
@@ -270,6 +273,8 @@ class EngineCore:
         self._in_flight: deque[InFlightStep] = deque()
         self._is_checked = True
         self._num_taken = 0
+        self.queue_s_max = 0.0
+        """As in EngineConfig, once the instance is warm."""
         self.monitor = LoadMonitor(self.schedulers)
         self.counters: dict[str, int] = dict.fromkeys(COUNTERS, 0)
 
@@ -339,6 +344,8 @@ class EngineCore:
 
     def step(self, now_s: float) -> None:
         """Reserves pages for received prompts, and gives every pipeline stage a step."""
+        if self.queue_s_max:
+            self._expire_queued(now_s)
         self._reserve_pages(now_s)
         has_free_stage = len(self._in_flight) < self._num_stages
         while len(self._in_flight) < self._num_stages and (scheduled := self._schedule(now_s)):
@@ -354,6 +361,14 @@ class EngineCore:
             for scheduler in self.schedulers:
                 if all(pool.num_pages <= CHECKED_PAGES_MAX for pool in scheduler.kv_cache.pools.values()):
                     scheduler.check_integrity()
+
+    def _expire_queued(self, now_s: float) -> None:
+        limit_s = self.queue_s_max
+        for state in list(self.requests.values()):
+            if not state.trace.begun_s and now_s - state.trace.arrived_s >= limit_s:
+                text = f"{self._config.name} did not begin within {limit_s:g} s (--queue-timeout)"
+                state.fail(f"{text}; ask again later, or add instances", None)
+                self._drop(state, text, now_s)
 
     def on_reply(self, reply: Reply, now_s: float) -> None:
         """Takes a message of a worker."""
@@ -377,11 +392,11 @@ class EngineCore:
         for scheduler, targets in zip(self.schedulers, self._waiting_for_kv, strict=True):
             decodes_max = scheduler.decodes_max(self._num_stages) if self._num_stages > 1 else None
             oldest_target = (targets[0].trace.arrived_s, targets[0].number) if targets else None
-            batches.append(scheduler.schedule(decodes_max, oldest_target) or Batch())
+            batches.append(scheduler.schedule(decodes_max, oldest_target) or ScheduledBatch())
         for scheduler in self.schedulers:
-            changes = scheduler.take_changes()
-            self.counters["preempted"] += len(changes.preempted)
-            for sequence in changes.started:
+            started, preempted = scheduler.take_changes()
+            self.counters["preempted"] += len(preempted)
+            for sequence in started:
                 # The workers have to know of a sequence before its first step.
                 state = self.requests[sequence.number]
                 state.trace.begun_s = now_s
@@ -410,10 +425,20 @@ class EngineCore:
             tokens = {number: [s.token for s in samples] for number, samples in sampled.samples.items()}
             self.schedulers[dp].complete(batch, tokens, sampled.proposals)
             for work in batch.sequences:
+                if work.prompt_logprobs is not None and work.sequence in self.requests:
+                    self._add_prompt_logprobs(self.requests[work.sequence], work, replies)
                 if work.num_samples and work.sequence in self.requests:
                     self._output_tokens(self.requests[work.sequence], work, sampled, now_s)
 
-    def _trace_prompts(self, batch: Batch, replies: list[StepDone]) -> None:
+    def _add_prompt_logprobs(
+        self, state: RequestState, work: ScheduledSequence, replies: list[StepDone]
+    ) -> None:
+        if work.start == 0:
+            state.prompt_logprobs = []  # it may have been preempted
+        for reply in replies:
+            state.prompt_logprobs += reply.prompt_logprobs.get(work.sequence, [])
+
+    def _trace_prompts(self, batch: ScheduledBatch, replies: list[StepDone]) -> None:
         """Adds a step to the traces of the prompts in it."""
         for work in batch.sequences:
             state = self.requests.get(work.sequence)
@@ -489,13 +514,17 @@ class EngineCore:
         """The request's first answer; to the scheduler, tokens generated elsewhere are part of the prompt."""
         request = state.request
         num_left = request.params.max_tokens - len(request.generated)
+        # The caller of an answer that continues has those of the prompt.
+        prompt_logprobs = None if request.generated else request.params.prompt_logprobs
         role = SequenceRole.LOCAL
         if request.handoff is not None:
             role = SequenceRole.SOURCE if state.is_source else SequenceRole.TARGET
         return Sequence(
             number=state.number,
             prompt=request.known,
-            params=msgspec.structs.replace(request.params, max_tokens=num_left),
+            params=msgspec.structs.replace(
+                request.params, max_tokens=num_left, prompt_logprobs=prompt_logprobs
+            ),
             role=role,
             arrival_s=state.trace.arrived_s,
             dp=state.dp,
@@ -643,7 +672,7 @@ class EngineCore:
         if not samples:
             return
         scheduler = self.schedulers[state.dp]
-        self._send_begin(scheduler.admit(state.number, samples[0].token, proposal_of(aux)))
+        self._send_begin(scheduler.admit(state.number, samples[0].token, proposals_of(aux)))
         numbers = self._fork(state, state.number, samples, hidden_of(aux))
         for number, sampled in zip(numbers, samples, strict=True):
             answer = state.answers[number]

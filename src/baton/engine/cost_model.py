@@ -12,7 +12,11 @@ byte at the target; `baton.plan.overlap` defines and finds it. A single group ta
 so `off` is compute plus the whole transfer. A grouping is chosen only if it beats that.
 
 Predictions miss. The grouping that is best for the predicted times leaves no slack, so the best ones for
-several speeds of compute and of transfer are compared over all of these speeds.
+several speeds of compute and of transfer are compared over all of these speeds. And what the model does not
+know is learned from the outcome: `late` is how much longer hand-overs took than predicted, with groups and
+without. On a GPU that several processes share, copies beside the compute of a large step hardly move,
+while those of a small step do; and prompts that leave whole arrive one after the other, but in groups nearly
+all at the end.
 """
 
 from __future__ import annotations
@@ -70,6 +74,11 @@ MB = 1e6
 NUM_LINKS_MAX = 256
 UNFITTED_MAX = 128
 """Groups after which a link is fitted although hand-overs are under way."""
+
+LATE_STEP = 1.4
+"""One hand-over changes what is learned of lateness by at most this factor, before it is averaged."""
+LATE_DECAY = 0.02
+"""Lateness that is not seen again is forgotten by this part with each step: what lost is tried again."""
 
 GROUP_COST = 0.25
 """What a group takes from the forward, as a part of its overhead, where that is not measured (on a CPU)."""
@@ -147,14 +156,28 @@ class StepPrediction:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """What was predicted for a step that hands prompts over."""
+
+    num_rows: int
+    num_prompts: int
+    is_grouped: bool
+    begun_s: float
+    completion_s: float
+
+
 class GroupPlanner:
     """Chooses the groups of a step. Plans are kept: finding one takes the launching thread a millisecond."""
 
     def __init__(self) -> None:
         self._plans: deque[tuple[StepPrediction, Groups]] = deque(maxlen=NUM_PLANS_KEPT)
 
-    def plan(self, policy: str, prediction: StepPrediction, num_tokens: int) -> Groups:
-        """The groups of a policy; those of `cost` only if they are predicted to beat a single group."""
+    def plan(self, policy: str, prediction: StepPrediction, num_tokens: int, late: float = 1.0) -> Groups:
+        """The groups of a policy; those of `cost` only if they are expected to beat a single group.
+
+        `late` is by how much later than predicted groups are than a single one.
+        """
         times = prediction.layer_times()
         if policy != COST or times.num_layers == 1 or prediction.layer_s <= 0.0:
             return choose(policy, times, num_tokens)
@@ -163,7 +186,8 @@ class GroupPlanner:
             groups = _most_robust(prediction)
             self._plans.appendleft((prediction, groups))
         whole = ((0, times.num_layers),)
-        return groups if completion_s(times, groups) < completion_s(times, whole) else whole
+        grouped_s, whole_s = completion_s(times, groups), completion_s(times, whole)
+        return groups if grouped_s * late < whole_s else whole
 
 
 def _most_robust(prediction: StepPrediction) -> Groups:
@@ -230,6 +254,10 @@ class CostModel:
         """By session, the groups that crossed its link since it was fitted: (end, computed, bytes)."""
         self._num_open = 0
         """Hand-overs under way, whose copies are not known yet."""
+        self._late: dict[tuple[int, int, bool], float] = {}
+        """How many times the predicted time hand-overs took lately, from the begin of the forward on.
+
+        By powers of two of the rows and of the prompts in a step, and whether it had groups."""
 
     def add_step(self, num_rows: int, timing: StepTiming, *, num_groups: int = 0) -> None:
         """What a step of so many rows took; `num_groups` is 0 where it handed nothing over."""
@@ -274,6 +302,27 @@ class CostModel:
             crossed.append((ended_s, computed_s, sum(copy.num_bytes for copy in chunk_copies)))
         with self._lock:
             self._unfitted.setdefault(session, []).extend(crossed)
+
+    def late(self, num_rows: int, num_prompts: int) -> float:
+        """By how much later than predicted hand-overs of such steps were with groups than without."""
+        size = _bucket(num_rows), _bucket(num_prompts)
+        return self._late.get((*size, True), 1.0) / self._late.get((*size, False), 1.0)
+
+    def add_plan(self, step: PlannedStep) -> None:
+        """A step was planned: what is known of the other way fades."""
+        other = _bucket(step.num_rows), _bucket(step.num_prompts), not step.is_grouped
+        with self._lock:
+            self._late[other] = 1 + (1 - LATE_DECAY) * (self._late.get(other, 1.0) - 1)
+
+    def add_outcome(self, step: PlannedStep, ended_s: float) -> None:
+        """A prompt of the step has arrived."""
+        if step.completion_s <= 0.0:
+            return
+        ratio = (ended_s - step.begun_s) / step.completion_s
+        size = _bucket(step.num_rows), _bucket(step.num_prompts), step.is_grouped
+        with self._lock:
+            before = self._late.get(size, 1.0)
+            self._late[size] = _mean(before, min(max(ratio, before / LATE_STEP), before * LATE_STEP))
 
     def _fit(self) -> None:
         """Fits the links by what crossed them since the last time, hand-overs that shared one together.

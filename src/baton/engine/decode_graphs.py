@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton.engine.attention.paged_pass import DecodeInputs, PagedPass, is_decoding
 from baton.engine.attention.pools import CachePools
-from baton.engine.commands import Batch
+from baton.engine.commands import ScheduledBatch
 
 
 def graph_sizes(rows_max: int) -> list[int]:
@@ -42,21 +42,21 @@ class DecodeGraphs:
         """By number of rows: the graph and the logits that it writes."""
         self._sizes: list[int] = []
 
-    def fits(self, batch: Batch) -> bool:
+    def fits(self, batch: ScheduledBatch) -> bool:
         """Whether a batch is a decode step."""
         return len(batch.sequences) <= self._rows_max and is_decoding(batch)
 
-    def begin(self, batch: Batch) -> PagedPass:
+    def begin(self, batch: ScheduledBatch) -> PagedPass:
         """The pass of a step that is launched kernel by kernel."""
         num_rows = len(batch.sequences)
         self._inputs.fill(batch, num_rows)
         return PagedPass(self._inputs, num_rows, self._pools)
 
-    def has_graph(self, batch: Batch) -> bool:
+    def has_graph(self, batch: ScheduledBatch) -> bool:
         """Whether the step of a batch was captured."""
         return bool(self._sizes) and len(batch.sequences) <= self._sizes[-1]
 
-    def replay(self, batch: Batch) -> Tensor:
+    def replay(self, batch: ScheduledBatch) -> Tensor:
         """The logits of a captured step (rows, vocabulary), until the next one."""
         num_rows = self._sizes[bisect_left(self._sizes, len(batch.sequences))]
         graph, logits = self._graphs[num_rows]
@@ -72,7 +72,7 @@ class DecodeGraphs:
         stream, pool = torch.cuda.Stream(self._pools.device), None  # type: ignore[no-untyped-call]
         # The largest first: the smaller ones use its memory.
         for num_rows in reversed(graph_sizes(self._rows_max)):
-            self._inputs.fill(Batch(), num_rows)
+            self._inputs.fill(ScheduledBatch(), num_rows)
             torch.cuda.synchronize(self._pools.device)
             with torch.cuda.stream(stream):
                 # Kernels are compiled, and libraries take their workspaces, outside of a capture.

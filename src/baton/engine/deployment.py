@@ -15,6 +15,7 @@ import queue
 import re
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
@@ -196,14 +197,11 @@ class Deployment(Pair):
 
     def start(self, progress: Callable[[str], None] = lambda text: None) -> Self:
         """Starts every instance; call it from a thread that lives as long as they."""
-        is_up = False
-        try:
+        with ExitStack() as unless_up:
+            unless_up.callback(self.close)
             for instance in self.instances:
                 instance.start(progress)
-            is_up = True
-        finally:
-            if not is_up:
-                self.close()
+            unless_up.pop_all()
         return self
 
     def prompt(self, text: str, *, is_raw: bool = False) -> tuple[int, ...]:

@@ -1,11 +1,12 @@
 """Draft tokens: the rows that are sampled from, the tokens that the draft layer sees, the aux record.
 
 The draft layer takes the model's row of a position and the token that follows it, and predicts the token
-after that one."""
+after that one. For a further guess it runs again at the next position, from its own row and its own guess;
+what that stores is computed anew once the tokens are known."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -14,23 +15,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.engine.commands import Batch
+from baton.engine.commands import ScheduledBatch, ScheduledSequence
 from baton.errors import EngineError
 from baton.protocol.outcomes import Aux
 
 FORK = -1
 """Stands for the token of a row that is not computed but given."""
-PROPOSAL, HIDDEN = "proposal", "hidden"
-"""The names, in an aux record, of a draft token and of the row that it was predicted from (float32)."""
+PROPOSALS, HIDDEN = "proposals", "hidden"
+"""The names, in an aux record, of draft tokens (int32) and of the row that they follow from (float32)."""
 FAILURE = "failure"
 """The name, in an aux record without tokens, of why none could be sampled in the requested format."""
 
 
 @dataclass(frozen=True, slots=True)
-class DraftToken:
-    """A draft token to follow an answer, and the model's normed row that it was predicted from."""
+class DraftTokens:
+    """Draft tokens to follow an answer, and the model's normed row that the first was predicted from."""
 
-    token: int
+    tokens: list[int]
     row: Tensor
 
     @property
@@ -39,10 +40,15 @@ class DraftToken:
         return self.row.to("cpu", torch.float32).numpy().tobytes()
 
 
-def proposal_of(aux: Aux) -> int | None:
-    """The draft token of a source, if it sent one."""
-    token = aux.fields.get(PROPOSAL)
-    return token if isinstance(token, int) else None
+def packed(tokens: Iterable[int]) -> bytes:
+    """Draft tokens as they are in an aux record."""
+    return np.array(list(tokens), dtype="<i4").tobytes()
+
+
+def proposals_of(aux: Aux) -> list[int]:
+    """The draft tokens of a source, as many as it sent."""
+    tokens: list[int] = np.frombuffer(aux.tensors.get(PROPOSALS, b""), dtype="<i4").tolist()
+    return tokens
 
 
 def hidden_of(aux: Aux) -> bytes | None:
@@ -52,30 +58,35 @@ def hidden_of(aux: Aux) -> bytes | None:
 
 def problem_of(aux: Aux, vocab_size: int, hidden_size: int) -> str:
     """Why a source's draft fields are invalid; empty if they are valid or missing."""
-    token, row = aux.fields.get(PROPOSAL, 0), hidden_of(aux)
-    if type(token) is not int or not 0 <= token < vocab_size:
-        return f"sent the draft token {token!r}, which is none of {vocab_size} tokens"
+    row, num_bytes = hidden_of(aux), len(aux.tensors.get(PROPOSALS, b""))
+    if num_bytes % 4:
+        return f"sent draft tokens of {num_bytes} bytes; each has 4"
+    for token in proposals_of(aux):
+        if not 0 <= token < vocab_size:
+            return f"sent the draft token {token}, which is none of {vocab_size} tokens"
     if row is not None and len(row) != 4 * hidden_size:
         return f"sent a row of {len(row)} bytes; the rows of the model have {4 * hidden_size}"
     return ""
 
 
-def sampled_rows(batch: Batch) -> NDArray[np.int64]:
-    """Rows of the batch to sample from: the last of each sequence, and those before its draft tokens."""
+def logits_rows(batch: ScheduledBatch) -> NDArray[np.int64]:
+    """Rows of the batch whose logits are computed: those that prompt tokens are scored by, and those to
+    sample from, which are the last of each sequence and those before its draft tokens."""
     rows: list[int] = []
     stop = 0
     for scheduled in batch.sequences:
+        rows += range(stop, stop + len(scheduled.scored_tokens))
         stop += len(scheduled.tokens)
         if scheduled.num_samples:
             rows += range(stop - 1 - scheduled.num_drafted, stop)
     return np.array(rows, dtype=np.int64)
 
 
-def with_forks(batch: Batch) -> Batch:
+def with_forks(batch: ScheduledBatch) -> ScheduledBatch:
     """The rows that the draft computes: where an answer forked, also the row that it forked from."""
     if not any(scheduled.hidden for scheduled in batch.sequences):
         return batch
-    return Batch(
+    return ScheduledBatch(
         [
             msgspec.structs.replace(scheduled, start=scheduled.start - 1, tokens=[FORK, *scheduled.tokens])
             if scheduled.hidden
@@ -85,7 +96,7 @@ def with_forks(batch: Batch) -> Batch:
     )
 
 
-def with_given_rows(rows: Tensor, batch: Batch) -> Tensor:
+def with_given_rows(rows: Tensor, batch: ScheduledBatch) -> Tensor:
     """The rows of a batch, each sequence's given row (where it has one) before its own."""
     parts: list[Tensor] = []
     start = 0
@@ -103,13 +114,43 @@ def with_given_rows(rows: Tensor, batch: Batch) -> Tensor:
     return torch.cat(parts)
 
 
+def num_guesses_max(batches: Iterable[ScheduledBatch]) -> int:
+    """The most draft tokens that are predicted for a sequence of these batches."""
+    sequences = (scheduled for batch in batches for scheduled in batch.sequences)
+    return max((scheduled.num_guesses for scheduled in sequences if scheduled.num_samples), default=0)
+
+
+def guess_batch(
+    batch: ScheduledBatch, depth: int, positions: Mapping[int, int], guesses: Mapping[int, Sequence[int]]
+) -> ScheduledBatch:
+    """One row for each sequence that is guessed further for: behind it follows its last guess.
+
+    `positions`, by sequence, are those of the first of these rows; other dp groups are counted only.
+    """
+    return ScheduledBatch(
+        [
+            ScheduledSequence(
+                each.sequence,
+                positions.get(each.sequence, 0) + depth - 1,
+                [*guesses.get(each.sequence, (0,))[-1:]],
+                each.pages,
+                each.prompt_tokens,
+            )
+            for each in batch.sequences
+            if each.num_samples and each.num_guesses > depth
+        ]
+    )
+
+
 class NextTokens:
     """The token that follows each row of a batch, given the sampled ones."""
 
-    def __init__(self, batch: Batch, sampled: Sequence[Sequence[int]]) -> None:
+    def __init__(self, batch: ScheduledBatch, sampled: Sequence[Sequence[int]]) -> None:
         sampled_by_sequence = iter(sampled)
         tokens: list[int] = []
         last_rows: list[int] = []
+        self.positions: dict[int, int] = {}
+        """By sequence: the position of the token that was sampled last."""
         for scheduled in batch.sequences:
             row = len(tokens)
             if not scheduled.num_samples:
@@ -125,7 +166,9 @@ class NextTokens:
             # Rows of rejected draft tokens are computed again later, whatever follows them now.
             padding = [accepted[-1]] * (scheduled.num_drafted + 1 - len(accepted))
             tokens += [*scheduled.tokens[1:num_known], *accepted, *padding]
-            last_rows.append(row + num_known - 1 + len(accepted) - 1)
+            last_row = num_known - 1 + len(accepted) - 1
+            last_rows.append(row + last_row)
+            self.positions[scheduled.sequence] = scheduled.start + last_row + 1
         self.tokens: NDArray[np.int64] = np.array(tokens, dtype=np.int64)
         self.last_rows: NDArray[np.int64] = np.array(last_rows, dtype=np.int64)
         """Rows whose next token was sampled last: draft tokens are predicted from them."""

@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic, sleep
@@ -23,9 +24,9 @@ from baton.engine.commands import (
     WorkerFailed,
     WorkerReady,
 )
-from baton.engine.config import EngineConfig, WorkerConfig
-from baton.engine.fork_server import FORK_SERVERS, SpawnRequest, ended_error
+from baton.engine.config import WorkerConfig, worker_modules
 from baton.errors import EngineError
+from baton.fork_server import FORK_SERVERS, SpawnRequest, ended_error
 
 WORKER: tuple[str, ...] = ("baton.engine.worker",)
 """The module of a worker, and arguments for it."""
@@ -49,7 +50,8 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
         with theirs:
-            self.process = FORK_SERVERS.get(environment).spawn(theirs.fileno(), self._output.fileno())
+            fork_server = FORK_SERVERS.get(environment, worker_modules(config.engine.model))
+            self.process = fork_server.spawn(theirs.fileno(), self._output.fileno())
         self.connection = Connection(ours.detach())
         self._decoder = msgspec.msgpack.Decoder(Reply)
         self.send(SpawnRequest(f"baton rank {config.rank}", WORKER[0], WORKER[1:], environment))
@@ -116,18 +118,10 @@ class Executor:
         self.workers: list[WorkerProcess] = []
         self.is_closed = False
 
-    def start(
-        self,
-        engine: EngineConfig,
-        num_ranks: int,
-        eos_ids: tuple[int, ...],
-        tokenizer: str,
-        progress: Callable[[str], None],
-    ) -> None:
-        """Starts the workers and waits until all are up."""
+    def start(self, config: WorkerConfig, num_ranks: int, progress: Callable[[str], None]) -> None:
+        """Starts the workers, whose configs differ by the rank alone, and waits until all are up."""
         for rank in range(num_ranks):
-            config = WorkerConfig(engine, rank, self.rendezvous, eos_ids, tokenizer)
-            self.workers.append(WorkerProcess(config))
+            self.workers.append(WorkerProcess(replace(config, rank=rank, rendezvous=self.rendezvous)))
         first, *others = self.workers
         self.up = self._wait_up(first)
         for worker in others:

@@ -32,7 +32,7 @@ class GpuMemory:
     free: int
 
 
-class _Memory(ctypes.Structure):
+class _NvmlMemory(ctypes.Structure):
     _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
 
 
@@ -54,7 +54,7 @@ def read_gpus() -> list[GpuMemory]:
 
 
 def _read_gpu(nvml: ctypes.CDLL, name: str) -> GpuMemory | None:
-    handle, memory = ctypes.c_void_p(), _Memory()
+    handle, memory = ctypes.c_void_p(), _NvmlMemory()
     if name.isdecimal():
         code = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(handle))
     else:

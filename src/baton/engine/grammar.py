@@ -53,19 +53,21 @@ def text_grammar(text: str) -> str:
 
 
 def call_grammar(
-    functions: Mapping[str, object], begin: str | int, end: str | int, *, is_parallel: bool
+    functions: Mapping[str, object], key: str, begin: str | int, end: str | int, *, is_parallel: bool
 ) -> str:
     """A call of one of these functions, by name the schema of its arguments; `is_parallel`: or several calls.
 
-    The tags around a call are text, or a token that is spelled like it.
+    A call is an object with the function's name and, under this key, its arguments. The tags around it are
+    text, or a token that is spelled like it; without tags there is a semicolon between calls.
     """
-    begin, end = (f"<[{tag}]>" if isinstance(tag, int) else _quoted(tag) for tag in (begin, end))
+    tags = [f"<[{tag}]>" if isinstance(tag, int) else _quoted(tag) for tag in (begin, end)]
+    before, after = (f'{tags[0]} "\\n"', f'"\\n" {tags[1]}') if begin else ("", "")
     lines = [
-        'start: call ("\\n" call)*' if is_parallel else "start: call",
-        f'call: {begin} "\\n" ({" | ".join(f"call_{index}" for index in range(len(functions)))}) "\\n" {end}',
+        f"start: call ({_quoted(chr(10) if begin else '; ')} call)*" if is_parallel else "start: call",
+        f"call: {before} ({' | '.join(f'call_{index}' for index in range(len(functions)))}) {after}",
     ]
     for index, (name, schema) in enumerate(functions.items()):
-        head = f'{{"name": {json.dumps(name)}, "arguments": '
+        head = f'{{"name": {json.dumps(name)}, "{key}": '
         lines.append(f'call_{index}: {_quoted(head)} arguments_{index} "}}"')
         # A rule of its own: references in a schema count from its root.
         lines.append(f"arguments_{index}: {_json_rule(schema)}")

@@ -12,14 +12,14 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
 from time import monotonic
 from typing import Any, Self
 
-from baton.engine.checkpoint.tokenizer import eos_ids, load_tokenizer
-from baton.engine.config import EngineConfig, EngineSizes
+from baton.checkpoint.tokenizer import eos_ids, load_tokenizer
+from baton.engine.config import EngineConfig, EngineSizes, WorkerConfig
 from baton.engine.core import EngineCore
 from baton.engine.executor import Executor
 from baton.engine.load import SNAPSHOT_S, EngineLoad
@@ -134,8 +134,8 @@ class Instance:
 
     def start(self, progress: Callable[[str], None] = lambda text: None) -> Self:
         """Starts the workers and waits until all are up; call it from a thread that lives as long as they."""
-        is_up = False
-        try:
+        with ExitStack() as unless_up:
+            unless_up.callback(self.close)
             engine = replace(
                 self.config,
                 model=self.sizes.model,
@@ -143,18 +143,16 @@ class Instance:
                 num_threads=self.sizes.num_threads,
                 pool_tokens=self.sizes.pool_tokens,
             )
-            eos_ids = tuple(sorted(self.eos_ids))
             tokenizer = self.tokenizer.serialize() if self.tokenizer is not None else ""
-            self._executor.start(engine, self.sizes.layout.num_ranks, eos_ids, tokenizer, progress)
+            config = WorkerConfig(engine, tuple(sorted(self.eos_ids)), tokenizer)
+            self._executor.start(config, self.sizes.layout.num_ranks, progress)
             self._thread = threading.Thread(target=self._run, name=f"baton {self.config.name}", daemon=True)
             self.core.set_running()
             self._thread.start()
             if self.config.is_warmed:
                 self._warm_up()
-            is_up = True
-        finally:
-            if not is_up:
-                self.close()
+            self.core.queue_s_max = self.config.queue_s_max
+            unless_up.pop_all()
         return self
 
     def load(self) -> EngineLoad:

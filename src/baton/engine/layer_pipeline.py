@@ -25,13 +25,20 @@ from functools import partial
 from itertools import pairwise
 from math import inf
 from time import monotonic, process_time, thread_time
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from baton.engine.commands import Batch, LayerGroupTiming, LayerReady
+from baton.engine.commands import LayerGroupTiming, LayerReady, ScheduledBatch
 from baton.engine.connector import KVConnector, PromptSlice
-from baton.engine.cost_model import CostModel, GroupPlanner, LayerBytes, StepPrediction, StepTiming
+from baton.engine.cost_model import (
+    CostModel,
+    GroupPlanner,
+    LayerBytes,
+    PlannedStep,
+    StepPrediction,
+    StepTiming,
+)
 from baton.plan.overlap import Groups, completion_s, why_whole
 from baton.plan.ranges import Range
 from baton.plan.tokens import Ints
@@ -53,15 +60,17 @@ HURRY_PART = 0.1
 tokens on an H200. A link that would be late by less waits too."""
 
 
-class Mark(Protocol):
+@dataclass(frozen=True, slots=True)
+class Mark:
     """A position in the order of this rank's computations."""
 
-    @property
-    def fence(self) -> Fence:
-        """Ready when everything before the mark is computed."""
+    fence: Fence = NOW
+    """Ready when everything before the mark is computed."""
+    at_s: float = 0.0
+    """When it was passed, where that is known when it is made."""
 
 
-class Clock(Protocol):
+class LayerClock(Protocol):
     """Makes marks, and knows later when they were passed."""
 
     @property
@@ -75,35 +84,16 @@ class Clock(Protocol):
         """When the marks were passed, on the machine's monotonic clock; waits for the last one."""
 
 
-@dataclass(frozen=True, slots=True)
-class HostMark:
-    """A time on the host, when everything before is in memory."""
-
-    at_s: float
-    fence: Fence = NOW
-
-
 class HostClock:
     """Computing is done when the call returns."""
 
     is_async = False
 
-    def mark(self) -> HostMark:
-        return HostMark(monotonic())
+    def mark(self) -> Mark:
+        return Mark(at_s=monotonic())
 
     def times_s(self, marks: Sequence[Mark]) -> list[float]:
-        return [mark.at_s for mark in marks if isinstance(mark, HostMark)]
-
-
-@dataclass(frozen=True, slots=True)
-class CudaMark:
-    """An event on the compute stream."""
-
-    event: torch.cuda.Event
-
-    @property
-    def fence(self) -> Fence:
-        return CudaFence(self.event)
+        return [mark.at_s for mark in marks]
 
 
 class CudaClock:
@@ -118,15 +108,15 @@ class CudaClock:
     def __init__(self) -> None:
         self._now = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
-    def mark(self) -> CudaMark:
+    def mark(self) -> Mark:
         # Blocking: a thread of each copy waits for it, and would keep a core busy otherwise.
         event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         event.record()
-        return CudaMark(event)
+        return Mark(CudaFence(event))
 
     def times_s(self, marks: Sequence[Mark]) -> list[float]:
         """By the device's own clock, backwards from now; the stream has to be idle but for the marks."""
-        events = [mark.event for mark in marks if isinstance(mark, CudaMark)]
+        events: list[Any] = [mark.fence.event for mark in marks if isinstance(mark.fence, CudaFence)]
         if not events:
             return []
         events[-1].synchronize()
@@ -137,7 +127,7 @@ class CudaClock:
         return [now_s - event.elapsed_time(self._now) / 1e3 for event in events]
 
 
-def clock_of(device: torch.device) -> Clock:
+def clock_of(device: torch.device) -> LayerClock:
     """The clock of a device."""
     return CudaClock() if device.type == "cuda" else HostClock()
 
@@ -148,7 +138,6 @@ class GroupOffer:
 
     part: PromptSlice
     layers: Range
-    mark: Mark
     mark_index: int
 
 
@@ -205,7 +194,7 @@ class LayerPipeline:
         self,
         connector: KVConnector,
         costs: CostModel,
-        clock: Clock,
+        clock: LayerClock,
         layers: Range,
         layer_bytes: LayerBytes,
         *,
@@ -233,7 +222,7 @@ class LayerPipeline:
         """The prompts that the last step handed over."""
         return self._forward.slices
 
-    def before_forward(self, batch: Batch) -> None:
+    def before_forward(self, batch: ScheduledBatch) -> None:
         """Finds the prompts that are handed over in this step."""
         slices = self._connector.slices(batch.sequences)
         self._forward = Forward(batch.num_rows, slices, [self._clock.mark()])
@@ -313,9 +302,13 @@ class LayerPipeline:
         """Offers the groups that can be copied by now; at the end of the launch all, to be copied later."""
         forward, begun_s = self._forward, monotonic()
         is_all = is_last or not self._has_to_wait
-        while forward.pending and (is_all or forward.pending[0].mark.fence.is_ready()):
-            offer = forward.pending.popleft()
-            chunk = self._connector.offer(offer.part, offer.layers, offer.mark.fence)
+        while forward.pending:
+            offer = forward.pending[0]
+            fence = forward.marks[offer.mark_index].fence
+            if not is_all and not fence.is_ready():
+                break
+            forward.pending.popleft()
+            chunk = self._connector.offer(offer.part, offer.layers, fence)
             if chunk is not None:
                 forward.offered.append((offer, chunk))
         if not is_last:
@@ -335,8 +328,7 @@ class LayerPipeline:
                 self._add_offer(part, self._layers)
 
     def _add_offer(self, part: PromptSlice, layers: Range) -> None:
-        marks = self._forward.marks
-        self._forward.pending.append(GroupOffer(part, layers, marks[-1], len(marks) - 1))
+        self._forward.pending.append(GroupOffer(part, layers, len(self._forward.marks) - 1))
 
     def _is_planned_later(self, layer: int) -> bool:
         """Whether to go on launching: the first layers always, the others while the link can wait."""
@@ -404,8 +396,15 @@ class LayerPipeline:
         # Policies judge whole prompts, of which this step may compute a chunk.
         num_tokens = sum(part.transfer.command.num_tokens for part in pipelined) // len(pipelined)
         prediction = self._predict(pipelined, lead_s)
-        groups = self._planner.plan(policy, prediction, num_tokens)
-        self._link_free_s = self._forward.begun_s + completion_s(prediction.layer_times(), groups)
+        num_rows, begun_s = self._forward.num_rows, self._forward.begun_s
+        late = self._costs.late(num_rows, len(pipelined))
+        groups = self._planner.plan(policy, prediction, num_tokens, late)
+        all_s = completion_s(prediction.layer_times(), groups)
+        self._link_free_s = begun_s + all_s
+        planned = PlannedStep(num_rows, len(pipelined), len(groups) > 1, begun_s, all_s)
+        self._costs.add_plan(planned)
+        for part in pipelined:
+            part.transfer.planned = planned
         if len(groups) == 1:
             self.unpipelined = f"{policy}: {why_whole(policy, num_layers, num_tokens)}"
         return groups

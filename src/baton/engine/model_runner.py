@@ -19,12 +19,21 @@ from torch import Tensor
 
 from baton.engine.attention.passes import Pass
 from baton.engine.attention.pools import CachePools, stem
-from baton.engine.attention.slots import Rows, deal_rows
-from baton.engine.commands import Batch, SampledToken, ScheduledSequence
-from baton.engine.drafting import DraftToken, NextTokens, sampled_rows, with_forks, with_given_rows
-from baton.engine.models.base import Attention, Head, Layer, Stage
+from baton.engine.attention.slots import RankRows, deal_rows
+from baton.engine.commands import SampledToken, ScheduledBatch, ScheduledSequence
+from baton.engine.drafting import (
+    DraftTokens,
+    NextTokens,
+    guess_batch,
+    logits_rows,
+    num_guesses_max,
+    with_forks,
+    with_given_rows,
+)
+from baton.engine.models.base import Attention
+from baton.engine.models.layers import Decoder, DraftLayer, ModelStage, VocabularyHead
 from baton.engine.parallel import Mesh
-from baton.engine.sampler import Sampler, Want
+from baton.engine.sampler import ROWS_AT_ONCE, Sampler, Want, with_logprobs
 from baton.errors import EngineError
 
 if TYPE_CHECKING:
@@ -41,7 +50,7 @@ _PAGED_PARTS = ("k", "v", "latent")
 class ForwardHooks(Protocol):
     """Called as a forward proceeds."""
 
-    def before_forward(self, batch: Batch) -> None:
+    def before_forward(self, batch: ScheduledBatch) -> None:
         """The batch of this rank's dp group is about to be computed."""
 
     def layer_done(self, layer: int) -> None:
@@ -55,7 +64,7 @@ class ModelRunner:
     """Runs the stage of one rank."""
 
     def __init__(
-        self, stage: Stage, mesh: Mesh, pools: CachePools, decoding: DecodeGraphs | None = None
+        self, stage: ModelStage, mesh: Mesh, pools: CachePools, decoding: DecodeGraphs | None = None
     ) -> None:
         if mesh.is_first != (stage.embedding is not None) or mesh.is_last != (stage.head is not None):
             raise EngineError(
@@ -73,6 +82,8 @@ class ModelRunner:
         """How many tokens of the vocabulary each tp rank has."""
         self._draft_input: _DraftInput | None = None
         """The step that the draft still has to follow."""
+        self.prompt_logprobs: dict[int, list[SampledToken]] = {}
+        """Of the last step: the `scored_tokens` by sequence, on the rank that samples."""
 
     @property
     def has_draft(self) -> bool:
@@ -86,8 +97,10 @@ class ModelRunner:
         self._decoding.capture(self._decode)
 
     @torch.inference_mode()
-    def run(self, batches: Sequence[Batch], hooks: ForwardHooks) -> Tensor | None:
+    def run(self, batches: Sequence[ScheduledBatch], hooks: ForwardHooks) -> Tensor | None:
         """Runs one step, batches by dp group; returns logits (rows to sample from, vocabulary).
+
+        Log-probabilities of prompts are in `prompt_logprobs` then.
 
         They are in float32, on the last stage's cp 0, on all of its tp ranks; elsewhere, and where nothing is
         to be sampled, None is returned.
@@ -95,6 +108,7 @@ class ModelRunner:
         if len(batches) != self._mesh.dp.size:
             raise EngineError(f"a step of {len(batches)} batches for {self._mesh.dp.size} dp groups")
         batch = batches[self._mesh.at["dp"]]
+        self.prompt_logprobs = {}
         step = _StepRows(batches, self._mesh)
         self._pools.copy_pages(batch.copies)
         decoding = self._decoding if self._decoding is not None and self._decoding.fits(batch) else None
@@ -120,15 +134,15 @@ class ModelRunner:
             return None
         if self._stage.draft is not None and isinstance(attention, Pass):
             self._draft_input = _DraftInput(batches, attention, x)
-        return self._logits(x, step, self._stage.head)
+        return self._logits(x, step, self._stage.head, batch)
 
     @torch.inference_mode()
-    def propose(self, sampled: Sequence[Sequence[int]] | None, hooks: ForwardHooks) -> list[DraftToken]:
+    def propose(self, sampled: Sequence[Sequence[int]] | None, hooks: ForwardHooks) -> list[DraftTokens]:
         """Runs the draft layer after a step: stores its cache entries and predicts draft tokens.
 
         `sampled` has the accepted and sampled tokens of each sequence that was sampled from. The rank that
-        sampled knows them; the others of the last stage take part with None. There is a draft token for each
-        of these sequences, on the ranks that see the logits of the whole vocabulary."""
+        sampled knows them; the others of the last stage take part with None. There are draft tokens for each
+        of these sequences."""
         previous, draft, head = self._draft_input, self._stage.draft, self._stage.head
         if previous is None or draft is None or head is None:
             raise EngineError("a draft follows a step on the last stage; there was none")
@@ -141,25 +155,59 @@ class ModelRunner:
         if batches[dp] is not previous.batches[dp]:
             attention = Pass(batches[dp], self._mesh, self._pools)
             hidden = self._with_given(hidden, previous.batches[dp], step)
-        own_tokens = torch.from_numpy(following.tokens[step.own[0] : step.own[1]])
-        ids = own_tokens.to(self._pools.device, non_blocking=True)
-        embedded = draft.embedding.scale(self._mesh.tp.sum(draft.embedding.embed(ids)))
-        predicted_from = self._sampled_rows(hidden, step)
-        x = self._mix(draft.layer, draft.join(embedded, hidden), attention, hooks)
-        x = self._feed(draft.layer, step.narrow(x), step)
-        logits = self._logits(x, step, draft.head)
-        if logits is None:
-            return []
-        tokens = logits.argmax(dim=-1).tolist()
-        return [DraftToken(token, row) for token, row in zip(tokens, predicted_from, strict=True)]
+        predicted_from = self._wanted_rows(hidden, step)
+        rows = self._run_draft(draft, following.tokens, hidden, attention, step, hooks)
+        members = [scheduled for scheduled in batches[dp].sequences if scheduled.num_samples]
+        guesses = {
+            scheduled.sequence: [token]
+            for scheduled, token in zip(members, self._likeliest(rows, draft.head), strict=True)
+        }
+        for depth in range(1, num_guesses_max(batches)):
+            further = [guess_batch(batch, depth, following.positions, guesses) for batch in batches]
+            own, kept = further[dp], [i for i, each in enumerate(members) if each.num_guesses > depth]
+            members, rows = [members[i] for i in kept], draft.head.normed(rows[kept])
+            step = _StepRows(further, self._mesh, np.arange(own.num_rows))
+            tokens = np.array([scheduled.tokens[0] for scheduled in own.sequences], dtype=np.int64)
+            attention = Pass(own, self._mesh, self._pools)
+            rows = self._run_draft(draft, tokens, rows[step.own[0] : step.own[1]], attention, step)
+            for scheduled, token in zip(members, self._likeliest(rows, draft.head), strict=True):
+                guesses[scheduled.sequence].append(token)
+        return [
+            DraftTokens(guessed, row) for guessed, row in zip(guesses.values(), predicted_from, strict=True)
+        ]
 
-    def _with_given(self, hidden: Tensor, batch: Batch, step: _StepRows) -> Tensor:
+    def _run_draft(
+        self,
+        draft: DraftLayer,
+        tokens: NDArray[np.int64],
+        hidden: Tensor,
+        attention: Attention,
+        step: _StepRows,
+        hooks: ForwardHooks | None = None,
+    ) -> Tensor:
+        """The draft's rows that guesses are predicted from, of this rank's rows and the tokens after all."""
+        ids = torch.from_numpy(tokens[step.own[0] : step.own[1]]).to(self._pools.device, non_blocking=True)
+        embedded = draft.embedding.scale(self._mesh.tp.sum(draft.embedding.embed(ids)))
+        x = self._mix(draft.layer, draft.join(embedded, hidden), attention, hooks)
+        return self._wanted_rows(self._feed(draft.layer, step.narrow(x), step), step)
+
+    def _likeliest(self, rows: Tensor, head: VocabularyHead) -> list[int]:
+        """The token with the largest logit of each row, on all ranks of the last stage."""
+        tokens = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+        if len(rows) and not self._mesh.cp.index:
+            tokens = self._gathered_logits(rows, head).argmax(dim=-1)
+        likeliest: list[int] = self._mesh.cp.sum(tokens).tolist() if len(rows) else []
+        return likeliest
+
+    def _with_given(self, hidden: Tensor, batch: ScheduledBatch, step: _StepRows) -> Tensor:
         """This rank's rows for the draft, of its rows of a batch and the given ones."""
         rows = deal_rows(batch.num_rows, self._mesh.cp.size)
         all_rows = self._mesh.cp.gather(hidden, rows.sizes) if rows.is_dealt else hidden
         return with_given_rows(all_rows, batch)[step.own[0] : step.own[1]]
 
-    def _share_sampled(self, batch: Batch, sampled: Sequence[Sequence[int]] | None) -> list[list[int]]:
+    def _share_sampled(
+        self, batch: ScheduledBatch, sampled: Sequence[Sequence[int]] | None
+    ) -> list[list[int]]:
         """The sampled tokens, on all ranks of the last stage."""
         num_sequences = sum(1 for scheduled in batch.sequences if scheduled.num_samples)
         if self._mesh.tp.size * self._mesh.cp.size == 1 or not num_sequences:
@@ -183,14 +231,15 @@ class ModelRunner:
             x = layer.join_feed(x, layer.feed(x))
         return head.logits(x)
 
-    def _mix(self, layer: Layer, x: Tensor, attention: Attention, hooks: ForwardHooks) -> Tensor:
+    def _mix(self, layer: Decoder, x: Tensor, attention: Attention, hooks: ForwardHooks | None) -> Tensor:
         if len(x):
             x = layer.join_mix(x, self._mesh.tp.sum(layer.mix(x, attention)))
-        # The layer's cache entries are stored: they can leave while the rest of the layer is computed.
-        hooks.layer_done(layer.index)
+        if hooks is not None:
+            # The layer's cache entries are stored: they can leave while the rest of the layer is computed.
+            hooks.layer_done(layer.index)
         return x
 
-    def _feed(self, layer: Layer, x: Tensor, step: _StepRows) -> Tensor:
+    def _feed(self, layer: Decoder, x: Tensor, step: _StepRows) -> Tensor:
         if self._mesh.dp.size == 1:
             return layer.join_feed(x, self._mesh.width.sum(layer.feed(x))) if len(x) else x
         all_rows = self._mesh.dp.gather(x, step.sizes)
@@ -199,7 +248,7 @@ class ModelRunner:
         fed = self._mesh.width.sum(layer.feed(all_rows))
         return layer.join_feed(x, fed[step.first : step.first + step.num_own])
 
-    def _input_rows(self, batch: Batch, step: _StepRows) -> Tensor:
+    def _input_rows(self, batch: ScheduledBatch, step: _StepRows) -> Tensor:
         """The rows before this rank's first layer: embedded, or from the previous stage."""
         first, last = step.own
         device, embedding = self._pools.device, self._stage.embedding
@@ -225,21 +274,49 @@ class ModelRunner:
             self._mesh.pipe.send(torch.tensor(row_format, device=x.device))
         self._mesh.pipe.send(x)
 
-    def _sampled_rows(self, x: Tensor, step: _StepRows) -> Tensor:
-        """The rows to sample from, on every cp rank, of this rank's rows."""
-        sampled = step.sampled
-        rows = x if step.is_narrowed else x.index_select(0, step.own_sampled(x.device))
+    def _wanted_rows(self, x: Tensor, step: _StepRows) -> Tensor:
+        """The rows whose logits are computed, on every cp rank, of this rank's rows."""
+        wanted = step.wanted
+        rows = x if step.is_narrowed else x.index_select(0, step.own_wanted(x.device))
         if not step.rows.is_dealt:
             return rows
-        sizes = [int(((sampled >= a) & (sampled < b)).sum()) for a, b in step.rows.cuts]
+        sizes = [int(((wanted >= a) & (wanted < b)).sum()) for a, b in step.rows.cuts]
         return self._mesh.cp.gather(rows, sizes)
 
-    def _logits(self, x: Tensor, step: _StepRows, head: Head | None) -> Tensor | None:
-        if len(step.sampled) == 0 or head is None:
+    def _logits(
+        self, x: Tensor, step: _StepRows, head: VocabularyHead | None, batch: ScheduledBatch | None = None
+    ) -> Tensor | None:
+        """Logits of the rows to sample from; prompts of `batch` are scored by the others."""
+        if len(step.wanted) == 0 or head is None:
             return None
-        rows = self._sampled_rows(x, step)
+        rows = self._wanted_rows(x, step)
         if self._mesh.cp.index:
             return None
+        if batch is not None and any(scheduled.scored_tokens for scheduled in batch.sequences):
+            rows = self._score_prompts(rows, batch, head)
+        return self._gathered_logits(rows, head) if len(rows) else None
+
+    def _score_prompts(self, rows: Tensor, batch: ScheduledBatch, head: VocabularyHead) -> Tensor:
+        """Scores prompts, a few rows at a time since logits are large; returns the rows to sample from."""
+        sampled: list[Tensor] = []
+        for scheduled in batch.sequences:
+            scored: list[SampledToken] = []
+            tokens, count = scheduled.scored_tokens, scheduled.prompt_logprobs
+            for first in range(0, len(tokens), ROWS_AT_ONCE):
+                part = [[token] for token in tokens[first : first + ROWS_AT_ONCE]]
+                logits = self._gathered_logits(rows[: len(part)], head)
+                rows = rows[len(part) :]
+                if self._mesh.tp.index == 0:
+                    scored += [token for (token,) in with_logprobs(logits, part, [count] * len(part))]
+            if tokens:
+                self.prompt_logprobs[scheduled.sequence] = scored
+            num_sampled = 1 + scheduled.num_drafted if scheduled.num_samples else 0
+            sampled.append(rows[:num_sampled])
+            rows = rows[num_sampled:]
+        return torch.cat(sampled)
+
+    def _gathered_logits(self, rows: Tensor, head: VocabularyHead) -> Tensor:
+        """Over the whole vocabulary, on all tp ranks."""
         share = head.logits(rows)
         if self._vocab_shares is None:
             sizes = self._mesh.tp.stack(torch.tensor([share.shape[1]], device=share.device))
@@ -251,46 +328,46 @@ class ModelRunner:
 class _DraftInput:
     """A step after its last layer."""
 
-    batches: Sequence[Batch]
+    batches: Sequence[ScheduledBatch]
     attention: Pass
     rows: Tensor
 
 
 class _StepRows:
-    """Which rows of a step lie on which rank, and which are sampled from."""
+    """Which rows of a step lie on which rank, and of which logits are computed."""
 
     def __init__(
-        self, batches: Sequence[Batch], mesh: Mesh, sampled: NDArray[np.int64] | None = None
+        self, batches: Sequence[ScheduledBatch], mesh: Mesh, wanted: NDArray[np.int64] | None = None
     ) -> None:
         dealt = [deal_rows(batch.num_rows, mesh.cp.size) for batch in batches]
-        self.rows: Rows = dealt[mesh.at["dp"]]
+        self.rows: RankRows = dealt[mesh.at["dp"]]
         self.own = self.rows.cuts[mesh.cp.index]
         self.num_own = self.own[1] - self.own[0]
         self.sizes = [rows.sizes[mesh.cp.index] for rows in dealt]
         """Rows of each dp group at this rank's cp coordinate."""
         self.first = sum(self.sizes[: mesh.at["dp"]])
-        self.sampled = sampled_rows(batches[mesh.at["dp"]]) if sampled is None else sampled
-        """Rows of the batch that are sampled from."""
+        self.wanted = logits_rows(batches[mesh.at["dp"]]) if wanted is None else wanted
+        """Rows of the batch whose logits are computed."""
         self.is_narrowed = False
 
-    def own_sampled(self, device: torch.device) -> Tensor:
-        """Which of this rank's rows are sampled from."""
-        own = self.sampled[(self.sampled >= self.own[0]) & (self.sampled < self.own[1])] - self.own[0]
+    def own_wanted(self, device: torch.device) -> Tensor:
+        """Which of this rank's rows they are."""
+        own = self.wanted[(self.wanted >= self.own[0]) & (self.wanted < self.own[1])] - self.own[0]
         # Without waiting: the host would fall back to the device at the end of every forward.
         return torch.from_numpy(own).to(device, non_blocking=True)
 
     def narrow(self, x: Tensor) -> Tensor:
-        """Keeps only the rows that are sampled from, once the last layer has stored its tokens.
+        """Keeps only the rows whose logits are computed, once the last layer has stored its tokens.
 
         Rows that several ranks or dp groups share stay as they are dealt.
         """
-        if len(self.sizes) > 1 or self.rows.is_dealt or len(self.sampled) == len(x):
+        if len(self.sizes) > 1 or self.rows.is_dealt or len(self.wanted) == len(x):
             return x
         self.is_narrowed = True
-        return x.index_select(0, self.own_sampled(x.device))
+        return x.index_select(0, self.own_wanted(x.device))
 
 
-def _with_embeddings(x: Tensor, batch: Batch, step: _StepRows) -> Tensor:
+def _with_embeddings(x: Tensor, batch: ScheduledBatch, step: _StepRows) -> Tensor:
     """Given input embeddings in place of those of tokens; the family's scaling is applied to them already."""
     row = 0
     for scheduled in batch.sequences:
@@ -309,7 +386,7 @@ def _with_embeddings(x: Tensor, batch: Batch, step: _StepRows) -> Tensor:
     return x
 
 
-def why_not_paged(stage: Stage, mesh: Mesh, pools: CachePools) -> str:
+def why_not_paged(stage: ModelStage, mesh: Mesh, pools: CachePools) -> str:
     """Why decode steps of a rank do not run on the paged kernels; empty where they do."""
     if pools.device.type != "cuda":
         return "the device is not a GPU"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -80,6 +80,8 @@ class OutputChunk:
     text: str
     finish: str | None = None
     """stop, length or abort; `handed` at a source whose target continues."""
+    prompt_logprobs: Sequence[SampledToken] = ()
+    """On the first chunk of an answer that asks for them: the prompt from its second token on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class RequestError:
     """The request failed; no event follows."""
 
     cause: Cause | None
+    """None: it waited longer than `queue_s_max`."""
     text: str
 
 
@@ -142,7 +145,14 @@ def check_request(request: EngineRequest, model: ModelContext, scheduler: Schedu
             "ask for fewer, or give the pool more tokens"
         )
     if request.embeddings is not None and scheduler.geometry.num_lookahead:
-        raise ConfigError("input embeddings where drafts run; give token ids, or start without drafts")
+        raise ConfigError(
+            "drafts cannot be combined with input embeddings; give token ids, or start without drafts"
+        )
+    if request.params.prompt_logprobs is not None and (request.handoff or request.embeddings):
+        raise ConfigError(
+            "no log-probabilities for a prompt that is handed over, or of embeddings; give token ids, and "
+            "have one instance prefill and decode them"
+        )
     prompt = request.tokens if request.embeddings is None else ()
     for name, tokens in (("prompt", prompt), ("answer", request.generated)):
         for token in tokens:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from baton.engine.commands import SampledToken, StartSequence
 from baton.engine.grammar import Grammars
-from baton.engine.sampling_params import SamplingParams
+from baton.engine.sampling_params import Progress, SamplingParams, ending
 from baton.errors import EngineError
 
 NO_TOKEN = -1
@@ -59,6 +59,13 @@ class Sampler:
         """Why some of these sequences cannot continue; what was sampled for them is void."""
         matchers = {sequence: self._history(sequence).matcher for sequence in sequences}
         return {sequence: m.failure for sequence, m in matchers.items() if m is not None and m.failure}
+
+    def is_ending(self, sequence: int, token: int, context_max: int) -> bool:
+        """Whether a token right behind what is known ends an answer, as far as tokens decide that."""
+        history = self._history(sequence)
+        num_tokens = history.num_tokens + 1
+        progress = Progress(token, num_tokens - history.num_prompt, num_tokens, context_max)
+        return ending(progress, history.params, self._eos_ids) is not None
 
     def extend(self, sequence: int, tokens: Sequence[int], start: int | None = None) -> None:
         """Takes in tokens from position `start` on (None: at the end), passing over those known already."""
@@ -97,7 +104,7 @@ class Sampler:
             drawn = _draw_rows(shaped[rows], [histories[row] for row in rows], [wants[row] for row in rows])
             for row, row_tokens in zip(rows, drawn, strict=True):
                 tokens[row] = row_tokens
-        return _with_logprobs(logits, tokens, histories)
+        return with_logprobs(logits, tokens, [history.params.logprobs for history in histories])
 
     def _history(self, sequence: int) -> History:
         history = self._histories.get(sequence)
@@ -127,12 +134,12 @@ def _draw_rows(shaped: Tensor, histories: Sequence[History], wants: Sequence[Wan
     return [row_tokens[: want.num_samples] for row_tokens, want in zip(drawn, wants, strict=True)]
 
 
-def _with_logprobs(
-    logits: Tensor, tokens: Sequence[Sequence[int]], histories: Sequence[History]
+def with_logprobs(
+    logits: Tensor, tokens: Sequence[Sequence[int]], num_logprobs: Sequence[int | None]
 ) -> list[list[SampledToken]]:
-    """The tokens with the log-probabilities that were asked for."""
+    """The tokens of each row with the log-probabilities that were asked for."""
     samples = [[SampledToken(token) for token in row_tokens] for row_tokens in tokens]
-    counts = [-1 if history.params.logprobs is None else history.params.logprobs for history in histories]
+    counts = [-1 if count is None else count for count in num_logprobs]
     is_asked = [count >= 0 and bool(row_tokens) for count, row_tokens in zip(counts, tokens, strict=True)]
     for rows in _batches(is_asked):
         logprobs = torch.log_softmax(logits[rows], dim=-1)

@@ -34,8 +34,14 @@ class SamplingParams(msgspec.Struct, frozen=True):
     n: int = 1
     logprobs: int | None = None
     """How many of the likeliest tokens are reported with each token, besides its own; None: no logprobs."""
+    prompt_logprobs: int | None = None
+    """The same for the tokens of the prompt."""
     grammar: str = ""
     """What the answer has to match (baton.engine.grammar); empty: anything."""
+    skip_special_tokens: bool = True
+    """Whether special tokens are left out of the text."""
+    shown_special_ids: tuple[int, ...] = ()
+    """Special tokens that the text has in any case, as those that mark tool calls."""
 
 
 # Refuses sampling parameters that no sampler could honour, before a request is queued.
@@ -59,10 +65,13 @@ def check_params(params: SamplingParams, vocab_size: int, eos_ids: Collection[in
                 raise ConfigError(f"{field} is {getattr(params, field)!r}: {remedy}")
 
 
+STATED_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""What a generation_config.json may state."""
+
+
 def sampling_defaults(stated: Mapping[str, object], vocab_size: int) -> SamplingParams:
     """What requests get that say nothing: of generation_config.json as vLLM reads it, else OpenAI's."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    given = {name: stated[name] for name in names if stated.get(name) is not None}
+    given = {name: stated[name] for name in STATED_DEFAULTS if stated.get(name) is not None}
     try:
         if given.get("top_k") == -1:
             del given["top_k"]  # another way to say: all
@@ -70,7 +79,7 @@ def sampling_defaults(stated: Mapping[str, object], vocab_size: int) -> Sampling
         check_params(params, vocab_size)
     except (msgspec.ValidationError, ConfigError) as error:
         raise ConfigError(
-            f"generation_config.json: {error}; mend the file, or do without its sampling defaults "
+            f"generation_config.json: {error}; correct the file, or do without its sampling defaults "
             "(--generation-config none)"
         ) from None
     return params
@@ -101,8 +110,9 @@ def _counts(params: SamplingParams, vocab_size: int) -> Iterator[tuple[str, bool
     yield "max_tokens", 1 <= params.max_tokens <= COUNT_MAX, f"ask for 1 to {COUNT_MAX} tokens"
     is_reachable = 0 <= params.min_tokens <= params.max_tokens
     yield "min_tokens", is_reachable, f"give a count from 0 to max_tokens, which is {params.max_tokens}"
-    is_told = params.logprobs is None or 0 <= params.logprobs <= num_logprobs_max
-    yield "logprobs", is_told, f"give a count from 0 to {num_logprobs_max}, or leave it out"
+    for field in ("logprobs", "prompt_logprobs"):
+        is_good = 0 <= (getattr(params, field) or 0) <= num_logprobs_max
+        yield field, is_good, f"give a count from 0 to {num_logprobs_max}, or leave it out"
     yield "stop", len(params.stop) <= NUM_STOPS_MAX, f"give at most {NUM_STOPS_MAX} stop strings"
     yield "stop", all(params.stop), "give no empty stop string"
     for field in ("min_tokens", "ignore_eos"):

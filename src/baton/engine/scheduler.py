@@ -22,9 +22,9 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from baton.engine.commands import Batch, PageCopy, PageTables, ScheduledSequence
+from baton.engine.commands import PageCopy, PageTables, ScheduledBatch, ScheduledSequence
 from baton.engine.kv_cache import KVCacheManager
 from baton.engine.pages import PageGeometry
 from baton.engine.sequence import Sequence, SequenceRole, SequenceStatus
@@ -34,7 +34,7 @@ from baton.plan.routes import TOKENS_MAX
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Limits of one dp group."""
+    """Limits of one dp group; `EngineConfig` has been checked."""
 
     chunk_tokens: int = 512
     """Tokens of one prompt that a step computes."""
@@ -51,14 +51,8 @@ class SchedulerConfig:
     growth_tokens: int = 512
     """Further tokens of every answer under way, as far as it may get so long, that a prompt has to leave room
     for when it is received."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.ungranted_share_max <= 1:
-            raise ConfigError(f"ungranted_share_max is {self.ungranted_share_max}; give a share in (0, 1]")
-        for name in self.__slots__:
-            least = 0 if name == "growth_tokens" else 1
-            if name != "ungranted_share_max" and getattr(self, name) < least:
-                raise ConfigError(f"{name} is {getattr(self, name)}; give at least {least}")
+    num_guesses: int = 0
+    """Draft tokens to predict after a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +61,6 @@ class Reservation:
 
     pages: PageTables
     held: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerChanges:
-    """What happened since the caller last asked."""
-
-    started: list[Sequence] = field(default_factory=list)
-    """Scheduled for the first time; the ranks have to know of them before the batch."""
-    preempted: list[Sequence] = field(default_factory=list)
-    """Lost their pages; they start again by themselves."""
 
 
 class Scheduler:
@@ -90,10 +74,11 @@ class Scheduler:
         """All that wait or have pages, by number."""
         self.waiting: list[Sequence] = []
         """Oldest first."""
-        self.in_flight: deque[Batch] = deque()
+        self.in_flight: deque[ScheduledBatch] = deque()
         self.copies: list[tuple[int, PageCopy]] = []
         """Page copies for the next batch, with the number of the child that each is for."""
-        self._changes = SchedulerChanges()
+        self._started: list[Sequence] = []
+        self._preempted: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence to be prefilled here; raises ConfigError on one that could never end."""
@@ -120,10 +105,10 @@ class Scheduler:
             dict.fromkeys(self.geometry.groups if self.kv_cache.prefixes else (), sequence.num_cached),
         )
 
-    def admit(self, number: int, first_token: int, draft_token: int | None = None) -> Sequence:
+    def admit(self, number: int, first_token: int, draft_tokens: Iterable[int] = ()) -> Sequence:
         """Starts decoding a reserved sequence whose prompt has arrived; `fork` makes its other answers.
 
-        `draft_token` is the guess of the source's draft, for a target that runs drafts too.
+        `draft_tokens` are the guesses of the source's draft, for a target that runs drafts too.
         """
         sequence = self._get(number)
         assert sequence.status is SequenceStatus.RECEIVING, (
@@ -131,7 +116,7 @@ class Scheduler:
         )
         sequence.num_computed = sequence.num_scheduled = sequence.num_prompt
         sequence.generated.append(first_token)
-        sequence.draft_token = draft_token if self.geometry.num_lookahead else None
+        sequence.draft_tokens = tuple(draft_tokens)[: self.config.num_guesses]
         sequence.status = SequenceStatus.RUNNING
         self.kv_cache.cache_prefix(sequence)
         return sequence
@@ -177,7 +162,7 @@ class Scheduler:
 
     def schedule(
         self, decodes_max: int | None = None, oldest_target: tuple[float, int] | None = None
-    ) -> Batch | None:
+    ) -> ScheduledBatch | None:
         """Makes the next batch: decodes first, then chunks of started prompts, then waiting prompts.
 
         At most `decodes_max` sequences decode, so that several batches in flight share them. A prompt
@@ -193,7 +178,7 @@ class Scheduler:
         self._schedule_waiting(works, oldest_target)
         if not works:
             return None
-        batch = Batch(works, [copy for _, copy in self.copies])
+        batch = ScheduledBatch(works, [copy for _, copy in self.copies])
         self.copies.clear()
         self.in_flight.append(batch)
         return batch
@@ -204,7 +189,10 @@ class Scheduler:
         return max(1, -(-num_running // num_batches))
 
     def complete(
-        self, batch: Batch, samples: Mapping[int, list[int]], draft_tokens: Mapping[int, int] | None = None
+        self,
+        batch: ScheduledBatch,
+        samples: Mapping[int, list[int]],
+        draft_tokens: Mapping[int, Iterable[int]] | None = None,
     ) -> None:
         """Takes the sampled tokens, by sequence, of the oldest batch in flight.
 
@@ -222,13 +210,14 @@ class Scheduler:
             tokens = [] if is_ended else samples.get(work.sequence, [])
             num_accepted = max(0, len(tokens) - 1) if work.num_drafted else 0
             sequence.num_computed = work.start + len(work.tokens) - work.num_drafted + num_accepted
+            sequence.num_accepted = num_accepted
             sequence.num_scheduled = max(sequence.num_scheduled, sequence.num_computed)
             self.kv_cache.free_out_of_window(sequence)
             if is_ended:
                 self._forget_if_unused(sequence)
             elif work.num_samples:
                 self._append_tokens(sequence, work, tokens)
-                sequence.draft_token = (draft_tokens or {}).get(work.sequence)
+                sequence.draft_tokens = tuple((draft_tokens or {}).get(work.sequence, ()))
 
     def finish(self, number: int) -> None:
         """Ends a complete answer; its prefix stays cached, and pages of a hand-over are kept for it."""
@@ -258,10 +247,13 @@ class Scheduler:
         if sequence.role is SequenceRole.SOURCE or sequence.status is SequenceStatus.ENDED:
             self._end(sequence)
 
-    def take_changes(self) -> SchedulerChanges:
-        """What happened since this was last called."""
-        changes, self._changes = self._changes, SchedulerChanges()
-        return changes
+    def take_changes(self) -> tuple[list[Sequence], list[Sequence]]:
+        """What was started and what preempted since this was last called.
+
+        The ranks have to know of the former before the batch; the latter start again by themselves.
+        """
+        started, preempted, self._started, self._preempted = self._started, self._preempted, [], []
+        return started, preempted
 
     def num_tokens_max(self, prompt_tokens: int) -> int:
         """The longest prompt and answer together that are accepted for a prompt of this length."""
@@ -317,11 +309,33 @@ class Scheduler:
 
     def _guesses(self, sequence: Sequence, num_guesses_max: int) -> tuple[int, ...]:
         """Draft tokens to verify with a sequence's next token; no sequence is preempted for them."""
-        guess, num_tokens = sequence.draft_token, sequence.num_tokens + 1
-        can_accept = num_tokens <= sequence.num_tokens_max and num_guesses_max > 0
-        if guess is None or not can_accept or not self.kv_cache.grow(sequence, num_tokens):
-            return ()
-        return (guess,)
+        num_guesses = min(num_guesses_max, sequence.num_tokens_max - sequence.num_tokens)
+        guesses = sequence.draft_tokens[: max(0, num_guesses)]
+        while guesses and not self.kv_cache.grow(sequence, sequence.num_tokens + len(guesses)):
+            guesses = guesses[:-1]
+        return guesses
+
+    def _num_guesses(self, sequence: Sequence, num_tokens: int) -> int:
+        """Draft tokens to predict behind `num_tokens`, of which all but the first take room for an entry.
+
+        A source takes no page for them: the room of others is counted without.
+        """
+        num_guesses = self.config.num_guesses
+        while num_guesses > 1:
+            num_stored = num_tokens + num_guesses - 1
+            if num_stored <= self.config.context_tokens_max and self._has_room(sequence, num_stored):
+                break
+            num_guesses -= 1
+        return num_guesses
+
+    def _has_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether a sequence has pages for this many tokens, or, but for a source, gets them now."""
+        if sequence.role is not SequenceRole.SOURCE:
+            return self.kv_cache.grow(sequence, num_tokens)
+        return all(
+            self.geometry.num_pages(group, num_tokens, sequence.num_prompt) <= len(ids)
+            for group, ids in sequence.pages.items()
+        )
 
     def _schedule_chunk(self, works: list[ScheduledSequence], sequence: Sequence) -> None:
         stop = sequence.num_tokens
@@ -356,7 +370,7 @@ class Scheduler:
         """Moves a sequence from waiting to prefilling; False: there is no room."""
         is_source = sequence.role is SequenceRole.SOURCE
         # The last token is always computed, because the next one is sampled from its output.
-        num_reused_max = sequence.num_tokens - 1
+        num_reused_max = sequence.num_tokens - 1 if sequence.prompt_logprobs is None else 0
         if not self.kv_cache.allocate(sequence, num_reused_max=num_reused_max, is_windowed_whole=is_source):
             return False
         self.waiting.remove(sequence)
@@ -364,7 +378,7 @@ class Scheduler:
         sequence.is_leased = is_source
         if not sequence.is_started:
             sequence.is_started = True
-            self._changes.started.append(sequence)
+            self._started.append(sequence)
         return True
 
     def _schedule_tokens(
@@ -375,12 +389,16 @@ class Scheduler:
         sequence.num_in_flight += 1
         is_last = stop == sequence.num_tokens
         hidden, sequence.draft_hidden = sequence.draft_hidden, None
+        num_accepted, sequence.num_accepted = sequence.num_accepted, 0
+        num_stored = stop + len(guesses)
+        num_guesses = self._num_guesses(sequence, num_stored) if is_last else 0
+        num_stored += max(0, num_guesses - 1)
         return ScheduledSequence(
             sequence=sequence.number,
             start=start,
             tokens=[*sequence.tokens(start, stop), *guesses],
             pages={
-                group: ids[: self.geometry.num_pages(group, stop + len(guesses), sequence.num_prompt)]
+                group: ids[: self.geometry.num_pages(group, num_stored, sequence.num_prompt)]
                 for group, ids in sequence.pages.items()
             },
             prompt_tokens=sequence.num_prompt,
@@ -388,7 +406,10 @@ class Scheduler:
             embeddings=sequence.embeddings(start, stop),
             num_drafted=len(guesses),
             next_token=None if is_last else sequence.tokens(stop, stop + 1)[0],
+            num_accepted=num_accepted,
+            num_guesses=num_guesses,
             hidden=hidden,
+            prompt_logprobs=sequence.prompt_logprobs,
         )
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -404,7 +425,7 @@ class Scheduler:
         self.kv_cache.cache_prefix(sequence)
         self._free(sequence)
         self._wait(sequence)
-        self._changes.preempted.append(sequence)
+        self._preempted.append(sequence)
 
     def _has_source_room(self, sequence: Sequence) -> bool:
         """Whether a source without a grant may start.
@@ -503,7 +524,7 @@ class Scheduler:
         self.copies = [(number, copy) for number, copy in self.copies if number != sequence.number]
         self.kv_cache.finish_copies(cancelled)
         self.kv_cache.free(sequence)
-        sequence.draft_token = sequence.draft_hidden = None
+        sequence.draft_tokens, sequence.draft_hidden, sequence.num_accepted = (), None, 0
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.status = SequenceStatus.WAITING

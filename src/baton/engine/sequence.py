@@ -80,8 +80,10 @@ class Sequence:
     prefix_node: PrefixNode | None = None
     """The last cached unit of its prefix, which it pins."""
 
-    draft_token: int | None = None
-    """The draft's guess of the next token."""
+    draft_tokens: tuple[int, ...] = ()
+    """The draft's guesses of the next tokens."""
+    num_accepted: int = 0
+    """Guesses that its last step accepted."""
     draft_hidden: bytes | None = None
     """The row that a fork's first token was sampled from, until the draft layer has processed that token."""
 
@@ -111,6 +113,11 @@ class Sequence:
         """Tokens to sample once all known ones are computed: n of them where the answers fork."""
         is_first = not self.generated and self.index == 0 and self.role is not SequenceRole.TARGET
         return self.params.n if is_first else 1
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """As in SamplingParams, while they are computed; a prefix that is reused has none."""
+        return None if self.generated else self.params.prompt_logprobs
 
     @property
     def can_preempt(self) -> bool:

@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 
 from baton import settings
+from baton.checkpoint.base import Checkpoint
+from baton.checkpoint.opening import open_checkpoint
 from baton.engine.attention.pools import DTYPES
-from baton.engine.checkpoint import Checkpoint, open_checkpoint
 from baton.engine.config import EngineConfig, EngineSizes, check_config
 from baton.engine.gpu_memory import (
     CONTEXT_BYTES,
@@ -29,7 +30,7 @@ from baton.plan.dtypes import item_bytes
 from baton.plan.models.config import read_cache
 from baton.plan.ownership import box, buffers
 from baton.plan.printer import human_bytes
-from baton.plan.ranges import Ranges, to_ids
+from baton.plan.ranges import Ranges
 from baton.session import SocketConfig
 from baton.session.registry import RegistryError, check_instance, check_registry, check_url
 
@@ -76,14 +77,13 @@ def derive_sizes(config: EngineConfig, *, is_checked: bool = False) -> EngineSiz
     cache = read_cache(checkpoint.config, f"model {config.model}", has_draft=config.has_draft)
     if config.cache_dtype == "fp8":
         cache = _with_wide_states(cache, config.dtype)
-    stages = layout.stages(cache.num_layers, "this")
-    if "index_k" in cache.by_name:
-        _check_stages(stages, to_ids(cache.by_name["index_k"].layers))
     storage = engine_storage(cache, config.page_tokens, config.cache_dtype, config.kv_layout)
     spec = Spec(layout, cache, storage)
     for component in cache.components:
         box(spec, component, 0, "this")  # refuses a tp that cannot divide it
     architecture = describe(checkpoint.config, config.context_max or None)
+    if architecture.stage_starts is not None:
+        _check_stages(layout.stages(cache.num_layers, "this"), architecture.stage_starts)
     pool = PoolSizes(config, spec)
     pool_tokens = config.pool_tokens
     if config.device == "cuda" and not is_checked:
@@ -161,7 +161,7 @@ def gpu_rooms(
     if not gpus:
         raise ConfigError(
             "device cuda: the driver's management library (libnvidia-ml) shows no GPU that this process may "
-            "use, so that the KV cache cannot be sized; mend the driver, or use cpu"
+            "use, so that the KV cache cannot be sized; repair the driver, or use cpu"
         )
     layout = parse_layout(config.layout)
     devices = [gpu_of(config.base_gpu_id, rank, len(gpus)) for rank in range(layout.num_ranks)]
@@ -230,13 +230,13 @@ def _staging_bytes(spec: Spec, device: str) -> int:
     return min(pool_bytes, STAGING_BYTES_MAX[device])
 
 
-def _check_stages(stages: Ranges, indexed: Sequence[int]) -> None:
-    """Raises ConfigError where a stage begins with a layer that needs what an earlier stage has chosen."""
+def _check_stages(stages: Ranges, starts: Sequence[int]) -> None:
+    """Raises ConfigError where a stage begins with a layer that needs what an earlier stage has computed."""
     for first, _ in stages:
-        if first not in indexed:
-            near = max(layer for layer in indexed if layer < first)
+        if first not in starts:
+            near = max(layer for layer in starts if layer < first)
             raise ConfigError(
-                f"a pipeline stage begins with layer {first}, which shares the indexer of layer {near}; "
+                f"a pipeline stage begins with layer {first}, which needs what layer {near} has computed; "
                 "give the sizes of the stages (pp2:3-5) so that it begins there"
             )
 

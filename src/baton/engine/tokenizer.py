@@ -50,7 +50,8 @@ class Tokenizer:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         added = backend.added_tokens_decoder
-        self._special = frozenset(token for token, what in added.items() if what.special)
+        self.special = {token: str(what.content) for token, what in added.items() if what.special}
+        """The special tokens, with their spellings."""
         self._has_text: dict[int, bool] = {}
         self._bytes: dict[int, int | None] = {}
         self._grammars: Grammars | None = None
@@ -96,14 +97,14 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
             )
         except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template refuses the messages: {error}; mend them") from error
+            raise ConfigError(f"the chat template refuses the messages: {error}; change them") from error
         # The template writes the special tokens itself.
         return self.encode(text, add_special=False)
 
     def decode(self, tokens: Sequence[int], has_special: bool = False) -> str:
         """The text of tokens, special ones left out unless asked for, spaces left as they are."""
         text = self._backend.decode(
-            [token for token in tokens if self.has_text(token) or (has_special and token in self._special)],
+            [token for token in tokens if self.has_text(token) or (has_special and token in self.special)],
             skip_special_tokens=False,
             clean_up_tokenization_spaces=False,
         )
@@ -113,7 +114,7 @@ class Tokenizer:
         """Whether a token takes part in text: special ones and ids that a padded vocabulary adds do not."""
         known = self._has_text.get(token)
         if known is None:
-            known = token not in self._special and bool(self._backend.convert_ids_to_tokens(token))
+            known = token not in self.special and bool(self._backend.convert_ids_to_tokens(token))
             self._has_text[token] = known
         return known
 
@@ -164,20 +165,26 @@ _NUM_BROKEN_MAX = 3
 
 
 class Detokenizer:
-    """The text of one sequence; `context` comes before it (the end of the prompt) and gives no text."""
+    """The text of one sequence; `context` comes before it (the end of the prompt) and gives no text.
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+    Of special tokens only those in `shown` have text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, context: Sequence[int] = (), shown: Collection[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
+        self._shown = shown
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._is_in_bytes = False
         # From the end on: a long prompt is not read whole for a few tokens.
-        before = list(islice(filter(tokenizer.has_text, reversed(context)), _NUM_CONTEXT))[::-1]
+        before = list(islice(filter(self._has_text, reversed(context)), _NUM_CONTEXT))[::-1]
         self._window = [token if tokenizer.byte_of(token) is None else self._letter() for token in before]
-        self._num_given = len(tokenizer.decode(self._window))
+        self._num_given = len(self._decode(self._window))
 
     def push(self, token: int) -> str:
         """What became certain with this token; often nothing."""
-        if not self._tokenizer.has_text(token):
+        if not self._has_text(token):
             return ""
         byte = self._tokenizer.byte_of(token)
         if byte is None:
@@ -191,7 +198,7 @@ class Detokenizer:
 
     def _push_piece(self, token: int) -> str:
         self._window.append(token)
-        text = self._tokenizer.decode(self._window)
+        text = self._decode(self._window)
         num_certain = max(self._num_given, len(text) - text.endswith(_BROKEN))
         piece = text[self._num_given : num_certain]
         self._num_given = num_certain
@@ -202,7 +209,7 @@ class Detokenizer:
     def _begin_bytes(self) -> str:
         piece = self._rest()
         self._window.append(self._letter())
-        self._num_given = len(self._tokenizer.decode(self._window))
+        self._num_given = len(self._decode(self._window))
         self._is_in_bytes = True
         return piece
 
@@ -211,16 +218,23 @@ class Detokenizer:
         return self._utf8.decode(b"", final=True)
 
     def _rest(self) -> str:
-        piece = self._tokenizer.decode(self._window)[self._num_given :]
+        piece = self._decode(self._window)[self._num_given :]
         self._num_given += len(piece)
         return piece
+
+    def _has_text(self, token: int) -> bool:
+        return token in self._shown or self._tokenizer.has_text(token)
+
+    def _decode(self, window: Sequence[int]) -> str:
+        # The window has no special tokens but those that are shown.
+        return self._tokenizer.decode(window, has_special=bool(self._shown))
 
     def _letter(self) -> int:
         return self._tokenizer.token_of(ord("a"))
 
     def _cut(self, text: str) -> None:
         window = self._window[-_NUM_CONTEXT:]
-        context = self._tokenizer.decode(window)
+        context = self._decode(window)
         num_open = len(text) - self._num_given
         in_step = context[_NUM_BROKEN_MAX:]
         if len(in_step) > num_open and text.endswith(in_step):
@@ -310,7 +324,8 @@ class AnswerText:
         eos_ids: Collection[int],
         context: Sequence[int] = (),
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, context)
+        shown = params.shown_special_ids if params.skip_special_tokens else tokenizer.special
+        self._detokenizer = Detokenizer(tokenizer, context, shown)
         self._stops = StopStrings(params.stop)
         self._params = params
         self._eos_ids = eos_ids

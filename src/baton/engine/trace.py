@@ -48,7 +48,7 @@ class RequestTrace:
 
 
 @dataclass(frozen=True, slots=True)
-class HandoffFigures:
+class HandoffStages:
     """The stages of one request in seconds."""
 
     queue_s: float
@@ -72,11 +72,11 @@ class HandoffTrace:
     prefill: RequestTrace
     decode: RequestTrace
 
-    def figures(self) -> HandoffFigures:
+    def figures(self) -> HandoffStages:
         """The stages in seconds; the module docstring defines them."""
         trace, admitted_s = self.prefill, self.decode.settled_s
         copies, last_s = trace.copies, last_byte_s(trace)
-        return HandoffFigures(
+        return HandoffStages(
             queue_s=trace.begun_s - self.asked_s,
             compute_s=trace.prompt_s - trace.begun_s,
             exposed_s=last_s - trace.prompt_s,

@@ -46,7 +46,7 @@ from baton.engine.commands import (
 from baton.engine.config import EngineConfig, WorkerConfig
 from baton.engine.connector import KVConnector, PromptSlice
 from baton.engine.cost_model import CostModel, LayerBytes
-from baton.engine.drafting import FAILURE, HIDDEN, PROPOSAL, DraftToken
+from baton.engine.drafting import FAILURE, HIDDEN, PROPOSALS, DraftTokens, packed
 from baton.engine.gpu_memory import gpu_of
 from baton.engine.grammar import Grammars
 from baton.engine.layer_pipeline import LayerPipeline, clock_of
@@ -60,7 +60,6 @@ from baton.engine.model_runner import (
 from baton.engine.models.build import build
 from baton.engine.parallel import connect
 from baton.engine.sampler import Sampler
-from baton.engine.sampling_params import Progress, SamplingParams, ending
 from baton.engine.sizes import derive_sizes
 from baton.errors import BatonError, ConfigError, EngineError
 from baton.plan import Spec
@@ -204,8 +203,6 @@ class Worker:
             policy=config.policy,
             is_offloaded=self.process is not None,
         )
-        self._prompts: dict[int, tuple[int, SamplingParams]] = {}
-        """By sequence: the length of its prompt, without tokens answered already, and its parameters."""
         self._queue: queue.SimpleQueue[Command] = queue.SimpleQueue()
         return note
 
@@ -255,11 +252,9 @@ class Worker:
                 case StartSequence() as started:
                     if self.sampler and started.dp == self.mesh.at["dp"]:
                         self.sampler.begin(started)
-                        self._prompts[started.sequence] = (started.num_prompt, started.params)
                 case EndSequence(sequence):
                     if self.sampler:
                         self.sampler.end(sequence)
-                        self._prompts.pop(sequence, None)
                 case Stop():
                     return
 
@@ -289,7 +284,8 @@ class Worker:
             groups=groups,
             samples=samples,
             failures=self.sampler.failures(samples) if self.sampler else {},
-            proposals={sequence: draft.token for sequence, draft in drafts.items()},
+            prompt_logprobs=self.runner.prompt_logprobs if self.sampler else {},
+            proposals={sequence: draft.tokens for sequence, draft in drafts.items()},
             hidden={
                 scheduled.sequence: drafts[scheduled.sequence].hidden
                 for scheduled in sampled
@@ -302,7 +298,7 @@ class Worker:
 
     def _propose(
         self, sampled: list[ScheduledSequence], samples: dict[int, list[SampledToken]]
-    ) -> dict[int, DraftToken]:
+    ) -> dict[int, DraftTokens]:
         """Runs the draft layer; returns draft tokens by sequence, on the rank that samples."""
         if not self.sampler:
             self.runner.propose(None, self.pipeline)
@@ -316,33 +312,32 @@ class Worker:
         return {scheduled.sequence: draft for scheduled, draft in zip(sampled, drafts, strict=True)}
 
     def _aux(
-        self, part: PromptSlice, samples: dict[int, list[SampledToken]], draft: DraftToken | None
+        self, part: PromptSlice, samples: dict[int, list[SampledToken]], draft: DraftTokens | None
     ) -> tuple[Aux | None, bool]:
         """What the target needs besides the cache, and whether the answer ended with its first token."""
-        scheduled = part.scheduled
+        scheduled, sampler = part.scheduled, self.sampler
         first_tokens = samples.get(scheduled.sequence)
-        if not first_tokens or self.sampler is None:
+        if not first_tokens or sampler is None:
             return None, False
-        if failures := self.sampler.failures([scheduled.sequence]):
+        if failures := sampler.failures([scheduled.sequence]):
             return Aux(fields={FAILURE: failures[scheduled.sequence]}), False
+        tensors = {}
+        if draft is not None:
+            tensors[PROPOSALS] = packed(draft.tokens)
+            if scheduled.num_samples > 1:  # a row is long, and a single answer goes on without it
+                tensors[HIDDEN] = draft.hidden
         aux = Aux(
             tokens=tuple(sample.token for sample in first_tokens),
             # Where any were asked for, a token's own is among them; where none were, the target reports none.
             logprobs=tuple(sample.top for sample in first_tokens),
             sampler_position=scheduled.start + len(scheduled.tokens),
             cached_tokens=part.transfer.command.num_cached,
-            # A row is long, and a single answer goes on from the draft token alone.
-            tensors={HIDDEN: draft.hidden} if draft is not None and scheduled.num_samples > 1 else {},
-            fields={} if draft is None else {PROPOSAL: draft.token},
+            tensors=tensors,
         )
-        return aux, all(self._is_ending(scheduled, sample.token) for sample in first_tokens)
-
-    def _is_ending(self, scheduled: ScheduledSequence, token: int) -> bool:
-        """Whether an answer ends with the first token, as far as tokens decide that."""
-        num_prompt, params = self._prompts[scheduled.sequence]
-        num_tokens = scheduled.start + len(scheduled.tokens) + 1
-        progress = Progress(token, num_tokens - num_prompt, num_tokens, self.sizes.context_max)
-        return ending(progress, params, self.eos_ids) is not None
+        context_max = self.sizes.context_max
+        return aux, all(
+            sampler.is_ending(scheduled.sequence, sample.token, context_max) for sample in first_tokens
+        )
 
 
 def _transport_config(config: EngineConfig) -> TransportConfig:

@@ -51,7 +51,7 @@ class Mode:
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
+class PairNeed:
     """Layers of which a pair needs the tokens from `start` to the end of the prompt."""
 
     layers: Range
@@ -83,14 +83,14 @@ def staging_bytes(plan: Plan, prompt: Prompt, pair: Pair, mode: str) -> int:
     return num_bytes
 
 
-def needs(plan: Plan, prompt: Prompt) -> dict[Pair, tuple[Need, ...]]:
+def needs(plan: Plan, prompt: Prompt) -> dict[Pair, tuple[PairNeed, ...]]:
     """The layers and tokens of a source rank's chunks that matter to each pair that has something to move.
 
     Once chunks cover them, their steps carry every byte of the pair; a pair may need tokens of which it
     carries nothing itself, because they are another rank's share.
     """
     bound = bound_plan(plan, prompt)
-    by_pair: dict[Pair, tuple[Need, ...]] = {}
+    by_pair: dict[Pair, tuple[PairNeed, ...]] = {}
     for pair in bound.pairs:
         carrying = [(route.first_token, route.layers[0]) for route in bound.routes(pair) if route.num_bytes]
         starts: dict[int, int] = {}
@@ -102,15 +102,15 @@ def needs(plan: Plan, prompt: Prompt) -> dict[Pair, tuple[Need, ...]]:
     return by_pair
 
 
-def _layer_ranges(starts: Mapping[int, int]) -> tuple[Need, ...]:
+def _layer_ranges(starts: Mapping[int, int]) -> tuple[PairNeed, ...]:
     """Neighbouring layers with the same start as one range."""
-    ranges: list[Need] = []
+    ranges: list[PairNeed] = []
     for layer in sorted(starts):
         last = ranges[-1] if ranges else None
         if last is not None and (last.layers[1], last.start) == (layer, starts[layer]):
-            ranges[-1] = Need((last.layers[0], layer + 1), last.start)
+            ranges[-1] = PairNeed((last.layers[0], layer + 1), last.start)
         else:
-            ranges.append(Need((layer, layer + 1), starts[layer]))
+            ranges.append(PairNeed((layer, layer + 1), starts[layer]))
     return tuple(ranges)
 
 

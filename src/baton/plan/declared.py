@@ -22,7 +22,7 @@ from baton.errors import ConfigError
 from baton.plan.dtypes import item_bytes
 from baton.plan.ranges import Range
 from baton.plan.steps import STAGING
-from baton.plan.storage import DeclaredPlacement, Holding, Placement, Storage
+from baton.plan.storage import DeclaredPlacement, Holding, Placement, Storage, axis_sizes
 
 STEPS_MAX = 1 << 16
 """Pairs of patterns that the check of one spec compares; placements that need more are refused."""
@@ -76,19 +76,6 @@ def resolve_declared(storage: Storage, declared: DeclaredPlacement, held: Holdin
     )
 
 
-def axis_sizes(storage: Storage, held: Holding) -> dict[str, int]:
-    """What a rank holds of a component along every axis."""
-    component = held.component
-    sizes = {
-        "layer": held.num_layers,
-        "page": storage.pages_of(component.group),
-        "unit": held.num_units,
-    }
-    if component.extent.has_tokens:
-        sizes["token"] = storage.page_tokens
-    return sizes | {dim.name: dim.size for dim in component.dims}
-
-
 def _check_numbers(
     declared: DeclaredPlacement, strides: Mapping[str, int], sizes: Mapping[str, int], item: int
 ) -> None:
@@ -136,7 +123,7 @@ def _check_opaque(storage: Storage, declared: DeclaredPlacement, dims: Sequence[
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class PlacedRegion:
     """What a component, or one layer of it, occupies in its buffer; `axes` are all but pages."""
 
     name: str
@@ -182,7 +169,7 @@ def _extent(axes: Sequence[Axis], length: int) -> int:
 
 def regions_of(
     declared: DeclaredPlacement, at: Placement, held: Holding, storage: Storage, layers: Sequence[int]
-) -> list[Region]:
+) -> list[PlacedRegion]:
     """What a placement occupies; ConfigError where its strides do not nest or it leaves its buffer."""
     sizes = axis_sizes(storage, held)
     if not sizes["page"]:
@@ -214,7 +201,7 @@ def regions_of(
         )
     component = held.component
     pages = (sizes["page"], at.strides["page"])
-    whole = Region(component.name, component.group, at.offset, pages, _ordered(axes), length)
+    whole = PlacedRegion(component.name, component.group, at.offset, pages, _ordered(axes), length)
     if not at.layer_offsets:
         return [whole]
     return [
@@ -254,12 +241,12 @@ class OverlapCheck:
         self._steps_max = steps_max
         self._num_steps = 0
 
-    def overlays(self, buffer: str, regions: Sequence[Region]) -> set[tuple[str, str]]:
+    def overlays(self, buffer: str, regions: Sequence[PlacedRegion]) -> set[tuple[str, str]]:
         """Pairs of groups that share bytes; ConfigError where regions share bytes that they must not."""
         return set(self._overlays(buffer, regions, is_framed=False))
 
     def _overlays(
-        self, buffer: str, regions: Sequence[Region], *, is_framed: bool
+        self, buffer: str, regions: Sequence[PlacedRegion], *, is_framed: bool
     ) -> Iterator[tuple[str, str]]:
         for cluster in _clusters(regions):
             if not is_framed and _has_frames(cluster):
@@ -279,7 +266,7 @@ class OverlapCheck:
                 self._check_aligned(buffer, one, other)
                 yield (one.group, other.group)
 
-    def _check_aligned(self, buffer: str, one: Region, other: Region) -> None:
+    def _check_aligned(self, buffer: str, one: PlacedRegion, other: PlacedRegion) -> None:
         """Raises ConfigError where a page of one shares bytes with another page of the other."""
         for left, right in ((one, other), (other, one)):
             later = left.later_pages()
@@ -324,9 +311,9 @@ class OverlapCheck:
         return next((found for pair in tries if (found := self._shared(*pair)) is not None), None)
 
 
-def _clusters(regions: Sequence[Region]) -> Iterator[list[Region]]:
+def _clusters(regions: Sequence[PlacedRegion]) -> Iterator[list[PlacedRegion]]:
     """Regions whose bounds are connected, at least two together."""
-    cluster: list[Region] = []
+    cluster: list[PlacedRegion] = []
     stop = 0
     for region in sorted(regions, key=lambda region: region.start):
         if cluster and region.start >= stop:
@@ -339,16 +326,16 @@ def _clusters(regions: Sequence[Region]) -> Iterator[list[Region]]:
         yield cluster
 
 
-def _has_frames(cluster: Sequence[Region]) -> bool:
+def _has_frames(cluster: Sequence[PlacedRegion]) -> bool:
     """Whether page p of every region lies in the p-th of frames as long as the page stride."""
     strides = {region.pages[1] for region in cluster if region.pages[0] > 1}
     span = max(region.first_stop for region in cluster) - min(region.start for region in cluster)
     return len(strides) == 1 and span <= min(strides)
 
 
-def _meeting(cluster: Sequence[Region]) -> Iterator[tuple[Region, Region]]:
+def _meeting(cluster: Sequence[PlacedRegion]) -> Iterator[tuple[PlacedRegion, PlacedRegion]]:
     """Pairs whose bounds meet; the cluster ascends by start."""
-    active: list[Region] = []
+    active: list[PlacedRegion] = []
     for region in cluster:
         active = [other for other in active if other.stop > region.start]
         for other in active:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from baton.plan.cache import Component, Dim, Extent, Full, State, Units, Window
+from baton.plan.cache import Component, Dim, Full, State, Units, Window
 from baton.plan.ranges import Ranges, to_ids
 
 
@@ -21,9 +21,30 @@ class Kind(Protocol):
         """The components that this kind keeps on `layers`."""
 
 
-def reach(window: int) -> tuple[Extent, str]:
-    """The extent for a window (0: none), and the suffix that its components carry."""
-    return (Window(window), f".w{window}") if window else (Full(), "")
+def _per_token(
+    name: str,
+    layers: Ranges,
+    channels: int,
+    bundle: str,
+    *,
+    units: Units | None = None,
+    window: int = 0,
+    place: int = 0,
+    dtype: str | None = None,
+) -> Component:
+    """A component with an entry for each token; with a window (0: none) it is named after it."""
+    suffix = f".w{window}" if window else ""
+    return Component(
+        name=name + suffix,
+        layers=layers,
+        units=units,
+        dims=(Dim("channel", channels),),
+        extent=Window(window) if window else Full(),
+        group="tokens" + suffix,
+        bundle=bundle + suffix,
+        place=place,
+        dtype=dtype,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +58,8 @@ class Paged:
 
     def components(self, layers: Ranges) -> tuple[Component, ...]:
         """k and v, named after their window where they have one."""
-        extent, suffix = reach(self.window)
         return tuple(
-            Component(
-                name=name + suffix,
-                layers=layers,
-                units=Units(self.heads),
-                dims=(Dim("channel", channels),),
-                extent=extent,
-                group="tokens" + suffix,
-                bundle="kv" + suffix,
-                place=place,
-            )
+            _per_token(name, layers, channels, "kv", units=Units(self.heads), window=self.window, place=place)
             for place, (name, channels) in enumerate((("k", self.dim), ("v", self.vdim or self.dim)))
         )
 
@@ -62,18 +73,7 @@ class Latent:
 
     def components(self, layers: Ranges) -> tuple[Component, ...]:
         """latent, named after its window where it has one."""
-        extent, suffix = reach(self.window)
-        return (
-            Component(
-                name="latent" + suffix,
-                layers=layers,
-                units=None,
-                dims=(Dim("channel", self.dim),),
-                extent=extent,
-                group="tokens" + suffix,
-                bundle="latent" + suffix,
-            ),
-        )
+        return (_per_token("latent", layers, self.dim, "latent", window=self.window),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,23 +85,10 @@ class Index:
 
     def components(self, layers: Ranges) -> tuple[Component, ...]:
         """index_k, and index_k.scale where there are scales."""
-        parts: list[tuple[str, int, str | None]] = [("index_k", self.dim, None)]
-        if self.scales:
-            parts.append(("index_k.scale", self.scales, "fp32"))
-        return tuple(
-            Component(
-                name=name,
-                layers=layers,
-                units=None,
-                dims=(Dim("channel", size),),
-                extent=Full(),
-                group="tokens",
-                bundle="index",
-                place=place,
-                dtype=dtype,
-            )
-            for place, (name, size, dtype) in enumerate(parts)
-        )
+        keys = _per_token("index_k", layers, self.dim, "index")
+        if not self.scales:
+            return (keys,)
+        return (keys, _per_token("index_k.scale", layers, self.scales, "index", place=1, dtype="fp32"))
 
 
 @dataclass(frozen=True, slots=True)

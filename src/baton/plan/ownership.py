@@ -15,7 +15,7 @@ import numpy as np
 
 from baton.errors import ConfigError, LayoutError
 from baton.plan.cache import Cache, Component
-from baton.plan.declared import OverlapCheck, Region, regions_of, resolve_declared
+from baton.plan.declared import OverlapCheck, PlacedRegion, regions_of, resolve_declared
 from baton.plan.layout import Layout, Mirror, Scheme, Stripe
 from baton.plan.ranges import Range, Ranges, Stride, intersection, size, to_ids
 from baton.plan.storage import DeclaredPlacement, Holding, Placement, Storage, place
@@ -41,7 +41,7 @@ class Spec:
 
 
 @dataclass(frozen=True, slots=True)
-class Partition:
+class Partitioning:
     """How a layout cuts one component: the piece of every pp, tp and cp coordinate."""
 
     layers: tuple[Ranges, ...]
@@ -59,7 +59,7 @@ class Box:
 
 
 @lru_cache(maxsize=4096)
-def cuts(spec: Spec, component: Component, side: str) -> Partition:
+def cuts(spec: Spec, component: Component, side: str) -> Partitioning:
     """The pieces by coordinate; raises LayoutError where the layout cannot cut the component."""
     layout, num_layers = spec.layout, spec.cache.num_layers
     stages = layout.stages(num_layers, side)
@@ -75,7 +75,7 @@ def cuts(spec: Spec, component: Component, side: str) -> Partition:
     num_shares = scheme(spec, component).num_shares(layout.size("cp"))
     _check_granule(spec, component, side)
     shares = tuple(i if num_shares > 1 else 0 for i in range(layout.size("cp")))
-    return Partition(layers, units, shares)
+    return Partitioning(layers, units, shares)
 
 
 def scheme(spec: Spec, component: Component) -> Scheme:
@@ -259,7 +259,7 @@ def _checked_memory(
 ) -> _Memory:
     """Placements of one rank that stay in their buffers and out of each other's bytes."""
     placed: dict[str, Placement] = {}
-    regions: dict[str, list[Region]] = {}
+    regions: dict[str, list[PlacedRegion]] = {}
     sizes: dict[str, tuple[int, DeclaredPlacement]] = {}
     for declared, component, num_units in entries:
         held = Holding(component, size(layers[component.name]), num_units)

@@ -166,7 +166,14 @@ def check_component(source: Spec, target: Spec, component: Component) -> None:
     """Raises LayoutError unless the source can give what the target calls `component`."""
     given = source.cache.by_name.get(component.name)
     if given is None:
-        raise _refusal(source, target, component.name, "the target needs it, the source does not cache it")
+        names = list(source.cache.by_name)
+        known = ", ".join(names if len(names) < 4 else [names[0], names[1], "...", names[-1]])
+        reason = f"the target needs it, the source does not cache it but {known}"
+        if component.layers[0][0] >= target.cache.num_layers:
+            reason += "; run drafts on both sides, or not on the target's"
+        elif source.storage.granule != target.storage.granule:
+            reason += "; one side moves whole pages, the other tokens: if one is vLLM, start it with split_kv"
+        raise _refusal(source, target, component.name, reason)
     unequal = [
         (what, mine, theirs)
         for what, mine, theirs in (

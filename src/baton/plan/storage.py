@@ -207,6 +207,7 @@ def _walk(storage: Storage, holdings: list[Holding]) -> dict[str, Placement]:
     items = [item_bytes(storage.dtype_of(held.component)) for held in holdings]
     sizes, offsets = list(items), [0] * len(holdings)
     strides: list[dict[str, int]] = [{} for _ in holdings]
+    held_sizes = [axis_sizes(storage, held) for held in holdings]
     is_joined = len(holdings) == 1
     order = _common_order(storage, holdings)
     for axis in reversed(order):
@@ -215,7 +216,7 @@ def _walk(storage: Storage, holdings: list[Holding]) -> dict[str, Placement]:
             sizes = [sum(sizes)] * len(sizes)
             is_joined = True
             continue
-        extents = [_axis_size(storage, held, axis) for held in holdings]
+        extents = [of_one.get(axis, 1) for of_one in held_sizes]
         if is_joined and len(set(extents)) > 1:
             raise LayoutError(
                 f"stored together, but they differ along {axis}: {extents}", component=_names(holdings)
@@ -249,12 +250,14 @@ def _names(holdings: list[Holding]) -> str:
     return ", ".join(held.component.name for held in holdings)
 
 
-def _axis_size(storage: Storage, held: Holding, axis: str) -> int:
+def axis_sizes(storage: Storage, held: Holding) -> dict[str, int]:
+    """What a rank holds of a component along every axis; a state has no tokens."""
     component = held.component
-    sizes = {dim.name: dim.size for dim in component.dims} | {
+    sizes = {
         "layer": held.num_layers,
         "page": storage.pages_of(component.group),
         "unit": held.num_units,
-        "token": storage.page_entries(component),
     }
-    return sizes.get(axis, 1)
+    if component.extent.has_tokens:
+        sizes["token"] = storage.page_tokens
+    return sizes | {dim.name: dim.size for dim in component.dims}

@@ -13,10 +13,9 @@ from itertools import pairwise
 from typing import Any
 
 from baton.errors import ConfigError
-from baton.plan.declared import axis_sizes
 from baton.plan.ownership import Spec, cuts
 from baton.plan.ranges import size
-from baton.plan.storage import DeclaredPlacement, Holding
+from baton.plan.storage import DeclaredPlacement, Holding, axis_sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class InstanceState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Instance:
+class InstanceRecord:
     """The record of an instance."""
 
     name: str
@@ -107,10 +107,10 @@ class EndAll:
     is_requested: bool = False
 
 
-Step: TypeAlias = tuple[Instance, Effects]
+Step: TypeAlias = tuple[InstanceRecord, Effects]
 
 
-def _attach(record: Instance, event: RankAttached, now: float) -> Step:
+def _attach(record: InstanceRecord, event: RankAttached, now: float) -> Step:
     fault = event.fault
     if not 0 <= event.rank < record.num_ranks:
         fault = f"rank {event.rank} is outside of a layout with {record.num_ranks} ranks"
@@ -124,7 +124,7 @@ def _attach(record: Instance, event: RankAttached, now: float) -> Step:
     return replace(after, state=S.SERVING), (Serve(),)
 
 
-def _refuse(record: Instance, event: RankAttached, now: float) -> Step:
+def _refuse(record: InstanceRecord, event: RankAttached, now: float) -> Step:
     text = (
         event.fault
         or f"{record.name} is {record.state.value} with all its ranks; a new rank needs a new incarnation"
@@ -132,22 +132,22 @@ def _refuse(record: Instance, event: RankAttached, now: float) -> Step:
     return record, (RefuseRank(event.rank, text),)
 
 
-def _lose(record: Instance, event: RankLost, now: float) -> Step:
+def _lose(record: InstanceRecord, event: RankLost, now: float) -> Step:
     return _end(record, f"rank {event.rank} was lost: {event.text}")
 
 
-def _drain(record: Instance, event: DrainRequested, now: float) -> Step:
+def _drain(record: InstanceRecord, event: DrainRequested, now: float) -> Step:
     after = replace(record, state=S.DRAINING, cause=event.text)
     if record.is_idle:
         return _end(after, event.text)
     return after, (StopGranting(event.text),)
 
 
-def _end_now(record: Instance, event: EndRequested, now: float) -> Step:
+def _end_now(record: InstanceRecord, event: EndRequested, now: float) -> Step:
     return replace(record, state=S.ENDED, cause=event.text), (EndAll(event.text, is_requested=True),)
 
 
-def _count(record: Instance, event: WorkCounted, now: float) -> Step:
+def _count(record: InstanceRecord, event: WorkCounted, now: float) -> Step:
     after = replace(record, is_idle=event.num_transfers == 0)
     if event.quarantined_share <= QUARANTINE_SHARE_MAX:
         return after, ()
@@ -155,13 +155,13 @@ def _count(record: Instance, event: WorkCounted, now: float) -> Step:
     return _drain(after, DrainRequested(text), now)
 
 
-def _count_draining(record: Instance, event: WorkCounted, now: float) -> Step:
+def _count_draining(record: InstanceRecord, event: WorkCounted, now: float) -> Step:
     if event.num_transfers:
         return replace(record, is_idle=False), ()
     return _end(replace(record, is_idle=True), record.cause)
 
 
-def _end(record: Instance, text: str) -> Step:
+def _end(record: InstanceRecord, text: str) -> Step:
     return replace(record, state=S.ENDED, cause=text), (EndAll(text),)
 
 
@@ -189,7 +189,7 @@ _CELLS: dict[tuple[Enum, type], Entry] = {
     (S.ENDED, EndRequested): IGNORED,
 }
 
-INSTANCE: Table[Instance] = Table(
+INSTANCE: Table[InstanceRecord] = Table(
     name="instance",
     states=InstanceState,
     remote=frozenset(),

@@ -30,10 +30,6 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True, tag
     needs: tuple[str, ...] = ()
 
 
-AnyMessage: TypeAlias = Message
-"""The same, for the drivers: they take messages of every kind."""
-
-
 # The handshake, on every link, dialler first. No address, spec or description is in it before `Proof` held.
 
 

@@ -32,7 +32,6 @@ class Stage(Enum):
     GRANT = "grant"
     COPY = "copy"
     COMMIT = "commit"
-    RELEASE = "release"
 
 
 class Cause(msgspec.Struct, frozen=True):

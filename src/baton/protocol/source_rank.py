@@ -147,10 +147,8 @@ class StartCopies:
 class CancelCopies:
     """Ask the transport to cancel every copy under way."""
 
-
-@dataclass(frozen=True, slots=True)
-class WithdrawCopies:
-    """Ask the transport to cancel every copy under way; chunks that are copied all the same have landed."""
+    is_withdrawal: bool = False
+    """Whether the transfer goes on: chunks that are copied all the same have landed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +260,7 @@ def _withdraw_waiting(record: SourceRank, event: Withdrawn, now: float) -> Step:
 
 def _withdraw(record: SourceRank, event: Withdrawn, now: float) -> Step:
     after = replace(record, state=S.WITHDRAWING, is_sealed=False)
-    return _end_withdrawal_if_over(after, (WithdrawCopies(),) if record.under_way else ())
+    return _end_withdrawal_if_over(after, (CancelCopies(is_withdrawal=True),) if record.under_way else ())
 
 
 def _withdraw_committed(record: SourceRank, event: Withdrawn, now: float) -> Step:

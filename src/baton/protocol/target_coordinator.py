@@ -402,35 +402,26 @@ def _queued(record: TargetCoordinator, message: Queued, now: float) -> Step:
     return replace(record, deadlines=record.deadlines.queued(now)), ()
 
 
-def _landed(record: TargetCoordinator, landed: Landed, now: float) -> Step:
-    assert record.account is not None
-    assert record.terms is not None
-    try:
-        account, unpacks = enter_landed(record.account, record.terms, landed)
-    except RemoteProtocolError as error:
-        return _corrupt(record, str(error), now)
-    return _admit_if_complete(record, account, now, unpacks)
-
-
 def _unpacked(record: TargetCoordinator, unpacked: Unpacked, now: float) -> Step:
-    if unpacked.cause is not None:
-        return _fail(record, unpacked.cause, now)
-    assert record.account is not None
-    try:
-        account = enter_unpacked(record.account, (unpacked.source_rank, unpacked.rank), unpacked.chunk)
-    except RemoteProtocolError as error:
-        return _corrupt(record, str(error), now)
-    return _admit_if_complete(record, account, now)
+    return _enter(record, unpacked, now) if unpacked.cause is None else _fail(record, unpacked.cause, now)
 
 
-def _committed(record: TargetCoordinator, commit: Commit, now: float) -> Step:
-    assert record.account is not None
-    assert record.terms is not None
+def _enter(record: TargetCoordinator, message: Landed | Unpacked | Commit, now: float) -> Step:
+    account, terms = record.account, record.terms
+    assert account is not None
+    assert terms is not None
+    unpacks: Effects = ()
     try:
-        account = enter_commit(record.account, record.terms, commit)
+        match message:
+            case Landed():
+                account, unpacks = enter_landed(account, terms, message)
+            case Unpacked():
+                account = enter_unpacked(account, (message.source_rank, message.rank), message.chunk)
+            case Commit():
+                account = enter_commit(account, terms, message)
     except RemoteProtocolError as error:
-        return _corrupt(record, str(error), now)
-    return _admit_if_complete(record, account, now)
+        return _fail(record, _cause(record, Why.CORRUPTED, Stage.COMMIT, str(error)), now)
+    return _admit_if_complete(record, account, now, unpacks)
 
 
 def _admit_if_complete(
@@ -504,10 +495,6 @@ def _fail(record: TargetCoordinator, cause: Cause, now: float) -> Step:
     if record.state is S.PREPARING:
         return _dropped(record, cause, (abort,))
     return _quarantine(record, Failed(cause), now, (abort,))
-
-
-def _corrupt(record: TargetCoordinator, text: str, now: float) -> Step:
-    return _fail(record, _cause(record, Why.CORRUPTED, Stage.COMMIT, text), now)
 
 
 def _quarantine(record: TargetCoordinator, outcome: Outcome, now: float, effects: Effects) -> Step:
@@ -619,9 +606,9 @@ _CELLS: dict[tuple[Enum, type], Entry] = {
     (S.GRANTED, Opened): cell(_opened_late, *_JUDGED),
     (S.GRANTED, Offer): cell(_offered, S.GRANTED, S.QUARANTINED),
     (S.GRANTED, Queued): cell(_queued, S.GRANTED),
-    (S.GRANTED, Landed): cell(_landed, *_JUDGED),
+    (S.GRANTED, Landed): cell(_enter, *_JUDGED),
     (S.GRANTED, Unpacked): cell(_unpacked, *_JUDGED),
-    (S.GRANTED, Commit): cell(_committed, *_JUDGED),
+    (S.GRANTED, Commit): cell(_enter, *_JUDGED),
     (S.GRANTED, AuxRecord): cell(_aux, *_JUDGED),
     (S.GRANTED, SourceAborted): cell(_source_failed, S.QUARANTINED),
     (S.GRANTED, CallerAborted): cell(_caller_aborted, S.QUARANTINED),

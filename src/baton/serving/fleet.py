@@ -12,7 +12,7 @@ import logging
 import re
 import ssl
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
@@ -45,6 +45,8 @@ RANK_HEADER = "X-data-parallel-rank"
 """Which of vLLM's data-parallel engines is meant. In rosters the URL of such an engine ends with its rank, as
 in http://host:8000/dp1; that part is never sent."""
 _RANK = re.compile(r"/dp([0-9]{1,4})/?\Z")
+
+_DRAFTED = " with drafts"
 
 Headers = tuple[tuple[str, str], ...]
 
@@ -81,9 +83,9 @@ class UpstreamError(Exception):
 class UpstreamClient:
     """The router's HTTP client: one session and one pool of connections for all instances.
 
-    `session` is for polls and for small requests. The requests of clients, two for each hand-off, go past it:
-    a session and its request and response objects cost twice as much as everything else that they need. They
-    take a connection from the session's connector, send a head that was made once for each URL, and read
+    `session` is for polls and for small requests. The requests of clients, two for each hand-over, go past
+    it: a session and its request and response objects cost twice as much as everything else that they need.
+    They take a connection from the session's connector, send a head that was made once for each URL, and read
     what aiohttp's own protocol has parsed.
     """
 
@@ -100,25 +102,26 @@ class UpstreamClient:
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
         )
-        self._targets: dict[tuple[URL, Headers], PostTarget] = {}
+        self._targets: dict[tuple[str, str, Headers], PostTarget] = {}
 
     async def close(self) -> None:
         for target in self._targets.values():
             target.close()
         await self.session.close()
 
-    def target(self, url: URL, more: Headers = ()) -> PostTarget:
+    def target(self, base: str, path: str, more: Headers = ()) -> PostTarget:
         """Where requests of clients to this URL, with these headers besides, are posted."""
-        target = self._targets.get((url, more))
+        target = self._targets.get((base, path, more))
         if target is None:
             if len(self._targets) >= NUM_TARGETS_MAX:  # instances come and go
                 self._targets.pop(next(iter(self._targets))).close()
+            url = URL(base + path, encoded=True)
             headers = {**self.session.headers, "Content-Type": "application/json", **dict(more)}
             request = aiohttp.ClientRequest("POST", url, headers=headers, session=self.session)
             lines = [f"POST {url.raw_path_qs} HTTP/1.1", f"Host: {request.headers['Host']}"]
             lines += [f"{name}: {value}" for name, value in headers.items()]
             head = "\r\n".join([*lines, "Content-Length: "]).encode()
-            target = self._targets[url, more] = PostTarget(request, head)
+            target = self._targets[base, path, more] = PostTarget(request, head)
         return target
 
     async def connect(self, target: PostTarget) -> Connection:
@@ -275,6 +278,9 @@ class ServerInfo(msgspec.Struct, frozen=True):
     epoch: int = 0
     coordinator: str = ""
     chunk_tokens: int = 0
+    has_draft: bool = False
+    sampling_defaults: Mapping[str, float] | None = msgspec.field(default_factory=dict)
+    """Equal on both sides of a hand-over, since both sample; None while the checkpoint is not read."""
     is_ready: bool = False
     is_draining: bool = False
     load: InstanceLoad = InstanceLoad()
@@ -283,7 +289,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Health:
+class InstanceHealth:
     """What the last polls brought."""
 
     is_healthy: bool = False
@@ -320,7 +326,7 @@ class FleetInstance:
         self.base = instance_base(roster.url)
         self.headers = _rank_headers(roster.url)
         """Of every request, beside the usual ones."""
-        self.health = Health()
+        self.health = InstanceHealth()
         self.upstreams: set[OpenRequest] = set()
         self.num_in_flight = 0
         self.num_tokens = 0
@@ -332,15 +338,7 @@ class FleetInstance:
         """It has unregistered."""
         self.absent_s: float | None = None
         """Since when the registry does not list it."""
-        self._urls: dict[str, URL] = {}
         self._woken = asyncio.Event()
-
-    def url(self, path: str) -> URL:
-        """The URL of one of the few paths that requests are sent to."""
-        url = self._urls.get(path)
-        if url is None:
-            url = self._urls[path] = URL(self.base + path, encoded=True)
-        return url
 
     @property
     def coordinator(self) -> str:
@@ -351,8 +349,24 @@ class FleetInstance:
 
     @property
     def fingerprint(self) -> str:
-        """Equal on instances that can hand off to each other."""
+        """Equal on instances of one model."""
         return self.health.info.pairs_by or self.roster.fingerprint
+
+    @property
+    def samples_as(self) -> str:
+        """Equal on instances that give the same request the same tokens."""
+        return f"{self.fingerprint} {sorted((self.health.info.sampling_defaults or {}).items())}"
+
+    @property
+    def gives(self) -> tuple[str, ...]:
+        """The caches that it can hand over; with drafts also those that have the draft layer's part."""
+        model = self.samples_as
+        return (model, model + _DRAFTED) if self.health.info.has_draft else (model,)
+
+    @property
+    def needs(self) -> str:
+        """The cache that it has to receive, as prefill instances name it in `gives`."""
+        return self.gives[-1]
 
     @property
     def num_dp_groups(self) -> int:
@@ -427,7 +441,7 @@ class FleetInstance:
             self.health.is_healthy = False
             self.wake()
         if roster.url != self.roster.url:
-            self.base, self._urls = instance_base(roster.url), {}
+            self.base = instance_base(roster.url)
             self.headers = _rank_headers(roster.url)
         self.roster, self.role = roster, roster.role
         self.absent_s = None
@@ -491,6 +505,10 @@ class FleetInstance:
         self._woken.clear()
 
 
+def _caches(prefills: Iterable[FleetInstance]) -> set[str]:
+    return {cache for instance in prefills for cache in instance.gives}
+
+
 class Fleet:
     """Instances by name."""
 
@@ -548,34 +566,46 @@ class Fleet:
         return [known for known in instances if known.is_able and (role is None or known.role is role)]
 
     def unpaired(self) -> list[FleetInstance]:
-        """Those that can never hand over: the instances of the other role all have another fingerprint."""
-        polled = [instance for instance in self.instances.values() if instance.model]
+        """Those that can never hand over: no instance of the other role has the same model and settings."""
+        polled = [
+            instance
+            for instance in self.instances.values()
+            if instance.model and instance.health.info.sampling_defaults is not None
+        ]
         sides = [[each for each in polled if each.role is role] for role in (Role.PREFILL, Role.DECODE)]
         if not all(sides):
             return []
-        paired = set.intersection(*({each.fingerprint for each in side} for side in sides))
-        return [each for side in sides for each in side if each.fingerprint not in paired]
+        given, needed = _caches(sides[0]), {each.needs for each in sides[1]}
+        lone_prefills = [each for each in sides[0] if needed.isdisjoint(each.gives)]
+        return lone_prefills + [each for each in sides[1] if each.needs not in given]
 
     def unpaired_text(self) -> str:
         """The same for people; empty where there are none."""
-        names = ", ".join(f"{each.name} ({each.model})" for each in self.unpaired())
+        alone = self.unpaired()
+        names = ", ".join(f"{each.name} ({each.model})" for each in alone)
+        reason = "no peer has the same config and weights"
         remedy = "serve the same checkpoint on both sides, from any path"
-        return f"no hand-over for {names}: no peer has the same config and weights; {remedy}" if names else ""
+        prefills = [each for each in self.instances.values() if each.role is Role.PREFILL]
+        decodes = [each for each in alone if each.role is Role.DECODE]
+        if any(decode.samples_as == each.samples_as for decode in decodes for each in prefills):
+            reason = "decode with --draft needs prefill with --draft"
+            remedy = "give it to both sides, or to prefill alone"
+        elif any(decode.fingerprint == each.fingerprint for decode in decodes for each in prefills):
+            reason = "prefill and decode have different sampling defaults"
+            remedy = "give both the same --generation-config and generation_config.json"
+        return f"no hand-over for {names}: {reason}; {remedy}" if names else ""
 
     def missing(self) -> str:
         """Why nothing can be handed over now; empty where there is a pair or an instance for both."""
         able = self.able()
         if any(instance.role is Role.BOTH for instance in able):
             return ""
-        fingerprints = {
-            role: {instance.fingerprint for instance in able if instance.role is role} for role in Role
-        }
-        prefill, decode = fingerprints[Role.PREFILL], fingerprints[Role.DECODE]
-        if prefill & decode:
-            return ""
-        if prefill and decode:
+        sides = {role: [each for each in able if each.role is role] for role in (Role.PREFILL, Role.DECODE)}
+        if all(sides.values()):
+            if {each.needs for each in sides[Role.DECODE]} & _caches(sides[Role.PREFILL]):
+                return ""
             return self.unpaired_text() or "no prefill and decode instance of the same model is able"
-        absent = [role.value for role in (Role.PREFILL, Role.DECODE) if not fingerprints[role]]
+        absent = [role.value for role, side in sides.items() if not side]
         text = f"no {' and no '.join(absent)} instance is able"
         if not self.is_registry_known:
             return f"{text}: the registry has not answered yet"

@@ -17,16 +17,18 @@ import hashlib
 import hmac
 import logging
 import re
+import signal
 import ssl
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar, cast
 
 import msgspec
 from aiohttp import ClientPayloadError, web
 from msgspec import Meta
 
+from baton import __version__
 from baton.errors import BatonError
 from baton.settings import BACKLOG, is_loopback, take_listener
 
@@ -50,6 +52,8 @@ _CHAT_APIS = ("/v1/responses", "/v1/messages")
 _CLIENT_ID = re.compile(r"[!-~]{1,128}")
 _DATA = b"data:"
 
+UNKNOWN = "unknown"
+"""In place of the pattern of a path that is not served."""
 _SHUTDOWN_S = 2.0
 _LINGER_S = 2.0
 _CHECK_S = 1.0
@@ -59,6 +63,7 @@ _ROUTER_KEY_LABEL = b"baton router key 1"
 _FORWARDED_HEADERS = ("Forwarded", "X-Forwarded-For", "X-Real-IP", "Origin")
 """Headers that mark a request which a proxy or a browser on this machine forwards for somebody else."""
 
+T = TypeVar("T")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _log = logging.getLogger("baton.serving.http")
@@ -70,14 +75,14 @@ _PEER_CODES = (
     "PEER_LOST", "COPY_FAILED", "CORRUPTED", "ABORTED", "ENDED", "REFUSED_LAYOUT", "REFUSED_VERSION",
     "REFUSED_AUTHENTICATION", "REFUSED_PROMPT", "REFUSED_LIVE_ID",
 )  # fmt: skip
-_UNREADY_CODES = ("OUT_OF_PAGES", "DRAINING", "LOADING", "NO_INSTANCE")
+_UNREADY_CODES = ("OUT_OF_PAGES", "DRAINING", "LOADING", "NO_INSTANCE", "QUEUE_TIMEOUT")
 STATUSES = {
     **dict.fromkeys(_PEER_CODES, 502),
     **dict.fromkeys(_UNREADY_CODES, 503),
     "DEADLINE": 504,
     "QUEUE_FULL": 429,
 }
-"""HTTP status by code: the causes of a failed hand-off (baton.protocol.outcomes.Why), and a server's own."""
+"""HTTP status by code: the causes of a failed hand-over (baton.protocol.outcomes.Why), and a server's own."""
 
 _TYPES = {
     401: "authentication_error",
@@ -283,6 +288,7 @@ class HttpServer:
     ) -> None:
         self.limits = limits or HttpLimits()
         self.app = web.Application(client_max_size=self.limits.body_bytes_max, middlewares=[self._middleware])
+        self.app.router.add_get("/version", _get_version)
         self.app.on_response_prepare.append(self._keep_id)
         self._credentials = credentials
         self._ssl = ssl_context
@@ -404,11 +410,9 @@ class HttpServer:
         level = logging.DEBUG if is_quiet else level
         if not _log.isEnabledFor(level):
             return
-        resource = request.match_info.route.resource
-        # Of a path that is served only the pattern: what a client put into it stays out of logs.
-        path = (
-            resource.canonical if resource is not None else ascii(request.path[:VALUE_CHARACTERS_MAX])[1:-1]
-        )
+        path = _route(request)
+        if path == UNKNOWN:
+            path = ascii(request.path[:VALUE_CHARACTERS_MAX])[1:-1]
         fields: dict[str, Any] = {"method": request.method, "path": path, "status": status}
         fields |= {"seconds": round(seconds, 6)}
         names = {
@@ -510,7 +514,7 @@ def _unknown_path(request: web.Request, error: web.HTTPException) -> ApiError:
 def _route(request: web.Request) -> str:
     """The route's pattern: what a client put into the path stays out of logs."""
     resource = request.match_info.route.resource
-    return resource.canonical if resource is not None else "unknown"
+    return resource.canonical if resource is not None else UNKNOWN
 
 
 class _NoTrace(logging.Filter):
@@ -596,6 +600,95 @@ class HeadTimer(asyncio.Protocol):
         self._deadline_s = monotonic() + self._limits.head_s_max
 
 
+class OpenRequests(Generic[T]):
+    """The requests of a server that are not over, the oldest first; it may drain."""
+
+    def __init__(self) -> None:
+        self.is_draining = False
+        self._requests: dict[T, None] = {}
+        self._emptied = asyncio.Event()
+        self._emptied.set()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._requests)
+
+    def add(self, request: T) -> None:
+        self._requests[request] = None
+        self._emptied.clear()
+
+    def discard(self, request: T) -> None:
+        self._requests.pop(request, None)
+        if not self._requests:
+            self._emptied.set()
+
+    async def drain(self, wait_s: float) -> None:
+        """New requests are refused from now on; waits for open ones up to this time."""
+        self.is_draining = True
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._emptied.wait()
+        except TimeoutError:
+            _log.warning("%d requests were left after %g s", len(self), wait_s)
+
+
+class Program(Protocol):
+    """A server or a router that has a process to itself."""
+
+    @property
+    def url(self) -> str: ...
+
+    async def wait(self) -> None:
+        """Until it fails, which raises BatonError."""
+
+    async def drain(self, wait_s: float) -> None:
+        """Takes no new requests, and waits for open ones up to this time."""
+
+    async def close(self) -> None:
+        """Ends everything."""
+
+
+async def run_until_signal(
+    program: Program, start: Awaitable[None], drain_s: float, on_start: Callable[[str], None]
+) -> bool:
+    """The first SIGTERM drains, a second signal or SIGINT ends it at once; whether it was SIGINT alone.
+
+    `on_start` is called with the URL.
+    """
+    interrupted, terminated, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
+
+    def terminate() -> None:
+        (interrupted if terminated.is_set() else terminated).set()
+
+    loop.add_signal_handler(signal.SIGINT, interrupted.set)
+    loop.add_signal_handler(signal.SIGTERM, terminate)
+    ends: list[asyncio.Task[Any]] = [
+        asyncio.create_task(interrupted.wait()),
+        asyncio.create_task(program.wait()),
+    ]
+    try:
+        await start
+        on_start(program.url)
+        await _first(*ends, asyncio.create_task(terminated.wait()))
+        if terminated.is_set():
+            await _first(*ends, asyncio.create_task(program.drain(drain_s)))
+    finally:
+        for task in ends:
+            task.cancel()
+        await program.close()
+    return interrupted.is_set() and not terminated.is_set()
+
+
+async def _first(*tasks: asyncio.Task[Any]) -> None:
+    """Waits until one of these is done, and raises its exception; the last one is not needed any more."""
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    tasks[-1].cancel()
+    for task in done:
+        task.result()
+
+
 # ---- responses, and what router and instances exchange in them
 #
 # Beside OpenAI's API there are the request field `baton` and notes in streams. A client of OpenAI's API skips
@@ -606,6 +699,10 @@ class HeadTimer(asyncio.Protocol):
 
 def json_response(value: Any) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), headers=JSON_HEADERS)
+
+
+async def _get_version(request: web.Request) -> web.Response:
+    return json_response({"version": __version__})
 
 
 class _EventResponse(web.StreamResponse):
@@ -714,7 +811,7 @@ def note_line(note: TokenNote) -> bytes:
     return _NOTE + msgspec.json.encode(note) + b"\n"
 
 
-class EventReader:
+class EventSplitter:
     """Splits a byte stream into events."""
 
     def __init__(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 import time
 from bisect import bisect_left
@@ -21,7 +22,6 @@ from prometheus_client import (
 )
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Sample
 
 from baton.observe import Interval, Timeline, Track, trace
 from baton.serving.fleet import Fleet
@@ -74,13 +74,13 @@ class ServerMetrics(Collector):
         self.queue = latency(
             "request_queue_time", "Arrival of a request to its first step, or at a target to its pages."
         )
-        self.tth = latency("tth", "Arrival of a request to the verdict of its hand-off, at a target.")
+        self.tth = latency("tth", "Arrival of a request to the verdict of its hand-over, at a target.")
         self.requests = counter("requests", "Responses by endpoint and status.", "endpoint", "status")
         self.tokens = counter("tokens", "Tokens of requests.", "kind")
         self.failures = counter("failures", "Failed requests.", "cause")
         self._stages = Histogram(
             "baton_handoff_seconds",
-            "Stages of a hand-off: queue, compute, exposed, admission.",
+            "Stages of a hand-over: queue, compute, exposed, admission.",
             ["stage"],
             registry=registry,
             buckets=_LATENCIES_S,
@@ -94,9 +94,9 @@ class ServerMetrics(Collector):
             registry=registry,
             buckets=_SHARES,
         )
-        self._route_bytes = counter("route_bytes", "Bytes handed off.", "source_rank", "target_rank")
+        self._route_bytes = counter("route_bytes", "Bytes handed over.", "source_rank", "target_rank")
         self._unpipelined = counter(
-            "unpipelined", "Hand-offs that were not cut into groups of layers.", "reason"
+            "unpipelined", "Hand-overs that were not cut into groups of layers.", "reason"
         )
         self._pages = gauge("pages", "Pages by state.", "state")
         self._running = gauge("num_requests_running", "Running requests.")
@@ -110,7 +110,7 @@ class ServerMetrics(Collector):
     def add_response(self, endpoint: str, status: int) -> None:
         self.requests.labels(endpoint, str(status)).inc()
 
-    def add_hand_off(self, story: RequestTrace, figures: Mapping[str, float]) -> None:
+    def add_handoff(self, story: RequestTrace, figures: Mapping[str, float]) -> None:
         """The trace of one job, and its stages in seconds."""
         for stage in ("queue", "compute", "exposed", "admission"):
             if (time_s := figures.get(f"{stage}_s")) is not None:
@@ -159,6 +159,18 @@ class ServerMetrics(Collector):
 #
 # What every request counts is plain numbers here: the library's own counters take a lock each time.
 
+_ROUTER_COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "requests": ("responses by path and status", ("path", "status")),
+    "handoffs": ("attempts with prefill and decode", ()),
+    "local_prefills": ("prompts not handed off by reason", ("reason",)),
+    "retries": ("attempts again before anything was streamed", ()),
+    "resumes": ("streams that were resumed elsewhere", ()),
+    "failures": ("failed attempts by cause", ("cause",)),
+    "given_up": ("requests that failed for good by cause", ("cause",)),
+    "disconnects": ("clients that left before the end", ()),
+}
+"""By name: a text, and the names of labels."""
+
 
 class CheapHistogram:
     """Numbers in a list, made into a metric when it is read."""
@@ -182,82 +194,64 @@ class RouterMetrics(Collector):
     """Counters of one router; gauges are read from the fleet on demand."""
 
     def __init__(self, fleet: Fleet, local_prefill_max: int | None = None) -> None:
-        registry = self._registry = CollectorRegistry()
         self._fleet = fleet
         self._local_prefill_max = local_prefill_max
-        self._responses: dict[tuple[str, int], int] = {}
-        self.num_hand_offs = 0
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"baton_router_{name}", text, labels, registry=registry)
-
-        self.retries = counter("retries", "attempts again before anything was streamed")
-        self.resumes = counter("resumes", "streams that were resumed elsewhere")
-        self.failures = counter("failures", "failed attempts by cause", "cause")
-        self.given_up = counter("given_up", "requests that failed for good by cause", "cause")
-        self.disconnects = counter("disconnects", "clients that left before the end")
-        self.local_prefills = counter("local_prefills", "prompts not handed off by reason", "reason")
+        self._counts = {name: collections.Counter[tuple[str, ...]]() for name in _ROUTER_COUNTERS}
         self.added = CheapHistogram(
             "baton_router_added_seconds", "time that the router adds before a response begins", _ADDED_S
         )
         self.waits = CheapHistogram("baton_router_wait_seconds", "time until an instance had room", _WAIT_S)
-        registry.register(self)
 
-    def add_response(self, path: str, status: int) -> None:
-        key = (path, status)
-        self._responses[key] = self._responses.get(key, 0) + 1
+    def count(self, name: str, *labels: str) -> None:
+        """One more of a counter of _ROUTER_COUNTERS."""
+        self._counts[name][labels] += 1
 
     def text(self) -> bytes:
-        return generate_latest(self._registry)
+        return generate_latest(self)
 
     def totals(self) -> dict[str, Any]:
         """What the page shows of the counters."""
+        counts = self._counts
         return {
-            "answers": sum(
-                number for (path, _), number in self._responses.items() if path.startswith("/v1/c")
-            ),
-            "hand_overs": self.num_hand_offs,
-            "retries": _total(self.retries),
-            "resumes": _total(self.resumes),
-            "disconnects": _total(self.disconnects),
-            "failed_attempts": _total(self.failures),
-            "given_up": _total(self.given_up),
-            "local": {sample.labels["reason"]: sample.value for sample in _samples(self.local_prefills)},
+            "answers": sum(num for (path, _), num in counts["requests"].items() if path.startswith("/v1/c")),
+            "handoffs": counts["handoffs"].total(),
+            "retries": counts["retries"].total(),
+            "resumes": counts["resumes"].total(),
+            "disconnects": counts["disconnects"].total(),
+            "failed_attempts": counts["failures"].total(),
+            "given_up": counts["given_up"].total(),
+            "local": {reason: num for (reason,), num in counts["local_prefills"].items()},
         }
 
     def collect(self) -> Iterator[Metric]:
-        responses = CounterMetricFamily(
-            "baton_router_requests", "requests by path and status", labels=["path", "status"]
-        )
-        for (path, status), number in self._responses.items():
-            responses.add_metric([path, str(status)], number)
-        yield responses
-        yield CounterMetricFamily(
-            "baton_router_hand_overs", "attempts with prefill and decode", self.num_hand_offs
-        )
+        for name, (text, labels) in _ROUTER_COUNTERS.items():
+            counter = CounterMetricFamily(f"baton_router_{name}", text, labels=labels)
+            counts: Mapping[tuple[str, ...], int] = (
+                self._counts[name] if labels else {(): self._counts[name].total()}
+            )
+            for values, number in counts.items():
+                counter.add_metric(values, number)
+            yield counter
         yield self.added.family()
         yield self.waits.family()
-        labels = ["instance", "role"]
-        states = GaugeMetricFamily(
-            "baton_router_instance_state", "1 for the current state", labels=[*labels, "state"]
-        )
-        in_flight = GaugeMetricFamily("baton_router_in_flight", "requests given to it", labels=labels)
-        tokens = GaugeMetricFamily("baton_router_load_tokens", "tokens in flight there", labels=labels)
-        unpaired = GaugeMetricFamily(
-            "baton_router_unpaired", "1: all instances of the other role have another model", labels=labels
-        )
+        labels = ("instance", "model_name", "role")
+
+        def gauge(name: str, text: str, *more: str) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"baton_router_{name}", text, labels=[*labels, *more])
+
+        states = gauge("instance_state", "1 for the current state", "state")
+        in_flight = gauge("in_flight", "requests given to it")
+        tokens = gauge("load_tokens", "tokens in flight there")
+        unpaired = gauge("unpaired", "1: all instances of the other role have another model")
         alone = self._fleet.unpaired()
         for instance in self._fleet.instances.values():
-            key = [instance.name, instance.role.value]
+            key = [instance.name, instance.model, instance.role.value]
             for state in _STATES:
                 states.add_metric([*key, state], float(instance.state == state))
             in_flight.add_metric(key, instance.num_in_flight)
             tokens.add_metric(key, instance.load_tokens)
             unpaired.add_metric(key, float(instance in alone))
-        yield states
-        yield in_flight
-        yield tokens
-        yield unpaired
+        yield from (states, in_flight, tokens, unpaired)
         thresholds = GaugeMetricFamily(
             "baton_router_local_threshold_tokens",
             "prompts up to this length are prefilled on decode",
@@ -265,20 +259,11 @@ class RouterMetrics(Collector):
         )
         prefills = self._fleet.able(Role.PREFILL)
         for decode in self._fleet.able(Role.DECODE):
-            same = [instance for instance in prefills if instance.fingerprint == decode.fingerprint]
+            same = [instance for instance in prefills if decode.needs in instance.gives]
             if same:
                 lengths = (local_threshold(prefill, decode, self._local_prefill_max) for prefill in same)
                 thresholds.add_metric([decode.name], max(lengths))
         yield thresholds
-
-
-def _samples(counter: Counter) -> Iterator[Sample]:
-    for family in counter.collect():
-        yield from (sample for sample in family.samples if sample.name.endswith("_total"))
-
-
-def _total(counter: Counter) -> float:
-    return sum(sample.value for sample in _samples(counter))
 
 
 # ---- attempts of a router's requests

@@ -32,9 +32,9 @@ _STAGE_LABELS = {
 }
 
 
-_HANDOVER_FIGURES = ("bytes", "groups", "exposed_s", "efficiency", "tth_s", "held_tokens", "cause")
+_HANDOFF_FIGURES = ("bytes", "groups", "exposed_s", "efficiency", "tth_s", "held_tokens", "cause")
 """In the order of a log line."""
-_log = logging.getLogger("baton.serving.handover")
+_log = logging.getLogger("baton.serving.handoff")
 
 
 class Side(Enum):
@@ -110,7 +110,7 @@ class Side(Enum):
         yield from rank_intervals(story, zero_s, "rank")
 
 
-def handover_sizes(side: Side, story: RequestTrace) -> dict[str, int]:
+def handoff_sizes(side: Side, story: RequestTrace) -> dict[str, int]:
     """What was sent, at the source; what was there already, at the target."""
     if side is Side.TARGET:
         return {"held_tokens": story.num_held}
@@ -136,6 +136,7 @@ class RecordedRequest:
     traces: dict[int, RequestTrace] = field(default_factory=dict)
     figures: dict[int, dict[str, float]] = field(default_factory=dict)
     failure: str | None = None
+    failed_jobs: set[int] = field(default_factory=set)
 
 
 class RequestObserver:
@@ -148,10 +149,10 @@ class RequestObserver:
         self._layout = layout
         self._recorded: OrderedDict[str, RecordedRequest] = OrderedDict()
 
-    def started(self, parsed: ParsedRequest) -> None:
-        """The instance accepted a request."""
-        self._recorded[parsed.id] = RecordedRequest(parsed)
-        self._recorded.move_to_end(parsed.id)
+    def started(self, recorded: RecordedRequest) -> None:
+        """The instance accepted a request, perhaps a later attempt of one that is known."""
+        self._recorded[recorded.parsed.id] = recorded
+        self._recorded.move_to_end(recorded.parsed.id)
         while len(self._recorded) > NUM_TIMELINES_MAX:
             self._recorded.popitem(last=False)
 
@@ -163,24 +164,23 @@ class RequestObserver:
         for _ in range(num_tokens):
             self.metrics.itl.observe(since_s / num_tokens)
 
-    def traced(self, parsed: ParsedRequest, job_index: int, story: RequestTrace) -> None:
+    def traced(self, recorded: RecordedRequest, job_index: int, story: RequestTrace) -> None:
         """A job is over and its pages are free."""
-        recorded = self._record_of(parsed)
-        side = Side.of(parsed.jobs[job_index].request)
+        side = Side.of(recorded.parsed.jobs[job_index].request)
         figures = side.figures(story)
-        if recorded is not None and len(recorded.traces) < NUM_JOBS_MAX:
+        if len(recorded.traces) < NUM_JOBS_MAX:
             recorded.traces[job_index], recorded.figures[job_index] = story, figures
         if "queue_s" in figures:
             self.metrics.queue.observe(figures["queue_s"])
-        if "tth_s" in figures:
+        is_failed = job_index in recorded.failed_jobs
+        if "tth_s" in figures and not is_failed:
             self.metrics.tth.observe(figures["tth_s"])
         if side is not Side.ALONE:
-            self.metrics.add_hand_off(story, figures)
-            self._log_handover(parsed, job_index, {**handover_sizes(side, story), **figures})
+            self.metrics.add_handoff(story, figures)
+        if side is not Side.ALONE and not is_failed:
+            self._log_handoff(recorded.parsed, job_index, {**handoff_sizes(side, story), **figures})
 
-    def _log_handover(
-        self, parsed: ParsedRequest, job_index: int, figures: Mapping[str, float | str]
-    ) -> None:
+    def _log_handoff(self, parsed: ParsedRequest, job_index: int, figures: Mapping[str, float | str]) -> None:
         """One line on each side; transfer and request are the same in both."""
         handoff = parsed.jobs[job_index].request.handoff
         if handoff is None:
@@ -190,7 +190,7 @@ class RequestObserver:
             fields |= {"side": Side.TARGET.value, "source": handoff.source}
         else:
             fields |= {"side": Side.SOURCE.value}
-        fields |= {name: figures[name] for name in _HANDOVER_FIGURES if name in figures}
+        fields |= {name: figures[name] for name in _HANDOFF_FIGURES if name in figures}
         words = [
             f"{name.removesuffix('_s')} {_value_text(name, value)}"
             for name, value in fields.items()
@@ -203,15 +203,14 @@ class RequestObserver:
             handoff.transfer,
             state,
             ", ".join(words),
-            extra={"fields": {"event": "handover", "state": state, **fields}},
+            extra={"fields": {"event": "handoff", "state": state, **fields}},
         )
 
-    def failed(self, parsed: ParsedRequest, job_index: int, code: str, text: str) -> None:
+    def failed(self, recorded: RecordedRequest, job_index: int, code: str, text: str) -> None:
         """A job failed, of a code that is also the label of a metric."""
-        self._log_handover(parsed, job_index, {"cause": f"{code}: {text}"})
-        recorded = self._record_of(parsed)
-        if recorded is not None:
-            recorded.failure = code
+        self._log_handoff(recorded.parsed, job_index, {"cause": f"{code}: {text}"})
+        recorded.failure = code
+        recorded.failed_jobs.add(job_index)
         self.metrics.failures.labels(code).inc()
 
     def finished(self, usage: Usage, since_s: float) -> None:
@@ -220,11 +219,6 @@ class RequestObserver:
         self.metrics.tokens.labels("prompt").inc(usage.prompt_tokens)
         self.metrics.tokens.labels("cached").inc(usage.prompt_tokens_details.cached_tokens)
         self.metrics.tokens.labels("generated").inc(usage.completion_tokens)
-
-    def _record_of(self, parsed: ParsedRequest) -> RecordedRequest | None:
-        """None where it is forgotten, or a later attempt has its id."""
-        recorded = self._recorded.get(parsed.id)
-        return recorded if recorded is not None and recorded.parsed is parsed else None
 
     def timelines(self) -> dict[str, Any]:
         """All requests, the latest first, without the work of their ranks."""

@@ -4,7 +4,7 @@ A field that is not named here is refused. UNSUPPORTED lists the fields of OpenA
 change the response and that this server cannot honour: they may only have a neutral value. IGNORED lists
 those that change nothing of the text.
 
-The n choices of a prompt are one job: one prefill, one hand-off, and the decode forks. The index of a choice
+The n choices of a prompt are one job: one prefill, one hand-over, and the decode forks. The index of a choice
 is the index of its prompt times n, plus which of the n it is. A request that resumes an earlier attempt has
 one job for each choice that was not finished, in the order in which they are listed.
 """
@@ -16,9 +16,12 @@ import re
 import secrets
 import time
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
+from math import isfinite
 from typing import Annotated, Any, TypeAlias, TypeVar
 
 import msgspec
@@ -46,10 +49,19 @@ from baton.engine.sampling_params import (
 from baton.engine.tokenizer import AnswerText, Tokenizer
 from baton.errors import ConfigError
 from baton.serving.http import VALUE_CHARACTERS_MAX, ApiError, Caller, RouterHints, bad_field
+from baton.serving.tool_calls import (
+    CallForm,
+    ToolCall,
+    ToolCallParser,
+    find_form,
+    forced_form,
+    schemas_of,
+)
 
 T = TypeVar("T")
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 TokenSequence = tuple[int, ...]
+TokenName = tuple[str, list[int] | None]
 
 TOO_LONG = "context_length_exceeded"
 NUM_CHOICES_MAX = 256
@@ -92,6 +104,11 @@ _ID = {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}
 _IDS = {"type": "array", "minItems": 1, "items": _ID}
 Prompts: TypeAlias = Annotated[list[str | TokenId | TokenIds], _some_of({"type": "string"}, _ID, _IDS)]
 """Several texts, the token ids of one prompt, or those of several."""
+_ROWS = {"type": "array", "minItems": 1, "items": {"type": "number"}}
+Embeddings: TypeAlias = Annotated[
+    list[list[float | list[float]]], _some_of(_ROWS, {"type": "array", "minItems": 1, "items": _ROWS})
+]
+"""The input embeddings of one prompt, a row per token, or those of several prompts."""
 IdLists: TypeAlias = Annotated[list[TokenId | TokenIds], _some_of(_ID, _IDS)]
 
 
@@ -154,6 +171,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    """False: special tokens have their text in the output."""
 
 
 class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
@@ -182,8 +201,10 @@ class CompletionRequest(OpenAIFields, frozen=True, kw_only=True):
     """The body of POST /v1/completions."""
 
     prompt: str | Prompts
-    max_tokens: PositiveInt | None = None
+    max_tokens: Count | None = None
+    """0 only with echo."""
     echo: bool | None = None
+    """With logprobs, the prompt has log-probabilities too."""
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its own around a text; true where it is not given."""
     best_of: Count | None = None
@@ -198,7 +219,7 @@ class TextPart(msgspec.Struct, frozen=True):
     text: str = ""
 
 
-class Message(msgspec.Struct, frozen=True, omit_defaults=True):
+class ChatMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     """One message of a chat, as the template gets it."""
 
     role: str
@@ -215,7 +236,7 @@ ToolChoice: TypeAlias = Annotated[str, Meta(extra_json_schema={"enum": ["none", 
 class ChatRequest(OpenAIFields, frozen=True, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
     logprobs: bool | None = None
@@ -243,10 +264,11 @@ class GenerateParams(SamplingFields, frozen=True, kw_only=True):
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of POST /generate; either `text` or `input_ids`."""
+    """The body of POST /generate; one of `text`, `input_ids` and `input_embeds`."""
 
     text: str | Texts | None = None
     input_ids: IdLists | None = None
+    input_embeds: Embeddings | None = None
     sampling_params: GenerateParams | None = None
     stream: bool | None = None
     rid: str | list[str] | None = None
@@ -270,7 +292,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -305,7 +327,7 @@ _FORMATS = """
 """
 _FORMAT = "use response_format or structured_outputs"
 _ADAPTER = f"adapters are not served; {_LEAVE}"
-_MEDIA = "audio image_data audio_data video_data input_embeds prompt_embeds input_audio"
+_MEDIA = "audio image_data audio_data video_data prompt_embeds input_audio"
 _TEXT = f"prompts and answers are text or token ids; {_LEAVE}"
 _OFF: tuple[Any, ...] = (None, False)
 _ABSENT: tuple[Any, ...] = (None, [], {}, "")
@@ -319,19 +341,19 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
         ("logits_processors", "custom_logit_processor"), (_ABSENT, f"logits cannot be changed; {_LEAVE}")
     ),
     **dict.fromkeys(_MEDIA.split(), (_ABSENT, _TEXT)),
+    "input_embeds": (_ABSENT, "send it to /generate"),
     "modalities": ((None, [], ["text"]), f"only text is generated; use text or {_LEAVE}"),
     "web_search_options": (_ABSENT, f"there is no web search; {_LEAVE}"),
     "verbosity": ((None, "medium"), f"use medium or {_LEAVE}"),
     "suffix": ((None, ""), f"prompts are only continued; {_LEAVE}"),
     "use_beam_search": (_OFF, f"there is no beam search; {_LEAVE}"),
-    "prompt_logprobs": (_OFF, f"prompts have no log-probabilities here; {_LEAVE}"),
+    "prompt_logprobs": (_OFF, "use echo and logprobs of /v1/completions"),
     "return_hidden_states": (_OFF, f"hidden states are not returned; {_LEAVE}"),
     "truncate_prompt_tokens": ((None,), f"cut the prompt yourself, or {_LEAVE}"),
     "chat_template": ((None, ""), f"the model's own template is used; {_LEAVE}"),
     "no_stop_trim": (_OFF, f"stop strings are not part of the output; {_LEAVE}"),
     "include_stop_str_in_output": (_OFF, f"stop strings are not part of the output; {_LEAVE}"),
-    "skip_special_tokens": ((None, True), f"special tokens have no text here; use true or {_LEAVE}"),
-    "logprob_start_len": ((None, -1), f"prompts have no log-probabilities here; {_LEAVE}"),
+    "logprob_start_len": ((None, -1), "use echo and logprobs of /v1/completions"),
     **dict.fromkeys(
         ("allowed_token_ids", "bad_words"), (_ABSENT, f"use logit_bias to rule tokens in or out, or {_LEAVE}")
     ),
@@ -458,14 +480,17 @@ _RESERVED_TEMPLATE_ARGUMENTS = {
 _ID_PREFIXES = {CompletionRequest: "cmpl-", ChatRequest: "chatcmpl-", GenerateRequest: "gen-"}
 _PROMPT_FIELDS = {CompletionRequest: "prompt", ChatRequest: "messages", GenerateRequest: "text"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
+_ONE_PROMPT = "give one of text, input_ids and input_embeds"
 _FIELD = re.compile(r"(\w+) is ")
 _FIELD_NAMES = {"stop_ids": "stop_token_ids"}
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """The model of a running instance, as far as requests need it."""
+    """A running instance and its model, as far as requests and responses need them."""
 
+    name: str
+    """In the API."""
     tokenizer: Tokenizer | None
     context_max: int
     vocab_size: int
@@ -474,6 +499,16 @@ class ServedModel:
     defaults: SamplingParams = field(default_factory=SamplingParams)
     """What a request that leaves a sampling parameter out gets."""
     eos_ids: frozenset[int] = frozenset()
+    hidden_size: int = 0
+    role: str = "both"
+    address: str = ""
+    """Of the instance's coordinator, as host:port."""
+    first_token: str = "prefill"
+    """prefill or decode: which side's first token is streamed."""
+    num_dp_groups: int = 1
+    tool_call_parser: str = "auto"
+    """One of baton.serving.tool_calls.PARSERS."""
+    _names: dict[int, TokenName] = field(default_factory=dict)
 
     async def encode(self, text: str, param: str, add_special: bool = True) -> TokenSequence:
         tokenizer = self._tokenizer(param)
@@ -501,7 +536,7 @@ class ServedModel:
         except ConfigError as error:
             raise ApiError(400, str(error), param="messages") from None
         except _TEMPLATE_ERRORS as error:
-            text = f"the chat template cannot use the messages ({type(error).__name__}: {error}); mend them"
+            text = f"the chat template cannot use the messages ({type(error).__name__}: {error}); change them"
             raise ApiError(400, text, param="messages") from None
 
     async def check_grammar(self, grammar: str, param: str) -> None:
@@ -515,10 +550,21 @@ class ServedModel:
     def has_template_word(self, word: str) -> bool:
         return self.tokenizer is not None and self.tokenizer.has_template_word(word)
 
+    def call_form(self) -> CallForm | None:
+        """The form of the model's tool calls, where it is known."""
+        return find_form(self.tool_call_parser, self.has_template_word)
+
+    def special_ids(self, texts: Sequence[str]) -> tuple[int, ...]:
+        """The special tokens among these texts."""
+        special = {} if self.tokenizer is None else self.tokenizer.special
+        return tuple(token for token, text in special.items() if text in texts)
+
     def tag(self, text: str) -> int | str:
         """A tag as the one token that it is in the vocabulary, or as text."""
-        tokens = [] if self.tokenizer is None else self.tokenizer.encode(text, add_special=False)
-        return tokens[0] if len(tokens) == 1 and self.decode(tokens) == text else text
+        tokenizer = self.tokenizer
+        tokens = [] if tokenizer is None else tokenizer.encode(text, add_special=False)
+        is_token = len(tokens) == 1 and tokenizer and tokenizer.decode(tokens, has_special=True) == text
+        return tokens[0] if is_token else text
 
     def has_template_role(self, role: str) -> bool:
         """Whether the chat template names a role that OpenAI's API does not have."""
@@ -548,6 +594,13 @@ class ServedModel:
         """The text of tokens; empty without a tokenizer."""
         return "" if self.tokenizer is None else self.tokenizer.decode(tokens)
 
+    def token_name(self, token: int) -> TokenName:
+        """For log-probabilities: a token's text, or its spelling where it has none, and its bytes."""
+        name = self._names.get(token)
+        if name is None:
+            name = self._names[token] = _token_name(self.tokenizer, token)
+        return name
+
     def check_ids(self, tokens: Sequence[int], param: str) -> TokenSequence:
         """Token ids as a client sent them."""
         wrong = next((token for token in tokens if not 0 <= token < self.vocab_size), None)
@@ -572,20 +625,6 @@ async def _off_loop(work: Callable[[], T], num_characters: int) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class ReceivingInstance:
-    """The instance that a request came to."""
-
-    role: str
-    address: str
-    """Of its coordinator, as host:port."""
-    first_token: str
-    """prefill or decode: which side's first token is streamed."""
-    model: str
-    """The served model's name."""
-    num_dp_groups: int = 1
-
-
-@dataclass(frozen=True, slots=True)
 class Job:
     """One prompt with its n choices, or the rest of one choice."""
 
@@ -603,20 +642,21 @@ class ParsedRequest:
     jobs: tuple[Job, ...]
     n: int
     prompts: tuple[TokenSequence, ...]
-    echoes: tuple[str, ...]
-    """By prompt: the text that precedes its choices."""
     hints: RouterHints
-    has_tool_calls: bool = False
-    """Whether calls of tools are parsed out of its text."""
 
     @property
     def is_prefill(self) -> bool:
-        """Whether its KV cache is handed off: it is answered when the hand-offs are settled."""
+        """Whether its KV cache is handed over: it is answered when the hand-overs are settled."""
         return any(isinstance(job.request.handoff, OutboundHandoff) for job in self.jobs)
 
     @property
     def is_stream(self) -> bool:
         return bool(self.body.stream)
+
+    @property
+    def is_echo_only(self) -> bool:
+        """Whether nothing but the prompt is wanted; the engine samples a token all the same."""
+        return isinstance(self.body, CompletionRequest) and self.body.max_tokens == 0
 
     @property
     def has_usage(self) -> bool:
@@ -641,26 +681,24 @@ class ParsedRequest:
         return [job.prompt_index * self.n + index for job in self.jobs for index in range(self.n)]
 
 
-async def parse_request(
-    body: RequestBody, caller: Caller, model: ServedModel, instance: ReceivingInstance
-) -> ParsedRequest:
+async def parse_request(body: RequestBody, caller: Caller, model: ServedModel) -> ParsedRequest:
     """Checks a body and turns it into jobs; an ApiError where it cannot be served."""
     hints = RouterHints()
     if caller.is_trusted and bytes(body.baton) != b"null":
         try:
             hints = msgspec.json.decode(body.baton, type=RouterHints)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise ApiError(400, f"baton: {error}; see docs/http.md", param="baton") from None
+            raise ApiError(400, f"baton: {error}; leave it to the router", param="baton") from None
     for name in ("bootstrap_room", "bootstrap_host", "bootstrap_port"):
         if getattr(body, name) is not None and not caller.is_trusted:
             text = f"{name} is accepted only from this machine or with the router's key; leave it out"
             raise ApiError(403, text, param=name, code="room_not_allowed")
     if not hints.id:  # a router found this instance by its fingerprint; the name may be its peer's
-        check_model(getattr(body, "model", None), instance.model)
+        check_model(getattr(body, "model", None), model.name)
     room = body.bootstrap_room
     if isinstance(room, list):
         room = room[0] if room else 0
-    # The room seeds both sides of a hand-off, so that they sample alike.
+    # The room seeds both sides of a hand-over, so that they sample alike.
     params = sampling_params(body, room or secrets.randbits(63), model.defaults)
     if params.stop and model.tokenizer is None:
         raise bad_field("stop", params.stop, "the model has no tokenizer; use stop_token_ids")
@@ -668,7 +706,12 @@ async def parse_request(
     if grammar:
         await model.check_grammar(grammar, format_field)
         params = msgspec.structs.replace(params, grammar=grammar)
-    prompts = await _read_prompts(body, model)
+    if form := _call_form(body, model):
+        params = msgspec.structs.replace(params, shown_special_ids=model.special_ids(form.all_tags))
+    embeddings = _read_embeddings(body, model)
+    # Tokens whose embeddings are given only count.
+    prompts = [(0,) * (len(raw) // (4 * model.hidden_size)) for raw in embeddings]
+    prompts = prompts or await _read_prompts(body, model)
     if len(prompts) * params.n > NUM_CHOICES_MAX:
         text = f"{len(prompts)} prompts with n {params.n}: at most {NUM_CHOICES_MAX} choices in a request"
         raise ApiError(400, text, param="n")
@@ -679,20 +722,14 @@ async def parse_request(
         match = _FIELD.match(str(error))
         param = _FIELD_NAMES.get(match[1], match[1]) if match else None
         raise ApiError(400, str(error), param=param) from None
-    dp = _dp_group(body, instance)
-    first_token = hints.first_token or instance.first_token
-    num_jobs = len(hints.resume) or len(prompts)
-    hands = _hand_offs(body, replace(instance, first_token=first_token), num_jobs, params.n)
     return ParsedRequest(
         id=hints.id or f"{_ID_PREFIXES[type(body)]}{secrets.token_hex(16)}",
         created=hints.created or int(time.time()),
         body=body,
-        jobs=_make_jobs(body, params, prompts, hints=hints, hands=hands, dp=dp, model=model),
+        jobs=tuple(_make_jobs(body, params, prompts, embeddings, hints, model)),
         n=params.n,
         prompts=tuple(prompts),
-        echoes=tuple(_echoes(body, prompts, model)),
         hints=hints,
-        has_tool_calls=_offers_tools(body) and model.has_template_word(_CALL_BEGIN),
     )
 
 
@@ -708,59 +745,47 @@ def check_model(wanted: str | None, served: str) -> None:
 # ---- sampling parameters
 
 
+_SHARED = set(SamplingFields.__struct_fields__) & set(SamplingParams.__struct_fields__)
+
+
 def sampling_params(body: RequestBody, seed: int, defaults: SamplingParams) -> SamplingParams:
     """The parameters of every choice; `seed` where the body has none, max_tokens 0 where it sets none."""
+    given: OpenAIFields | GenerateParams
+    prompt_logprobs = None
     match body:
         case CompletionRequest():
             if body.best_of not in (None, body.n or 1):
                 remedy = f"choices are not ranked; use n, which is {body.n or 1}"
                 raise bad_field("best_of", body.best_of, remedy)
-            seeds, logprobs = (body.seed, seed), body.logprobs
-            return _params(body, defaults, "", seeds, body.min_tokens, body.max_tokens, logprobs)
+            if body.max_tokens == 0 and not body.echo:
+                raise bad_field("max_tokens", 0, "ask for at least 1, or set echo to true")
+            max_tokens = 1 if body.max_tokens == 0 else body.max_tokens
+            given, own = body, (body.seed, body.min_tokens, max_tokens, body.logprobs)
+            prompt_logprobs = body.logprobs if body.echo else None
         case ChatRequest():
             if body.top_logprobs is not None and not body.logprobs:
                 raise bad_field("top_logprobs", body.top_logprobs, "set logprobs to true too")
-            seeds, logprobs = (body.seed, seed), (body.top_logprobs or 0) if body.logprobs else None
+            logprobs = (body.top_logprobs or 0) if body.logprobs else None
             max_tokens = body.max_completion_tokens or body.max_tokens
-            return _params(body, defaults, "", seeds, body.min_tokens, max_tokens, logprobs)
+            given, own = body, (body.seed, body.min_tokens, max_tokens, logprobs)
         case GenerateRequest():
-            given = body.sampling_params or GenerateParams()
+            given = params = body.sampling_params or GenerateParams()
             logprobs = (body.top_logprobs_num or 0) if body.return_logprob else None
-            seeds, lengths = (given.sampling_seed, seed), (given.min_new_tokens, given.max_new_tokens)
-            return _params(given, defaults, "sampling_params.", seeds, *lengths, logprobs)
-
-
-def _params(
-    given: SamplingFields,
-    defaults: SamplingParams,
-    prefix: str,
-    seeds: tuple[int | None, int],
-    min_tokens: int | None,
-    max_tokens: int | None,
-    logprobs: int | None,
-) -> SamplingParams:
-    return SamplingParams(
-        temperature=_or(given.temperature, defaults.temperature),
-        top_k=defaults.top_k if given.top_k is None else max(0, given.top_k),
-        top_p=_or(given.top_p, defaults.top_p),
-        min_p=_or(given.min_p, defaults.min_p),
-        repetition_penalty=_or(given.repetition_penalty, defaults.repetition_penalty),
-        presence_penalty=given.presence_penalty or 0.0,
-        frequency_penalty=given.frequency_penalty or 0.0,
-        logit_bias=_bias(given.logit_bias, f"{prefix}logit_bias"),
-        seed=seeds[1] if seeds[0] is None else seeds[0],
-        stop=(given.stop,) if isinstance(given.stop, str) else tuple(given.stop or ()),
-        stop_ids=tuple(given.stop_token_ids or ()),
-        min_tokens=min_tokens or 0,
-        max_tokens=max_tokens or 0,
-        ignore_eos=bool(given.ignore_eos),
-        n=given.n or 1,
-        logprobs=logprobs,
-    )
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
+            own = (params.sampling_seed, params.min_new_tokens, params.max_new_tokens, logprobs)
+    values: dict[str, Any] = {name: getattr(given, name) for name in _SHARED}
+    values |= zip(("seed", "min_tokens", "max_tokens", "logprobs"), own, strict=True)
+    values |= {
+        "top_k": None if given.top_k is None else max(0, given.top_k),
+        "logit_bias": _bias(
+            given.logit_bias, "logit_bias" if given is body else "sampling_params.logit_bias"
+        ),
+        "stop": (given.stop,) if isinstance(given.stop, str) else tuple(given.stop or ()),
+        "stop_ids": tuple(given.stop_token_ids or ()),
+        "prompt_logprobs": prompt_logprobs,
+    }
+    absent = {"seed": seed, "max_tokens": 0}
+    given_values = {name: value for name, value in values.items() if value is not None}
+    return msgspec.structs.replace(defaults, **{**absent, **given_values})
 
 
 def _bias(bias: Mapping[str, float] | None, param: str) -> dict[int, float]:
@@ -776,7 +801,7 @@ _JSON_OBJECT = {"type": "object"}
 
 
 def _bad_format(param: str, problem: object) -> ApiError:
-    return ApiError(400, f"{param}: {problem}; mend it or leave it out", param=param)
+    return ApiError(400, f"{param}: {problem}; correct it or leave it out", param=param)
 
 
 def _grammar(body: RequestBody, model: ServedModel) -> tuple[str, str]:
@@ -843,8 +868,7 @@ def _call_grammar(body: ChatRequest, model: ServedModel) -> str:
     """The calls that `tool_choice` forces."""
     if isinstance(body.tool_choice, str) and body.tool_choice != "required":
         raise bad_field("tool_choice", body.tool_choice, "use none, auto, required, or name a function")
-    if not model.has_template_word(_CALL_BEGIN):
-        raise ConfigError(f"the model's chat template has no {_CALL_BEGIN}, so no call can be forced")
+    form = _call_form(body, model)
     functions: dict[str, object] = {}
     for index, tool in enumerate(body.tools or ()):
         function = tool.get("function")
@@ -863,7 +887,12 @@ def _call_grammar(body: ChatRequest, model: ServedModel) -> str:
             raise ConfigError(f"{name!a} is not the name of one of the tools")
         functions = {name: functions[name]}
     is_parallel = body.tool_choice == "required" and body.parallel_tool_calls is not False
-    return call_grammar(functions, model.tag(_CALL_BEGIN), model.tag(_CALL_END), is_parallel=is_parallel)
+    if form is None:
+        raise ConfigError("tool calls are not parsed here (--tool-call-parser none), so none can be forced")
+    if form.bare:
+        return call_grammar(functions, "parameters", "", "", is_parallel=is_parallel)
+    ((begin, end),) = form.tags.items()
+    return call_grammar(functions, "arguments", model.tag(begin), model.tag(end), is_parallel=is_parallel)
 
 
 # ---- prompts
@@ -879,10 +908,32 @@ async def _read_prompts(body: RequestBody, model: ServedModel) -> list[TokenSequ
             return await _texts_or_ids(body.prompt, "prompt", model, body.add_special_tokens is not False)
         case GenerateRequest():
             if (body.text is None) == (body.input_ids is None):
-                raise ApiError(400, "give either text or input_ids", param="text")
+                raise ApiError(400, _ONE_PROMPT, param="text")
             if body.text is not None:
                 return await _texts_or_ids(body.text, "text", model)
             return await _texts_or_ids(body.input_ids, "input_ids", model)
+
+
+def _read_embeddings(body: RequestBody, model: ServedModel) -> list[bytes]:
+    """By prompt: its input embeddings in float32; none where prompts are texts or ids."""
+    if not isinstance(body, GenerateRequest) or body.input_embeds is None:
+        return []
+    if body.text is not None or body.input_ids is not None:
+        raise ApiError(400, _ONE_PROMPT, param="input_embeds")
+    given: list[Any] = body.input_embeds
+    are_many = bool(given and given[0]) and isinstance(given[0][0], list)
+    encoded = []
+    for rows in given if are_many else [given]:
+        values = array("f")
+        for row in rows:
+            if not isinstance(row, list) or len(row) != model.hidden_size or list in map(type, row):
+                remedy = f"give a row of {model.hidden_size} numbers per token"
+                raise bad_field("input_embeds", row, remedy)
+            values.extend(row)
+        if not values or not all(map(isfinite, values)):
+            raise bad_field("input_embeds", rows, "give at least one row, of numbers that float32 holds")
+        encoded.append(values.tobytes())
+    return encoded
 
 
 async def _texts_or_ids(
@@ -904,7 +955,7 @@ async def _texts_or_ids(
     return [await model.encode(text, param, add_special) for text in value]
 
 
-def _template_message(message: Message, index: int, model: ServedModel) -> dict[str, Any]:
+def _template_message(message: ChatMessage, index: int, model: ServedModel) -> dict[str, Any]:
     """A message as templates expect it: content is one text, arguments of tool calls are objects."""
     where = f"messages[{index}]"
     if message.role not in ROLES and not model.has_template_role(message.role):
@@ -920,7 +971,8 @@ def _template_message(message: Message, index: int, model: ServedModel) -> dict[
         if message.role != "assistant":
             raise bad_field(f"{where}.content", None, "give a text")
         fields["content"] = ""
-    if message.tool_calls is not None:
+    # A template that puts the arguments into a sum, as DeepSeek's do, needs them as text.
+    if message.tool_calls is not None and not model.has_template_word("['arguments'] +"):
         fields["tool_calls"] = [_template_tool_call(call) for call in message.tool_calls]
     return fields
 
@@ -960,16 +1012,12 @@ def _offers_tools(body: RequestBody) -> bool:
     return isinstance(body, ChatRequest) and bool(body.tools) and body.tool_choice != "none"
 
 
-def _echoes(body: RequestBody, prompts: Sequence[TokenSequence], model: ServedModel) -> list[str]:
-    if not isinstance(body, CompletionRequest) or not body.echo:
-        return [""] * len(prompts)
-    if body.logprobs is not None:
-        raise bad_field("echo", True, "prompts have no log-probabilities here; leave out one of the two")
-    given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-    return [
-        str(text) if isinstance(text, str) else model.decode(ids)
-        for text, ids in zip(given if len(given) == len(prompts) else prompts, prompts, strict=True)
-    ]
+def _call_form(body: RequestBody, model: ServedModel) -> CallForm | None:
+    """The form in which calls of the output are read; None: they are not."""
+    if not isinstance(body, ChatRequest) or not _offers_tools(body) or model.tool_call_parser == "none":
+        return None
+    form = model.call_form()
+    return form if body.tool_choice in (None, "auto") else forced_form(form)
 
 
 # ---- jobs
@@ -979,28 +1027,25 @@ def _make_jobs(
     body: RequestBody,
     params: SamplingParams,
     prompts: Sequence[TokenSequence],
-    *,
+    embeddings: Sequence[bytes],
     hints: RouterHints,
-    hands: Sequence[InboundHandoff | OutboundHandoff | None],
-    dp: int | None,
     model: ServedModel,
-) -> tuple[Job, ...]:
-    salt, jobs = body.cache_salt or "", []
+) -> Iterator[Job]:
+    """One job per prompt, or per choice that is resumed."""
+    answers = [(index, 0, TokenSequence()) for index in range(len(prompts))]
     if hints.resume:
-        alone = msgspec.structs.replace(params, n=1)
-        for choice, hand in zip(hints.resume, hands, strict=True):
-            prompt_index, index = divmod(choice.index, params.n)
-            if not 0 <= prompt_index < len(prompts):
-                raise bad_field("baton.resume", choice.index, "there is no such choice")
-            generated = model.check_ids(choice.tokens, "baton.resume")
-            prompt = prompts[prompt_index]
-            request = EngineRequest(prompt, alone, hand, salt, generated=generated, index=index, dp=dp)
-            jobs.append(Job(_fit_to_context(request, body, model), prompt_index))
-    else:
-        for prompt_index, (prompt, hand) in enumerate(zip(prompts, hands, strict=True)):
-            request = EngineRequest(prompt, params, hand, salt, dp=dp)
-            jobs.append(Job(_fit_to_context(request, body, model), prompt_index))
-    return tuple(jobs)
+        answers = [(*divmod(choice.index, params.n), choice.tokens) for choice in hints.resume]
+    hands = _handoffs(body, model, hints.first_token or model.first_token, len(answers), params.n)
+    if hints.resume:
+        params = msgspec.structs.replace(params, n=1)
+    salt, dp = body.cache_salt or "", _dp_group(body, model)
+    for (prompt_index, index, tokens), hand in zip(answers, hands, strict=True):
+        if prompt_index >= len(prompts):
+            raise bad_field("baton.resume", prompt_index, "there is no such prompt")
+        generated = model.check_ids(tokens, "baton.resume")
+        raw = embeddings[prompt_index] if embeddings else None
+        request = EngineRequest(prompts[prompt_index], params, hand, salt, raw, generated, index, dp)
+        yield Job(_fit_to_context(request, body, model), prompt_index)
 
 
 def _fit_to_context(request: EngineRequest, body: RequestBody, model: ServedModel) -> EngineRequest:
@@ -1025,14 +1070,14 @@ def _fit_to_context(request: EngineRequest, body: RequestBody, model: ServedMode
     return replace(request, params=msgspec.structs.replace(params, max_tokens=max_tokens))
 
 
-def _hand_offs(
-    body: RequestBody, instance: ReceivingInstance, num_jobs: int, n: int
+def _handoffs(
+    body: RequestBody, model: ServedModel, first_token: str, num_jobs: int, n: int
 ) -> list[InboundHandoff | OutboundHandoff | None]:
     """By job: where its KV cache comes from or goes to; None: it is prefilled and decoded here."""
     if body.bootstrap_room is None:
         return [None] * num_jobs
     rooms = _by_job(body.bootstrap_room, "bootstrap_room", num_jobs, n)
-    if instance.role == "prefill":
+    if model.role == "prefill":
         return [OutboundHandoff(str(room)) for room in rooms]
     hosts = _by_job(body.bootstrap_host, "bootstrap_host", num_jobs, n)
     ports = _by_job(body.bootstrap_port, "bootstrap_port", num_jobs, n)
@@ -1042,25 +1087,25 @@ def _hand_offs(
             absent = "bootstrap_port" if port is None else "bootstrap_host"
             raise bad_field(absent, port if port is None else host, "name the prefill coordinator's address")
         source = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-        if instance.role == "both" and source == instance.address:
+        if model.role == "both" and source == model.address:
             hands.append(OutboundHandoff(str(room)))
         else:
-            is_early = instance.first_token == "prefill"
-            hands.append(InboundHandoff(str(room), source, body.disagg_prefill_dp_rank, is_early))
+            rank = body.disagg_prefill_dp_rank
+            hands.append(InboundHandoff(str(room), source, rank, first_token == "prefill"))
     return hands
 
 
-def _dp_group(body: RequestBody, instance: ReceivingInstance) -> int | None:
+def _dp_group(body: RequestBody, model: ServedModel) -> int | None:
     """The DP group that the request names for this instance."""
     names = ["data_parallel_rank", "routed_dp_rank"]
-    if instance.role == "prefill":
+    if model.role == "prefill":
         names.insert(0, "disagg_prefill_dp_rank")
     given = [(name, rank) for name in names if (rank := getattr(body, name)) is not None]
     if not given:
         return None
     name, rank = given[0]
-    if rank >= instance.num_dp_groups:
-        raise bad_field(name, rank, f"give a DP group from 0 to {instance.num_dp_groups - 1}")
+    if rank >= model.num_dp_groups:
+        raise bad_field(name, rank, f"give a DP group from 0 to {model.num_dp_groups - 1}")
     return int(rank)
 
 
@@ -1093,11 +1138,11 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of a completion, by token."""
+    """Log-probabilities of a completion, by token; none for the first one of an echoed prompt."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -1142,22 +1187,6 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
     content: list[ChatLogprob]
 
 
-class FunctionCall(msgspec.Struct, frozen=True):
-    """A function that the model calls, with its arguments as JSON."""
-
-    name: str
-    arguments: str
-
-
-class ToolCall(msgspec.Struct, frozen=True):
-    """One call; in a stream it comes whole, with its place among the choice's calls."""
-
-    id: str
-    function: FunctionCall
-    type: str = "function"
-    index: int | UnsetType = UNSET
-
-
 class AssistantMessage(msgspec.Struct, frozen=True):
     """The generated message."""
 
@@ -1172,8 +1201,8 @@ class ChatChoice(msgspec.Struct, frozen=True):
 
     index: int
     message: AssistantMessage
+    logprobs: ChatLogprobs | None
     finish_reason: str | None
-    logprobs: ChatLogprobs | None = None
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -1217,6 +1246,10 @@ class ChatChunk(msgspec.Struct, frozen=True):
     usage: Usage | UnsetType | None = UNSET
 
 
+GeneratedLogprob: TypeAlias = tuple[float, int, str]
+"""Log-probability, id and text of a token."""
+
+
 class GenerateMeta(msgspec.Struct, frozen=True):
     """`meta_info` of /generate."""
 
@@ -1225,8 +1258,8 @@ class GenerateMeta(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
-    output_token_logprobs: list[tuple[float, int, str]] | UnsetType = UNSET
-    output_top_logprobs: list[list[tuple[float, int, str]]] | UnsetType = UNSET
+    output_token_logprobs: list[GeneratedLogprob] | UnsetType = UNSET
+    output_top_logprobs: list[list[GeneratedLogprob]] | UnsetType = UNSET
 
 
 class Generated(msgspec.Struct, frozen=True):
@@ -1298,7 +1331,14 @@ class ChoiceDelta:
     text: str = ""
     tokens: list[SampledToken] = field(default_factory=list)
     finish: str | None = None
+    prompt_logprobs: Sequence[SampledToken] = ()
+    """With the first delta of a choice: the prompt's tokens but the first one."""
     calls: list[ToolCall] = field(default_factory=list)
+
+    def add(self, text: str, tokens: Sequence[SampledToken], finish: str | None) -> None:
+        self.text += text
+        self.tokens.extend(tokens)
+        self.finish = finish
 
     @property
     def ids(self) -> list[int]:
@@ -1316,64 +1356,46 @@ def _byte_letters() -> dict[str, int]:
 _LETTERS = _byte_letters()
 
 
-class TokenNames:
-    """The text and the bytes of single tokens, for log-probabilities."""
-
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[int, tuple[str, list[int] | None]] = {}
-
-    def name(self, token: int) -> tuple[str, list[int] | None]:
-        """A token's text, or its spelling where it has none, and its bytes where they are known."""
-        known = self._known.get(token)
-        if known is None:
-            known = self._known[token] = self._look_up(token)
-        return known
-
-    def text_of(self, parsed: ParsedRequest, index: int) -> str:
-        """The text that a client has of a resumed choice."""
-        tokens = parsed.resumed.get(index, ())
-        if self._tokenizer is None or not tokens:
-            return ""
-        prompt = parsed.prompts[index // parsed.n]
-        text = AnswerText(self._tokenizer, parsed.jobs[0].request.params, (), prompt)
-        return "".join(text.push(token) for token in tokens)
-
-    def _look_up(self, token: int) -> tuple[str, list[int] | None]:
-        if self._tokenizer is None:
-            return f"token_id:{token}", None
-        text = self._tokenizer.decode([token])
-        if text and _BROKEN not in text:
-            return text, list(text.encode())
-        spelling = self._tokenizer.spelling(token)
-        byte = self._tokenizer.byte_of(token)
-        if byte is not None:
-            raw = bytes([byte])
-        elif text and all(letter in _LETTERS for letter in spelling):
-            raw = bytes(_LETTERS[letter] for letter in spelling)
-        else:
-            return spelling or f"token_id:{token}", list(spelling.encode()) or None
-        # A part of a character has no text of its own.
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), list(raw)
+def _token_name(tokenizer: Tokenizer | None, token: int) -> TokenName:
+    if tokenizer is None:
+        return f"token_id:{token}", None
+    text = tokenizer.decode([token])
+    if text and _BROKEN not in text:
+        return text, list(text.encode())
+    spelling, byte = tokenizer.spelling(token), tokenizer.byte_of(token)
+    if byte is not None:
+        raw = bytes([byte])
+    elif text and all(letter in _LETTERS for letter in spelling):
+        raw = bytes(_LETTERS[letter] for letter in spelling)
+    else:
+        return spelling or f"token_id:{token}", list(spelling.encode()) or None
+    # A part of a character has no text of its own.
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), list(raw)
 
 
 def _finite(logprob: float) -> float:
     return max(logprob, LOGPROB_MIN)
 
 
-def _top_tokens(sampled: SampledToken, num_top: int) -> list[tuple[int, float]]:
-    """The most likely tokens at a position, best first."""
-    ranked = sorted(sampled.top.items(), key=lambda item: (-item[1], item[0]))
-    return [(token, _finite(logprob)) for token, logprob in ranked[:num_top]]
-
-
 class ResponseFormat(ABC):
     """Renders one request's choices in the form of its API."""
 
-    def __init__(self, parsed: ParsedRequest, model: str, names: TokenNames) -> None:
+    def __init__(self, parsed: ParsedRequest, model: ServedModel) -> None:
         self.parsed = parsed
         self.model = model
-        self.names = names
+        self.head = parsed.id, parsed.created, model.name
+        """What responses of OpenAI's API begin with."""
+        self.event_usage = None if parsed.has_usage else UNSET
+        """In events before the one with the usage."""
+
+    def ids(self, delta: ChoiceDelta) -> list[int] | UnsetType:
+        return delta.ids if self.parsed.has_ids else UNSET
+
+    def tops(self, sampled: SampledToken, num_top: int) -> Iterator[tuple[int, float, TokenName]]:
+        """The most likely tokens at a position, best first."""
+        ranked = sorted(sampled.top.items(), key=lambda item: (-item[1], item[0]))
+        for token, logprob in ranked[:num_top]:
+            yield token, _finite(logprob), self.model.token_name(token)
 
     @property
     def num_top(self) -> int | None:
@@ -1401,142 +1423,83 @@ class ResponseFormat(ABC):
         """The response without a stream; each choice is one delta."""
 
 
-def response_format(parsed: ParsedRequest, model: str, names: TokenNames) -> ResponseFormat:
+def response_format(parsed: ParsedRequest, model: ServedModel) -> ResponseFormat:
     match parsed.body:
         case ChatRequest():
-            return ChatFormat(parsed, model, names)
+            return ChatFormat(parsed, model)
         case CompletionRequest():
-            return CompletionFormat(parsed, model, names)
+            return CompletionFormat(parsed, model)
         case _:
-            return GenerateFormat(parsed, model, names)
+            return GenerateFormat(parsed, model)
 
 
 class CompletionFormat(ResponseFormat):
     """/v1/completions."""
 
-    def __init__(self, parsed: ParsedRequest, model: str, names: TokenNames) -> None:
-        super().__init__(parsed, model, names)
+    def __init__(self, parsed: ParsedRequest, model: ServedModel) -> None:
+        super().__init__(parsed, model)
         self._offsets: dict[int, int] = {}
         """By choice: where its next token's text begins."""
 
     def event(self, delta: ChoiceDelta) -> Completion:
-        usage = None if self.parsed.has_usage else UNSET
-        return self._completion([self._choice(delta)], usage)
+        return Completion(*self.head, [self._choice(delta)], usage=self.event_usage)
 
     def usage_event(self, usage: Usage) -> Completion:
-        return self._completion([], usage)
+        return Completion(*self.head, [], usage=usage)
 
     def whole(self, choices: Iterable[ChoiceDelta], usage: Usage) -> Completion:
-        return self._completion([self._choice(delta) for delta in choices], usage)
-
-    def _completion(self, choices: list[CompletionChoice], usage: Any) -> Completion:
-        return Completion(self.parsed.id, self.parsed.created, self.model, choices, usage=usage)
+        return Completion(*self.head, [self._choice(delta) for delta in choices], usage=usage)
 
     def _choice(self, delta: ChoiceDelta) -> CompletionChoice:
-        echo = self.parsed.echoes[delta.index // self.parsed.n] if delta.is_first else ""
-        ids = delta.ids if self.parsed.has_ids else UNSET
-        return CompletionChoice(delta.index, echo + delta.text, self._logprobs(delta), delta.finish, ids)
+        text = self._echo(delta.index // self.parsed.n) + delta.text if delta.is_first else delta.text
+        return CompletionChoice(delta.index, text, self._logprobs(delta), delta.finish, self.ids(delta))
+
+    def _echo(self, prompt_index: int) -> str:
+        """The text that precedes the choices of a prompt."""
+        parsed, body = self.parsed, self.parsed.body
+        if not isinstance(body, CompletionRequest) or not body.echo:
+            return ""
+        given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        text = given[prompt_index] if len(given) == len(parsed.prompts) else None
+        return text if isinstance(text, str) else self.model.decode(parsed.prompts[prompt_index])
 
     def _logprobs(self, delta: ChoiceDelta) -> CompletionLogprobs | None:
-        num_top = self.num_top
+        num_top, token_name = self.num_top, self.model.token_name
         if num_top is None:
             return None
-        names = [self.names.name(sampled.token)[0] for sampled in delta.tokens]
-        tops = [
-            {self.names.name(token)[0]: logprob for token, logprob in _top_tokens(sampled, num_top + 1)}
-            for sampled in delta.tokens
+        tokens = [*delta.prompt_logprobs, *delta.tokens]
+        names = [token_name(sampled.token)[0] for sampled in tokens]
+        values: list[float | None] = [_finite(sampled.logprob) for sampled in tokens]
+        tops: list[dict[str, float] | None] = [
+            {name: logprob for _, logprob, (name, _) in self.tops(sampled, num_top + 1)} for sampled in tokens
         ]
+        has_prompt = self.parsed.jobs[0].request.params.prompt_logprobs is not None
+        prompt = self.parsed.prompts[delta.index // self.parsed.n] if has_prompt else ()
         offset = self._offsets.get(delta.index)
         if offset is None:
-            earlier = self.parsed.resumed.get(delta.index, ())
-            offset = sum(len(self.names.name(token)[0]) for token in earlier)
-        offsets = []
-        for name in names:
-            offsets.append(offset)
-            offset += len(name)
-        self._offsets[delta.index] = offset
-        values = [_finite(sampled.logprob) for sampled in delta.tokens]
+            earlier = () if delta.is_first else (*prompt, *self.parsed.resumed.get(delta.index, ()))
+            offset = sum(len(token_name(token)[0]) for token in earlier)
+        if prompt and delta.is_first:
+            names, values, tops = [token_name(prompt[0])[0], *names], [None, *values], [None, *tops]
+        *offsets, self._offsets[delta.index] = accumulate(map(len, names), initial=offset)
         return CompletionLogprobs(names, values, tops, offsets)
-
-
-_CALL_BEGIN, _CALL_END = "<tool_call>", "</tool_call>"
-
-
-class _CallBody(msgspec.Struct, frozen=True):
-    name: str
-    arguments: dict[str, Any] | str = {}
-
-
-class ToolCallParser:
-    """Splits the text of one choice into content and calls, in the form that Hermes and Qwen write them:
-
-        <tool_call>{"name": "get_weather", "arguments": {"city": "Oslo"}}</tool_call>
-
-    White space around calls is dropped. What is no call, or was cut off, stays content. The result does not
-    depend on how the text was cut into pieces, so another instance can go on from the text so far.
-    """
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-        self._held = ""
-        """A call that is not complete, or the end of the text where it may become the tag of one."""
-        self._is_in_call = False
-
-    def push(self, piece: str) -> tuple[str, list[ToolCall]]:
-        text, content, calls = self._held + piece, "", list[ToolCall]()
-        while True:
-            before, tag, after = text.partition(_CALL_END if self._is_in_call else _CALL_BEGIN)
-            if not tag:
-                break
-            if not self._is_in_call:
-                content += before.rstrip()
-            elif call := self._read(before):
-                calls.append(call)
-            else:
-                content += f"{_CALL_BEGIN}{before}{_CALL_END}"
-            self._is_in_call, text = not self._is_in_call, after
-        if not self._is_in_call:
-            num_tag = next(num for num in range(len(_CALL_BEGIN), -1, -1) if text.endswith(_CALL_BEGIN[:num]))
-            num_certain = len(text[: len(text) - num_tag].rstrip())
-            content, text = content + text[:num_certain], text[num_certain:]
-        self._held = text
-        return content, calls
-
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        """The rest, when the text is over; a model may leave out the last tag."""
-        held, self._held = self._held, ""
-        if not self._is_in_call:
-            return held.rstrip() if self.num_calls else held, []
-        call = self._read(held)
-        return ("", [call]) if call else (f"{_CALL_BEGIN}{held}", [])
-
-    def _read(self, text: str) -> ToolCall | None:
-        try:
-            body = msgspec.json.decode(text, type=_CallBody)
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
-            return None
-        arguments = body.arguments
-        if not isinstance(arguments, str):
-            arguments = msgspec.json.encode(arguments).decode()
-        self.num_calls += 1
-        function = FunctionCall(body.name, arguments)
-        return ToolCall(f"call_{secrets.token_hex(12)}", function, index=self.num_calls - 1)
 
 
 class ChatFormat(ResponseFormat):
     """/v1/chat/completions; the role comes with the first delta of each choice."""
 
-    def __init__(self, parsed: ParsedRequest, model: str, names: TokenNames) -> None:
-        super().__init__(parsed, model, names)
+    def __init__(self, parsed: ParsedRequest, model: ServedModel) -> None:
+        super().__init__(parsed, model)
+        self._call_form = _call_form(parsed.body, model)
         self._parsers: dict[int, ToolCallParser] = {}
 
     def take(self, delta: ChoiceDelta) -> None:
-        if not self.parsed.has_tool_calls:
+        if self._call_form is None:
             return
         parser = self._parsers.get(delta.index)
         if parser is None:
-            parser = self._parsers[delta.index] = ToolCallParser()
-            parser.push(self.names.text_of(self.parsed, delta.index))
+            parser = self._parsers[delta.index] = self._new_parser(self._call_form)
+            parser.push(self._text_so_far(delta.index))
         delta.text, delta.calls = parser.push(delta.text)
         if delta.finish is not None:
             rest, calls = parser.finish()
@@ -1544,34 +1507,41 @@ class ChatFormat(ResponseFormat):
         if isinstance(self.parsed.body, ChatRequest) and self.parsed.body.parallel_tool_calls is False:
             delta.calls = [call for call in delta.calls if call.index == 0]
 
+    def _new_parser(self, form: CallForm) -> ToolCallParser:
+        body = self.parsed.body
+        assert isinstance(body, ChatRequest)
+        num_before = sum(len(message.tool_calls or ()) for message in body.messages)
+        return ToolCallParser(form, schemas_of(body.tools or ()), num_before)
+
     def _finish_reason(self, delta: ChoiceDelta) -> str | None:
         parser = self._parsers.get(delta.index)
         has_calls = parser is not None and parser.num_calls
         return "tool_calls" if has_calls and delta.finish == "stop" else delta.finish
 
+    def _text_so_far(self, index: int) -> str:
+        """The text that a client has of a resumed choice."""
+        parsed, tokenizer = self.parsed, self.model.tokenizer
+        tokens = parsed.resumed.get(index, ())
+        if tokenizer is None or not tokens:
+            return ""
+        text = AnswerText(tokenizer, parsed.jobs[0].request.params, (), parsed.prompts[index // parsed.n])
+        return "".join(text.push(token) for token in tokens)
+
     def event(self, delta: ChoiceDelta) -> ChatChunk:
-        calls = delta.calls or UNSET
-        content = Delta(delta.text, "assistant" if delta.is_first else UNSET, calls)
-        ids = delta.ids if self.parsed.has_ids else UNSET
-        choice = DeltaChoice(delta.index, content, self._logprobs(delta), self._finish_reason(delta), ids)
-        usage = None if self.parsed.has_usage else UNSET
-        return ChatChunk(self.parsed.id, self.parsed.created, self.model, [choice], usage=usage)
+        content = Delta(delta.text, "assistant" if delta.is_first else UNSET, delta.calls or UNSET)
+        choice = DeltaChoice(delta.index, content, *self._rest(delta))
+        return ChatChunk(*self.head, [choice], usage=self.event_usage)
 
     def usage_event(self, usage: Usage) -> ChatChunk:
-        return ChatChunk(self.parsed.id, self.parsed.created, self.model, [], usage=usage)
+        return ChatChunk(*self.head, [], usage=usage)
 
     def whole(self, choices: Iterable[ChoiceDelta], usage: Usage) -> ChatCompletion:
-        rendered = [
-            ChatChoice(
-                delta.index,
-                self._message(delta),
-                self._finish_reason(delta),
-                self._logprobs(delta),
-                delta.ids if self.parsed.has_ids else UNSET,
-            )
-            for delta in choices
-        ]
-        return ChatCompletion(self.parsed.id, self.parsed.created, self.model, rendered, usage)
+        rendered = [ChatChoice(delta.index, self._message(delta), *self._rest(delta)) for delta in choices]
+        return ChatCompletion(*self.head, rendered, usage)
+
+    def _rest(self, delta: ChoiceDelta) -> tuple[ChatLogprobs | None, str | None, list[int] | UnsetType]:
+        """What a choice has beside its text, in a stream or not."""
+        return self._logprobs(delta), self._finish_reason(delta), self.ids(delta)
 
     def _message(self, delta: ChoiceDelta) -> AssistantMessage:
         if not delta.calls:
@@ -1585,10 +1555,9 @@ class ChatFormat(ResponseFormat):
             return None
         content = []
         for sampled in delta.tokens:
-            name, raw = self.names.name(sampled.token)
+            name, raw = self.model.token_name(sampled.token)
             tops = [
-                TokenLogprob(self.names.name(token)[0], logprob, self.names.name(token)[1])
-                for token, logprob in _top_tokens(sampled, num_top)
+                TokenLogprob(text, logprob, raw) for _, logprob, (text, raw) in self.tops(sampled, num_top)
             ]
             content.append(ChatLogprob(name, _finite(sampled.logprob), raw, tops))
         return ChatLogprobs(content)
@@ -1597,17 +1566,16 @@ class ChatFormat(ResponseFormat):
 class GenerateFormat(ResponseFormat):
     """/generate: each stream event holds the whole text so far; several choices are a list."""
 
-    def __init__(self, parsed: ParsedRequest, model: str, names: TokenNames) -> None:
-        super().__init__(parsed, model, names)
+    def __init__(self, parsed: ParsedRequest, model: ServedModel) -> None:
+        super().__init__(parsed, model)
         self._so_far: dict[int, ChoiceDelta] = {}
         self._is_single = len(parsed.prompts) * parsed.n == 1
 
     def event(self, delta: ChoiceDelta) -> Generated:
-        known = self._so_far.get(delta.index)
-        if known is not None:
-            delta = replace(delta, text=known.text + delta.text, tokens=[*known.tokens, *delta.tokens])
-        self._so_far[delta.index] = delta
-        return self._generated(delta, 0)
+        known = self._so_far.setdefault(delta.index, delta)
+        if known is not delta:
+            known.add(delta.text, delta.tokens, delta.finish)
+        return self._generated(known, 0)
 
     def usage_event(self, usage: Usage) -> None:
         """Each event has the counts itself."""
@@ -1624,23 +1592,17 @@ class GenerateFormat(ResponseFormat):
         if delta.finish == "length" and finish is not None:
             finish["length"] = len(ids)
         rid = getattr(parsed.body, "rid", None)
-        meta = GenerateMeta(
-            rid if isinstance(rid, str) and rid else parsed.id,
-            finish,
-            len(parsed.prompts[delta.index // parsed.n]),
-            len(ids),
-            num_cached,
-        )
+        num_prompt = len(parsed.prompts[delta.index // parsed.n])
+        logprobs: list[GeneratedLogprob] | UnsetType = UNSET
+        tops: list[list[GeneratedLogprob]] | UnsetType = UNSET
         if num_top is not None:
-            logprobs = [self._logprob(sampled.logprob, sampled.token) for sampled in delta.tokens]
-            meta = msgspec.structs.replace(meta, output_token_logprobs=logprobs)
+            named = [(sampled, self.model.token_name(sampled.token)[0]) for sampled in delta.tokens]
+            logprobs = [(_finite(sampled.logprob), sampled.token, name) for sampled, name in named]
         if num_top:
             tops = [
-                [self._logprob(logprob, token) for token, logprob in _top_tokens(sampled, num_top)]
+                [(logprob, token, name) for token, logprob, (name, _) in self.tops(sampled, num_top)]
                 for sampled in delta.tokens
             ]
-            meta = msgspec.structs.replace(meta, output_top_logprobs=tops)
+        name = rid if isinstance(rid, str) and rid else parsed.id
+        meta = GenerateMeta(name, finish, num_prompt, len(ids), num_cached, logprobs, tops)
         return Generated(delta.text, ids, meta, UNSET if self._is_single else delta.index)
-
-    def _logprob(self, logprob: float, token: int) -> tuple[float, int, str]:
-        return _finite(logprob), token, self.names.name(token)[0]

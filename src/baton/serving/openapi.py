@@ -22,9 +22,9 @@ _ERRORS = {
     "415": "The body is compressed.",
     "429": "Too many requests are waiting.",
     "500": "An internal error.",
-    "502": "The other side of the hand-off failed.",
+    "502": "The other side of the hand-over failed.",
     "503": "Not ready, draining or out of pages.",
-    "504": "The hand-off took too long.",
+    "504": "The hand-over took too long.",
 }
 _GENERATING = ("400", "401", "403", "404", "408", "413", "415", "429", "500", "502", "503", "504")
 _STRUCTS = (

@@ -45,9 +45,10 @@ NUM_LISTED = 2
 """Instances that are asked for their latest requests in one tick, in turn."""
 NUM_DRAWN = 2
 """Hand-overs of one instance that are fetched with the work of their ranks in one tick."""
+NUM_UNDRAWN_MAX = 64
 DRAWING_SHARE = 0.05
 """Of one core, at most, to draw hand-overs; those of large layouts are drawn less often."""
-NUM_HANDOVERS_MAX = 24
+NUM_HANDOFFS_MAX = 24
 NUM_POINTS_MAX = 512
 NUM_REASONS_MAX = 4
 NUM_TRACKS_MAX = 40
@@ -102,7 +103,7 @@ _request = msgspec.json.Decoder(_Request)
 # ---- one hand-over
 
 
-def _read_hand_over(*bodies: bytes) -> tuple[dict[str, Any] | None, float]:
+def _read_handoff(*bodies: bytes) -> tuple[dict[str, Any] | None, float]:
     """What is shown of a request, from what prefill and decode answered, and the seconds that it took."""
     began_s, shown = time.thread_time(), None
     with suppress(msgspec.DecodeError, UnicodeDecodeError):
@@ -188,7 +189,7 @@ def _matrix(trace: RequestTrace) -> dict[str, Any]:
 # ---- the sample
 
 
-class HandoverSample:
+class HandoffSample:
     """The latest hand-overs of a few instances at a time."""
 
     def __init__(self, fleet: Fleet, log: AttemptLog, session: aiohttp.ClientSession) -> None:
@@ -196,7 +197,7 @@ class HandoverSample:
         """When, the share of the transfer that was hidden, the exposed seconds."""
         self.reasons: deque[tuple[str, ...]] = deque(maxlen=NUM_POINTS_MAX)
         """Why each of these was not pipelined; empty where it was."""
-        self.drawn: deque[tuple[int, bytes]] = deque(maxlen=NUM_HANDOVERS_MAX)
+        self.drawn: deque[tuple[int, bytes]] = deque(maxlen=NUM_HANDOFFS_MAX)
         """Numbered, as JSON."""
         self._fleet = fleet
         self._log = log
@@ -204,6 +205,8 @@ class HandoverSample:
         self._turn = 0
         self._listed: dict[str, frozenset[str]] = {}
         """By instance: the hand-overs that it listed last."""
+        self._undrawn: deque[str] = deque(maxlen=NUM_UNDRAWN_MAX)
+        """Hand-overs to draw once their requests have ended: only then decode has recorded them."""
         self._num_drawn = 0
         self._rests_until_s = 0.0
 
@@ -222,9 +225,18 @@ class HandoverSample:
             before[instance.name] = frozenset(done)
             for request in reversed(new):
                 self._add_point(request)
-            for request in reversed(new[:NUM_DRAWN]):
-                if monotonic() >= self._rests_until_s:
-                    await self._draw(request.id)
+            self._undrawn.extend(request.id for request in reversed(new[:NUM_DRAWN]))
+        ended = [identity for identity in self._undrawn if self._has_ended(identity)]
+        for identity in ended:
+            self._undrawn.remove(identity)
+        for identity in ended[-NUM_LISTED * NUM_DRAWN :]:
+            if monotonic() >= self._rests_until_s:
+                await self._draw(identity)
+
+    def _has_ended(self, identity: str) -> bool:
+        """Long enough ago that decode has freed its pages too, or so long ago that it is forgotten."""
+        attempts = self._log.attempts(identity)
+        return not attempts or 0 < attempts[-1].ended_s < time.time() - TICK_S
 
     async def _list(self, instance: FleetInstance) -> Sequence[_Request]:
         """Its latest requests, the newest first."""
@@ -261,7 +273,7 @@ class HandoverSample:
         path = f"/v1/timelines/{quote(identity, safe='')}"
         bodies = await asyncio.gather(*(self._get(instance, path) for instance in pair))
         # On a thread: the event loop has requests to forward meanwhile.
-        shown, used_s = await asyncio.to_thread(_read_hand_over, *bodies)
+        shown, used_s = await asyncio.to_thread(_read_handoff, *bodies)
         self._rests_until_s = monotonic() + used_s / DRAWING_SHARE
         if shown is not None:
             self._num_drawn += 1
@@ -298,7 +310,7 @@ class RouterPage:
         self._fleet = fleet
         self._log = log
         self._state = state
-        self._sample = None if session is None else HandoverSample(fleet, log, session)
+        self._sample = None if session is None else HandoffSample(fleet, log, session)
         self._sampling: asyncio.Task[None] | None = None
         self._snapshot = b""
         self._snapshot_s = -TICK_S

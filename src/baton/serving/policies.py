@@ -1,11 +1,12 @@
 """How a router chooses among instances, as functions of what it knows of them.
 
-A load-balancing policy is a cost, by name; the candidate with the lowest one is chosen. Among equal costs the
-candidate that was chosen longest ago is next.
+A load-balancing policy is a cost, by name; the instance with the lowest one is chosen. Among equal costs the
+instance that was chosen longest ago is next.
 
 Conditional disaggregation: some prompts are answered sooner when the decode instance prefills them itself. A
-hand-off takes the prefill instance's queue, its compute and the transfer; prefilling on decode takes decode's
-compute. Both grow with the tokens to compute, so there is a number of tokens up to which decode is sooner:
+hand-over takes the prefill instance's queue, its compute and the transfer; prefilling on decode takes
+decode's compute. Both grow with the tokens to compute, so there is a number of tokens up to which decode is
+sooner:
 
     t / rate_decode = (t + queued) / rate_prefill + handoff_s
 
@@ -43,31 +44,25 @@ _WEIGHT = 0.1
 # ---- load balancing
 
 
-class Candidate(msgspec.Struct, frozen=True):
-    """An instance that could be given a request."""
-
-    name: str
-    load_tokens: int
-    """In flight there."""
-    num_in_flight: int
-    num_new_tokens: int
-    """Of this request's prompt that it would have to compute, by the prefix index."""
+Cost = tuple[int, ...]
+NewTokens = Callable[[FleetInstance], int]
+"""How many tokens of a request's prompt an instance would have to compute, by the prefix index."""
 
 
-def _round_robin(candidate: Candidate) -> tuple[int, ...]:
+def _round_robin(instance: FleetInstance, new_tokens: NewTokens) -> Cost:
     return ()
 
 
-def _least_loaded(candidate: Candidate) -> tuple[int, ...]:
-    return candidate.load_tokens, candidate.num_in_flight
+def _least_loaded(instance: FleetInstance, new_tokens: NewTokens) -> Cost:
+    return instance.load_tokens, instance.num_in_flight
 
 
-def _prefix_aware(candidate: Candidate) -> tuple[int, ...]:
+def _prefix_aware(instance: FleetInstance, new_tokens: NewTokens) -> Cost:
     # Both are tokens: a popular prefix fills one instance only until computing it elsewhere costs the same.
-    return candidate.load_tokens + candidate.num_new_tokens, candidate.num_in_flight
+    return instance.load_tokens + new_tokens(instance), instance.num_in_flight
 
 
-COSTS: dict[str, Callable[[Candidate], tuple[int, ...]]] = {
+COSTS: dict[str, Callable[[FleetInstance, NewTokens], Cost]] = {
     "least_loaded": _least_loaded,
     "prefix_aware": _prefix_aware,
     "round_robin": _round_robin,
@@ -88,16 +83,19 @@ class Policy:
         self._chosen_at: dict[str, int] = {}
         self._num_chosen = 0
 
-    def choose(self, candidates: Sequence[Candidate]) -> Candidate:
-        """One of the candidates, of which there is at least one."""
+    def choose(self, instances: Sequence[FleetInstance], new_tokens: NewTokens) -> FleetInstance:
+        """One of the instances, of which there is at least one."""
         chosen = min(
-            candidates,
-            key=lambda candidate: (self._cost(candidate), self._chosen_at.get(candidate.name, 0)),
+            instances,
+            key=lambda instance: (
+                self._cost(instance, new_tokens),
+                self._chosen_at.get(instance.name, 0),
+            ),
         )
         self._num_chosen += 1
         self._chosen_at[chosen.name] = self._num_chosen
-        if len(self._chosen_at) > 2 * len(candidates) + 64:
-            names = {candidate.name for candidate in candidates}
+        if len(self._chosen_at) > 2 * len(instances) + 64:
+            names = {instance.name for instance in instances}
             self._chosen_at = {name: at for name, at in self._chosen_at.items() if name in names}
         return chosen
 
@@ -188,14 +186,21 @@ class TokenSize:
 
 
 class PairCosts(msgspec.Struct, frozen=True):
-    """The time of a token on either side and of a hand-off between them, as measured."""
+    """The time of a token on either side and of a hand-over between them, as measured."""
 
     prefill_s: float
     decode_s: float
     fixed_s: float
-    """The prefill instance's queue, and the hand-off."""
+    """The prefill instance's queue, and the hand-over."""
     num_local_max: int
     """The most prompt tokens that decode may be computing at a time."""
+
+    @property
+    def threshold(self) -> int:
+        """Up to how many tokens, uncached on both sides, decode prefills sooner itself."""
+        if self.decode_s <= self.prefill_s:
+            return self.num_local_max
+        return min(self.num_local_max, int(self.fixed_s / (self.decode_s - self.prefill_s)))
 
 
 def pair_costs(
@@ -220,13 +225,9 @@ def pair_costs(
 def local_threshold(
     prefill: FleetInstance, decode: FleetInstance, local_prefill_max: int | None = None
 ) -> int:
-    """Up to how many tokens, uncached on both sides, decode prefills sooner itself."""
+    """The threshold of a pair; 0 where nothing was measured yet."""
     costs = pair_costs(prefill, decode, local_prefill_max)
-    if costs is None:
-        return 0
-    if costs.decode_s <= costs.prefill_s:
-        return costs.num_local_max
-    return min(costs.num_local_max, int(costs.fixed_s / (costs.decode_s - costs.prefill_s)))
+    return 0 if costs is None else costs.threshold
 
 
 def local_reason(
@@ -243,4 +244,4 @@ def local_reason(
         return ""
     if decode_new * costs.decode_s > prefill_new * costs.prefill_s + costs.fixed_s:
         return ""
-    return "short" if num_tokens <= local_threshold(prefill, decode, local_prefill_max) else "cached"
+    return "short" if num_tokens <= costs.threshold else "cached"

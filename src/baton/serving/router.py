@@ -1,6 +1,6 @@
 """`baton route`: a client's request through the router, from its arrival to the last byte of its response.
 
-`Router._proxy` is the handler. It reads what routing needs (`Wire.read`) and leaves the rest to a
+`Router._proxy` is the handler. It reads what routing needs (`read` of the wire) and leaves the rest to a
 `ProxiedRequest`, which makes attempts until one has answered. For each attempt the `RouteQueue` waits for
 room and the `RouteChooser` picks the instances. An `Attempt` is one `UpstreamRequest` to the instance that
 answers and, where the KV cache is handed off, one to the instance that prefills; both are sent at the same
@@ -37,15 +37,12 @@ import msgspec
 from aiohttp import web
 from aiohttp.connector import Connection
 from aiohttp.http import HttpProcessingError, RawResponseMessage
-from yarl import URL
 
-from baton import __version__
 from baton.errors import BatonError
 from baton.serving.fleet import (
     Fleet,
     FleetInstance,
     FleetWatcher,
-    Headers,
     PostTarget,
     UpstreamClient,
     UpstreamError,
@@ -67,6 +64,7 @@ from baton.serving.http import (
     EventStream,
     HttpLimits,
     HttpServer,
+    OpenRequests,
     bad_field,
     client_id,
     data_event,
@@ -77,16 +75,14 @@ from baton.serving.http import (
 )
 from baton.serving.metrics import CONTENT_TYPE, AttemptLog, AttemptRecord, RouterMetrics, merged_trace
 from baton.serving.page import NUM_SHOWN_MAX, RouterPage
-from baton.serving.policies import Candidate, Policy, PrefixIndex, TokenSize, local_reason
+from baton.serving.policies import Policy, PrefixIndex, TokenSize, local_reason
 from baton.serving.vllm import VllmWire
 from baton.serving.wire import (
     CHAT_PATH,
     BatonWire,
-    Legs,
-    ResponseState,
     RoutableRequest,
     StreamFilter,
-    Wire,
+    UpstreamRequests,
     read_routable,
 )
 from baton.session.registry import RegistryClient, Role, Roster
@@ -135,6 +131,8 @@ class RouterLimits:
     """Requests that one instance is given at a time."""
     num_waiting_max: int = 1024
     """Requests that wait in the router until an instance has room, as long as their clients do."""
+    queue_s_max: float | None = None
+    """How long one waits there; None: no limit."""
     recover_s_max: float = 1.0
     """How long requests wait for an instance to appear where none is able."""
     num_attempts_max: int = 4
@@ -183,7 +181,9 @@ class Router:
         """Without a secret there is neither a registry nor a key derived from it."""
         dialling = None if config.tls is None else config.tls.dialling()
         self.config = config
-        self.wire: Wire = VllmWire() if config.engine == "vllm" else BatonWire(config.first_token)
+        self.wire: BatonWire | VllmWire = (
+            VllmWire() if config.engine == "vllm" else BatonWire(config.first_token)
+        )
         key = config.instance_key
         if key is None and secret is not None:
             key = router_key(secret)
@@ -208,7 +208,7 @@ class Router:
             credentials,
             HttpLimits(BODY_BYTES_MAX, open_paths=frozenset({"/health", "/"})),
             ssl_context=None if config.tls is None else config.tls.serving(),
-            on_response=self.metrics.add_response,
+            on_response=lambda path, status: self.metrics.count("requests", path, str(status)),
         )
         # vLLM's servers keep no timelines.
         session = self.client.session if config.engine == "baton" else None
@@ -220,7 +220,6 @@ class Router:
                 web.post(CHAT_PATH, self._proxy),
                 web.post("/tokenize", self._forward),
                 web.post("/detokenize", self._forward),
-                web.get("/version", self._get_version),
                 web.get("/health", self._get_health),
                 web.get("/v1/models", self._get_models),
                 web.get("/v1/models/{id:.+}", self._get_model),
@@ -232,11 +231,7 @@ class Router:
             ]
         )
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._is_draining = False
-        self._open: dict[ProxiedRequest, None] = {}
-        """Requests that are not over, the oldest first."""
-        self._emptied = asyncio.Event()
-        self._emptied.set()
+        self._open = OpenRequests[ProxiedRequest]()
 
     @property
     def url(self) -> str:
@@ -258,12 +253,7 @@ class Router:
 
     async def drain(self, wait_s: float) -> None:
         """Takes no new requests, and waits for open ones up to this time."""
-        self._is_draining = True
-        try:
-            async with asyncio.timeout(wait_s):
-                await self._emptied.wait()
-        except TimeoutError:
-            _log.warning("%d requests were left after %g s", len(self._open), wait_s)
+        await self._open.drain(wait_s)
 
     async def close(self) -> None:
         """Ends every request and every connection."""
@@ -279,24 +269,21 @@ class Router:
         await self.client.close()
 
     async def _proxy(self, request: web.Request) -> web.StreamResponse:
-        if self._is_draining:
+        if self._open.is_draining:
             raise failure("DRAINING", "this router is draining; ask another one, or try again")
         routable = self.wire.read(request.path, await request.read())
         proxied = ProxiedRequest(self, request, routable)
-        self._open[proxied] = None
-        self._emptied.clear()
+        self._open.add(proxied)
         try:
             return await proxied.respond()
         finally:
-            del self._open[proxied]
-            if not self._open:
-                self._emptied.set()
+            self._open.discard(proxied)
 
     def _page_state(self) -> dict[str, Any]:
         """For the page: the router itself, and the requests that have been running for longest."""
         return {
-            "missing": self.fleet.missing(),
-            "is_draining": self._is_draining,
+            **self._trouble(),
+            "is_draining": self._open.is_draining,
             "num_running": len(self._open),
             "num_waiting": self.queue.num_waiting,
             "num_in_flight_max": self.config.limits.num_in_flight_max,
@@ -305,14 +292,19 @@ class Router:
         }
 
     async def _get_health(self, request: web.Request) -> web.StreamResponse:
-        if self._is_draining:
+        if self._open.is_draining:
             raise failure("DRAINING", "this router is draining")
+        trouble = self._trouble()
+        if trouble["status"] == "down":
+            raise failure("NO_INSTANCE", trouble["message"])
+        return json_response({name: text for name, text in trouble.items() if text})
+
+    def _trouble(self) -> dict[str, str]:
+        """What new requests meet: "ok", "degraded" where one side answers alone, "down"; and why."""
         missing = self.fleet.missing()
-        if missing and (self.config.local is LocalMode.NEVER or not self.fleet.able()):
-            raise failure("NO_INSTANCE", missing)
-        message = missing or self.fleet.unpaired_text()
-        status = {"status": "degraded" if missing else "ok"}
-        return json_response({**status, "message": message} if message else status)
+        is_down = missing and (self.config.local is LocalMode.NEVER or not self.fleet.able())
+        status = "down" if is_down else "degraded" if missing else "ok"
+        return {"status": status, "message": missing or self.fleet.unpaired_text()}
 
     async def _get_metrics(self, request: web.Request) -> web.StreamResponse:
         return web.Response(body=self.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
@@ -415,9 +407,6 @@ class Router:
         status, body = await self._fetch(random.choice(named), request.path, raw)
         return web.Response(status=status, body=body, headers=JSON_HEADERS)
 
-    async def _get_version(self, request: web.Request) -> web.StreamResponse:
-        return json_response({"version": __version__})
-
     async def _fetch(
         self, instance: FleetInstance, path: str, body: bytes | None = None
     ) -> tuple[int, bytes]:
@@ -457,7 +446,7 @@ class ProxiedRequest:
         self._id = ("chatcmpl-" if request.path == CHAT_PATH else "cmpl-") + secrets.token_hex(16)
         self._created = int(time.time())
         self._stream = EventStream(http_request, self._id, WRITE_S_MAX)
-        self._progress = router.wire.progress(request)
+        self._progress = router.wire.progress(request, self._id, self._created)
         self._prompt_tokens = 0
         self._began_s = monotonic()
         """Later by the time that the request waited for room."""
@@ -473,11 +462,6 @@ class ProxiedRequest:
         self._record: AttemptRecord | None = None
         """Of the attempt that runs, or ran last."""
 
-    @property
-    def _has_begun(self) -> bool:
-        """Whether anything was streamed to the client."""
-        return self._stream.response is not None
-
     def summary(self) -> dict[str, Any]:
         """For the router's page."""
         record = self._record
@@ -489,7 +473,7 @@ class ProxiedRequest:
             "model": (self._request.model or "")[:VALUE_CHARACTERS_MAX],
             "names": record.names if record is not None and is_routed else (),
             "age_s": round(monotonic() - self._arrived_s, 3),
-            "waits_for": "" if self._has_begun and is_routed else waits_for,
+            "waits_for": "" if self._progress.has_begun and is_routed else waits_for,
             "num_tokens": self._progress.num_tokens,
             "num_failures": self._num_failures,
         }
@@ -504,29 +488,29 @@ class ProxiedRequest:
                 record = AttemptRecord((), "")
                 record.fail(_cause(error), error.message)
                 self._router.log.add_failure(self._id, record)
-            if not self._has_begun:
+            if not self._progress.has_begun:
                 raise
             return await self._stream.fail(error)
         except (ConnectionError, asyncio.CancelledError):
-            self._router.metrics.disconnects.inc()
+            self._router.metrics.count("disconnects")
             raise
 
     def _count_failure(self, error: ApiError) -> None:
         if self._is_failure(error):
-            self._router.metrics.given_up.labels(_cause(error)).inc()
+            self._router.metrics.count("given_up", _cause(error))
 
     def _is_failure(self, error: ApiError) -> bool:
         """Whether the request failed; one that was refused, as wrong or for lack of room, did not."""
-        return error.status >= 500 or self._has_begun
+        return error.status >= 500 or self._progress.has_begun
 
     async def _respond(self) -> web.StreamResponse:
         router, metrics = self._router, self._router.metrics
         while True:
             last = self._last_failure
             # A request with a stream under way waits rather than lose it.
-            is_strict = last is not None and last.error.status == 429 and not self._has_begun
+            is_strict = last is not None and last.error.status == 429 and not self._progress.has_begun
             asked_s = monotonic()
-            num_streamed = self._progress.num_tokens if self._has_begun else 0
+            num_streamed = self._progress.num_tokens if self._progress.has_begun else 0
             constraints = RouteConstraints(self._avoid, is_strict, num_streamed)
             route = await router.queue.route(self._request, constraints)
             waited_s = monotonic() - asked_s
@@ -535,7 +519,7 @@ class ProxiedRequest:
             try:
                 return await self._attempt(route)
             except AttemptFailed as failed:
-                is_resume = self._has_begun
+                is_resume = self._progress.has_begun
                 self._note_failure(failed)
                 if is_resume and self._progress.is_finished:
                     return await self._stream.end(self._missing_end(failed))
@@ -547,22 +531,22 @@ class ProxiedRequest:
                     text = f"{error.message}; the stream cannot be resumed: {problem}"
                     raise ApiError(error.status, text, param=error.param, code=error.code) from None
                 wait_s = self._retry_wait_s(failed.error, is_resume=is_resume)
-            (metrics.resumes if is_resume else metrics.retries).inc()
+            metrics.count("resumes" if is_resume else "retries")
             await asyncio.sleep(wait_s)
 
-    async def _attempt(self, route: Route) -> web.StreamResponse:
+    async def _attempt(self, route: ChosenRoute) -> web.StreamResponse:
         router, request = self._router, self._request
-        state = ResponseState(self._id, self._created, self._has_begun, self._progress)
-        legs = router.wire.legs(request, state, None if route.prefill is None else route.prefill.coordinator)
-        stream_filter = legs.stream_filter
-        attempt = Attempt(router, route, legs)
+        source = None if route.prefill is None else route.prefill.coordinator
+        requests = router.wire.requests(request, self._progress, source)
+        stream_filter = requests.stream_filter
+        attempt = Attempt(router, route, requests)
         self._http_request[ROUTE] = route.text
         record = self._record = AttemptRecord(route.names, route.local_reason)
         router.log.add(self._id, record)
         if route.prefill is not None:
-            router.metrics.num_hand_offs += 1
+            router.metrics.count("handoffs")
         elif route.local_reason:
-            router.metrics.local_prefills.labels(route.local_reason).inc()
+            router.metrics.count("local_prefills", route.local_reason)
         is_answered = False
         try:
             added_s = monotonic() - self._began_s
@@ -584,7 +568,8 @@ class ProxiedRequest:
         except (AttemptFailed, UpstreamError) as error:
             failed = error if isinstance(error, AttemptFailed) else _lost(route.server, error)
             record.fail(_cause(failed.error), failed.error.message)
-            router.log.add_failure(self._id, record)
+            if self._is_failure(failed.error) or failed.error.status in RETRIED_STATUSES:
+                router.log.add_failure(self._id, record)
             raise failed from None
         finally:
             self._prompt_tokens = self._prompt_tokens or attempt.prompt_tokens
@@ -605,14 +590,16 @@ class ProxiedRequest:
             text = f"instance {name} answered {content_type!a}, not a stream"
             raise AttemptFailed(ApiError(502, text), name)
         while data := await server.read():
-            events, is_first, response = stream_filter.feed(data), not self._has_begun, None
+            events, response = stream_filter.feed(data), None
+            is_first = bool(events) and not self._progress.has_begun
+            self._progress.has_begun |= is_first
             if stream_filter.is_done:
                 response = await stream.end(events)
             elif events:
                 await stream.write(events)
+            if is_first:
+                self._router.metrics.added.observe(monotonic() - added_from_s)
             if events:
-                if is_first:
-                    self._router.metrics.added.observe(monotonic() - added_from_s)
                 # Tokens have come: earlier failures do not count any more.
                 self._num_in_row, self._avoid = 0, frozenset()
             if stream_filter.error is not None:
@@ -627,7 +614,8 @@ class ProxiedRequest:
         raise AttemptFailed(ApiError(502, f"instance {name} ended its stream too early", code="ENDED"), name)
 
     def _note_failure(self, failed: AttemptFailed) -> None:
-        self._router.metrics.failures.labels(_cause(failed.error)).inc()
+        if self._is_failure(failed.error):
+            self._router.metrics.count("failures", _cause(failed.error))
         instances = self._router.fleet.instances
         for instance in [instances[name] for name in failed.blamed if name in instances]:
             if failed.error.code in ENDED_CODES:
@@ -646,6 +634,7 @@ class ProxiedRequest:
         limits = self._router.config.limits
         return (
             failed.error.status in RETRIED_STATUSES
+            and failed.error.code != "QUEUE_TIMEOUT"
             and self._num_in_row < limits.num_attempts_max
             and self._num_failures <= limits.num_resumes_max
             and monotonic() - self._failed_s < limits.retry_s_max
@@ -661,7 +650,7 @@ class ProxiedRequest:
     def _give_up(self, failed: AttemptFailed) -> web.Response:
         """The instance's own error response, or an ApiError in its place."""
         error = failed.error
-        if failed.raw is None or self._has_begun or error.retry_after_s is not None:
+        if failed.raw is None or self._progress.has_begun or error.retry_after_s is not None:
             raise error
         self._count_failure(error)
         return web.Response(body=failed.raw, status=error.status, headers=JSON_HEADERS)
@@ -723,19 +712,27 @@ class RouteQueue:
         self._limits = limits
         self._queues: dict[str | None, ModelQueue] = {}
 
-    async def route(self, request: RoutableRequest, constraints: RouteConstraints) -> Route:
-        """A route, taken; an ApiError where too many wait (429), or where no instance is able (503)."""
+    async def route(self, request: RoutableRequest, constraints: RouteConstraints) -> ChosenRoute:
+        """A route, for an attempt that begins at once.
+
+        Raises an ApiError where too many requests wait (429), or where no instance is able (503).
+        """
         if request.model not in self._queues:
             with suppress(NoInstance, AllFull):
-                return self._take(request, constraints)
+                return self._choose(request, constraints)
         if self.num_waiting >= self._limits.num_waiting_max:
             raise _queue_full(f"{self.num_waiting} requests wait already")
         queue = self._queues.setdefault(request.model, ModelQueue())
         turn = asyncio.Event()
         queue.turns.append(turn)
         self.num_waiting += 1
+        limit_s = None if constraints.num_streamed else self._limits.queue_s_max
         try:
-            return await self._wait_turn(queue, turn, request, constraints)
+            async with asyncio.timeout(limit_s):
+                return await self._wait_turn(queue, turn, request, constraints)
+        except TimeoutError:
+            text = f"no instance had room within {limit_s:g} s (--queue-timeout)"
+            raise failure("QUEUE_TIMEOUT", f"{text}; ask again later, or add instances") from None
         finally:
             self.num_waiting -= 1
             queue.turns.remove(turn)
@@ -749,15 +746,13 @@ class RouteQueue:
         for queue in self._queues.values():
             queue.turns[0].set()
 
-    def _take(self, request: RoutableRequest, constraints: RouteConstraints) -> Route:
+    def _choose(self, request: RoutableRequest, constraints: RouteConstraints) -> ChosenRoute:
         try:
-            route = self._chooser.choose(request, constraints)
+            return self._chooser.choose(request, constraints)
         except AllFull:
             if constraints.is_strict:
                 raise _queue_full("every instance has as many requests as it takes") from None
             raise
-        route.take()
-        return route
 
     async def _wait_turn(
         self,
@@ -765,14 +760,14 @@ class RouteQueue:
         turn: asyncio.Event,
         request: RoutableRequest,
         constraints: RouteConstraints,
-    ) -> Route:
+    ) -> ChosenRoute:
         while True:
             while queue.turns[0] is not turn:
                 turn.clear()
                 await turn.wait()
             wait_s = QUEUE_RETRY_S
             try:
-                return self._take(request, constraints)
+                return self._choose(request, constraints)
             except AllFull:
                 queue.absent_s = None
             except NoInstance as reason:
@@ -794,7 +789,7 @@ def _queue_full(text: str) -> ApiError:
 # ---- choosing the instances
 
 
-class Route(msgspec.Struct, frozen=True):
+class ChosenRoute(msgspec.Struct, frozen=True):
     """The instance that answers, the one that prefills for it if any, and what they are charged meanwhile."""
 
     server: FleetInstance
@@ -818,26 +813,9 @@ class Route(msgspec.Struct, frozen=True):
         places = [place for place in (self.prefill, self.server) if place is not None]
         return " to ".join(f"{place.name} ({place.roster.layout})" for place in places)
 
-    def take(self) -> None:
-        """The attempt begins."""
-        self.server.charge(1, self.server_tokens)
-        self.server.num_local_tokens += self._local_tokens
-        if self.prefill is not None:
-            self.prefill.charge(1, self.prefill_tokens)
-
-    def release_server(self) -> None:
-        self.server.charge(-1, -self.server_tokens)
-
-    def release_prefill(self) -> None:
-        if self.prefill is not None:
-            self.prefill.charge(-1, -self.prefill_tokens)
-
-    def release_local(self) -> None:
-        """The first token is there, or will not come: a local prefill delays no stream any more."""
-        self.server.num_local_tokens -= self._local_tokens
-
     @property
-    def _local_tokens(self) -> int:
+    def local_tokens(self) -> int:
+        """Of a prompt that the decode instance prefills although there is one for that."""
         return self.prefill_tokens if self.local_reason in ("short", "cached") else 0
 
 
@@ -849,12 +827,11 @@ class RouteChooser:
         self.token_size = TokenSize()
         self._fleet = fleet
         self._mode = config.local
-        self.local_prefill_max = config.local_prefill_max
+        self.config = config
         self._prefill_policy = Policy(config.prefill_policy)
         self._decode_policy = Policy(config.decode_policy)
-        self.num_in_flight_max = config.limits.num_in_flight_max
 
-    def choose(self, request: RoutableRequest, constraints: RouteConstraints) -> Route:
+    def choose(self, request: RoutableRequest, constraints: RouteConstraints) -> ChosenRoute:
         """Raises NoInstance or AllFull where there is no route now, an ApiError where there cannot be one."""
         able = self.of_model(request.model)
         choice = _Choice(self, request, constraints)
@@ -932,18 +909,16 @@ class RouteChooser:
         """The servers that answer alone by their role, or have a prefill instance of their model."""
         if self._mode is LocalMode.ALWAYS:
             return list(servers)
-        fingerprints = {instance.fingerprint for instance in prefills}
-        return [
-            server for server in servers if server.role is Role.BOTH or server.fingerprint in fingerprints
-        ]
+        given = {cache for instance in prefills for cache in instance.gives}
+        return [server for server in servers if server.role is Role.BOTH or server.needs in given]
 
     def _pair(
         self, choice: _Choice, servers: Sequence[FleetInstance], prefills: Sequence[FleetInstance]
-    ) -> Route:
+    ) -> ChosenRoute:
         server = choice.choose(servers, self._decode_policy)
         if server.role is Role.BOTH or self._mode is LocalMode.ALWAYS:
             return choice.route(server, None, "" if server.role is Role.BOTH else "always")
-        same = [instance for instance in prefills if instance.fingerprint == server.fingerprint]
+        same = [instance for instance in prefills if server.needs in instance.gives]
         prefill = choice.choose(same, self._prefill_policy)
         can_be_local = self._mode is LocalMode.AUTO and not choice.names_prefill
         reason = choice.local_reason(prefill, server) if can_be_local else ""
@@ -985,32 +960,28 @@ class _Choice:
     def choose(self, instances: Sequence[FleetInstance], policy: Policy) -> FleetInstance:
         """The policy's choice among the preferred instances that have room; silent ones come last."""
         allowed = self.preferred(instances) or (() if self._constraints.is_strict else instances)
-        now_s, num_max = monotonic(), self._chooser.num_in_flight_max
+        now_s, num_max = monotonic(), self._chooser.config.limits.num_in_flight_max
         fresh = [instance for instance in allowed if instance.is_fresh(now_s)] or allowed
         roomy = [instance for instance in fresh if instance.has_room(num_max, now_s)]
         if not roomy:
             raise AllFull
         if len(roomy) == 1:
             return roomy[0]
-        candidates = [
-            Candidate(instance.name, instance.load_tokens, instance.num_in_flight, self._new_tokens(instance))
-            for instance in roomy
-        ]
-        return roomy[candidates.index(policy.choose(candidates))]
+        return policy.choose(roomy, self._new_tokens)
 
     def local_reason(self, prefill: FleetInstance, server: FleetInstance) -> str:
         new = self._new_tokens
-        most = self._chooser.local_prefill_max
+        most = self._chooser.config.local_prefill_max
         return local_reason(prefill, server, self._num_tokens, new(prefill), new(server), most)
 
-    def route(self, server: FleetInstance, prefill: FleetInstance | None, reason: str) -> Route:
+    def route(self, server: FleetInstance, prefill: FleetInstance | None, reason: str) -> ChosenRoute:
         """The route; its instances will have this prompt's prefix."""
         prefill_tokens = self._new_tokens(prefill or server)
         for instance in (server, prefill):
             if instance is not None and self._hashes:
                 self._chooser.prefixes.add(instance.name, self._hashes)
         server_tokens = self._num_tokens + self._num_completion_tokens
-        return Route(server, prefill, reason, server_tokens, prefill_tokens)
+        return ChosenRoute(server, prefill, reason, server_tokens, prefill_tokens)
 
     def _new_tokens(self, instance: FleetInstance) -> int:
         """Of the prompt, what this instance would have to compute."""
@@ -1024,42 +995,42 @@ class _Choice:
 
 
 class Attempt:
-    """The requests of one attempt; each instance is charged until its own is over."""
+    """The requests of one attempt."""
 
-    def __init__(self, router: Router, route: Route, legs: Legs) -> None:
+    def __init__(self, router: Router, route: ChosenRoute, requests: UpstreamRequests) -> None:
         self.route = route
-        self.server = UpstreamRequest(router.client, route.server.name, router.config.limits, route.instances)
+        self.server = self._request(router, route.server, route.server_tokens, route.local_tokens)
         """To the instance that answers."""
         self.prompt_tokens = 0
         """As the prefill instance counted them; 0 while it has not reported."""
         self._router = router
-        self._legs = legs
+        self._requests = requests
         self._prefill: UpstreamRequest | None = None
         self._is_over = False
-        self._is_local_released = False
+
+    def _request(
+        self, router: Router, instance: FleetInstance, num_tokens: int, num_local_tokens: int = 0
+    ) -> UpstreamRequest:
+        limits, instances = router.config.limits, self.route.instances
+        return UpstreamRequest(router.client, instance, limits, instances, num_tokens, num_local_tokens)
 
     async def send(self) -> RawResponseMessage:
         """Sends both requests; returns the response's headers, or raises AttemptFailed or UpstreamError."""
-        router, instance, prefill, legs = self._router, self.route.server, self.route.prefill, self._legs
-        if prefill is not None and legs.num_jobs:
-            self._prefill = UpstreamRequest(
-                router.client, prefill.name, router.config.limits, self.route.instances
-            )
-            prefill.upstreams.add(self._prefill)
-            task = asyncio.create_task(self._run_prefill(prefill, self._prefill))
+        router, prefill, requests = self._router, self.route.prefill, self._requests
+        if prefill is not None and requests.num_jobs:
+            self._prefill = self._request(router, prefill, self.route.prefill_tokens)
+            task = asyncio.create_task(self._run_prefill(self._prefill))
             router.prefill_tasks.add(task)
             task.add_done_callback(router.prefill_tasks.discard)
-        instance.upstreams.add(self.server)
-        response = await self.server.send(instance.url(legs.path), legs.server_body, instance.headers)
+        response = await self.server.send(requests.path, requests.server_body)
         if response.code != 200:
-            raise self._refused(instance, response, await self.server.read_all(KEPT_BYTES_MAX))
-        self._release_local()
+            raise self._refused(self.route.server, response, await self.server.read_all(KEPT_BYTES_MAX))
         return response
 
-    async def _run_prefill(self, instance: FleetInstance, upstream: UpstreamRequest) -> None:
-        failed, legs = None, self._legs
+    async def _run_prefill(self, upstream: UpstreamRequest) -> None:
+        failed, requests, instance = None, self._requests, upstream.instance
         try:
-            response = await upstream.send(instance.url(legs.path), legs.prefill_body, instance.headers)
+            response = await upstream.send(requests.path, requests.prefill_body)
             kept = await upstream.read_all(KEPT_BYTES_MAX, drops_rest=True)
             if response.code == 200:
                 self.prompt_tokens = _prompt_tokens(response, kept)
@@ -1069,30 +1040,23 @@ class Attempt:
             failed = _lost(instance, error)
         finally:
             upstream.close()
-            instance.upstreams.discard(upstream)
-            self.route.release_prefill()
             self._router.queue.wake()
         # Once decode has all that it needs, a failure of prefill changes nothing.
         if failed is not None and not self._is_over and not self._is_admitted():
             self.server.fail(failed)
 
     def _is_admitted(self) -> bool:
-        if self._legs.stream_filter is not None:
-            return self._legs.stream_filter.are_admitted(self._legs.num_jobs)
+        if self._requests.stream_filter is not None:
+            return self._requests.stream_filter.are_admitted(self._requests.num_jobs)
         return self.server.response is not None
 
     def end(self, *, is_answered: bool) -> None:
         """Ends what is left; a prefill request whose cache has arrived may finish by itself."""
         self._is_over = True
-        self._release_local()
         self.server.close()
-        self.route.server.upstreams.discard(self.server)
-        self.route.release_server()
-        if self._prefill is None:
-            self.route.release_prefill()
-        elif is_answered:
+        if self._prefill is not None and is_answered:
             self._prefill.expires_s = monotonic() + LINGER_S
-        else:
+        elif self._prefill is not None:
             self._prefill.close()
 
     def _refused(self, instance: FleetInstance, response: RawResponseMessage, body: bytes) -> AttemptFailed:
@@ -1113,15 +1077,10 @@ class Attempt:
         status = STATUSES.get(sent.code or "", 500 if sent.code else 502)
         error = ApiError(status, sent.message, param=sent.param, code=sent.code)
         server = self.route.server
-        # Without a cause, only the hand-off has two ends.
+        # Without a cause, only the hand-over has two ends.
         is_servers = error.code is None and self._is_admitted()
         blamed = (server.name,) if is_servers else _blamed(self.route, server, error)
         return AttemptFailed(error, *blamed, raw=event)
-
-    def _release_local(self) -> None:
-        if not self._is_local_released:
-            self._is_local_released = True
-            self.route.release_local()
 
 
 def _prompt_tokens(response: RawResponseMessage, body: bytes) -> int:
@@ -1142,8 +1101,8 @@ def _lost(instance: FleetInstance, error: UpstreamError) -> AttemptFailed:
     return AttemptFailed(ApiError(STATUSES[code], text, code=code), instance.name)
 
 
-def _blamed(route: Route, instance: FleetInstance, error: ApiError) -> tuple[str, ...]:
-    """A hand-off has two ends: the one that lost its peer is not the one to avoid."""
+def _blamed(route: ChosenRoute, instance: FleetInstance, error: ApiError) -> tuple[str, ...]:
+    """A hand-over has two ends: the one that lost its peer is not the one to avoid."""
     if error.status != 502 or error.code == "ENDED":
         return (instance.name,)
     if error.code == "PEER_LOST":
@@ -1152,16 +1111,22 @@ def _blamed(route: Route, instance: FleetInstance, error: ApiError) -> tuple[str
 
 
 class UpstreamRequest:
-    """One request to one instance, read by one task; `fail` wakes that task with a cause."""
+    """One request to one instance, read by one task; `fail` wakes that task with a cause.
+
+    The instance is charged for it until it is closed, and with `num_local_tokens` until its first token.
+    """
 
     def __init__(
         self,
         client: UpstreamClient,
-        name: str,
+        instance: FleetInstance,
         limits: RouterLimits,
         instances: Sequence[FleetInstance] = (),
+        num_tokens: int = 0,
+        num_local_tokens: int = 0,
     ) -> None:
         """`instances` are those of the attempt: while either computes, it may have the request queued."""
+        self.instance = instance
         self.response: RawResponseMessage | None = None
         """Once its headers are there."""
         self.is_waiting = False
@@ -1171,28 +1136,35 @@ class UpstreamRequest:
         self._progress_s = monotonic()
         """Since when the current wait lasts."""
         self._client = client
-        self._name = name
         self._instances = instances
         self._limits = limits
+        self._num_tokens = num_tokens
+        self._num_local_tokens = num_local_tokens
         self._error: UpstreamError | AttemptFailed | None = None
         self._connecting: asyncio.Timeout | None = None
         self._connection: Connection | None = None
         """While it is in use: from the first byte of the request to the last one of the response."""
         self._target: PostTarget
         self._content: aiohttp.StreamReader
+        instance.upstreams.add(self)
+        instance.charge(1, num_tokens)
+        instance.num_local_tokens += num_local_tokens
 
-    async def send(self, url: URL, body: bytes, headers: Headers = ()) -> RawResponseMessage:
+    async def send(self, path: str, body: bytes) -> RawResponseMessage:
         """Returns when the response's headers are there; raises UpstreamError, or what `fail` was given."""
         if self._error is not None:
             raise self._error
         self.is_waiting, self._progress_s = True, monotonic()
-        target = self._target = self._client.target(url, headers)
+        target = self._target = self._client.target(self.instance.base, path, self.instance.headers)
         try:
             connection = target.take()
             if connection is None:
                 async with asyncio.timeout(None) as self._connecting:
                     connection = await self._client.connect(target)
                 self._connecting = None
+                if self._error is not None:  # `fail` came when the connection was there already
+                    connection.close()
+                    raise self._error
             self._connection = connection
             protocol, transport = connection.protocol, connection.transport
             if protocol is None or transport is None:
@@ -1206,6 +1178,7 @@ class UpstreamRequest:
         finally:
             self.is_waiting, self._connecting = False, None
         self.response, self._content = response, content
+        self.release_local()
         content.on_eof(self._release)
         return response
 
@@ -1261,9 +1234,18 @@ class UpstreamRequest:
             connection.close()
 
     def close(self) -> None:
-        """Ends it if it is not over; the instance notices and aborts the request."""
+        """Ends it if it is not over: the instance notices, aborts the request and is not charged any more."""
         if not self.is_complete:
             self.fail(UpstreamError("the router ended the request", "ABORTED"))
+        self.release_local()
+        if self in self.instance.upstreams:
+            self.instance.upstreams.discard(self)
+            self.instance.charge(-1, -self._num_tokens)
+
+    def release_local(self) -> None:
+        """The first token is there, or will not come: a local prefill delays no stream any more."""
+        self.instance.num_local_tokens -= self._num_local_tokens
+        self._num_local_tokens = 0
 
     def check(self, now_s: float, unheard_s: float) -> None:
         """Ends it if it has expired or made no progress for too long; called after each poll."""
@@ -1278,8 +1260,8 @@ class UpstreamRequest:
         elif not self.is_waiting:
             return
         elif min(silent_s, unheard_s) > limits.silence_s_max:
-            text = f"{self._name} has not answered anything for {unheard_s:.0f} s"
+            text = f"{self.instance.name} has not answered anything for {unheard_s:.0f} s"
             self.fail(UpstreamError(text, "DEADLINE"))
         elif stuck_s > stuck_s_max:
-            text = f"{self._name} has made no progress for {stuck_s:.0f} s"
+            text = f"{self.instance.name} has made no progress for {stuck_s:.0f} s"
             self.fail(UpstreamError(text, "DEADLINE"))

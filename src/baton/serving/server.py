@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,7 +27,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.instance import Instance
 from baton.engine.load import EngineLoad
 from baton.engine.requests import OutputChunk, RequestError, RequestEvent, RequestFinished
-from baton.engine.trace import RequestTrace
+from baton.engine.sampling_params import STATED_DEFAULTS
 from baton.errors import ConfigError, ContextError, EngineError, FullError
 from baton.protocol.outcomes import Cause, Stage, Why
 from baton.serving.http import (
@@ -45,14 +44,16 @@ from baton.serving.http import (
     EventStream,
     HttpLimits,
     HttpServer,
+    OpenRequests,
     TokenNote,
     bad_field,
     data_event,
     failure,
     json_response,
     note_line,
+    run_until_signal,
 )
-from baton.serving.observing import RequestObserver
+from baton.serving.observing import RecordedRequest, RequestObserver
 from baton.serving.openai import (
     TOO_LONG,
     CachedTokens,
@@ -66,12 +67,10 @@ from baton.serving.openai import (
     ModelCard,
     ModelList,
     ParsedRequest,
-    ReceivingInstance,
     RequestBody,
     ResponseFormat,
     ServedModel,
     TokenizeRequest,
-    TokenNames,
     Usage,
     check_model,
     parse_request,
@@ -80,6 +79,7 @@ from baton.serving.openai import (
 )
 from baton.serving.openapi import description
 from baton.serving.supervisor import InstanceSupervisor
+from baton.serving.tool_calls import PARSERS
 from baton.settings import Tls, check_binding
 
 FIRST_TOKEN = ("prefill", "decode")
@@ -112,6 +112,7 @@ class ServerConfig:
     drain_s: float = DRAIN_S
     served_model_name: str = ""
     """The model's name in the API; empty: `instance.model`."""
+    tool_call_parser: str = "auto"
     limits: HttpLimits = field(default_factory=HttpLimits)
     tls: Tls | None = None
     """For HTTPS; the instance has its own for control links."""
@@ -120,6 +121,10 @@ class ServerConfig:
         if self.first_token not in FIRST_TOKEN:
             raise ConfigError(
                 f"first token {self.first_token!r} is not known; use {' or '.join(FIRST_TOKEN)}"
+            )
+        if self.tool_call_parser not in PARSERS:
+            raise ConfigError(
+                f"tool call parser {self.tool_call_parser!r} is not known; use one of {', '.join(PARSERS)}"
             )
         if self.drain_s < 0:
             raise ConfigError(f"drain_s is {self.drain_s}; give a number of seconds from 0")
@@ -133,7 +138,6 @@ class Server:
         self.config = config
         instance = config.instance
         self.supervisor = InstanceSupervisor(instance, self._on_supervisor_change)
-        self.is_draining = False
         self.ended = asyncio.Event()
         """Set when the supervisor has given up."""
         self._loop = asyncio.get_running_loop()
@@ -141,11 +145,10 @@ class Server:
         self._model_name = config.served_model_name or instance.model
         self._observer = RequestObserver(instance.name, instance.role, instance.layout, self._model_name)
         self._created = int(time.time())
-        self._model: tuple[Instance, ServedModel, ReceivingInstance, TokenNames] | None = None
-        self._open: dict[Generation, Instance] = {}
-        """Requests that hold something of an instance."""
-        self._emptied = asyncio.Event()
-        self._emptied.set()
+        self._running: tuple[Instance, ServedModel] | None = None
+        """The latest instance, and what requests need of it."""
+        self.open = OpenRequests[Generation]()
+        """Those that hold something of an instance."""
         self._http = HttpServer(
             Credentials(config.api_keys, instance.secret or None),
             config.limits,
@@ -160,7 +163,6 @@ class Server:
                 web.post("/generate", partial(generate, reader_of(GenerateRequest))),
                 web.post("/tokenize", self._tokenize),
                 web.post("/detokenize", self._detokenize),
-                web.get("/version", self._get_version),
                 web.get("/health", self._get_health),
                 web.get("/health_generate", self._get_health),
                 web.get("/v1/models", self._get_models),
@@ -181,25 +183,21 @@ class Server:
     def url(self) -> str:
         return self._http.url
 
-    @property
-    def num_open(self) -> int:
-        """Requests that hold something of the instance."""
-        return len(self._open)
-
     async def start(self) -> None:
         """Listens, and begins to load."""
         await self._http.start(self.config.host, self.config.port)
         self.supervisor.config = replace(self.supervisor.config, url=self.url)
         self.supervisor.start()
 
-    async def drain(self) -> None:
-        """Takes no new requests, and waits for open ones up to `drain_s`."""
-        self.is_draining = True
-        try:
-            async with asyncio.timeout(self.config.drain_s):
-                await self._emptied.wait()
-        except TimeoutError:
-            _log.warning("%d requests were left after %g s", self.num_open, self.config.drain_s)
+    async def wait(self) -> None:
+        """Until the supervisor has given up, which raises its error."""
+        await self.ended.wait()
+        assert self.supervisor.failure is not None
+        raise self.supervisor.failure
+
+    async def drain(self, wait_s: float) -> None:
+        """Takes no new requests, and waits for open ones up to this time."""
+        await self.open.drain(wait_s)
 
     async def close(self) -> None:
         """Ends the instance and every request that still waits for it."""
@@ -217,80 +215,66 @@ class Server:
 
     def _fail_lost(self) -> None:
         """Fails the requests of an instance that ended without reporting it to them."""
-        for generation, instance in list(self._open.items()):
+        for generation in list(self.open):
+            instance = generation.instance
             if not instance.is_running:
                 generation.lost(f"{instance.config.name} has ended: {instance.failure}")
 
     async def _generate(
         self, read: Callable[[bytes], RequestBody], request: web.Request
     ) -> web.StreamResponse:
-        if self.is_draining:
+        if self.open.is_draining:
             raise self._draining()
-        instance, model, receiver, names = self._running()
+        instance, model = self._serving()
         body = read(await request.read())
-        parsed = await parse_request(body, request[CALLER], model, receiver)
-        generation = Generation(parsed, self._observer, self._on_generation_closed)
-        self._open[generation] = instance
-        self._emptied.clear()
-        generation.start(instance, self._bridge)
+        parsed = await parse_request(body, request[CALLER], model)
+        generation = Generation(parsed, instance, self._observer, self.open.discard)
+        self.open.add(generation)
+        generation.start(self._bridge)
         try:
-            return await generation.respond(request, response_format(parsed, self._model_name, names))
+            return await generation.respond(request, response_format(parsed, model))
         finally:
-            generation.close(instance)
+            generation.close()
 
-    def _running(self) -> tuple[Instance, ServedModel, ReceivingInstance, TokenNames]:
+    def _serving(self) -> tuple[Instance, ServedModel]:
+        """The running instance, and its model as requests need it."""
         instance = self.supervisor.running()
-        if self._model is None or self._model[0] is not instance:
-            self._model = (instance, *self._describe(instance))
-        return self._model
+        if self._running is None or self._running[0] is not instance:
+            sizes, architecture = instance.sizes, instance.sizes.architecture
+            model = ServedModel(
+                name=self._model_name,
+                tokenizer=instance.tokenizer,
+                context_max=sizes.context_max,
+                vocab_size=architecture.vocab_size,
+                num_tokens_max=instance.core.num_tokens_max,
+                defaults=instance.sampling_defaults,
+                eos_ids=instance.eos_ids,
+                hidden_size=architecture.hidden_size,
+                role=instance.config.role,
+                address=instance.address,
+                first_token=self.config.first_token,
+                num_dp_groups=sizes.layout.size("dp"),
+                tool_call_parser=self.config.tool_call_parser,
+            )
+            self._running = instance, model
+        return self._running
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         body = _read_tokenize(await request.read())
         check_model(body.model, self._model_name)
-        return json_response(await self._running()[1].tokenize(body))
+        return json_response(await self._serving()[1].tokenize(body))
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         body = _read_detokenize(await request.read())
         check_model(body.model, self._model_name)
-        return json_response(await self._running()[1].detokenize(body))
-
-    async def _get_version(self, request: web.Request) -> web.Response:
-        return json_response({"version": __version__})
-
-    def _describe(self, instance: Instance) -> tuple[ServedModel, ReceivingInstance, TokenNames]:
-        """What parsing and rendering need of a running instance."""
-        sizes, tokenizer = instance.sizes, instance.tokenizer
-        vocab_size, num_tokens_max = sizes.architecture.vocab_size, instance.core.num_tokens_max
-        return (
-            ServedModel(
-                tokenizer,
-                sizes.context_max,
-                vocab_size,
-                num_tokens_max,
-                instance.sampling_defaults,
-                instance.eos_ids,
-            ),
-            ReceivingInstance(
-                instance.config.role,
-                instance.address,
-                self.config.first_token,
-                self._model_name,
-                sizes.layout.size("dp"),
-            ),
-            TokenNames(tokenizer),
-        )
-
-    def _on_generation_closed(self, generation: Generation) -> None:
-        self._open.pop(generation, None)
-        if not self._open:
-            self._emptied.set()
+        return json_response(await self._serving()[1].detokenize(body))
 
     def _draining(self) -> ApiError:
         name = self.config.instance.name
         return failure("DRAINING", f"{name} is draining and takes no new requests; ask another instance")
 
     async def _get_health(self, request: web.Request) -> web.Response:
-        if self.is_draining:
+        if self.open.is_draining:
             raise self._draining()
         supervisor = self.supervisor
         if not supervisor.is_ready:
@@ -351,9 +335,12 @@ class Server:
                 "transport": config.transport,
                 "page_tokens": config.page_tokens,
                 "chunk_tokens": config.chunk_tokens,
+                "has_draft": config.has_draft,
+                "sampling_defaults": instance
+                and {name: getattr(instance.sampling_defaults, name) for name in STATED_DEFAULTS},
                 "context_max": self._context_max,
-                "is_ready": supervisor.is_ready and not self.is_draining,
-                "is_draining": self.is_draining,
+                "is_ready": supervisor.is_ready and not self.open.is_draining,
+                "is_draining": self.open.is_draining,
                 "stage": supervisor.stage,
                 "version": __version__,
                 "load": {
@@ -362,7 +349,7 @@ class Server:
                     "num_tokens": load.num_tokens,
                     "num_queue_max": config.queue_max,
                     "num_steps": load.num_steps,
-                    "num_open": self.num_open,
+                    "num_open": len(self.open),
                 },
                 "pages": msgspec.to_builtins(load.pages),
                 "rates": {
@@ -406,8 +393,8 @@ class Server:
         if not request[CALLER].is_trusted:
             text = "only a router, or a caller on this machine, may drain"
             raise ApiError(403, text, code="not_allowed")
-        self.is_draining = True
-        return json_response(DrainBody(True, self.num_open))
+        self.open.is_draining = True
+        return json_response(DrainBody(True, len(self.open)))
 
 
 # ---- one request
@@ -417,44 +404,52 @@ class Generation:
     """One parsed request at an instance; everything here runs on the event loop."""
 
     def __init__(
-        self, parsed: ParsedRequest, observer: RequestObserver, on_close: Callable[[Generation], None]
+        self,
+        parsed: ParsedRequest,
+        instance: Instance,
+        observer: RequestObserver,
+        on_close: Callable[[Generation], None],
     ) -> None:
         self.parsed = parsed
+        self.recorded = RecordedRequest(parsed)
+        self.instance = instance
         self._observer = observer
         self._on_close = on_close
         """Called when the instance holds nothing of the request any more."""
         self._arrived_s = monotonic()
         self._woken = asyncio.Event()
         self._deltas: dict[int, ChoiceDelta] = {}
+        """By choice: what was not rendered yet."""
         self._open_choices = set(parsed.choices())
         self._last_token_s: dict[int, float] = {}
-        self._traces: dict[int, RequestTrace] = {}
+        self._num_cached = 0
+        """Tokens of prompts, as far as jobs are over."""
         self._numbers: dict[int, int] = {}
         """By job that is not finished: its number at the instance."""
         self._error: ApiError | None = None
         self._num_tokens: dict[int, int] = {**parsed.hints.done}
         """By choice: its number of tokens, including those of earlier attempts."""
 
-    def start(self, instance: Instance, bridge: EventBridge) -> None:
+    def start(self, bridge: EventBridge) -> None:
         """Submits every job to the instance; all of them, or none and an ApiError."""
         self._num_tokens |= {index: len(tokens) for index, tokens in self.parsed.resumed.items()}
         try:
             for job_index, job in enumerate(self.parsed.jobs):
                 sink = bridge.sink(partial(self._on_event, job_index))
-                self._numbers[job_index] = instance.core.submit(job.request, sink)
+                self._numbers[job_index] = self.instance.core.submit(job.request, sink)
         except (ConfigError, EngineError) as error:
             self._error = _refusal(error)
-            self.close(instance)
+            self.close()
             if not self._numbers:
                 self._on_close(self)
             raise self._error from None
-        self._observer.started(self.parsed)
+        self._observer.started(self.recorded)
 
-    def close(self, instance: Instance) -> None:
+    def close(self) -> None:
         """Aborts what is still running."""
         if self._open_choices or self._error or self.parsed.is_prefill:
             for number in self._numbers.values():
-                instance.core.abort(number)
+                self.instance.core.abort(number)
 
     def lost(self, text: str) -> None:
         """The instance has ended; fails the jobs that it did not inform."""
@@ -475,20 +470,15 @@ class Generation:
             return await stream.fail(error)
 
     async def _stream(self, stream: EventStream, form: ResponseFormat) -> web.StreamResponse:
-        held: dict[int, ChoiceDelta] = {}
-        async for deltas in self._all_deltas():
+        while self._open_choices or self._deltas:
+            await self._wake()
             blocks = []
-            for delta in deltas:
+            for index, delta in list(self._deltas.items()):
                 form.take(delta)
-                earlier = held.pop(delta.index, None)
-                if earlier is not None:
-                    delta.tokens[:0] = earlier.tokens
                 # Tokens without text, as parts of a character or of a tool call, wait for the next ones; not
                 # for long, since a router takes a stream that does not grow for a stalled one.
-                if form.is_silent(delta) and len(delta.tokens) < NUM_HELD_MAX:
-                    held[delta.index] = delta
-                else:
-                    blocks.append(self._event_block(delta, form))
+                if not form.is_silent(delta) or len(delta.tokens) >= NUM_HELD_MAX:
+                    blocks.append(self._event_block(self._deltas.pop(index), form))
             if blocks:
                 await stream.write(b"".join(blocks))
         end = DONE
@@ -501,19 +491,13 @@ class Generation:
 
     async def _respond_whole(self, form: ResponseFormat) -> web.Response:
         parsed = self.parsed
-        choices: dict[int, ChoiceDelta] = {}
-        async for deltas in self._all_deltas():
-            for delta in deltas:
-                known = choices.setdefault(delta.index, delta)
-                if known is not delta:
-                    known.text += delta.text
-                    known.tokens += delta.tokens
-                    known.finish = delta.finish
+        while self._open_choices:
+            await self._wake()
         if parsed.is_prefill:
             await self._settled()
         usage = await self._usage()
         self._finish()
-        ordered = [choices[index] for index in sorted(choices)]
+        ordered = [delta for _, delta in sorted(self._deltas.items())]
         for delta in ordered:
             form.take(delta)
         headers = {ID_HEADER: parsed.id, PROMPT_TOKENS_HEADER: str(usage.prompt_tokens), **NO_STORE}
@@ -530,26 +514,18 @@ class Generation:
             return event
         return note_line(TokenNote(delta.index, tuple(delta.ids), delta.finish)) + event
 
-    async def _all_deltas(self) -> AsyncIterator[list[ChoiceDelta]]:
-        """The deltas at each wake-up, until every choice has ended; raises the ApiError of a failure."""
-        while True:
+    async def _wake(self) -> None:
+        """Until the next event; raises the ApiError of a failure."""
+        if self._error is None:
             await self._woken.wait()
-            self._woken.clear()
-            if self._error is not None:
-                raise self._error
-            deltas, self._deltas = list(self._deltas.values()), {}
-            if deltas:
-                yield deltas
-            if not self._open_choices and not self._deltas:
-                return
+        self._woken.clear()
+        if self._error is not None:
+            raise self._error
 
     async def _settled(self) -> None:
         """Until the instance has freed everything and each hand-off has its verdict."""
-        while self._numbers and self._error is None:
-            self._woken.clear()
-            await self._woken.wait()
-        if self._error is not None:
-            raise self._error
+        while self._numbers or self._error is not None:
+            await self._wake()
 
     async def _usage(self) -> Usage:
         with suppress(TimeoutError, ApiError):  # the response is complete, whatever becomes of its pages
@@ -560,7 +536,7 @@ class Generation:
     def _counted(self) -> Usage:
         num_prompt = sum(len(prompt) for prompt in self.parsed.prompts)
         num_completion = sum(self._num_tokens.values())
-        num_cached = min(num_prompt, sum(trace.num_cached for trace in self._traces.values()))
+        num_cached = min(num_prompt, self._num_cached)
         return Usage(num_prompt, num_completion, num_prompt + num_completion, CachedTokens(num_cached))
 
     def _finish(self) -> None:
@@ -572,13 +548,13 @@ class Generation:
                 prompt_index = self.parsed.jobs[job_index].prompt_index
                 self._add(prompt_index * self.parsed.n + event.index, event)
             case RequestError(cause, text):
-                code = cause.why.name if cause is not None else "ENGINE"
+                code = cause.why.name if cause is not None else "QUEUE_TIMEOUT"
                 self._error = self._error or failure(code, text)
-                self._observer.failed(self.parsed, job_index, code, text)
+                self._observer.failed(self.recorded, job_index, code, text)
                 self._job_over(job_index)
             case RequestFinished(story):
-                self._traces[job_index] = story
-                self._observer.traced(self.parsed, job_index, story)
+                self._num_cached += story.num_cached
+                self._observer.traced(self.recorded, job_index, story)
                 self._job_over(job_index)
         self._woken.set()
 
@@ -587,13 +563,14 @@ class Generation:
             self._on_close(self)
 
     def _add(self, index: int, chunk: OutputChunk) -> None:
+        if self.parsed.is_echo_only:
+            chunk = replace(chunk, tokens=(), text="", finish="length")
         delta, now_s = self._deltas.get(index), monotonic()
         if delta is None:
             has_begun = index in self._last_token_s or bool(self.parsed.resumed.get(index))
             delta = self._deltas[index] = ChoiceDelta(index, not has_begun)
-        delta.text += chunk.text
-        delta.tokens.extend(chunk.tokens)
-        delta.finish = chunk.finish
+        delta.add(chunk.text, chunk.tokens, chunk.finish)
+        delta.prompt_logprobs = delta.prompt_logprobs or chunk.prompt_logprobs
         if chunk.tokens:
             self._num_tokens[index] = self._num_tokens.get(index, 0) + len(chunk.tokens)
             since_s = now_s - self._last_token_s.get(index, self._arrived_s)
@@ -646,35 +623,11 @@ class EventBridge:
 
 
 async def serve(config: ServerConfig, say: Callable[[str], None]) -> None:
-    """Serves until a signal: the first SIGTERM drains, a second signal or SIGINT ends it at once."""
-    server, loop = Server(config), asyncio.get_running_loop()
-    terminated, interrupted = asyncio.Event(), asyncio.Event()
+    """Serves until a signal."""
+    server = Server(config)
 
-    def terminate() -> None:
-        (interrupted if terminated.is_set() else terminated).set()
+    def on_start(url: str) -> None:
+        say(f"serving at {url}")
 
-    loop.add_signal_handler(signal.SIGTERM, terminate)
-    loop.add_signal_handler(signal.SIGINT, interrupted.set)
-    ends = [asyncio.create_task(event.wait()) for event in (interrupted, server.ended)]
-    try:
-        await server.start()
-        say(f"serving at {server.url}")
-        await _first(*ends, asyncio.create_task(terminated.wait()))
-        if terminated.is_set() and not any(task.done() for task in ends):
-            await _first(*ends, asyncio.create_task(server.drain()))
-    finally:
-        for task in ends:
-            task.cancel()
-        await server.close()
-    if server.supervisor.failure is not None:
-        raise server.supervisor.failure
-    if interrupted.is_set() and not terminated.is_set():
+    if await run_until_signal(server, server.start(), config.drain_s, on_start):
         raise KeyboardInterrupt
-
-
-async def _first(*tasks: asyncio.Task[object]) -> None:
-    """Waits for one of these tasks, and cancels the last one if it is not done."""
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    tasks[-1].cancel()
-    with suppress(asyncio.CancelledError):
-        await tasks[-1]

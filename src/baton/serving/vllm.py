@@ -1,7 +1,7 @@
 """vLLM servers with Baton's connector behind the router: its wire form, and instances by URL.
 
-Both legs of a hand-over are sent at once under a transfer id of their own. Prefill computes one token, which
-is not used; decode names the source and answers the client.
+Both requests of a hand-over are sent at once under a transfer id of their own. Prefill computes one token,
+which is not used; decode names the source and answers the client.
 
 A stream is resumed with token ids. vLLM is asked for them (`return_token_ids`), and what a client did not ask
 for is taken out of its events again. The continuation is a completion whose prompt is the ids of the prompt
@@ -20,15 +20,14 @@ import msgspec
 
 from baton.errors import ConfigError
 from baton.serving.fleet import FleetInstance, ServerInfo, instance_base
-from baton.serving.http import ApiError, EventReader, SentEvent, TokenNote, bad_field, data_event
+from baton.serving.http import ApiError, EventSplitter, SentEvent, TokenNote, bad_field, data_event
 from baton.serving.wire import (
     CHAT_PATH,
     NUM_CHOICES_MAX,
-    Legs,
-    ResponseState,
     RoutableRequest,
     StreamFilter,
     StreamProgress,
+    UpstreamRequests,
     read_routable,
 )
 from baton.session.registry import Role, Roster
@@ -101,7 +100,6 @@ def parse_instance(role: Role, text: str) -> list[Roster]:
             transport="",
             url=f"{base}/dp{rank}" if num_ranks > 1 else base,
             ranks=(),
-            loads=(),
             is_complete=True,
         )
         for rank in range(num_ranks)
@@ -123,12 +121,11 @@ class _ModelCards(msgspec.Struct):
 class VllmProgress(StreamProgress):
     """Also what a continuation needs of the events so far."""
 
-    def __init__(self, num_choices: int) -> None:
-        super().__init__(num_choices)
+    def __init__(self, num_choices: int, identity: str, created: int) -> None:
+        super().__init__(num_choices, identity, created)
         self.prompt: list[int] = []
-        self.id = ""
-        self.created = 0
-        self.model = ""
+        self.first: dict[str, Any] = {}
+        """What events say of the response, in the first attempt."""
         self.is_content = True
         """Whether the last tokens are plain content: neither reasoning nor part of a tool call."""
 
@@ -173,25 +170,28 @@ class VllmWire:
         is_single = request.num_choices == 1 and not any(_value(fields, name) for name in _ALONE)
         return request if is_single else msgspec.structs.replace(request, can_hand_off=False)
 
-    def progress(self, request: RoutableRequest) -> VllmProgress:
-        return VllmProgress(request.num_choices)
+    def progress(self, request: RoutableRequest, identity: str, created: int) -> VllmProgress:
+        return VllmProgress(request.num_choices, identity, created)
 
-    def legs(self, request: RoutableRequest, state: ResponseState, source: str | None) -> Legs:
-        progress = state.progress
+    def requests(
+        self, request: RoutableRequest, progress: StreamProgress, source: str | None
+    ) -> UpstreamRequests:
         assert isinstance(progress, VllmProgress)
         path, fields = request.path, dict[str, Any](_fields.decode(request.body + b"}"))
         wants_ids = _value(fields, "return_token_ids") is True
-        if state.has_begun:
+        if progress.has_begun:
             path, fields = COMPLETION_PATH, self._continuation(request, fields, progress)
-        fields.setdefault("request_id", state.id.partition("-")[2])
+        fields.setdefault("request_id", progress.id.partition("-")[2])
         stream_filter = None
         if request.is_stream:
             chat = request.path == CHAT_PATH
-            reader = VllmEventReader(progress, wants_ids=wants_ids, is_resumed=state.has_begun, is_chat=chat)
+            reader = VllmEventReader(
+                progress, wants_ids=wants_ids, is_resumed=progress.has_begun, is_chat=chat
+            )
             stream_filter = StreamFilter(progress, request.n, reader, num_early=0)
             fields["return_token_ids"] = True
         if source is None:
-            return Legs(path, _encode(fields), b"", 0, stream_filter)
+            return UpstreamRequests(path, _encode(fields), b"", 0, stream_filter)
         transfer = uuid.uuid4().hex
         sent = {"do_remote_decode": True, "transfer_id": transfer}
         wanted = {"do_remote_prefill": True, "transfer_id": transfer, "source": source}
@@ -199,7 +199,7 @@ class VllmWire:
         prefill |= {"stream": False, "max_tokens": 1, "kv_transfer_params": sent}
         if path == CHAT_PATH:
             prefill["max_completion_tokens"] = 1
-        return Legs(
+        return UpstreamRequests(
             path, _encode(fields | {"kv_transfer_params": wanted}), _encode(prefill), 1, stream_filter
         )
 
@@ -239,7 +239,7 @@ class VllmWire:
     def _num_left(self, request: RoutableRequest, progress: VllmProgress) -> int:
         """Tokens that the completion may still have."""
         num_max = request.num_tokens_max
-        context = self._context.get(progress.model, 0) - len(progress.prompt)
+        context = self._context.get(progress.first.get("model", ""), 0) - len(progress.prompt)
         if num_max is None:
             num_max = context if request.path == CHAT_PATH else COMPLETION_TOKENS
         return num_max - len(progress.tokens)
@@ -258,19 +258,19 @@ def _is_text(messages: Any) -> bool:
 # ---- streams
 
 
-class VllmEventReader:
+class VllmEventReader(EventSplitter):
     """Splits the stream of one attempt into events, and notes the token ids in each."""
 
     def __init__(self, progress: VllmProgress, *, wants_ids: bool, is_resumed: bool, is_chat: bool) -> None:
+        super().__init__()
         self._progress = progress
         self._wants_ids = wants_ids
         self._is_resumed = is_resumed
         self._is_chat = is_chat
         self._num_before = len(progress.tokens) if is_resumed else 0
-        self._reader = EventReader()
 
     def feed(self, data: bytes) -> Iterator[SentEvent]:
-        for event in self._reader.feed(data):
+        for event in super().feed(data):
             payload = event.data
             if payload is None or not payload.startswith(b"{") or payload.startswith(b'{"error"'):
                 yield event
@@ -282,8 +282,8 @@ class VllmEventReader:
 
     def _read(self, event: SentEvent, value: dict[str, Any]) -> SentEvent:
         progress = self._progress
-        if not progress.id:
-            progress.id, progress.created, progress.model = value["id"], value["created"], value["model"]
+        if not progress.first:
+            progress.first = {name: value[name] for name in ("id", "created", "model")}
         choices = value["choices"]
         note = self._note(value, choices[0]) if choices else None
         if self._wants_ids and not self._is_resumed:
@@ -311,8 +311,8 @@ class VllmEventReader:
 
     def _rewrite(self, value: dict[str, Any]) -> None:
         """Makes an event of the continuation into one of the response that the client has begun to read."""
-        progress = self._progress
-        value |= {"id": progress.id, "created": progress.created}
+        first = self._progress.first
+        value |= {"id": first["id"], "created": first["created"]}
         if usage := value.get("usage"):
             usage["prompt_tokens"] -= self._num_before
             usage["completion_tokens"] += self._num_before

@@ -1,22 +1,22 @@
 """What a router exchanges with the instances of an engine: the requests of an attempt, and their streams.
 
-`Wire` is all that the router knows of an engine's HTTP. `BatonWire` is that of `baton serve`; vLLM's is in
+A wire is all that the router knows of an engine's HTTP. `BatonWire` is that of `baton serve`; vLLM's is in
 `baton.serving.vllm`. Choosing, waiting, retrying and forwarding are the router's, and the same for both.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
 from baton.errors import BatonError
-from baton.serving.fleet import FleetInstance, InfoReader, ServerInfo
-from baton.serving.http import ApiError, EventReader, ResumedChoice, RouterHints, SentEvent, TokenNote
+from baton.serving.fleet import FleetInstance, ServerInfo
+from baton.serving.http import ApiError, EventSplitter, ResumedChoice, RouterHints, TokenNote
 from baton.serving.policies import RawPrompt
 
 CHAT_PATH = "/v1/chat/completions"
@@ -36,18 +36,7 @@ _encoder = msgspec.json.Encoder()
 
 
 @dataclass(frozen=True, slots=True)
-class ResponseState:
-    """What a client has of its response when an attempt begins."""
-
-    id: str
-    created: int
-    has_begun: bool
-    """Whether anything was streamed: the attempt goes on from there."""
-    progress: StreamProgress
-
-
-@dataclass(frozen=True, slots=True)
-class Legs:
+class UpstreamRequests:
     """The requests of one attempt: to the instance that answers, and to the one that prefills for it."""
 
     path: str
@@ -59,27 +48,8 @@ class Legs:
     """None where the response is not a stream."""
 
 
-class Wire(InfoReader, Protocol):
-    """An engine's HTTP, as far as it differs from another's."""
-
-    def read(self, path: str, raw: bytes) -> RoutableRequest:
-        """Reads a client's request; an ApiError where it cannot be routed."""
-
-    def progress(self, request: RoutableRequest) -> StreamProgress:
-        """The progress of a response that has not begun."""
-
-    def legs(self, request: RoutableRequest, state: ResponseState, source: str | None) -> Legs:
-        """The requests of a new attempt; `source` is the prefill instance's coordinator, if there is one."""
-
-    def resume_problem(self, request: RoutableRequest, progress: StreamProgress) -> str:
-        """Why a stream that has begun cannot go on elsewhere; empty where it can."""
-
-    def status(self, status: int) -> int:
-        """The status to act on where an instance answered with this one."""
-
-
 class BatonWire:
-    """Instances of `baton serve`."""
+    """Instances of `baton serve`; that of another engine has the same methods."""
 
     info_path = "/server_info"
     key_remedy = "give both the same secret"
@@ -91,23 +61,29 @@ class BatonWire:
         return msgspec.json.decode(body, type=ServerInfo)
 
     def read(self, path: str, raw: bytes) -> RoutableRequest:
+        """Reads a client's request; an ApiError where it cannot be routed."""
         return read_routable(path, raw)
 
-    def progress(self, request: RoutableRequest) -> StreamProgress:
-        return StreamProgress(request.num_choices)
+    def progress(self, request: RoutableRequest, identity: str, created: int) -> StreamProgress:
+        """The progress of a response that has not begun."""
+        return StreamProgress(request.num_choices, identity, created)
 
-    def legs(self, request: RoutableRequest, state: ResponseState, source: str | None) -> Legs:
-        """Both get the client's body with the router's hints and rooms that were never used before."""
-        progress = state.progress
+    def requests(
+        self, request: RoutableRequest, progress: StreamProgress, source: str | None
+    ) -> UpstreamRequests:
+        """The requests of a new attempt; `source` is the prefill instance's coordinator, if there is one.
+
+        Both get the client's body with the router's hints and rooms that were never used before.
+        """
         hints = RouterHints(
-            id=state.id,
-            created=state.created,
+            id=progress.id,
+            created=progress.created,
             tokens=request.is_stream,
-            resume=progress.resume if state.has_begun else (),
-            done=progress.done if state.has_begun else {},
+            resume=progress.resume if progress.has_begun else (),
+            done=progress.done if progress.has_begun else {},
             first_token=self._first_token,
         )
-        num_rooms = len(hints.resume) if state.has_begun else request.num_prompts
+        num_rooms = len(hints.resume) if progress.has_begun else request.num_prompts
         body = _baton_body(request, hints, source, num_rooms)
         stream_filter = None
         if request.is_stream:
@@ -116,12 +92,14 @@ class BatonWire:
         if request.dp_rank is not None:
             fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
             prefill_body = _encoder.encode({k: v for k, v in fields.items() if k not in DP_RANK_FIELDS})
-        return Legs(request.path, body, prefill_body, num_rooms, stream_filter)
+        return UpstreamRequests(request.path, body, prefill_body, num_rooms, stream_filter)
 
     def resume_problem(self, request: RoutableRequest, progress: StreamProgress) -> str:
+        """Why a stream that has begun cannot go on elsewhere; empty where it can."""
         return ""
 
     def status(self, status: int) -> int:
+        """The status to act on where an instance answered with this one."""
         return status
 
 
@@ -176,6 +154,8 @@ class _Body(msgspec.Struct):
     stream: Any = False
     stream_options: Any = None
     n: Any = None
+    echo: Any = None
+    logprobs: Any = None
     max_tokens: Any = None
     max_completion_tokens: Any = None
 
@@ -199,7 +179,7 @@ class RoutableRequest(msgspec.Struct, frozen=True):
     is_stream: bool
     wants_usage: bool
     can_hand_off: bool = True
-    """False where its form allows no hand-off: one instance answers it alone."""
+    """False where its form allows no hand-over: one instance answers it alone."""
     dp_rank: int | None = None
     """The DP group of the instance that answers."""
     dp_field: str = DP_RANK_FIELDS[0]
@@ -233,6 +213,7 @@ def read_routable(path: str, raw: bytes, private: Sequence[str] = _BOOTSTRAP_FIE
         raw = msgspec.json.encode(fields)
     num_prompts, is_list, prompt = _read_prompt(body)
     n, options = _count(body.n) or 1, body.stream_options
+    is_echo_only = body.echo is True and body.max_tokens == 0
     dp_field = next((name for name in DP_RANK_FIELDS if getattr(body, name) is not None), DP_RANK_FIELDS[0])
     return RoutableRequest(
         path=path,
@@ -242,9 +223,11 @@ def read_routable(path: str, raw: bytes, private: Sequence[str] = _BOOTSTRAP_FIE
         num_prompts=num_prompts,
         is_list=is_list,
         n=n if n <= NUM_CHOICES_MAX else 1,  # which an instance refuses
-        num_tokens_max=_count(body.max_completion_tokens) or _count(body.max_tokens),
+        num_tokens_max=1 if is_echo_only else _count(body.max_completion_tokens) or _count(body.max_tokens),
         is_stream=body.stream is True,
         wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        # The prompt's log-probabilities are computed where it is prefilled.
+        can_hand_off=not (body.echo is True and body.logprobs is not None),
         dp_rank=_rank(getattr(body, dp_field)),
         dp_field=dp_field,
         prefill_dp_rank=_rank(body.disagg_prefill_dp_rank),
@@ -282,9 +265,13 @@ def _read_prompt(body: _Body) -> tuple[int, bool, RawPrompt]:
 
 
 class StreamProgress:
-    """The tokens of every choice that the client has been streamed, over all attempts."""
+    """What a client has of its response, over all attempts: the tokens of every choice."""
 
-    def __init__(self, num_choices: int) -> None:
+    def __init__(self, num_choices: int, identity: str = "", created: int = 0) -> None:
+        self.id = identity
+        self.created = created
+        self.has_begun = False
+        """Whether anything was streamed: a further attempt goes on from there."""
         self.done: dict[int, int] = {}
         """By finished choice: its number of tokens."""
         self.has_usage = False
@@ -302,7 +289,7 @@ class StreamProgress:
         if note.finish is not None:
             self.done[note.index] = len(tokens)
 
-    def has_begun(self, index: int) -> bool:
+    def has_token(self, index: int) -> bool:
         """Whether the client has a token of this choice."""
         return bool(self._tokens.get(index))
 
@@ -325,13 +312,6 @@ class StreamProgress:
         return sum(len(tokens) for index, tokens in self._tokens.items() if index not in self.done)
 
 
-class EventSplitter(Protocol):
-    """Splits a byte stream into events, each with a note of the tokens that it adds."""
-
-    def feed(self, data: bytes) -> Iterator[SentEvent]:
-        """The events that these bytes complete."""
-
-
 class StreamFilter:
     """Takes the token notes out of one attempt's stream; only whole events go on to the client.
 
@@ -348,7 +328,7 @@ class StreamFilter:
         """Whether the stream has come to its proper end."""
         self._progress = progress
         self._n = n
-        self._reader: EventSplitter = reader or EventReader()
+        self._reader = reader or EventSplitter()
         self._num_early = num_early
         """Tokens of a choice that may come before decode has the cache."""
         self._num_tokens: dict[int, int] = {}
@@ -381,7 +361,7 @@ class StreamFilter:
         """What the client gets now of this event and of those held before it."""
         index = note.index
         held = self._held.pop(index, b"") if self._held else b""
-        if not note.tokens and note.finish is None and not self._progress.has_begun(index):
+        if not note.tokens and note.finish is None and not self._progress.has_token(index):
             self._held[index] = held + raw
             return b""
         self._record(note)

@@ -17,7 +17,7 @@ from baton.protocol.instance import (
     DrainRequested,
     EndAll,
     EndRequested,
-    Instance,
+    InstanceRecord,
     InstanceState,
     RankAttached,
     RankLost,
@@ -28,13 +28,13 @@ from baton.protocol.instance import (
 )
 from baton.protocol.messages import (
     Abort,
-    AnyMessage,
     AuxRecord,
     Commit,
     Goodbye,
     Heartbeat,
     Introduction,
     Landed,
+    Message,
     Offer,
     Queued,
     Quiet,
@@ -61,7 +61,7 @@ class CoordinatorDriver:
     def __init__(self, config: DriverConfig, ports: Ports) -> None:
         self.config = config
         self.ports = ports
-        self.record = Instance(config.instance, config.epoch, config.spec.layout.num_ranks)
+        self.record = InstanceRecord(config.instance, config.epoch, config.spec.layout.num_ranks)
         self.on_serving: Callable[[], None] = lambda: None
         self.members: dict[int, int] = {}
         """The link of every rank that takes part."""
@@ -179,7 +179,7 @@ class CoordinatorDriver:
 
     # Messages.
 
-    def received(self, link: int, message: AnyMessage) -> None:
+    def received(self, link: int, message: Message) -> None:
         """A message of a rank or of a peer."""
         if (rank := self.ranks.get(link)) is not None:
             self._heard[link] = self.ports.now()
@@ -210,7 +210,7 @@ class CoordinatorDriver:
             self.ports.hang_up(session.link)
             self._drop(session.link, cause)
 
-    def _on_rank_message(self, rank: int, message: AnyMessage) -> None:
+    def _on_rank_message(self, rank: int, message: Message) -> None:
         match message:
             case Heartbeat():
                 pass
@@ -227,7 +227,7 @@ class CoordinatorDriver:
             case _:
                 self.inbound.on_rank_message(rank, message)
 
-    def to_rank(self, rank: int, message: AnyMessage) -> None:
+    def to_rank(self, rank: int, message: Message) -> None:
         """Sends to a rank of this instance."""
         link = self.members.get(rank)
         if link is not None:

@@ -17,13 +17,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from baton.errors import BatonError, LocalProtocolError
-from baton.plan import Chunk, Prompt, Spec, plan
+from baton.errors import BatonError
+from baton.plan import Chunk, Spec
 from baton.plan.binding import ChunkSend, TransferTerms, bind_source, pages_read, place_in_staging
-from baton.plan.tokens import Ints
 from baton.protocol.ledger import Rectangle
 from baton.protocol.machine import Conclude, Forget
-from baton.protocol.messages import AnyMessage, Grant, Lane, Message, Offer, Queued, SessionPaths, Settled
+from baton.protocol.messages import Grant, Lane, Message, Offer, Queued, SessionPaths, Settled
 from baton.protocol.outcomes import Aux, Cause, Stage, Why
 from baton.protocol.source_rank import (
     SOURCE_RANK,
@@ -40,14 +39,13 @@ from baton.protocol.source_rank import (
     SourceRank,
     SourceRankState,
     StartCopies,
-    WithdrawCopies,
     Withdrawn,
 )
 from baton.session.config import DriverConfig
 from baton.session.dispatcher import Dispatcher
-from baton.session.handles import CopyTiming, Digest, OfferedChunk, Pages, Sending, read_pages
+from baton.session.handles import CheckedPages, CopyTiming, Digest, OfferedChunk, Pages, Sending, read_pages
 from baton.session.memory import Pools, StagingLease, UngrantedPages, tensors
-from baton.session.page_tables import check_terms, decode_tables
+from baton.session.page_tables import check_terms, terms_of
 from baton.session.ports import Ports
 from baton.transport import (
     NOW,
@@ -153,7 +151,7 @@ class SourceCopies:
         transport: Transport,
         pools: Pools,
         peers: Mapping[int, Spec],
-        send: Callable[[AnyMessage], None],
+        send: Callable[[Message], None],
     ) -> None:
         self.config = config
         self.ports = ports
@@ -205,7 +203,7 @@ class SourceCopies:
         if self._of(sending) is not None:
             self.send(Queued(transfer=sending.transfer))
 
-    def read_pages(self, pages: Pages) -> dict[str, Ints]:
+    def read_pages(self, pages: Pages) -> CheckedPages:
         """From any thread: a copy of a page table; raises ConfigError on one that the pools cannot have."""
         return read_pages(pages, self.config.spec)
 
@@ -217,7 +215,7 @@ class SourceCopies:
             return
         transfer.chunks[chunk.index] = chunk
         if transfer.record.state is SourceRankState.WAITING and (
-            text := self.ungranted.hold(sending.transfer, chunk.index, chunk.pages)
+            text := self.ungranted.hold(sending.transfer, chunk.pages)
         ):
             cause = self.config.cause(Why.OUT_OF_PAGES, Stage.OFFER, text)
             self._dispatcher.feed(transfer, Aborted(cause))
@@ -260,20 +258,9 @@ class SourceCopies:
         if transfer is None:
             return
         try:
-            target = self.peers.get(grant.session)
-            if target is None:
-                raise LocalProtocolError(f"grant for transfer {grant.transfer} by a session that is gone")
-            bound = plan(self.config.spec, target, grant.source_dp, grant.target_dp)
-            terms = TransferTerms(
-                bound,
-                Prompt(grant.num_tokens, dict(grant.held), grant.offset),
-                decode_tables(grant.tables, target, grant.target_dp),
-                {(lane.source_rank, lane.target_rank): lane.mode for lane in grant.lanes},
-                grant.is_verified,
-            )
-            check_terms(
-                terms, self.config.rank, {lane.target_rank: lane.staging_bytes for lane in grant.lanes}
-            )
+            terms = terms_of(grant, self.config.spec, self.peers.get(grant.session))
+            staging = {lane.target_rank: lane.staging_bytes for lane in grant.lanes}
+            check_terms(terms, self.config.rank, staging)
         except BatonError as error:
             cause = self.config.cause(Why.REFUSED_LAYOUT, Stage.GRANT, str(error))
             self._dispatcher.feed(transfer, Aborted(cause))
@@ -331,23 +318,19 @@ class SourceCopies:
     def _perform(self, transfer: SourceTransfer, effect: object) -> None:
         match effect:
             case StartCopies(index):
-                self.ungranted.let_go(transfer.record.transfer, index)
+                self.ungranted.let_go(transfer.record.transfer)
                 self._start_copies(transfer, transfer.chunks[index])
-            case CancelCopies():
+            case CancelCopies(is_withdrawal):
                 for chunk in list(transfer.copying.values()):
-                    self._cancel(chunk)
-                    self._end_if_over(chunk)
-            case WithdrawCopies():
-                for chunk in list(transfer.copying.values()):
-                    chunk.is_withdrawn = True
+                    chunk.is_withdrawn = chunk.is_withdrawn or is_withdrawal
                     self._cancel(chunk)
                     self._end_if_over(chunk)
             case EndWithdrawal(landed, is_committed):
                 boxes = tuple(dropped.box for dropped in transfer.dropped)
                 transfer.handle.end_withdrawal(landed, boxes, is_committed)
             case ReleaseChunks(indices):
+                self.ungranted.let_go(transfer.record.transfer)
                 for index in indices:
-                    self.ungranted.let_go(transfer.record.transfer, index)
                     transfer.chunks.pop(index, None)
                     transfer.handle.release_chunk(index)
                 transfer.handle.on_change(transfer.handle)

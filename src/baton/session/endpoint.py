@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -151,7 +152,35 @@ class Membership:
             await self._server.close()
 
 
-class Endpoint:
+class EndpointBase(ABC):
+    """What an endpoint is, wherever its work is done."""
+
+    config: EndpointConfig
+    _is_open = True
+
+    @property
+    def epoch(self) -> int:
+        """The incarnation that this rank belongs to; 0 until it has learned it."""
+        return self.config.epoch
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends this rank, and with the coordinator the instance."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise LocalProtocolError(
+                f"rank {self.config.rank} of {self.config.instance} is closed; make a new endpoint"
+            )
+
+
+class Endpoint(EndpointBase):
     """One rank's end of every hand-over."""
 
     def __init__(
@@ -165,7 +194,6 @@ class Endpoint:
         self.config = replace(config, epoch=time.time_ns()) if is_host and not config.epoch else config
         self.transport = transport
         self._on_end = on_end
-        self._is_open = True
         self._membership = Membership(self.config, transport.name, self._end)
         self._loop = DriverLoop(config.sockets, directory=self._membership, on_end=self._end)
         self._serving = threading.Event()
@@ -222,23 +250,12 @@ class Endpoint:
         finally:
             self._on_end(text)
 
-    def _check_open(self) -> None:
-        if not self._is_open:
-            raise LocalProtocolError(
-                f"rank {self.config.rank} of {self.config.instance} is closed; make a new endpoint"
-            )
-
     def _attach(self) -> None:
         own = self.config
         self._rank.attach(own.coordinator or LOCAL, 0.0 if own.epoch else own.attach_s)
 
     def _attached(self, epoch: int) -> None:
         self.config = self._membership.config = replace(self.config, epoch=epoch)
-
-    @property
-    def epoch(self) -> int:
-        """The incarnation that this rank belongs to; 0 until it has learned it."""
-        return self.config.epoch
 
     @property
     def address(self) -> str:
@@ -326,9 +343,3 @@ class Endpoint:
         self._loop.post(lambda: self._rank.leave(text))
         self._loop.close()
         self.transport.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

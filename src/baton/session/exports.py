@@ -18,6 +18,7 @@ from baton.protocol.timings import Timings
 from baton.session.coordinator import CoordinatorDriver
 from baton.session.endpoint import Endpoint, EndpointConfig
 from baton.session.handles import (
+    CheckedPages,
     Digest,
     Handle,
     Pages,
@@ -37,6 +38,7 @@ __all__ = [
     "NOW",
     "Aux",
     "Cause",
+    "CheckedPages",
     "CoordinatorDriver",
     "CudaFence",
     "DeclaredPlacement",

@@ -35,6 +35,10 @@ Pages = Mapping[str, Sequence[int] | Ints]
 """Page ids by group: a rank's page table of the prompt, from its first slot on."""
 
 
+class CheckedPages(dict[str, Ints]):
+    """A page table that was read and checked once, for several offers; do not change it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Digest:
     """What was prefilled: its length and 128 bits that stand for everything that shaped the cache."""
@@ -119,9 +123,9 @@ def check_aux(aux: Aux) -> None:
         raise ConfigError(f"aux record of {len(raw)} bytes; at most {AUX_BYTES_MAX} are sent")
 
 
-def read_pages(pages: Pages, spec: Spec) -> dict[str, Ints]:
+def read_pages(pages: Pages, spec: Spec) -> CheckedPages:
     """A copy of a page table; raises ConfigError on ids that the pools of a spec do not have."""
-    table: dict[str, Ints] = {}
+    table = CheckedPages()
     for group, ids in pages.items():
         if group not in spec.cache.groups:
             known = ", ".join(spec.cache.groups)
@@ -186,8 +190,7 @@ class Handle:
         self.release()
 
 
-@dataclass(frozen=True, slots=True)
-class OfferedChunk:
+class OfferedChunk(msgspec.Struct, frozen=True, eq=False):
     """A chunk as the engine offered it, with the page table of that moment."""
 
     index: int
@@ -212,7 +215,7 @@ class CopyTiming:
 class SendingDriver(Protocol):
     """What a sending handle asks of its driver; `read_pages` on any thread, the rest on the driver's."""
 
-    def read_pages(self, pages: Pages) -> Mapping[str, Ints]: ...
+    def read_pages(self, pages: Pages) -> CheckedPages: ...
     def chunk_ready(self, sending: Sending, chunk: OfferedChunk) -> None: ...
     def queued(self, sending: Sending) -> None: ...
     def seal(self, sending: Sending, aux: Aux | None) -> None: ...
@@ -286,6 +289,10 @@ class Sending(Handle):
         self.copies: list[CopyTiming] = []
         """What has been copied so far, in the order of its end."""
 
+    def read_pages(self, pages: Pages) -> CheckedPages:
+        """Reads a page table for all offers of a step: each of them would read it anew otherwise."""
+        return self._driver.read_pages(pages)
+
     def ready(
         self, layers: tuple[int, int], tokens: tuple[int, int], pages: Pages, fence: Fence = NOW
     ) -> None:
@@ -295,11 +302,14 @@ class Sending(Handle):
                 f"transfer {self.transfer}: chunk of layers {layers} x tokens {tokens} is empty or outside "
                 f"of {self.num_tokens} tokens"
             )
-        table = self._driver.read_pages(pages)
+        table = pages if isinstance(pages, CheckedPages) else self._driver.read_pages(pages)
         with self._lock:
             self._check_open("ready")
-            for box in self._missing(Rectangle(layers, tokens)):
-                chunk = OfferedChunk(self._num_chunks, box.layers, box.tokens, table, fence)
+            parts = [(layers, tokens)]
+            if self._landed or self._dropped or self._is_committed:
+                parts = [(box.layers, box.tokens) for box in self._missing(Rectangle(layers, tokens))]
+            for part_layers, part_tokens in parts:
+                chunk = OfferedChunk(self._num_chunks, part_layers, part_tokens, table, fence)
                 self._num_chunks += 1
                 self._reading[chunk.index] = lambda: {group: ids.tolist() for group, ids in table.items()}
                 self._post(partial(self._driver.chunk_ready, self, chunk))

@@ -19,7 +19,6 @@ from baton.protocol.ledger import Ledger, Need
 from baton.protocol.machine import Conclude, SessionLost, Ticked
 from baton.protocol.messages import (
     Abort,
-    AnyMessage,
     AuxRecord,
     Close,
     Closed,
@@ -31,6 +30,7 @@ from baton.protocol.messages import (
     Invited,
     Landed,
     Lane,
+    Message,
     Offer,
     Open,
     Opened,
@@ -125,7 +125,7 @@ class InboundTransfers:
         config: DriverConfig,
         ports: Ports,
         sessions: Sessions,
-        to_rank: Callable[[int, AnyMessage], None],
+        to_rank: Callable[[int, Message], None],
     ) -> None:
         self.config = config
         self.ports = ports
@@ -136,7 +136,7 @@ class InboundTransfers:
         """Why nothing new is granted; empty while it is."""
         self.transfers: dict[str, InboundTransfer] = {}
         self.grants: dict[bytes, InboundTransfer] = {}
-        self.unsent: dict[str, list[AnyMessage]] = {}
+        self.unsent: dict[str, list[Message]] = {}
         """By source: messages about transfers that are not asked for, until there is a session."""
         self.given_up: dict[str, tuple[Cause, float]] = {}
         """Transfers that an engine aborted on a rank before any rank had asked, until they expire."""
@@ -151,7 +151,7 @@ class InboundTransfers:
 
     # Messages of this instance's ranks.
 
-    def on_rank_message(self, rank: int, message: AnyMessage) -> None:
+    def on_rank_message(self, rank: int, message: Message) -> None:
         """A target rank, or its engine, sent something."""
         match message:
             case Receive():
@@ -245,7 +245,7 @@ class InboundTransfers:
     def _decline(self, message: Decline) -> None:
         self._to_named(message.source, Abort(transfer=message.transfer, grant=b"", cause=message.cause))
 
-    def _to_named(self, source: str, message: AnyMessage) -> None:
+    def _to_named(self, source: str, message: Message) -> None:
         """Sends to a source, now or when there is a session with it."""
         session = self.sessions.to(source)
         if session is None:
@@ -305,7 +305,7 @@ class InboundTransfers:
             return None
         bound = plan(session.spec, self.config.spec, transfer.source_dp, transfer.target_dp)
         if transfer.offset is None:
-            transfer.offset = self.ports.token(1)[0] % NUM_OFFSETS if is_dealt(bound) else 0
+            transfer.offset = self.ports.token(1)[0] % NUM_OFFSETS if _is_dealt(PlanKey(bound)) else 0
         prompt = Prompt(request.num_tokens, dict(request.held), transfer.offset)
         expected = expect(bound, prompt, self.cost)
         if not self._has_paths(session, expected.modes):
@@ -370,7 +370,7 @@ class InboundTransfers:
 
     # Messages of sources.
 
-    def on_message(self, session: Session, message: AnyMessage) -> None:
+    def on_message(self, session: Session, message: Message) -> None:
         """A source sent something."""
         match message:
             case Landed() | Commit() | AuxRecord() | Quiet() | Unquiet() | OutcomeQuery():
@@ -485,7 +485,7 @@ class InboundTransfers:
         for rank in ranks:
             self.to_rank(rank, close)
 
-    def _to_source(self, transfer: InboundTransfer, message: AnyMessage) -> None:
+    def _to_source(self, transfer: InboundTransfer, message: Message) -> None:
         """Over the transfer's session, or over a newer one with the same incarnation if that is gone."""
         if transfer.session in self.sessions.standing:
             self.sessions.send(transfer.session, message)
@@ -563,13 +563,9 @@ def _expect(
     return Expectation(chosen, expected_bytes(same.plan, prompt), targets, Ledger.empty(num_tokens, cells))
 
 
-def is_dealt(bound: Plan) -> bool:
-    """Whether some target has several mirrors to take turns, so that it matters where they begin."""
-    return _is_dealt(PlanKey(bound))
-
-
 @lru_cache(maxsize=EXPECTATIONS_MAX)
 def _is_dealt(same: PlanKey) -> bool:
+    """Whether some target has several mirrors to take turns, so that it matters where they begin."""
     return any(route.turns.period > 1 for route in same.plan.routes)
 
 

@@ -30,7 +30,7 @@ from baton.protocol.handshake import (
     Secure,
 )
 from baton.protocol.machine import Ticked
-from baton.protocol.messages import AnyMessage, Introduction, Message
+from baton.protocol.messages import Introduction, Message
 from baton.protocol.outcomes import Cause, Why
 from baton.protocol.wire import FRAME_BYTES_MAX, Bare, Codec, Frames, Seal, decode, encode, frame
 from baton.session.event_loop import EventLoop
@@ -46,7 +46,7 @@ CAUSE_LENGTH_MAX = 400
 
 logger = logging.getLogger("baton.session")
 
-LinkEvent: TypeAlias = AnyMessage | Established | Ended
+LinkEvent: TypeAlias = Message | Established | Ended
 
 
 def seal(secure: Secure) -> Codec:
@@ -105,7 +105,7 @@ class Link:
         """Ends the link because of what the peer sent, and sends the reason."""
         return self._step(BadMessage(self._blame(), text), now)
 
-    def send(self, message: AnyMessage) -> bytes:
+    def send(self, message: Message) -> bytes:
         """A message as bytes for the peer; they have to be sent in this order."""
         if not self.is_standing:
             state = self.handshake.state.value
@@ -171,7 +171,7 @@ class LinkHandler(Protocol):
     def linked(self, number: int, peer: Introduction, channel: bytes) -> None:
         """The link stands."""
 
-    def on_message(self, number: int, message: AnyMessage) -> None:
+    def on_message(self, number: int, message: Message) -> None:
         """A message came."""
 
     def on_lost(self, number: int, cause: Cause) -> None:
@@ -245,7 +245,7 @@ class SocketLink(asyncio.BufferedProtocol):
             text = f"the connection was lost: {exc}" if exc else "the peer closed the connection"
             self._report(self.handler.peer_lost(text))
 
-    def send(self, message: AnyMessage) -> None:
+    def send(self, message: Message) -> None:
         """Queues a message until the pass is over."""
         if self._is_closing or (self._link is not None and self._link.is_ended):
             return

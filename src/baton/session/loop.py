@@ -22,7 +22,7 @@ from typing import Protocol
 
 from baton.errors import ConfigError, LocalProtocolError
 from baton.protocol.handshake import NONCE_BYTES, Party, accepting, dialling
-from baton.protocol.messages import AnyMessage, Grant, Introduction, Open
+from baton.protocol.messages import Grant, Introduction, Message, Open
 from baton.protocol.outcomes import Cause, Stage, Why
 from baton.protocol.wire import CHANNEL_BYTES
 from baton.session.event_loop import EventLoop, PassLoop
@@ -61,7 +61,7 @@ class Directory(Protocol):
 class Channel(Protocol):
     """A link as its driver's ports see it."""
 
-    def send(self, message: AnyMessage) -> None:
+    def send(self, message: Message) -> None:
         """Queues a message."""
 
     def hang_up(self) -> None:
@@ -123,7 +123,7 @@ class DriverPorts:
         self._sockets.dial(link, address)
         return number
 
-    def send(self, link: int, message: AnyMessage) -> None:
+    def send(self, link: int, message: Message) -> None:
         """Queues a message."""
         if (channel := self._links.get(link)) is not None:
             channel.send(message)
@@ -174,7 +174,7 @@ class DriverPorts:
         if (link := self._links.get(number)) is not None:
             self.events.step(self.driver.linked, number, peer, channel, refuse=link.refuse)
 
-    def on_message(self, number: int, message: AnyMessage) -> None:
+    def on_message(self, number: int, message: Message) -> None:
         """Tells the driver of a message on a link that is still there."""
         assert self.driver is not None
         if (link := self._links.get(number)) is not None:
@@ -245,7 +245,7 @@ class LocalLink:
         self.number = number
         self.far: LocalLink | None = None
 
-    def send(self, message: AnyMessage) -> None:
+    def send(self, message: Message) -> None:
         """Queues a message."""
         far = self.far
         if far is None:

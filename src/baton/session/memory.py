@@ -6,9 +6,9 @@ import importlib
 import itertools
 import threading
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +22,7 @@ from baton.session.handles import Request
 from baton.transport import Bytes, Region, Transport
 
 ALIGNMENT = 256
-BOUNDS_MAX = 4096
+CUTS_MAX = 4096
 
 
 @cache
@@ -186,7 +186,6 @@ class PageClaim:
     named: Mapping[tuple[int, str], NamedPages]
 
 
-@dataclass(slots=True)
 class PageClaims:
     """Which pages live requests have named, so that no page is given to two transfers; thread-safe.
 
@@ -195,14 +194,22 @@ class PageClaims:
     overlay each other have one page space: a page of it is in use whatever group it was named for.
     """
 
-    spec: Spec
-    _live: dict[int, PageClaim] = field(default_factory=dict)
-    _users: dict[tuple[int, str], PageUsers] = field(default_factory=dict)
-    """By rank and page space."""
-    _spaces: dict[int, dict[str, str]] = field(default_factory=dict)
-    _bounds: dict[tuple[int, str, int, int], tuple[int, int]] = field(default_factory=dict)
-    _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self._live: dict[int, PageClaim] = {}
+        self._users: dict[tuple[int, str], PageUsers] = {}
+        """By rank and page space."""
+        self._spaces = cache(partial(page_spaces, spec))
+        self._cuts = lru_cache(CUTS_MAX)(partial(cut_table, spec))
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def take_unless_live(self, request: Request) -> int | None:
+        """The claim of a checked request; None where its id is live: that is why it will be refused."""
+        with self._lock:
+            if any(claim.transfer == request.transfer for claim in self._live.values()):
+                return None
+        return self.take(request)
 
     def take(self, request: Request) -> int:
         """Claims the pages of a checked request and returns the claim's number; raises ConfigError if a live
@@ -224,11 +231,6 @@ class PageClaims:
             self._live[claim.number] = claim
         return claim.number
 
-    def has(self, transfer: str) -> bool:
-        """Whether a live request has this id."""
-        with self._lock:
-            return any(claim.transfer == transfer for claim in self._live.values())
-
     def give_back(self, number: int) -> None:
         """Releases the pages of a claim; a second call does nothing."""
         with self._lock:
@@ -240,45 +242,20 @@ class PageClaims:
                 np.subtract.at(users.holders, pages.held, 1)
 
     def _named(self, request: Request, rank: int, group: str, ids: Ints) -> NamedPages:
-        num_tokens, num_held = request.digest.num_tokens, request.held.get(group, 0)
-        first, own = self._cut(rank, group, num_tokens, num_held)
+        num_held = request.held.get(group, 0)
+        first, own = self._cuts(rank, group, request.digest.num_tokens, num_held)
         return NamedPages(ids[first:own], ids[max(first, own) :])
-
-    def _cut(self, rank: int, group: str, num_tokens: int, num_held: int) -> tuple[int, int]:
-        """Where in a page table the used pages begin, and where the written ones do."""
-        key = (rank, group, num_tokens, num_held)
-        if key not in self._bounds:
-            if len(self._bounds) >= BOUNDS_MAX:
-                self._bounds.clear()
-            self._bounds[key] = self._find_cut(rank, group, num_tokens, num_held)
-        return self._bounds[key]
-
-    def _find_cut(self, rank: int, group: str, num_tokens: int, num_held: int) -> tuple[int, int]:
-        spec = self.spec
-        components = [component for component in spec.cache.components if component.group == group]
-        if not components[0].extent.has_tokens:
-            return 0, 0
-        # Before the window of all its components a table may hold anything.
-        first = min(component.extent.wanted(num_tokens, 0)[0] for component in components)
-        share = box(spec, components[0], rank, "target").share
-        owned = share_stride(spec, components[0], share, num_tokens)
-        page = spec.storage.page_tokens
-        return owned.num_below(first) // page, owned.num_below(num_held) // page
 
     def _space(self, key: tuple[int, str]) -> tuple[int, str]:
         """The page space of a group on a rank."""
         rank, group = key
-        if rank not in self._spaces:
-            self._spaces[rank] = page_spaces(self.spec, rank)
-        return rank, self._spaces[rank][group]
+        return rank, self._spaces(rank)[group]
 
     def _users_of(self, key: tuple[int, str]) -> PageUsers:
         space = self._space(key)
         if space not in self._users:
             num_pages = space_sizes(self.spec, key[0])[space[1]]
-            self._users[space] = PageUsers(
-                np.zeros(num_pages, dtype=np.int64), np.zeros(num_pages, dtype=np.int64)
-            )
+            self._users[space] = PageUsers(np.zeros(num_pages, np.int64), np.zeros(num_pages, np.int64))
         return self._users[space]
 
     def _check_apart(self, transfer: str, named: Mapping[tuple[int, str], NamedPages]) -> None:
@@ -319,56 +296,53 @@ class PageClaims:
         )
 
 
-@dataclass(slots=True, eq=False)
-class HeldTable:
-    """A page table that chunks of one transfer were offered with, and how many of these still wait."""
-
-    pages: Mapping[str, Ints]
-    distinct: Mapping[str, Ints]
-    """By page space: the pages of all its groups, each once."""
-    num_chunks: int = 0
-
-
-@dataclass(slots=True)
-class HeldPages:
-    """How many tables hold each page of a space, and how many pages are held."""
-
-    num_holders: Ints
-    num_held: int = 0
+def cut_table(spec: Spec, rank: int, group: str, num_tokens: int, num_held: int) -> tuple[int, int]:
+    """Where in a page table the used pages begin, and where the written ones do."""
+    components = [component for component in spec.cache.components if component.group == group]
+    if not components[0].extent.has_tokens:
+        return 0, 0
+    # Before the window of all its components a table may hold anything.
+    first = min(component.extent.wanted(num_tokens, 0)[0] for component in components)
+    share = box(spec, components[0], rank, "target").share
+    owned = share_stride(spec, components[0], share, num_tokens)
+    page = spec.storage.page_tokens
+    return owned.num_below(first) // page, owned.num_below(num_held) // page
 
 
 class UngrantedPages:
     """The pages that requests without a grant hold; a page that several hold counts once.
 
     Together they may hold a share of a pool: if they held all of it, an instance that is also a target could
-    not grant, and two such instances would wait for each other.
+    not grant, and two such instances would wait for each other. A request holds the pages of all chunks that
+    it has offered, until it is granted or has ended.
     """
 
     def __init__(self, spec: Spec, rank: int, share_max: float) -> None:
         self.share_max = share_max
         self._space_by_group = page_spaces(spec, rank)
-        self._spaces = {
-            space: HeldPages(np.zeros(count, dtype=np.int64))
-            for space, count in space_sizes(spec, rank).items()
+        self._num_holders = {
+            space: np.zeros(count, dtype=np.int64) for space, count in space_sizes(spec, rank).items()
         }
-        self._chunks: dict[str, dict[int, HeldTable]] = {}
-        """By transfer and chunk."""
+        """By page of a space."""
+        self._num_held = dict.fromkeys(self._num_holders, 0)
+        self._held: dict[str, dict[str, Ints]] = {}
+        """By transfer and space: its pages, each once."""
+        self._tables: dict[str, Mapping[str, Ints]] = {}
+        """By transfer: the table of its last chunk; most chunks of a transfer come with the same one."""
 
-    def hold(self, transfer: str, index: int, pages: Mapping[str, Ints]) -> str:
+    def hold(self, transfer: str, pages: Mapping[str, Ints]) -> str:
         """Counts the pages of a chunk; says in words which page space is overdrawn, if one is."""
-        chunks = self._chunks.setdefault(transfer, {})
-        table = next(reversed(chunks.values()), None)
-        # Most chunks of a transfer come with the same table.
-        if table is None or not _are_equal(table.pages, pages):
-            table = HeldTable(pages, self._distinct(pages))
-            for name, ids in table.distinct.items():
-                space = self._spaces[name]
-                space.num_held += int(np.count_nonzero(space.num_holders[ids] == 0))
-                space.num_holders[ids] += 1
-        chunks[index] = table
-        table.num_chunks += 1
-        for name in table.distinct:
-            num_held, num_pages = self._spaces[name].num_held, len(self._spaces[name].num_holders)
+        held, last = self._held.setdefault(transfer, {}), self._tables.get(transfer)
+        if last is None or not _are_equal(last, pages):
+            self._tables[transfer] = pages
+            for name, ids in self._distinct(pages).items():
+                before, num_holders = held.get(name, ids[:0]), self._num_holders[name]
+                added = np.setdiff1d(ids, before, assume_unique=True) if len(before) else ids
+                self._num_held[name] += int(np.count_nonzero(num_holders[added] == 0))
+                num_holders[added] += 1
+                held[name] = np.concatenate([before, added])
+        for name in held:
+            num_held, num_pages = self._num_held[name], len(self._num_holders[name])
             if num_held > max(1, int(num_pages * self.share_max)):
                 return (
                     f"requests without a grant hold {num_held} of {num_pages} pages of {name!r}, more than a "
@@ -376,26 +350,17 @@ class UngrantedPages:
                 )
         return ""
 
-    def let_go(self, transfer: str, index: int) -> None:
-        """A chunk does not wait for a grant any more; one that did not is passed over."""
-        chunks = self._chunks.get(transfer, {})
-        if (table := chunks.pop(index, None)) is None:
-            return
-        if not chunks:
-            del self._chunks[transfer]
-        table.num_chunks -= 1
-        if not table.num_chunks:
-            self._release(table)
-
-    def _release(self, table: HeldTable) -> None:
-        for name, ids in table.distinct.items():
-            space = self._spaces[name]
-            space.num_holders[ids] -= 1
-            space.num_held -= int(np.count_nonzero(space.num_holders[ids] == 0))
+    def let_go(self, transfer: str) -> None:
+        """A transfer does not wait for a grant any more; one that did not is passed over."""
+        self._tables.pop(transfer, None)
+        for name, ids in self._held.pop(transfer, {}).items():
+            num_holders = self._num_holders[name]
+            num_holders[ids] -= 1
+            self._num_held[name] -= int(np.count_nonzero(num_holders[ids] == 0))
 
     def num_held(self, group: str) -> int:
         """Distinct pages that are held in the page space of a group."""
-        return self._spaces[self._space_by_group[group]].num_held
+        return self._num_held[self._space_by_group[group]]
 
     def _distinct(self, pages: Mapping[str, Ints]) -> dict[str, Ints]:
         tables: dict[str, list[Ints]] = {}

@@ -11,12 +11,12 @@ from baton.errors import ConfigError, LocalProtocolError
 from baton.protocol.machine import Forget, SessionLost, Ticked
 from baton.protocol.messages import (
     Abort,
-    AnyMessage,
     AuxRecord,
     Commit,
     Grant,
     GroupQuery,
     Landed,
+    Message,
     Offer,
     Path,
     Paths,
@@ -92,7 +92,7 @@ class OutboundTransfers:
         config: DriverConfig,
         ports: Ports,
         sessions: Sessions,
-        to_rank: Callable[[int, AnyMessage], None],
+        to_rank: Callable[[int, Message], None],
     ) -> None:
         self.config = config
         self.ports = ports
@@ -133,7 +133,7 @@ class OutboundTransfers:
 
     # Messages of this instance's ranks.
 
-    def on_rank_message(self, rank: int, message: AnyMessage) -> None:
+    def on_rank_message(self, rank: int, message: Message) -> None:
         """A source rank reports something about a transfer."""
         match message:
             case Offer():
@@ -186,7 +186,7 @@ class OutboundTransfers:
 
     # Messages of targets.
 
-    def on_message(self, session: Session, message: AnyMessage) -> None:
+    def on_message(self, session: Session, message: Message) -> None:
         """A target sent something."""
         match message:
             case GroupQuery(transfer=transfer):
@@ -254,7 +254,7 @@ class OutboundTransfers:
             # Not known: from now on it is never accepted.
             self._retire("", grant, "")
         transfer, doubt = (tombstone.transfer, tombstone.doubt) if tombstone else ("", "")
-        message: AnyMessage = Quiet(transfer=transfer, grant=grant)
+        message: Message = Quiet(transfer=transfer, grant=grant)
         if doubt:
             message = Unquiet(transfer=transfer, grant=grant, text=doubt)
         self.sessions.send(session.number, message)

@@ -1,4 +1,4 @@
-"""Page tables as they travel, and whether a source rank can send everything under a grant.
+"""What a grant says, checked: its page tables, and whether a source rank can send everything under it.
 
 Page tables travel as little-endian 32-bit integers; what a peer sends is checked against the pools that it
 named.
@@ -10,16 +10,29 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from baton.errors import ConfigError, RemoteProtocolError
+from baton.errors import ConfigError, LocalProtocolError, RemoteProtocolError
+from baton.plan import Prompt, plan
 from baton.plan.binding import TransferTerms, check_reach, staging_bytes
 from baton.plan.chunks import bound_plan
 from baton.plan.ownership import Spec
 from baton.plan.routes import TOKENS_MAX
 from baton.plan.tokens import Ints
-from baton.protocol.messages import PageTable
+from baton.protocol.messages import Grant, PageTable
 
 ID_BYTES = 4
-ID_MAX = (1 << 31) - 1
+
+
+def terms_of(grant: Grant, source: Spec | None, target: Spec | None) -> TransferTerms:
+    """The terms of a grant between these instances; None is one whose session is gone."""
+    if source is None or target is None:
+        raise LocalProtocolError(f"grant for transfer {grant.transfer} by a session that is gone")
+    return TransferTerms(
+        plan(source, target, grant.source_dp, grant.target_dp),
+        Prompt(grant.num_tokens, dict(grant.held), grant.offset),
+        decode_tables(grant.tables, target, grant.target_dp),
+        {(lane.source_rank, lane.target_rank): lane.mode for lane in grant.lanes},
+        grant.is_verified,
+    )
 
 
 def check_terms(terms: TransferTerms, source_rank: int, staging: Mapping[int, int]) -> None:
@@ -43,16 +56,8 @@ def check_terms(terms: TransferTerms, source_rank: int, staging: Mapping[int, in
 
 
 def encode_pages(pages: Mapping[str, Sequence[int] | Ints]) -> PageTable:
-    """Page ids by group as they travel; raises ConfigError on what is no page id."""
-    encoded: PageTable = {}
-    for group, ids in pages.items():
-        array = np.asarray(ids)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise ConfigError(f"the page table for group {group!r} has to be a list of integers")
-        if array.size and not 0 <= int(array.min()) <= int(array.max()) <= ID_MAX:
-            raise ConfigError(f"the page table for group {group!r} has ids outside of 0 to {ID_MAX}")
-        encoded[group] = array.astype("<i4").tobytes()
-    return encoded
+    """The checked page table of a request as it travels."""
+    return {group: np.asarray(ids, dtype="<i4").tobytes() for group, ids in pages.items()}
 
 
 def decode_pages(table: PageTable, spec: Spec) -> dict[str, Ints]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from baton.protocol.messages import AnyMessage, Introduction
+from baton.protocol.messages import Introduction, Message
 from baton.protocol.outcomes import Cause
 
 
@@ -32,7 +32,7 @@ class Ports(Protocol):
         With an empty name, any instance that proves the secret is accepted.
         """
 
-    def send(self, link: int, message: AnyMessage) -> None:
+    def send(self, link: int, message: Message) -> None:
         """Queues a message, in order; on a link that is gone it is dropped."""
 
     def hang_up(self, link: int) -> None:
@@ -60,7 +60,7 @@ class Driver(Protocol):
     def linked(self, link: int, peer: Introduction, channel: bytes) -> None:
         """A link passed its handshake; introductions were exchanged."""
 
-    def received(self, link: int, message: AnyMessage) -> None:
+    def received(self, link: int, message: Message) -> None:
         """A message arrived."""
 
     def lost(self, link: int, cause: Cause) -> None:

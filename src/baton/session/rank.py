@@ -16,7 +16,6 @@ from baton.errors import LocalProtocolError
 from baton.plan import Spec
 from baton.plan.wire import spec_from_bytes
 from baton.protocol.messages import (
-    AnyMessage,
     AuxRecord,
     Close,
     Decline,
@@ -25,6 +24,7 @@ from baton.protocol.messages import (
     Heartbeat,
     Introduction,
     Invite,
+    Message,
     Open,
     Queued,
     Released,
@@ -64,7 +64,7 @@ class RankDriver:
         self._attach_until_s = self._redial_s = -math.inf
         """Until when it is dialled again if it is not there yet, and when that is due."""
         self._num_dialled = 0
-        self._queued: list[AnyMessage] = []
+        self._queued: list[Message] = []
         """Messages from before there was a link."""
         self._heard_s = self._beat_s = ports.now()
         """When the coordinator was heard last, and when this rank last sent a heartbeat."""
@@ -95,9 +95,7 @@ class RankDriver:
         """Begins the target's end of a transfer, with the pages of one or more ranks."""
         checked = request.checked(self.config.spec)
         receiving = Receiving(checked.transfer, checked.source, self._abort_receiving, self._changed)
-        if not self.target.claims.has(checked.transfer):
-            # An id that is live is refused for that, whatever its pages.
-            receiving.claim = self.target.claims.take(checked)
+        receiving.claim = self.target.claims.take_unless_live(checked)
         self.ports.post(partial(self.target.begin, receiving, checked))
         return receiving
 
@@ -165,7 +163,7 @@ class RankDriver:
         if not self._is_over:
             self.ports.end(f"rank {self.config.rank} of {self.config.instance} lost its coordinator: {cause}")
 
-    def received(self, link: int, message: AnyMessage) -> None:
+    def received(self, link: int, message: Message) -> None:
         """A message of the coordinator."""
         self._heard_s = self.ports.now()
         if not self._is_accepted and not isinstance(message, Goodbye):
@@ -238,7 +236,7 @@ class RankDriver:
         self._num_dialled += 1
         self.ports.dial(self._coordinator, self.config.instance)
 
-    def _send(self, message: AnyMessage) -> None:
+    def _send(self, message: Message) -> None:
         """Sends to the coordinator, now or when there is a link to it."""
         if self._link is None:
             self._queued.append(message)

@@ -18,19 +18,21 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
+from msgspec.structs import astuple
 
 from baton.errors import ConfigError, LocalProtocolError
 from baton.plan import Spec
 from baton.plan.tokens import Ints
 from baton.protocol.outcomes import Aux, Cause, Failed, Stage, Why
 from baton.protocol.timings import check_progress
-from baton.session.endpoint import ANSWER_S_MAX, EndpointConfig
+from baton.session.endpoint import ANSWER_S_MAX, EndpointBase, EndpointConfig
 from baton.session.handles import (
+    CheckedPages,
     Digest,
     Handle,
     OfferedChunk,
@@ -45,47 +47,23 @@ from baton.session.loop import exit_loudly
 from baton.session.memory import PageClaims, check_buffers
 from baton.session.process import (
     BUFFERS_MAX,
-    AbortHandle,
-    Answer,
-    Ask,
-    Begin,
     Call,
     Changed,
-    DeclineTransfer,
-    Event,
     FenceName,
-    FenceReady,
-    Hello,
-    Offer,
-    Opened,
     Over,
-    QueueSending,
-    QueueTransfer,
-    Receive,
-    Seal,
+    ProcessSetup,
+    Reply,
     Serving,
     SharedBuffer,
-    Shut,
     TransportConfig,
     Wire,
-    Withdraw,
-    pages_as_bytes,
-    send_hello,
+    torch,
 )
 from baton.transport import NOW, Bytes, CudaFence, Fence
-from baton.transport.shm.ring import create_segment, map_segment
+from baton.transport.shm.ring import Segment, create_segment, map_segment
 
 PROGRAM = "from baton.session.process import main; main()"
 END_S_MAX = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class SharedSegment:
-    """Host memory that both processes have."""
-
-    fd: int
-    address: int
-    num_bytes: int
 
 
 class EndpointProcess:
@@ -93,7 +71,7 @@ class EndpointProcess:
 
     def __init__(self, transport: TransportConfig) -> None:
         self.transport = transport
-        self._segments: list[SharedSegment] = []
+        self._segments: list[Segment] = []
         self.socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -108,7 +86,7 @@ class EndpointProcess:
             raise ConfigError(f"a segment needs at least one byte; got {num_bytes}")
         fd = create_segment("baton-pool", num_bytes)
         mapping = map_segment(fd, num_bytes, lambda: False)
-        self._segments.append(SharedSegment(fd, mapping.address, num_bytes))
+        self._segments.append(Segment(fd, mapping.address, num_bytes))
         return mapping.bytes
 
     def share(self, name: str, buffer: Any) -> tuple[SharedBuffer, list[int]]:
@@ -150,22 +128,21 @@ class EventPool:
 
     def record(self, event: Any) -> tuple[FenceName, tuple[int, int, Any]]:
         """An event that is passed when `event` is; give the second value back when nobody waits for it."""
-        torch = _torch()
-        device = event.device.index if event.device is not None else torch.cuda.current_device()
+        cuda = torch().cuda
+        device = event.device.index if event.device is not None else cuda.current_device()
         with self._lock:
             free = self._free.setdefault(device, [])
             is_new = not free
-            number, own = free.pop() if free else (next(self._numbers), self._make_event())
+            if is_new:
+                free.append((next(self._numbers), cuda.Event(interprocess=True, blocking=True)))
+            number, own = free.pop()
             if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)
+                self._streams[device] = cuda.Stream(device)
             stream = self._streams[device]
         # Recorded in a stream that does nothing else: the engine's event may lie in any.
         stream.wait_event(event)
         own.record(stream)
         return FenceName(number, True, device, own.ipc_handle() if is_new else b""), (device, number, own)
-
-    def _make_event(self) -> Any:
-        return _torch().cuda.Event(interprocess=True, blocking=True)
 
     def give_back(self, used: list[tuple[int, int, Any]]) -> None:
         """Nobody waits for these any more."""
@@ -183,7 +160,7 @@ class RemoteSendings:
         self._keys: dict[Sending, int] = {}
         self._tables: dict[Sending, Mapping[str, Ints]] = {}
         """The table that was sent last."""
-        self._last_table: Mapping[str, Ints] = {}
+        self._last_table = CheckedPages()
         self._events = EventPool()
         self._used: dict[Sending, list[tuple[int, int, Any]]] = {}
         self._fence_numbers = itertools.count()
@@ -197,7 +174,7 @@ class RemoteSendings:
         self._tables.pop(sending, None)
         self._events.give_back(self._used.pop(sending, []))
 
-    def read_pages(self, pages: Pages) -> Mapping[str, Ints]:
+    def read_pages(self, pages: Pages) -> CheckedPages:
         """A copy of a page table; most offers come with the table of the one before."""
         last = self._last_table
         if pages.keys() == last.keys() and all(_is_same(ids, last[group]) for group, ids in pages.items()):
@@ -206,33 +183,33 @@ class RemoteSendings:
         return self._last_table
 
     def chunk_ready(self, sending: Sending, chunk: OfferedChunk) -> None:
-        if (key := self._keys.get(sending)) is None:
+        if sending not in self._keys:
             return
-        table = None
-        if self._tables.get(sending) is not chunk.pages:
-            self._tables[sending] = chunk.pages
-            table = pages_as_bytes(chunk.pages)
-        self._send(Offer(key, chunk.layers, chunk.tokens, table, self.name_fence(chunk.fence, sending)))
+        is_known = self._tables.get(sending) is chunk.pages
+        self._tables[sending] = chunk.pages
+        arguments = (chunk.layers, chunk.tokens, None if is_known else chunk.pages)
+        self._call(sending, "ready", *arguments, fence=self.name_fence(chunk.fence, sending))
 
     def queued(self, sending: Sending) -> None:
-        if (key := self._keys.get(sending)) is not None:
-            self._send(QueueSending(key))
+        self._call(sending, "queued")
 
     def seal(self, sending: Sending, aux: Aux | None) -> None:
-        if (key := self._keys.get(sending)) is not None:
-            self._send(Seal(key, aux, is_finished=False))
+        self._call(sending, "commit", aux)
 
     def answer_ended(self, sending: Sending, aux: Aux) -> None:
-        if (key := self._keys.get(sending)) is not None:
-            self._send(Seal(key, aux, is_finished=True))
+        self._call(sending, "finish", aux)
 
     def abort_sending(self, sending: Sending, text: str) -> None:
-        if (key := self._keys.get(sending)) is not None:
-            self._send(AbortHandle(key, text))
+        self._call(sending, "abort", text)
 
     def withdraw(self, sending: Sending) -> None:
+        self._call(sending, "withdraw")
+
+    def _call(
+        self, sending: Sending, method: str, *arguments: object, fence: FenceName | None = None
+    ) -> None:
         if (key := self._keys.get(sending)) is not None:
-            self._send(Withdraw(key))
+            self._send(Call(method, arguments, key, None if fence is None else astuple(fence)))
 
     def name_fence(self, fence: Fence, sending: Sending | None = None) -> FenceName | None:
         """How the other process knows a fence; None for one that is ready."""
@@ -247,12 +224,14 @@ class RemoteSendings:
         number = next(self._fence_numbers)
         # Sent after the message that names it: the caller is about to send that one.
         threading.Thread(
-            target=fence.call_when_ready, args=(lambda: self._send(FenceReady(number)),), daemon=True
+            target=fence.call_when_ready,
+            args=(lambda: self._send(Call("fence_ready", (number,))),),
+            daemon=True,
         ).start()
         return FenceName(number)
 
 
-class RemoteEndpoint:
+class RemoteEndpoint(EndpointBase):
     """One rank's end of every hand-over, in a process of its own."""
 
     def __init__(
@@ -265,55 +244,49 @@ class RemoteEndpoint:
         self.config = config
         self._process = process
         self._on_end = on_end
-        self._is_open = True
         self._on_change: Callable[[Handle], None] = lambda handle: None
         self._registry = config.registry
         self._serving = threading.Event()
         self._handles: dict[int, Handle] = {}
         self._keys = itertools.count()
-        self._asked: dict[int, Future[dict[str, int]]] = {}
-        self._asks = itertools.count()
+        self._answers: dict[int, Future[Any]] = {}
+        self._numbers = itertools.count(1)
         self._claims = PageClaims(config.spec)
         self._sendings = RemoteSendings(config.spec, self._send)
         check_buffers(config.spec, config.rank, pools)
-        opened = self._open(pools)
-        self.config = replace(config, epoch=opened.epoch)
-        self._address = config.coordinator or opened.address
+        address, epoch = self._open(pools)
+        self.config = replace(config, epoch=epoch)
+        self._address = config.coordinator or address
         self._thread = threading.Thread(target=self._listen, name="baton-endpoint", daemon=True)
         self._thread.start()
 
-    def _open(self, pools: Mapping[str, Any]) -> Opened:
+    def _open(self, pools: Mapping[str, Any]) -> tuple[str, int]:
+        """The address and the epoch of the endpoint."""
         shared = [self._process.share(name, buffer) for name, buffer in pools.items()]
         descriptors = [fd for _, fds in shared for fd in fds]
         if len(descriptors) > BUFFERS_MAX:
             raise ConfigError(f"{len(descriptors)} host buffers; an endpoint's process takes {BUFFERS_MAX}")
-        buffers = tuple(buffer for buffer, _ in shared)
+        self._wire = Wire(self._process.socket)
         with suppress(OSError):  # a process that is gone is seen below
-            send_hello(
-                self._process.socket, Hello(self.config, self._process.transport, buffers), descriptors
-            )
-        self._wire = Wire(self._process.socket, Event)
+            socket.send_fds(self._process.socket, [b"\0"], descriptors)
+        self._wire.send(
+            ProcessSetup(self.config, self._process.transport, tuple(buffer for buffer, _ in shared))
+        )
         opened = self._wire.receive()
-        if not isinstance(opened, Opened):
-            self._process.close()
-            raise LocalProtocolError(
-                f"the endpoint's process of rank {self.config.rank} ended before it was open; its output "
-                "says why"
-            )
-        if opened.error:
-            self._process.close()
-            raise ConfigError(opened.error)
-        return opened
+        if isinstance(opened, Reply) and opened.error is None:
+            address, epoch = opened.result
+            return address, epoch
+        self._process.close()
+        if isinstance(opened, Reply) and opened.error is not None:
+            raise opened.error
+        raise LocalProtocolError(
+            f"the endpoint's process of rank {self.config.rank} ended before it was open; its output says why"
+        )
 
     def _send(self, call: Call) -> None:
-        self._wire.send(call)  # where the process is gone, the receiving thread sees it
+        self._wire.send(astuple(call))  # where the process is gone, the receiving thread sees it
 
     # Calls of the engine.
-
-    @property
-    def epoch(self) -> int:
-        """The incarnation that this rank belongs to; 0 until it has learned it."""
-        return self.config.epoch
 
     @property
     def address(self) -> str:
@@ -342,7 +315,7 @@ class RemoteEndpoint:
         sending = Sending(transfer_id, digest.num_tokens, self._sendings, _call, self._changed)
         self._handles[key] = sending
         self._sendings.add(sending, key)
-        self._send(Begin(key, transfer_id, digest, progress_s, is_queued))
+        self._send(Call("send", (transfer_id, digest, progress_s, is_queued), key))
         return sending
 
     def receive(self, request: Request) -> Receiving:
@@ -353,23 +326,23 @@ class RemoteEndpoint:
         receiving = Receiving(
             checked.transfer,
             checked.source,
-            lambda handle, text: self._send(AbortHandle(key, text)),
+            lambda handle, text: self._send(Call("abort", (text,), key)),
             self._changed,
         )
-        if not self._claims.has(checked.transfer):
-            receiving.claim = self._claims.take(checked)
+        receiving.claim = self._claims.take_unless_live(checked)
         self._handles[key] = receiving
-        named = self._sendings.name_fence(checked.fence)
-        self._send(Receive(key, pickle.dumps(replace(checked, fence=NOW)), named))
+        fence = self._sendings.name_fence(checked.fence)
+        fields = None if fence is None else astuple(fence)
+        self._send(Call("receive", (replace(checked, fence=NOW),), key, fields))
         return receiving
 
     def decline(self, transfer_id: str, source: str, text: str) -> None:
         """Target: tells a source that there is no room for its transfer."""
-        self._send(DeclineTransfer(transfer_id, source, text))
+        self._send(Call("decline", (transfer_id, source, text)))
 
     def queue(self, transfer_id: str, source: str) -> None:
         """Target: tells a source that its transfer waits for room; again and again, while the queue moves."""
-        self._send(QueueTransfer(transfer_id, source))
+        self._send(Call("queue", (transfer_id, source)))
 
     def on_change(self, callback: Callable[[Handle], None]) -> None:
         """Calls back on the endpoint's thread whenever a handle changed; it must neither block nor raise."""
@@ -377,21 +350,24 @@ class RemoteEndpoint:
 
     def assign(self, transfer_id: str, dp: int | None = None) -> int:
         """Source, where the coordinator is hosted: the dp group that prefills a transfer."""
-        return self._ask("assign", transfer_id, dp)["dp"]
+        assigned: int = self._ask("assign", transfer_id, dp)
+        return assigned
 
     def quarantined(self) -> dict[str, int]:
         """Target, where the coordinator is hosted: pages by transfer that wait for quiet."""
-        return self._ask("quarantined")
+        pages: dict[str, int] = self._ask("quarantined")
+        return pages
 
     def counts(self) -> dict[str, int]:
         """How much is under way on this rank and, where it is hosted, at the coordinator."""
-        return self._ask("counts")
+        counts: dict[str, int] = self._ask("counts")
+        return counts
 
     def close(self) -> None:
         """Ends this rank, and with the coordinator the instance, and the process."""
         self._is_open = False
         self._serving.set()
-        self._send(Shut())
+        self._send(Call("close"))
         if threading.current_thread() is not self._thread:
             self._thread.join(END_S_MAX)
             self._wire.hang_up()
@@ -399,23 +375,11 @@ class RemoteEndpoint:
         self._wire.close()
         self._process.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _check_open(self) -> None:
-        if not self._is_open:
-            raise LocalProtocolError(
-                f"rank {self.config.rank} of {self.config.instance} is closed; make a new endpoint"
-            )
-
-    def _ask(self, call: str, transfer: str = "", dp: int | None = None) -> dict[str, int]:
+    def _ask(self, method: str, *arguments: object) -> Any:
         self._check_open()
-        number, answer = next(self._asks), Future[dict[str, int]]()
-        self._asked[number] = answer
-        self._send(Ask(number, call, transfer, dp))
+        number, answer = next(self._numbers), Future[Any]()
+        self._answers[number] = answer
+        self._send(Call(method, arguments, number=number))
         return answer.result(ANSWER_S_MAX)
 
     # What the process says.
@@ -430,12 +394,12 @@ class RemoteEndpoint:
                     self._serving.set()
                 case Changed():
                     self._update(event)
-                case Answer():
-                    answer = self._asked.pop(event.number)
-                    if event.error:
-                        answer.set_exception(LocalProtocolError(event.error))
+                case Reply():
+                    answer = self._answers.pop(event.number)
+                    if event.error is not None:
+                        answer.set_exception(event.error)
                     else:
-                        answer.set_result(event.counts)
+                        answer.set_result(event.result)
                 case Over():
                     text = event.text
         was_open, self._is_open = self._is_open, False
@@ -445,7 +409,7 @@ class RemoteEndpoint:
         cause = Cause(why, Stage.COPY, self.config.instance, self.config.rank, text)
         for handle in list(self._handles.values()):
             handle.conclude(Failed(cause))
-        for answer in self._asked.values():
+        for answer in self._answers.values():
             answer.set_exception(LocalProtocolError(text))
         if was_open:
             self._on_end(text)
@@ -458,8 +422,8 @@ class RemoteEndpoint:
             handle.is_granted, handle.is_target_full = event.is_granted, event.is_target_full
             handle.copies.extend(event.copies)
             handle.release_chunks(event.num_offered, event.reading)
-            if event.quiet is not None:
-                handle.end_withdrawal(event.quiet.landed, event.quiet.dropped, event.quiet.is_committed)
+            if event.withdrawn is not None:
+                handle.end_withdrawal(*event.withdrawn)
             if before != (handle.is_granted, handle.is_target_full) and event.outcome is None:
                 self._changed(handle)
         elif isinstance(handle, Receiving) and event.early is not None and handle.early is None:
@@ -486,11 +450,6 @@ def _call(job: Callable[[], None]) -> None:
 
 def _is_same(ids: Any, last: Ints) -> bool:
     return isinstance(ids, np.ndarray) and ids.shape == last.shape and bool((ids == last).all())
-
-
-@cache
-def _torch() -> Any:
-    return importlib.import_module("torch")
 
 
 @cache

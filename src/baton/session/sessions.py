@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from baton.plan import Spec
-from baton.protocol.messages import AnyMessage, Heartbeat, Introduction, Path
+from baton.protocol.messages import Heartbeat, Introduction, Message, Path
 from baton.protocol.outcomes import Cause, Stage, Why
 from baton.session.config import DriverConfig
 from baton.session.ports import Ports
@@ -127,7 +127,7 @@ class Sessions:
         text = cause.text if name in cause.text else f"{name}: {cause.text}"
         return structs.replace(cause, stage=Stage.COPY if session is not None else cause.stage, text=text)
 
-    def send(self, number: int, message: AnyMessage) -> None:
+    def send(self, number: int, message: Message) -> None:
         """Sends over a session; if it is gone, the message is dropped."""
         if session := self.standing.get(number):
             self.ports.send(session.link, message)

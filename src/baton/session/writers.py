@@ -9,14 +9,13 @@ from functools import partial
 import msgspec
 import numpy as np
 
-from baton.errors import BatonError, ConfigError, LocalProtocolError
-from baton.plan import Chunk, Prompt, Spec, plan
+from baton.errors import BatonError, ConfigError
+from baton.plan import Chunk, Spec
 from baton.plan.binding import TransferTerms, bind_target, check_pages, writable
 from baton.plan.steps import STAGING
 from baton.protocol.machine import Forget
 from baton.protocol.messages import (
     Abort,
-    AnyMessage,
     AuxRecord,
     Close,
     Closed,
@@ -41,7 +40,7 @@ from baton.protocol.target_rank import TARGET_RANK, RevokePermissions, StartUnpa
 from baton.session.config import DriverConfig
 from baton.session.handles import Receiving, Request
 from baton.session.memory import PageClaims, Pools, StagingLease, tensors
-from baton.session.page_tables import decode_tables, encode_pages
+from baton.session.page_tables import encode_pages, terms_of
 from baton.session.ports import Ports
 from baton.transport import Bytes, Invitation, Quiet, Ranges, RevokeResult, Transport, Unknown
 
@@ -104,7 +103,7 @@ class TargetWriters:
         transport: Transport,
         pools: Pools,
         peers: Mapping[int, Spec],
-        send: Callable[[AnyMessage], None],
+        send: Callable[[Message], None],
     ) -> None:
         self.config = config
         self.ports = ports
@@ -250,13 +249,12 @@ class TargetWriters:
     def open(self, message: Open) -> None:
         """Lets the lanes of a grant write."""
         grant, rank = message.grant, self.config.rank
-        lanes = [lane for lane in grant.lanes if lane.target_rank == rank]
         # Recorded first, with every writer that the grant may have reached ahead of this message: whatever
         # fails from here on, closing revokes them. A writer that was dropped was quiet.
-        opened = self.grants[grant.grant] = self._expect(grant.grant, lanes)
+        opened = self.grants[grant.grant] = self._expect(grant)
         try:
-            opened.terms = self.agree(grant, lanes)
-            leased = tuple(self._open_lane(opened, opened.terms, lane) for lane in lanes)
+            opened.terms = self.agree(grant)
+            leased = tuple(self._open_lane(opened, opened.terms, lane) for lane in grant.lanes)
         except BatonError as error:
             why = Why.OUT_OF_PAGES if isinstance(error, StagingFullError) else Why.REFUSED_LAYOUT
             cause = self.config.cause(why, Stage.GRANT, str(error))
@@ -264,24 +262,18 @@ class TargetWriters:
             return
         self.send(Opened(grant=grant.grant, rank=rank, lanes=leased))
 
-    def _expect(self, grant: bytes, lanes: list[Lane]) -> OpenGrant:
-        writers = {lane.source_rank: self.writers.get(lane.path) for lane in lanes}
+    def _expect(self, grant: Grant) -> OpenGrant:
+        writers = {lane.source_rank: self.writers.get(lane.path) for lane in grant.lanes}
         leases = {source: WriterLease(writer) for source, writer in writers.items() if writer is not None}
         for lease in leases.values():
-            lease.writer.grants.add(grant)
-        return OpenGrant(TargetRank(grant, self.config.rank), leases)
+            lease.writer.grants.add(grant.grant)
+        return OpenGrant(TargetRank(grant.grant, self.config.rank), leases)
 
-    def agree(self, grant: Grant, lanes: list[Lane]) -> TransferTerms:
+    def agree(self, grant: Grant) -> TransferTerms:
         """The terms of a grant; raises where this rank's pages are not what its plan needs."""
-        rank, prompt = self.config.rank, Prompt(grant.num_tokens, dict(grant.held), grant.offset)
-        source = self.peers.get(grant.session)
-        if source is None:
-            raise LocalProtocolError(f"grant for transfer {grant.transfer} by a session that is gone")
-        bound = plan(source, self.config.spec, grant.source_dp, grant.target_dp)
-        tables = decode_tables({rank: grant.tables[rank]}, bound.target, grant.target_dp)
-        check_pages(bound, prompt, tables[rank], rank)
-        modes = {(lane.source_rank, lane.target_rank): lane.mode for lane in lanes}
-        return TransferTerms(bound, prompt, tables, modes, grant.is_verified)
+        terms = terms_of(grant, self.peers.get(grant.session), self.config.spec)
+        check_pages(terms.plan, terms.prompt, terms.tables[self.config.rank], self.config.rank)
+        return terms
 
     def _open_lane(self, opened: OpenGrant, terms: TransferTerms, lane: Lane) -> Lane:
         lease = opened.leases.get(lane.source_rank)

@@ -6,7 +6,6 @@ A method with the name of an event (see `baton.sim.core.Context`) is called when
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from math import inf
 from typing import ClassVar, NoReturn
 
@@ -31,9 +30,9 @@ from baton.protocol.outcomes import Failed, Finished, Outcome, Ready, Waiting, W
 from baton.session.coordinator import CoordinatorDriver
 from baton.session.handles import Withdrawal
 from baton.session.rank import RankDriver
-from baton.sim.content import PagePool
+from baton.sim.content import SimPagePool
 from baton.sim.core import Violation, snake_case
-from baton.sim.engines import Job, without
+from baton.sim.engines import EngineTransfer, without
 from baton.sim.instance import Incarnation
 from baton.sim.network import Host, MemberEnd, SessionEnd
 from baton.sim.transport import SimCopy
@@ -65,16 +64,16 @@ class Checker:
 class BytesRight(Checker):
     """A cache that is ready has the right bytes on every rank, and keeps them while it is used."""
 
-    def on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
+    def on_outcome(self, job: EngineTransfer, rank: int, outcome: Outcome) -> None:
         # Ready on one rank means ready on all.
         if not job.is_source and isinstance(outcome, Ready) and len(job.outcomes) == 1:
             for member in job.ranks:
                 self._compare(job, member, f"when rank {rank} was told ready")
 
-    def on_decoded(self, job: Job, rank: int) -> None:
+    def on_decoded(self, job: EngineTransfer, rank: int) -> None:
         self._compare(job, rank, "after decoding")
 
-    def _compare(self, job: Job, rank: int, when: str) -> None:
+    def _compare(self, job: EngineTransfer, rank: int, when: str) -> None:
         num_wrong = job.expected[rank].num_wrong(job.incarnation.pools[rank].memory)
         if num_wrong:
             self.fail(f"{job.transfer}: {num_wrong} bytes of {job.incarnation.name}/{rank} are wrong {when}")
@@ -93,7 +92,7 @@ class FullLedger(Checker):
         self._done: dict[tuple[int, str], list[tuple[str, SimCopy]]] = {}
         """By attempt and source node, since the last withdrawal."""
 
-    def on_submit(self, copy: SimCopy, pool: PagePool, buffer: str) -> None:
+    def on_submit(self, copy: SimCopy, pool: SimPagePool, buffer: str) -> None:
         self._buffers[copy] = buffer
         if not buffer:
             self._packers.add(copy.sender.node.partition("/")[0])
@@ -104,7 +103,7 @@ class FullLedger(Checker):
             self._num_bytes[copy.mark] += len(copy.written)
             self._done.setdefault((copy.mark, copy.sender.node), []).append((buffer, copy))
 
-    def on_withdrawn(self, job: Job, rank: int, withdrawal: Withdrawal) -> None:
+    def on_withdrawn(self, job: EngineTransfer, rank: int, withdrawal: Withdrawal) -> None:
         """Copies of chunks that did not land in whole do not count."""
         landed = job.expected[rank].carried(withdrawal.landed)
         for buffer, copy in self._done.pop((job.attempt.tag, job.incarnation.hosts[rank].name), ()):
@@ -112,7 +111,7 @@ class FullLedger(Checker):
                 is_dropped = ~np.isin(copy.read, landed.get(buffer, ()))
                 self._num_bytes[copy.mark] -= int(np.count_nonzero(is_dropped))
 
-    def on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
+    def on_outcome(self, job: EngineTransfer, rank: int, outcome: Outcome) -> None:
         if job.is_source or not isinstance(outcome, Ready) or len(job.outcomes) > 1:
             return
         ends = job.attempt.ends
@@ -146,13 +145,13 @@ class WrittenOnce(Checker):
         else:
             self._writes.setdefault((write.copy.mark, write.copy.sender.node), []).append(write)
 
-    def on_withdrawn(self, job: Job, rank: int, withdrawal: Withdrawal) -> None:
+    def on_withdrawn(self, job: EngineTransfer, rank: int, withdrawal: Withdrawal) -> None:
         landed = job.expected[rank].carried(withdrawal.landed)
         for write in self._writes.pop((job.attempt.tag, job.incarnation.hosts[rank].name), ()):
             is_dropped = ~np.isin(write.read, landed.get(write.source_buffer, ()))
             np.subtract.at(write.pool.num_writes[write.buffer], write.index[is_dropped], 1)
 
-    def on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
+    def on_outcome(self, job: EngineTransfer, rank: int, outcome: Outcome) -> None:
         if job.is_source or not isinstance(outcome, Ready) or len(job.outcomes) > 1:
             return
         for member in job.ranks:
@@ -188,7 +187,7 @@ class NoLateWrite(Checker):
 class SourcePages(Checker):
     """A page of a source is not reused while a copy that has not ended reads it."""
 
-    def on_submit(self, copy: SimCopy, pool: PagePool, buffer: str) -> None:
+    def on_submit(self, copy: SimCopy, pool: SimPagePool, buffer: str) -> None:
         owners = set(map(int, pool.owners_of(buffer, copy.read))) if buffer else set()
         if any(owner != copy.mark or owner <= 0 for owner in owners):
             self.fail(f"a copy on {copy.sender.node} is to read pages of {sorted(owners)}")
@@ -222,7 +221,7 @@ class Withdrawals(Checker):
         self._reported: dict[tuple[str, str, str], list[Rectangle]] = {}
         """By incarnation, node and transfer: chunks that were said to have landed."""
 
-    def on_submit(self, copy: SimCopy, pool: PagePool, buffer: str) -> None:
+    def on_submit(self, copy: SimCopy, pool: SimPagePool, buffer: str) -> None:
         if buffer:
             self._copies.setdefault((copy.mark, copy.sender.node), []).append(copy)
 
@@ -235,7 +234,7 @@ class Withdrawals(Checker):
             else:
                 reported.clear()
 
-    def on_withdrawn(self, job: Job, rank: int, withdrawal: Withdrawal) -> None:
+    def on_withdrawn(self, job: EngineTransfer, rank: int, withdrawal: Withdrawal) -> None:
         host, tag = job.incarnation.hosts[rank], job.attempt.tag
         copies = self._copies.pop((tag, host.name), [])
         if moving := [copy for copy in copies if not copy.is_ended]:
@@ -257,7 +256,7 @@ class Withdrawals(Checker):
             self._doubtful.add(write.copy.mark)
             self._compare(write.copy.mark)
 
-    def on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
+    def on_outcome(self, job: EngineTransfer, rank: int, outcome: Outcome) -> None:
         if isinstance(outcome, Ready):
             self._ready.add(job.attempt.tag)
             self._compare(job.attempt.tag)
@@ -339,7 +338,7 @@ class Agreement(Checker):
         super().__init__(world)
         self._known: dict[int, dict[str, Outcome]] = {}
 
-    def on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
+    def on_outcome(self, job: EngineTransfer, rank: int, outcome: Outcome) -> None:
         known = self._known.setdefault(job.attempt.tag, {})
         before = known.setdefault(job.side, outcome)
         if type(before) is not type(outcome):
@@ -369,7 +368,7 @@ class SamePrompt(Checker):
     An answer that ended at the source is the source's own, even if its target has another prompt.
     """
 
-    def on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
+    def on_outcome(self, job: EngineTransfer, rank: int, outcome: Outcome) -> None:
         if isinstance(outcome, Failed):
             return
         attempt = job.attempt
@@ -418,7 +417,7 @@ class RankQuiet(Checker):
         """By incarnation, node and transfer: copies that have not ended."""
         self._ended: set[tuple[str, str, str]] = set()
 
-    def on_submit(self, copy: SimCopy, pool: PagePool, buffer: str) -> None:
+    def on_submit(self, copy: SimCopy, pool: SimPagePool, buffer: str) -> None:
         if buffer and copy.mark > 0:
             self._moving[self._key(copy)] += 1
 
@@ -475,7 +474,7 @@ class Clean(Checker):
 
     HARMLESS = frozenset({"delay", "duplication", "pressure", "retries", "skew"})
 
-    def on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
+    def on_outcome(self, job: EngineTransfer, rank: int, outcome: Outcome) -> None:
         is_expected = self.world.is_scripted or not self.HARMLESS.issuperset(self.world.options.faults)
         if isinstance(outcome, Failed) and not is_expected:
             node = f"{job.incarnation.name}/{rank}"
@@ -502,7 +501,7 @@ class Patience(Checker):
 
     on_received = on_sent
 
-    def on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
+    def on_outcome(self, job: EngineTransfer, rank: int, outcome: Outcome) -> None:
         if not isinstance(outcome, Failed) or outcome.cause.why is not Why.DEADLINE:
             return
         cause = outcome.cause
@@ -519,14 +518,7 @@ class Patience(Checker):
 class QueueWaits(Checker):
     """No transfer fails for the time that it spent in the queue of an engine, while that queue moves."""
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
-        self._died: dict[str, float] = {}
-
-    def on_death(self, incarnation: Incarnation) -> None:
-        self._died[incarnation.name] = self.now
-
-    def on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
+    def on_outcome(self, job: EngineTransfer, rank: int, outcome: Outcome) -> None:
         if not isinstance(outcome, Failed) or outcome.cause.why is not Why.DEADLINE:
             return
         offer_s = self.world.options.timings.offer_s
@@ -535,7 +527,7 @@ class QueueWaits(Checker):
             self.now - 0.8 * offer_s,
             self.now - 0.3 * offer_s - 3 * self.world.network.slowest_s,
         )
-        if _excuse_s(self.world, job, self._died) > self.now - 2 * offer_s:
+        if _excuse_s(self.world, job) > self.now - 2 * offer_s:
             return
         for name in (job.attempt.ends.source, job.attempt.ends.target):
             engine = self.world.instances[name].engine
@@ -548,13 +540,13 @@ class QueueWaits(Checker):
                 )
 
 
-def _excuse_s(world: World, job: Job, died: Mapping[str, float]) -> float:
+def _excuse_s(world: World, job: EngineTransfer) -> float:
     """When something last kept messages from the two sides of a transfer or their ranks."""
     names = (job.attempt.ends.source, job.attempt.ends.target)
     times = [world.network.loss_s.get(frozenset(names), -inf)]
     for name in names:
-        times.append(died.get(name, -inf))
-        times += [process.halted_until_s for process in world.instances[name].processes]
+        instance = world.instances[name]
+        times += [instance.died_s, *(process.halted_until_s for process in instance.processes)]
     return max(times)
 
 
@@ -571,25 +563,21 @@ class PromptFailure(Checker):
     def __init__(self, world: World) -> None:
         super().__init__(world)
         self._first: dict[int, float] = {}
-        self._died: dict[str, float] = {}
         self._withdrawing: set[tuple[int, str]] = set()
         """Attempts and source nodes that cancel their copies and go on."""
 
-    def on_withdraw(self, job: Job, rank: int) -> None:
+    def on_withdraw(self, job: EngineTransfer, rank: int) -> None:
         self._withdrawing.add((job.attempt.tag, job.incarnation.hosts[rank].name))
 
-    def on_withdrawn(self, job: Job, rank: int, withdrawal: Withdrawal) -> None:
+    def on_withdrawn(self, job: EngineTransfer, rank: int, withdrawal: Withdrawal) -> None:
         self._withdrawing.discard((job.attempt.tag, job.incarnation.hosts[rank].name))
-
-    def on_death(self, incarnation: Incarnation) -> None:
-        self._died[incarnation.name] = self.now
 
     def on_copy_end(self, copy: SimCopy, how: str) -> None:
         is_cancelled = how == "FailedQuiet" and (copy.mark, copy.sender.node) in self._withdrawing
         if how != "Done" and copy.mark > 0 and not is_cancelled:
             self._first.setdefault(copy.mark, self.now)
 
-    def on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
+    def on_outcome(self, job: EngineTransfer, rank: int, outcome: Outcome) -> None:
         if not isinstance(outcome, Failed):
             return
         first = self._first.setdefault(job.attempt.tag, self.now)
@@ -598,7 +586,7 @@ class PromptFailure(Checker):
             return
         if since - first > self.FORGOTTEN * self.world.options.timings.linger_s:
             return
-        if _excuse_s(self.world, job, self._died) < first - self.EXCUSE_S:
+        if _excuse_s(self.world, job) < first - self.EXCUSE_S:
             self.fail(
                 f"{job.transfer}: failed at {since:.4f} s, but {job.incarnation.name}/{rank} heard of it "
                 f"{self.now - since:.3f} s later: {outcome.cause}"

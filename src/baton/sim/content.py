@@ -282,7 +282,7 @@ GAP = -2
 JUNK = 0xA5
 
 
-class PagePool:
+class SimPagePool:
     """A rank's buffers, and the owner of every page of every page space."""
 
     def __init__(self, spec: Spec, rank: int) -> None:

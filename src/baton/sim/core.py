@@ -142,7 +142,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class SkewedClock:
     """The clock of one process: off by a constant, and a little fast or slow."""
 
     schedule: Schedule
@@ -164,7 +164,7 @@ class SimProcess:
     name: str
     instance: str
     epoch: int
-    clock: Clock
+    clock: SkewedClock
     is_alive: bool = True
     is_halted: bool = False
     halted_until_s: float = float("-inf")

@@ -26,7 +26,7 @@ from baton.session.handles import Digest, Handle, Receiving, Request, Sending, W
 from baton.sim.content import JUNK, ExpectedCache, components_of, pages_needed, prefixes
 from baton.sim.families import TOKENS_MAX
 from baton.sim.instance import Incarnation
-from baton.sim.router import Attempt, Router, SimPrompt
+from baton.sim.router import SimAttempt, SimPrompt, SimRouter
 from baton.transport import NOW, HostFence
 
 CALL_S = 0.0003
@@ -54,10 +54,10 @@ class Preemption:
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class EngineTransfer:
     """One transfer in one engine, over all ranks of its dp group."""
 
-    attempt: Attempt
+    attempt: SimAttempt
     incarnation: Incarnation
     is_source: bool
     ranks: tuple[int, ...]
@@ -110,14 +110,14 @@ class SimEngine:
 
     is_source: bool
 
-    def __init__(self, incarnation: Incarnation, router: Router) -> None:
+    def __init__(self, incarnation: Incarnation, router: SimRouter) -> None:
         self.incarnation = incarnation
         self.router = router
         self.context = incarnation.context
         self.rng = self.context.rng(f"engine/{incarnation.name}/{incarnation.epoch}")
-        self.jobs: dict[int, Job] = {}
+        self.jobs: dict[int, EngineTransfer] = {}
         """By the tag of the attempt."""
-        self.queue: deque[Attempt] = deque()
+        self.queue: deque[SimAttempt] = deque()
         self.moves_s: list[float] = []
         """When something was computed or received: the queue moves."""
         self.is_full = False
@@ -126,14 +126,14 @@ class SimEngine:
         self._is_renewing = False
         self.is_alive = True
 
-    def prompt_of(self, attempt: Attempt) -> SimPrompt:
+    def prompt_of(self, attempt: SimAttempt) -> SimPrompt:
         return attempt.source_prompt if self.is_source else attempt.target_prompt
 
-    def ranks_of(self, attempt: Attempt) -> tuple[int, ...]:
+    def ranks_of(self, attempt: SimAttempt) -> tuple[int, ...]:
         dp = attempt.ends.source_dp if self.is_source else attempt.ends.target_dp
         return self.incarnation.spec.layout.group(dp)
 
-    def arrive(self, attempt: Attempt) -> None:
+    def arrive(self, attempt: SimAttempt) -> None:
         """The router sent this side's leg."""
         self.queue.append(attempt)
         self.try_next()
@@ -161,15 +161,15 @@ class SimEngine:
     def moved(self) -> None:
         self.moves_s.append(self.context.schedule.now)
 
-    def announce(self, attempt: Attempt) -> None:
+    def announce(self, attempt: SimAttempt) -> None:
         """Tells the peer that there is no room yet."""
         raise NotImplementedError
 
-    def renew(self, attempt: Attempt) -> None:
+    def renew(self, attempt: SimAttempt) -> None:
         """Tells the peer that an announced attempt is still in the queue."""
         raise NotImplementedError
 
-    def next_attempt(self) -> Attempt | None:
+    def next_attempt(self) -> SimAttempt | None:
         """The queued attempt that can begin now."""
         return self.queue[0] if self.queue and self.can_begin(self.queue[0]) else None
 
@@ -179,9 +179,9 @@ class SimEngine:
             self.queue.remove(attempt)
             side = "source" if self.is_source else "target"
             if side not in self.router.aborted.get(attempt.transfer, ()):
-                self.begin(self._take_pages(attempt))
+                self.begin(self._make_job(attempt))
 
-    def can_begin(self, attempt: Attempt) -> bool:
+    def can_begin(self, attempt: SimAttempt) -> bool:
         """Whether every rank of the group has the pages."""
         num_tokens = self.prompt_of(attempt).num_tokens
         return not self.is_full and all(
@@ -189,15 +189,15 @@ class SimEngine:
             for rank in self.ranks_of(attempt)
         )
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: EngineTransfer) -> None:
         """Begins a job that has its pages."""
         raise NotImplementedError
 
-    def on_outcome(self, job: Job, rank: int) -> None:
+    def on_outcome(self, job: EngineTransfer, rank: int) -> None:
         """A rank got its outcome."""
         raise NotImplementedError
 
-    def free_pages(self, job: Job, rank: int) -> None:
+    def free_pages(self, job: EngineTransfer, rank: int) -> None:
         """Gives back the pages of a rank that nothing needs any more."""
         raise NotImplementedError
 
@@ -205,23 +205,29 @@ class SimEngine:
         """Schedules a call in the process of a rank."""
         self.incarnation.hosts[rank].process.call_after(delay_s, act, *args)
 
-    def _take_pages(self, attempt: Attempt) -> Job:
+    def _make_job(self, attempt: SimAttempt) -> EngineTransfer:
         spec = self.incarnation.spec
-        job = self.jobs.get(attempt.tag) or Job(
+        job = self.jobs.get(attempt.tag) or EngineTransfer(
             attempt, self.incarnation, self.is_source, self.ranks_of(attempt)
         )
         job.is_queued = False
         origin = self.router.instances[attempt.ends.source].spec
         for rank in job.ranks:
             prompt = job.prompt_at(rank)
-            wanted = pages_needed(spec, rank, prompt.num_tokens)
-            tables = self.incarnation.pools[rank].take(wanted, attempt.tag, self.rng)
-            job.expected[rank] = ExpectedCache(spec, rank, prompt.num_tokens, prompt.salt, origin, tables)
-            job.pages[rank] = {group: set(ids.tolist()) for group, ids in tables.items() if len(ids)}
+            job.expected[rank] = ExpectedCache(spec, rank, prompt.num_tokens, prompt.salt, origin, {})
+            self.take_pages(job, rank, self.rng)
         self.jobs[attempt.tag] = job
         return job
 
-    def give_back(self, job: Job, rank: int, kept: Mapping[str, frozenset[int]]) -> None:
+    def take_pages(self, job: EngineTransfer, rank: int, rng: random.Random) -> None:
+        """Takes pages for what a rank is to have."""
+        expected = job.expected[rank]
+        wanted = pages_needed(expected.spec, rank, expected.num_tokens)
+        tables = self.incarnation.pools[rank].take(wanted, job.attempt.tag, rng)
+        job.expected[rank] = replace(expected, tables=tables)
+        job.pages[rank] = {group: set(ids.tolist()) for group, ids in tables.items() if len(ids)}
+
+    def give_back(self, job: EngineTransfer, rank: int, kept: Mapping[str, frozenset[int]]) -> None:
         """Frees a rank's pages, except those to keep."""
         pages = job.pages[rank]
         for group in sorted(pages):
@@ -235,7 +241,7 @@ class SimEngine:
             job.pages.pop(rank)
         self.context.schedule.after(0.0, self.try_next)
 
-    def job_of(self, transfer: str) -> Job | None:
+    def job_of(self, transfer: str) -> EngineTransfer | None:
         """The latest job of a transfer."""
         return next((job for job in reversed(self.jobs.values()) if job.transfer == transfer), None)
 
@@ -248,7 +254,7 @@ class SimEngine:
             if job.is_over and self.jobs.pop(job.attempt.tag, None) is not None:
                 self.context.schedule.after(0.0, self.try_next)
 
-    def _look_at(self, job: Job, rank: int) -> None:
+    def _look_at(self, job: EngineTransfer, rank: int) -> None:
         state = job.handles[rank].state
         if rank not in job.outcomes and not isinstance(state, Waiting):
             job.outcomes[rank] = state
@@ -280,29 +286,29 @@ class SourceEngine(SimEngine):
 
     is_source = True
 
-    def __init__(self, incarnation: Incarnation, router: Router) -> None:
+    def __init__(self, incarnation: Incarnation, router: SimRouter) -> None:
         super().__init__(incarnation, router)
         self.preemption_rng = self.context.rng(f"preemption/{incarnation.name}/{incarnation.epoch}")
         self.computing: Counter[tuple[int, int]] = Counter()
         """By tag and rank: chunks that the device still computes."""
 
-    def announce(self, attempt: Attempt) -> None:
-        job = Job(attempt, self.incarnation, True, self.ranks_of(attempt), is_queued=True)
+    def announce(self, attempt: SimAttempt) -> None:
+        job = EngineTransfer(attempt, self.incarnation, True, self.ranks_of(attempt), is_queued=True)
         self.jobs[attempt.tag] = job
         for rank in job.ranks:
             self.call_after(rank, CALL_S * self.rng.random(), self._announce, job, rank)
 
-    def _announce(self, job: Job, rank: int) -> None:
+    def _announce(self, job: EngineTransfer, rank: int) -> None:
         is_known = self.jobs.get(job.attempt.tag) is job
         if is_known and rank not in job.handles and (job.is_queued or job.is_aborted):
             self._open(job, rank, is_queued=True)
 
-    def renew(self, attempt: Attempt) -> None:
+    def renew(self, attempt: SimAttempt) -> None:
         job = self.jobs.get(attempt.tag)
         if job is not None and job.ranks[0] in job.handles:
             self.call_after(job.ranks[0], 0.0, self._sending(job, job.ranks[0]).queued)
 
-    def next_attempt(self) -> Attempt | None:
+    def next_attempt(self) -> SimAttempt | None:
         """The oldest that can begin; only one that is granted overtakes others."""
         is_blocked = False
         for attempt in self.queue:
@@ -312,10 +318,10 @@ class SourceEngine(SimEngine):
             is_blocked = is_blocked or not is_granted
         return None
 
-    def _is_granted(self, attempt: Attempt) -> bool:
+    def _is_granted(self, attempt: SimAttempt) -> bool:
         return all(self.incarnation.is_granted(rank, attempt.transfer) for rank in self.ranks_of(attempt))
 
-    def _is_target_full(self, attempt: Attempt) -> bool:
+    def _is_target_full(self, attempt: SimAttempt) -> bool:
         job = self.jobs.get(attempt.tag)
         return job is not None and any(self._sending(job, rank).is_target_full for rank in job.handles)
 
@@ -323,7 +329,7 @@ class SourceEngine(SimEngine):
         super().look(rank)
         self.try_next()  # one that waits may have been granted
 
-    def can_begin(self, attempt: Attempt) -> bool:
+    def can_begin(self, attempt: SimAttempt) -> bool:
         if not super().can_begin(attempt):
             return False
         if self._is_granted(attempt):
@@ -348,7 +354,7 @@ class SourceEngine(SimEngine):
                     return False
         return True
 
-    def _is_ungranted(self, job: Job) -> bool:
+    def _is_ungranted(self, job: EngineTransfer) -> bool:
         """Whether it counts; a preempted job does until the pages of all its ranks are free."""
         if job.is_queued or (job.preemption is not None and len(job.preemption.freed) == len(job.ranks)):
             return False
@@ -357,7 +363,7 @@ class SourceEngine(SimEngine):
             for rank in job.ranks
         )
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: EngineTransfer) -> None:
         script = job.script = self._draw_script(job)
         self.context.note(self.incarnation.name, "prefill", job.transfer, f"{len(script.chunks)} chunks")
         for rank in job.ranks:
@@ -365,19 +371,19 @@ class SourceEngine(SimEngine):
         if self.preemption_rng.random() < self.context.options.withdraw_share:
             self._plan_preemption(job, script)
 
-    def _send(self, job: Job, rank: int, script: PrefillScript) -> None:
+    def _send(self, job: EngineTransfer, rank: int, script: PrefillScript) -> None:
         if rank not in job.handles:
             self._open(job, rank, is_queued=False)
         if not job.num_runs[rank]:  # else it was preempted before this
             self._compute(job, rank, script)
 
-    def _open(self, job: Job, rank: int, *, is_queued: bool) -> None:
+    def _open(self, job: EngineTransfer, rank: int, *, is_queued: bool) -> None:
         prompt, driver = job.prompt_at(rank), self.incarnation.drivers[rank]
         digest, progress_s = Digest(prompt.num_tokens, prompt.digest), job.attempt.progress_s.get("source")
         job.handles[rank] = driver.send(job.transfer, digest, progress_s, is_queued=is_queued)
         job.begun_s[rank] = self.context.schedule.now
 
-    def _compute(self, job: Job, rank: int, script: PrefillScript) -> None:
+    def _compute(self, job: EngineTransfer, rank: int, script: PrefillScript) -> None:
         """Plans the steps of a rank."""
         run = job.num_runs[rank]
         due_s = ready_s = 0.0
@@ -388,7 +394,7 @@ class SourceEngine(SimEngine):
             self.call_after(rank, ready_s, self._ready, job, rank, script, index, run)
         self.call_after(rank, due_s + 2 * CALL_S, self._seal, job, rank, script, run)
 
-    def _ready(self, job: Job, rank: int, script: PrefillScript, index: int, run: int) -> None:
+    def _ready(self, job: EngineTransfer, rank: int, script: PrefillScript, index: int, run: int) -> None:
         self.moved()
         sending, chunk = self._sending(job, rank), script.chunks[index]
         if job.is_aborted or rank in job.done or not isinstance(sending.state, Waiting):
@@ -409,14 +415,14 @@ class SourceEngine(SimEngine):
         for part in without(computed, script.landed.get(rank, ())):
             sending.ready(part.layers, part.tokens, pages, fence)
 
-    def _computed(self, job: Job, rank: int, chunk: Chunk, fence: HostFence) -> None:
+    def _computed(self, job: EngineTransfer, rank: int, chunk: Chunk, fence: HostFence) -> None:
         """The device has computed a chunk."""
         job.expected[rank].write(chunk, self.incarnation.pools[rank].memory)
         self.computing[job.attempt.tag, rank] -= 1
         fence.set()
         self.look(rank)
 
-    def _seal(self, job: Job, rank: int, script: PrefillScript, run: int) -> None:
+    def _seal(self, job: EngineTransfer, rank: int, script: PrefillScript, run: int) -> None:
         """A rank has computed everything."""
         if run != job.num_runs[rank]:
             return
@@ -434,7 +440,7 @@ class SourceEngine(SimEngine):
 
     # Preemption.
 
-    def _plan_preemption(self, job: Job, script: PrefillScript) -> None:
+    def _plan_preemption(self, job: EngineTransfer, script: PrefillScript) -> None:
         """Preempts once or more, at any moment from before the first chunk to after the last."""
         rng = self.preemption_rng
         if script.is_finished:
@@ -443,7 +449,7 @@ class SourceEngine(SimEngine):
             moment_s = rng.random() * (sum(script.compute_s) + 4 * COMPUTE_S)
             self.context.schedule.after(moment_s, self.preempt, job)
 
-    def preempt(self, job: Job) -> None:
+    def preempt(self, job: EngineTransfer) -> None:
         """Takes the pages of a job away, on every rank as soon as no copy reads them."""
         is_live = self.is_alive and not job.is_aborted and not job.outcomes
         if not is_live or job.preemption is not None or job.resuming or len(job.handles) < len(job.ranks):
@@ -454,7 +460,7 @@ class SourceEngine(SimEngine):
         for rank in job.ranks:
             self.call_after(rank, CALL_S * rng.random(), self._withdraw, job, rank)
 
-    def _withdraw(self, job: Job, rank: int) -> None:
+    def _withdraw(self, job: EngineTransfer, rank: int) -> None:
         sending, preemption = self._sending(job, rank), job.preemption
         assert preemption is not None
         job.num_runs[rank] += 1
@@ -464,7 +470,7 @@ class SourceEngine(SimEngine):
         assert sending.withdraw() is preemption.withdrawals[rank]
         self.context.notify("on_withdraw", job, rank)
 
-    def _end_withdrawal(self, job: Job, rank: int, preemption: Preemption) -> None:
+    def _end_withdrawal(self, job: EngineTransfer, rank: int, preemption: Preemption) -> None:
         """Lets a rank's pages be overwritten once no copy reads them and the device does not write them."""
         withdrawal = preemption.withdrawals.get(rank)
         if withdrawal is None or rank in preemption.freed or not withdrawal.is_quiet:
@@ -492,7 +498,7 @@ class SourceEngine(SimEngine):
                 self._resume_job(job, preemption)
         super().try_next()
 
-    def _resume_job(self, job: Job, preemption: Preemption) -> None:
+    def _resume_job(self, job: EngineTransfer, preemption: Preemption) -> None:
         """Computes a job again in other pages; an engine may know what has landed, or offer everything."""
         self.context.note(self.incarnation.name, "resume", job.transfer)
         rng, before = self.preemption_rng, job.script
@@ -509,15 +515,11 @@ class SourceEngine(SimEngine):
         )
         job.preemption = None
         for rank in job.ranks:
-            expected = job.expected[rank]
-            wanted = pages_needed(expected.spec, rank, expected.num_tokens)
-            tables = self.incarnation.pools[rank].take(wanted, job.attempt.tag, rng)
-            job.expected[rank] = replace(expected, tables=tables)
-            job.pages[rank] = {group: set(ids.tolist()) for group, ids in tables.items() if len(ids)}
+            self.take_pages(job, rank, rng)
             job.resuming.add(rank)
             self.call_after(rank, CALL_S * rng.random(), self._resume, job, rank, script)
 
-    def _resume(self, job: Job, rank: int, script: PrefillScript) -> None:
+    def _resume(self, job: EngineTransfer, rank: int, script: PrefillScript) -> None:
         job.resuming.discard(rank)
         self._sending(job, rank).resume()
         self._compute(job, rank, script)
@@ -540,13 +542,13 @@ class SourceEngine(SimEngine):
         for rank in aborting:
             self._sending(job, rank).abort(text)
 
-    def on_outcome(self, job: Job, rank: int) -> None:
+    def on_outcome(self, job: EngineTransfer, rank: int) -> None:
         """Stops computing, or waiting."""
         job.done.add(rank)
         if job.attempt in self.queue:
             self.queue.remove(job.attempt)
 
-    def free_pages(self, job: Job, rank: int) -> None:
+    def free_pages(self, job: EngineTransfer, rank: int) -> None:
         """Gives back what no copy reads, after the engine and its device are done with it."""
         if job.preemption is not None:
             self._end_withdrawal(job, rank, job.preemption)
@@ -554,7 +556,7 @@ class SourceEngine(SimEngine):
             sending = self._sending(job, rank)
             self.give_back(job, rank, {} if sending.is_released else sending.reading())
 
-    def _draw_script(self, job: Job) -> PrefillScript:
+    def _draw_script(self, job: EngineTransfer) -> PrefillScript:
         rng, spec = self.rng, self.incarnation.spec
         num_tokens = job.attempt.source_prompt.num_tokens
         num_layers = max(stop for component in spec.cache.components for _, stop in component.layers)
@@ -592,7 +594,7 @@ class SourceEngine(SimEngine):
         inside = layers[(layers >= chunk.layers[0]) & (layers < chunk.layers[1])]
         return (int(inside[0]), int(inside[-1]) + 1) if len(inside) else None
 
-    def _sending(self, job: Job, rank: int) -> Sending:
+    def _sending(self, job: EngineTransfer, rank: int) -> Sending:
         handle = job.handles[rank]
         assert isinstance(handle, Sending)
         return handle
@@ -603,13 +605,13 @@ class TargetEngine(SimEngine):
 
     is_source = False
 
-    def announce(self, attempt: Attempt) -> None:
+    def announce(self, attempt: SimAttempt) -> None:
         rank, source = self.ranks_of(attempt)[0], self.incarnation.known_as(attempt.ends.source)
         self.call_after(rank, 0.0, self.incarnation.drivers[rank].queue, attempt.transfer, source)
 
     renew = announce
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: EngineTransfer) -> None:
         job.held = self._draw_held(job.attempt.target_prompt)
         request = self._draw_request(job)
         if isinstance(request.fence, HostFence):
@@ -637,7 +639,7 @@ class TargetEngine(SimEngine):
         groups = sorted({part.group for part in spec.cache.components if part.extent.has_tokens})
         return dict.fromkeys(groups, num_held) if num_held else {}
 
-    def _draw_request(self, job: Job) -> Request:
+    def _draw_request(self, job: EngineTransfer) -> Request:
         rng, ends, options = self.rng, job.attempt.ends, self.context.options
         prompt = job.attempt.target_prompt
         return Request(
@@ -652,7 +654,7 @@ class TargetEngine(SimEngine):
             progress_s=job.attempt.progress_s.get("target"),
         )
 
-    def _finish_last_work(self, job: Job, fence: HostFence) -> None:
+    def _finish_last_work(self, job: EngineTransfer, fence: HostFence) -> None:
         """The device still worked for the pages' last owner, and writes to them once more."""
         for rank in job.ranks:
             if rank in job.pages:
@@ -660,7 +662,7 @@ class TargetEngine(SimEngine):
                     self.incarnation.pools[rank].memory[buffer][index] = JUNK
         fence.set()
 
-    def _receive(self, job: Job, rank: int, named: tuple[int, ...], request: Request) -> None:
+    def _receive(self, job: EngineTransfer, rank: int, named: tuple[int, ...], request: Request) -> None:
         tables = {owner: job.expected[owner].tables for owner in named}
         prompt = job.prompt_at(rank)
         request = replace(request, digest=Digest(prompt.num_tokens, prompt.digest), pages=tables)
@@ -669,7 +671,7 @@ class TargetEngine(SimEngine):
             job.handles[owner] = handle
             job.begun_s[owner] = self.context.schedule.now
 
-    def _remove(self, attempt: Attempt) -> None:
+    def _remove(self, attempt: SimAttempt) -> None:
         """Takes an attempt out of the queue, and tells its source."""
         self.queue.remove(attempt)
         source = self.incarnation.known_as(attempt.ends.source)
@@ -689,7 +691,7 @@ class TargetEngine(SimEngine):
         assert isinstance(handle, Receiving)
         handle.abort(text)
 
-    def on_outcome(self, job: Job, rank: int) -> None:
+    def on_outcome(self, job: EngineTransfer, rank: int) -> None:
         """Decodes once every rank is ready."""
         outcome = job.outcomes[rank]
         if isinstance(outcome, Ready):
@@ -705,13 +707,13 @@ class TargetEngine(SimEngine):
             for decoder in job.ranks:
                 self.call_after(decoder, decode_s * self.rng.random(), self._decoded, job, decoder)
 
-    def _decoded(self, job: Job, rank: int) -> None:
+    def _decoded(self, job: EngineTransfer, rank: int) -> None:
         self.moved()
         self.context.notify("on_decoded", job, rank)
         job.done.add(rank)
         self.look(rank)
 
-    def free_pages(self, job: Job, rank: int) -> None:
+    def free_pages(self, job: EngineTransfer, rank: int) -> None:
         """Gives the pages back after the session has released them, if the engine does not need them."""
         if rank in job.done and rank in job.pages and job.handles[rank].is_released:
             self.give_back(job, rank, {})

@@ -230,7 +230,7 @@ _AXES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class SimFamily:
     """One cache, and instances of unlike layouts and storages that can exchange it."""
 
     sources: tuple[Spec, ...]
@@ -238,7 +238,7 @@ class Family:
 
 
 @lru_cache(maxsize=NUM_FAMILIES)
-def family(number: int) -> Family:
+def family(number: int) -> SimFamily:
     rng = random.Random(f"family/{number}")
     while True:
         drawn = _draw(rng, number)
@@ -246,7 +246,7 @@ def family(number: int) -> Family:
             return drawn
 
 
-def _draw(rng: random.Random, number: int) -> Family | None:
+def _draw(rng: random.Random, number: int) -> SimFamily | None:
     cache = cache_of(list(_CACHES)[number % len(_CACHES)])
     granule = 2 if rng.random() < 0.12 else 1
     dtypes = _DTYPES[2] if granule > 1 else rng.choice(_DTYPES)
@@ -267,7 +267,7 @@ def _draw(rng: random.Random, number: int) -> Family | None:
                 plan(source, target)
     except LayoutError:
         return None
-    return Family(*(tuple(_in_memory(number, side, spec) for spec in sides[side]) for side in range(2)))
+    return SimFamily(*(tuple(_in_memory(number, side, spec) for spec in sides[side]) for side in range(2)))
 
 
 def _in_memory(number: int, side: int, spec: Spec) -> Spec:

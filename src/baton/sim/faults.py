@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 from baton.sim.core import snake_case
 from baton.sim.network import SimFrame
-from baton.sim.router import Attempt, Ends
+from baton.sim.router import Ends, SimAttempt
 from baton.sim.transport import CopyCourse, CopyEnd
 from baton.sim.world import VERSIONS, SimInstance, World
 
@@ -398,7 +398,7 @@ class Aborts(Fault):
     def install(self, world: World) -> None:
         rng = self.rng(world)
 
-        def on_attempt(attempt: Attempt) -> None:
+        def on_attempt(attempt: SimAttempt) -> None:
             if world.are_faults_over() or rng.random() >= self.probability:
                 return
             delay_s = self.delay_s_max * rng.random()

@@ -15,8 +15,8 @@ from baton.session.config import DriverConfig
 from baton.session.coordinator import CoordinatorDriver
 from baton.session.memory import Pools
 from baton.session.rank import RankDriver
-from baton.sim.content import PagePool
-from baton.sim.core import Clock, Context, SimProcess
+from baton.sim.content import SimPagePool
+from baton.sim.core import Context, SimProcess, SkewedClock
 from baton.sim.network import Host, Network, address_of, join_member
 from baton.sim.transport import NAME, Fabric, SimTransport
 
@@ -46,7 +46,7 @@ class Incarnation:
         self.coordinator: Host | None = None
         self.hosts: dict[int, Host] = {}
         self.drivers: dict[int, RankDriver] = {}
-        self.pools: dict[int, PagePool] = {}
+        self.pools: dict[int, SimPagePool] = {}
         self.transports: dict[int, SimTransport] = {}
 
     @property
@@ -82,7 +82,7 @@ class Incarnation:
 
     def _process(self, name: str, on_death: Callable[[Incarnation], None]) -> SimProcess:
         offset_s, rate = self.context.draw_clock()
-        process = SimProcess(name, self.name, self.epoch, Clock(self.context.schedule, offset_s, rate))
+        process = SimProcess(name, self.name, self.epoch, SkewedClock(self.context.schedule, offset_s, rate))
         process.at_death.append(partial(on_death, self))
         self.processes.append(process)
         return process
@@ -109,7 +109,7 @@ class Incarnation:
         self, process: SimProcess, rank: int, taken_share: float, lingers: Callable[[], bool]
     ) -> None:
         host = self._host(process, f"{self.name}/{rank}")
-        pool = PagePool(self.spec, rank)
+        pool = SimPagePool(self.spec, rank)
         if taken_share:
             pool.fill(taken_share, host.rng)
         transport = SimTransport(

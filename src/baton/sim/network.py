@@ -11,7 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from baton.errors import RemoteProtocolError
 from baton.protocol.handshake import NONCE_BYTES, Ended, Established, Party, Secure, accepting, dialling
@@ -34,16 +34,6 @@ NUM_KEPT = 20
 """Messages of a broken link that are kept for later."""
 
 
-class LinkEnd(Protocol):
-    """One end of a link, as its host uses it."""
-
-    def send(self, message: Message) -> None:
-        """Sends a message to the other end."""
-
-    def hang_up(self) -> None:
-        """Ends the link from this end, after what was sent."""
-
-
 class Host:
     """The ports (`baton.session.ports`) of one driver."""
 
@@ -56,7 +46,7 @@ class Host:
         self.driver: Driver | None = None
         self.after_call: Callable[[], None] | None = None
         """Called after each call into the driver: the engine looks for changes."""
-        self.links: dict[int, LinkEnd] = {}
+        self.links: dict[int, SessionEnd | MemberEnd] = {}
         self._num_links = 0
         self._posted_s = 0.0
         self._tick: ScheduledCall | None = None

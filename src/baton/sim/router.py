@@ -38,7 +38,7 @@ class Ends:
 
 
 @dataclass(frozen=True, slots=True)
-class Attempt:
+class SimAttempt:
     """One transfer: both legs of one try."""
 
     tag: int
@@ -72,39 +72,39 @@ class ClientRequest:
     """As the source and as the target tokenise it; the same unless a fault changes that."""
     ends: Ends
     progress_s: Mapping[str, float] = field(default_factory=dict)
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[SimAttempt] = field(default_factory=list)
     is_done: bool = False
 
 
-class LegServer(Protocol):
+class RoutedInstance(Protocol):
     """An instance as the router sees it."""
 
     spec: Spec
     is_source: bool
 
-    def arrive(self, attempt: Attempt) -> None:
+    def arrive(self, attempt: SimAttempt) -> None:
         """Takes a leg."""
 
     def abort(self, transfer: str, text: str) -> None:
         """Gives a leg up."""
 
 
-class Router:
+class SimRouter:
     """All requests of a seed."""
 
-    def __init__(self, context: Context, instances: Mapping[str, LegServer]) -> None:
+    def __init__(self, context: Context, instances: Mapping[str, RoutedInstance]) -> None:
         self.context = context
         self.rng = context.rng("router")
         self.instances = instances
         self.requests: list[ClientRequest] = []
-        self.attempts: list[Attempt] = []
+        self.attempts: list[SimAttempt] = []
         self.attempts_max = 1
         self.retry_s = 0.0
         self.mismatch: tuple[float, bool] = (0.0, False)
         """How often the two sides tokenise differently, and whether to another length."""
         self.draw_odd_rank: Callable[[Ends], tuple[str, int] | None] = lambda ends: None
         """Picks a rank that gets another prompt than the other ranks of its group."""
-        self.on_attempt: list[Callable[[Attempt], None]] = []
+        self.on_attempt: list[Callable[[SimAttempt], None]] = []
         self.aborted: dict[str, set[str]] = {}
         """By transfer: the sides at which it was aborted."""
         self.num_waiting = 0
@@ -123,15 +123,15 @@ class Router:
 
     def begin(
         self, ends: Ends, prompts: tuple[SimPrompt, SimPrompt], progress_s: Mapping[str, float] | None = None
-    ) -> Attempt:
+    ) -> SimAttempt:
         """Takes a request."""
         request = ClientRequest(len(self.requests) + 1, prompts, ends, progress_s or {})
         self.requests.append(request)
         return self._attempt(request)
 
-    def _attempt(self, request: ClientRequest) -> Attempt:
+    def _attempt(self, request: ClientRequest) -> SimAttempt:
         ends = request.ends
-        attempt = Attempt(
+        attempt = SimAttempt(
             tag=len(self.attempts) + 1,
             transfer=f"r{request.number}.{len(request.attempts) + 1}",
             request=request.number,
@@ -154,11 +154,11 @@ class Router:
             self.context.schedule.after(LEG_S * self.rng.random(), self._arrive, name, attempt)
         return attempt
 
-    def _arrive(self, name: str, attempt: Attempt) -> None:
+    def _arrive(self, name: str, attempt: SimAttempt) -> None:
         self.num_waiting -= 1
         self.instances[name].arrive(attempt)
 
-    def abort(self, attempt: Attempt, sides: Sequence[str]) -> None:
+    def abort(self, attempt: SimAttempt, sides: Sequence[str]) -> None:
         """The client is gone, or one side preempts the request."""
         self.context.note("router", "abort", attempt.transfer, ",".join(sides))
         self.aborted.setdefault(attempt.transfer, set()).update(sides)
@@ -166,7 +166,7 @@ class Router:
             name = attempt.ends.source if side == "source" else attempt.ends.target
             self.instances[name].abort(attempt.transfer, "the client is gone")
 
-    def leg_ended(self, attempt: Attempt, text: str) -> None:
+    def leg_ended(self, attempt: SimAttempt, text: str) -> None:
         """A leg failed: retries the request, or gives it up."""
         request = self.requests[attempt.request - 1]
         if request.attempts[-1] is not attempt or request.is_done:

@@ -47,12 +47,11 @@ from baton.transport.base import (
     Ranges,
     Reach,
     Region,
-    RemoteRegion,
     RevokeResult,
     Ticket,
     Unknown,
 )
-from baton.transport.common.regions import Grants, do_ranges_overlap
+from baton.transport.common.regions import Grants, Regions, do_ranges_overlap, memory_of
 from baton.transport.common.tickets import check_batch
 
 NAME = "sim"
@@ -239,8 +238,7 @@ class SimTransport:
         self.is_running = is_running
         """Whether the process runs."""
         self.is_alive = True
-        self.memory: dict[int, Bytes] = {}
-        """Registered buffers by number."""
+        self.regions = Regions(self.incarnation)
         self.peers: dict[int, InvitedPeer] = {}
         """Who may write here."""
         self.targets: dict[int, Description] = {}
@@ -248,34 +246,16 @@ class SimTransport:
         self.copies: dict[int, SimCopy] = {}
         self.events: list[Completion] = []
         self._numbers = count(1)
-        self._regions: dict[int, Region] = {}
         fabric.transports[self.incarnation] = self
 
     def allocate(self, num_bytes: int) -> Bytes:
         return np.zeros(num_bytes, dtype=np.uint8)
 
     def register(self, buffer: object) -> Region:
-        assert isinstance(buffer, np.ndarray), "simulated memory is numpy"
-        raw = buffer.reshape(-1).view(np.uint8)
-        if not len(raw):
-            raise TransportError("an empty buffer cannot be registered")
-        number = next(self._numbers)
-        region = Region(RemoteRegion(self.incarnation, number, len(raw)), Place.HOST)
-        self._regions[number], self.memory[number] = region, raw
-        return region
+        return self.regions.add(memory_of(buffer))
 
     def unregister(self, region: Region) -> None:
-        number = self._check_registered(region)
-        is_read = any(copy.batch.source == region for copy in self.copies.values())
-        is_granted = any(invited.grants.has_region(number) for invited in self.peers.values())
-        if is_read or is_granted:
-            raise TransportError(f"region {number} is in use; let tickets and grants end first")
-        del self._regions[number], self.memory[number]
-
-    def _check_registered(self, region: Region) -> int:
-        if self._regions.get(region.number) != region:
-            raise TransportError(f"region {region.number} is not registered with this transport")
-        return region.number
+        self.regions.remove(region)
 
     def poll(self) -> list[Completion]:
         events = list(self.events)
@@ -319,7 +299,9 @@ class SimTransport:
         return Invitation(peer, Description(NAME, self.incarnation, self.node, number, secret))
 
     def grant(self, peer: Peer, region: Region, ranges: Ranges) -> int:
-        return self._invited(peer).grants.add(region, ranges)
+        number = self._invited(peer).grants.add(region, ranges)
+        self.regions.acquire(region)
+        return number
 
     def _invited(self, peer: Peer) -> InvitedPeer:
         invited = self.peers.get(peer.number)
@@ -337,6 +319,7 @@ class SimTransport:
     def ungrant(self, peer: Peer, grant: int) -> RevokeResult:
         invited = self._invited(peer)
         removed = invited.grants.remove(grant)
+        self.regions.release(removed.region)
         if not self.capabilities.can_revoke:
             is_near = invited.caller is not None or bool(invited.under_way())
             return Unknown("the peer knows the region") if is_near else Quiet()
@@ -360,6 +343,8 @@ class SimTransport:
         for copy in list(invited.copies):
             copy.drop()
             schedule.after(copy_s, copy.sender.fail, copy, True, "revoked by the target")
+        for grant in invited.grants.remove_all():
+            self.regions.release(grant.region)
         del self.peers[peer.number]
         return Quiet()
 
@@ -381,8 +366,8 @@ class SimTransport:
         """Writes a piece; returns the reason if it is refused."""
         number = copy.batch.target.number
         index = copy.written[piece]
-        raw = self.memory.get(number)
-        if raw is None or len(raw) <= int(index.max(initial=0)):
+        memory = self.regions.find(number)
+        if memory is None or len(memory.bytes) <= int(index.max(initial=0)):
             return f"region {number} is not registered"
         is_strict = self.capabilities.can_enforce_grants
         is_granted = is_strict and invited.grants.allow(number, index, np.ones_like(index))
@@ -392,7 +377,7 @@ class SimTransport:
         read = copy.read[piece]
         self.fabric.observer.on_write(copy, self, index, read)
         carried = copy.memory[read]
-        raw[index] = carried if self.fabric.corrupt is None else self.fabric.corrupt(carried)
+        memory.bytes[index] = carried if self.fabric.corrupt is None else self.fabric.corrupt(carried)
         return ""
 
     # As a source: its connections and batches.
@@ -437,13 +422,13 @@ class SimTransport:
             invited.caller = None
 
     def submit(self, peer: Peer, batch: Batch, fence: Fence, deadline_s: float = DEADLINE_S) -> Ticket:
-        number = self._check_registered(batch.source)
         ticket = Ticket(next(self._numbers))
         check_batch(batch, deadline_s)
         if peer.number not in self.targets:
             raise TransportError(f"peer {peer.number} is not connected")
         read, written = _bytes_of(batch.spans)
-        copy = SimCopy(self, ticket, peer, batch, self.memory[number], read, written, deadline_s)
+        memory = self.regions.acquire(batch.source).bytes
+        copy = SimCopy(self, ticket, peer, batch, memory, read, written, deadline_s)
         self.copies[ticket.number] = copy
         self.fabric.observer.on_submit(copy)
         if batch.target.incarnation != peer.incarnation:
@@ -475,6 +460,7 @@ class SimTransport:
     def _end(self, copy: SimCopy, completion: Completion) -> None:
         copy.is_ended = True
         self.copies.pop(copy.ticket.number, None)
+        self.regions.release(copy.batch.source.number)
         self.fabric.observer.on_end(copy, type(completion).__name__)
         self.events.append(completion)
         self.wake()

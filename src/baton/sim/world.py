@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 
@@ -11,13 +12,13 @@ from baton.plan.content import Bytes
 from baton.plan.ownership import Spec
 from baton.plan.tokens import Ints
 from baton.protocol.messages import VERSION_MAX, VERSION_MIN
-from baton.sim.content import PagePool
+from baton.sim.content import SimPagePool
 from baton.sim.core import Context, Options, SimProcess
 from baton.sim.engines import SourceEngine, TargetEngine
-from baton.sim.families import Family
+from baton.sim.families import SimFamily
 from baton.sim.instance import Incarnation
 from baton.sim.network import Network
-from baton.sim.router import Attempt, Router
+from baton.sim.router import SimAttempt, SimRouter
 from baton.sim.transport import Fabric, SimCopy, SimTransport
 
 CHECK_S = 0.01
@@ -45,6 +46,8 @@ class SimInstance:
         self.incarnation: Incarnation | None = None
         self.engine: SourceEngine | TargetEngine | None = None
         self.num_lives = 0
+        self.died_s = -inf
+        """When a process of it died last."""
 
     @property
     def processes(self) -> list[SimProcess]:
@@ -72,7 +75,7 @@ class SimInstance:
         for rank, transport in incarnation.transports.items():
             world.observer.add(transport, incarnation.pools[rank])
 
-    def arrive(self, attempt: Attempt) -> None:
+    def arrive(self, attempt: SimAttempt) -> None:
         if self.engine is None or not self.engine.is_alive:
             self.world.router.leg_ended(attempt, f"{self.name} is down")
         else:
@@ -88,6 +91,7 @@ class SimInstance:
         assert engine is not None
         if engine.is_alive:
             engine.is_alive = False
+            self.died_s = self.world.schedule.now
             self.world.notify("on_death", incarnation)
             for attempt in [*(job.attempt for job in engine.jobs.values()), *engine.queue]:
                 self.world.router.leg_ended(attempt, f"{self.name} died")
@@ -101,12 +105,12 @@ class CopyWrite:
     """A piece of a copy that is about to be written."""
 
     copy: SimCopy
-    pool: PagePool
+    pool: SimPagePool
     """The target's pool."""
     buffer: str
     """The name of a buffer of the pool; empty for staging."""
     index: Ints
-    source: PagePool
+    source: SimPagePool
     source_buffer: str
     read: Ints
 
@@ -116,11 +120,11 @@ class PageObserver:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self._pools: dict[str, PagePool] = {}
+        self._pools: dict[str, SimPagePool] = {}
         self._names: dict[int, str] = {}
         """Names of pool buffers by address."""
 
-    def add(self, transport: SimTransport, pool: PagePool) -> None:
+    def add(self, transport: SimTransport, pool: SimPagePool) -> None:
         self._pools[transport.incarnation] = pool
         for name, raw in pool.memory.items():
             self._names[_address(raw)] = name
@@ -133,10 +137,12 @@ class PageObserver:
         self.context.notify("on_submit", copy, pool, name)
 
     def on_write(self, copy: SimCopy, target: SimTransport, index: Ints, read: Ints) -> None:
+        memory = target.regions.find(copy.batch.target.number)
+        assert memory is not None, "it is about to be written"
         write = CopyWrite(
             copy=copy,
             pool=self._pools[target.incarnation],
-            buffer=self._names.get(_address(target.memory[copy.batch.target.number]), ""),
+            buffer=self._names.get(_address(memory.bytes), ""),
             index=index,
             source=self._pools[copy.batch.source.remote.incarnation],
             source_buffer=self._names.get(_address(copy.memory), ""),
@@ -191,7 +197,7 @@ class World(Context):
         self,
         seed: int,
         options: Options,
-        family: Family,
+        family: SimFamily,
         *,
         is_scripted: bool = False,
         is_traced: bool = False,
@@ -203,7 +209,7 @@ class World(Context):
         self.observer = PageObserver(self)
         self.fabric = Fabric(self.schedule, self.rng("copies"), self.observer, self._is_cut)
         self.instances: dict[str, SimInstance] = {}
-        self.router = Router(self, self.instances)
+        self.router = SimRouter(self, self.instances)
         for letter, specs in (("P", family.sources), ("D", family.targets)):
             for number, spec in enumerate(specs):
                 name = f"{letter}{number}"

@@ -31,12 +31,12 @@ readable while `poll` has something to return, so no caller has to spin.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -88,30 +88,15 @@ class Wireable:
 
     __slots__ = ()
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)  # type: ignore[call-overload, no-any-return]
-
     def to_bytes(self) -> bytes:
-        return json.dumps(self.to_json()).encode()
-
-    @classmethod
-    def from_json(cls, values: object) -> Self:
-        """The opposite of `to_json`; raises on missing or extra fields and on wrong types."""
-        types = {field.name: field.type for field in fields(cls)}  # type: ignore[arg-type]
-        if not isinstance(values, dict) or set(values) != set(types):
-            raise TransportError(f"{cls.__name__} needs the fields {', '.join(types)}; got {values!r}")
-        for name, type_name in types.items():
-            if type(values[name]).__name__ != type_name:
-                raise TransportError(f"{cls.__name__}.{name} has to be {type_name}; got {values[name]!r}")
-        return cls(**values)
+        return msgspec.json.encode(self)
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
         try:
-            values = json.loads(raw)
-        except ValueError as cause:
-            raise TransportError(f"{cls.__name__}: not JSON ({cause})") from None
-        return cls.from_json(values)
+            return msgspec.json.decode(raw, type=cls)
+        except (msgspec.DecodeError, UnicodeDecodeError) as cause:
+            raise TransportError(f"not a {cls.__name__} ({cause}): {raw!r}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,10 @@ from baton.transport.base import (
     Reach,
     RevokeResult,
 )
-from baton.transport.common.regions import Grant, Grants
+from baton.transport.common.regions import Grants, RegionGrant
 from baton.transport.common.spans import are_inside, copy_spans
 from baton.transport.common.threads import WorkerThread
-from baton.transport.common.tickets import CANCELLED, Job, Tickets
+from baton.transport.common.tickets import CANCELLED, SubmittedBatch, Tickets
 from baton.transport.common.transport import BaseTransport
 
 _open_transports: WeakValueDictionary[str, MemoryTransport] = WeakValueDictionary()
@@ -44,7 +44,7 @@ class MemoryWriter:
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_revoked: bool = False
 
-    def check_quiet(self, grant: Grant) -> RevokeResult:
+    def check_quiet(self, grant: RegionGrant) -> RevokeResult:
         """Waits for the write in progress, if any; it cannot hang."""
         with self.lock:
             return Quiet()
@@ -64,18 +64,18 @@ class MemoryConnection:
     description: Description
     worker: WorkerThread
 
-    def put(self, job: Job) -> None:
+    def put(self, job: SubmittedBatch) -> None:
         self.worker.put(partial(self._carry, job))
 
     def close(self, cause: str) -> None:
         """Waits for the copy in progress; the queued jobs have ended already."""
         self.worker.close()
 
-    def _carry(self, job: Job) -> None:
+    def _carry(self, job: SubmittedBatch) -> None:
         if self.tickets.begin(job):
             self.tickets.end(job, self._copy(job))
 
-    def _copy(self, job: Job) -> Completion:
+    def _copy(self, job: SubmittedBatch) -> Completion:
         target = _open_transports.get(self.description.incarnation)
         writer = target.find_writer(self.description) if target else None
         if target is None or writer is None:
@@ -116,7 +116,7 @@ class MemoryTransport(BaseTransport[MemoryConnection, MemoryWriter]):
             return writer
         return None
 
-    def receive(self, writer: MemoryWriter, job: Job) -> str:
+    def receive(self, writer: MemoryWriter, job: SubmittedBatch) -> str:
         """Copies a batch if the grants allow it; returns why not, or nothing."""
         number = job.batch.target.number
         with writer.lock:
@@ -130,7 +130,7 @@ class MemoryTransport(BaseTransport[MemoryConnection, MemoryWriter]):
             finally:
                 self.regions.release(number)
 
-    def _copy(self, writer: MemoryWriter, job: Job, target: Bytes) -> str:
+    def _copy(self, writer: MemoryWriter, job: SubmittedBatch, target: Bytes) -> str:
         batch, spans = job.batch, job.batch.spans
         is_allowed = are_inside(spans.target, spans.length, len(target)) and writer.grants.allow(
             batch.target.number, spans.target, spans.length

@@ -1,10 +1,10 @@
 """A transport behind a simulated link of a given speed, for benchmarks and demonstrations.
 
 Theory. The inner transport copies as fast as it can, as soon as a fence is ready. Beside it every batch is
-put on a `Link`, which only computes times: a batch of B bytes starts to cross when it is ready and the one
-before it has crossed, takes B / bytes_per_s, and arrives latency_s later. Done is reported when both the
-link and the inner transport have delivered the batch. So Done is never early and always true; it is late if
-the inner transport is slower than the link. All peers share one link, as those of a rank share its network
+put on a `LinkSchedule`, which only computes times: a batch of B bytes starts to cross when it is ready and
+the one before it has crossed, takes B / bytes_per_s, and arrives latency_s later. Done is reported when both
+the link and the inner transport have delivered the batch. So Done is never early and always true; it is late
+if the inner transport is slower than the link. All peers share one link, as those of a rank share its network
 card; it carries batches in the order in which their fences become ready.
 
 Only the source's completion is timed; the bytes are in the target's memory earlier.
@@ -191,7 +191,7 @@ class LinkItem:
 ItemT = TypeVar("ItemT", bound=LinkItem)
 
 
-class Link(Generic[ItemT]):
+class LinkSchedule(Generic[ItemT]):
     """Computes when items are due; the caller passes the times, and it holds no lock and no clock."""
 
     def __init__(self, bytes_per_s: float, latency_s: float) -> None:
@@ -285,7 +285,7 @@ class Throttled(TransportWrapper):
     def __init__(self, inner: Transport, config: ThrottledConfig, clock: Clock | None = None) -> None:
         super().__init__(inner, clock or SystemClock())
         self.config = config
-        self.link: Link[_LinkBatch] = Link(config.bytes_per_s, config.latency_s)
+        self.link: LinkSchedule[_LinkBatch] = LinkSchedule(config.bytes_per_s, config.latency_s)
         self.batches: dict[Ticket, _LinkBatch] = {}
         self._alarm_s = math.inf
         self._alarm = self.clock.alarm()

@@ -12,7 +12,7 @@ from time import sleep
 import pytest
 from tests.bench.serve.scripted import Script, scripted
 
-from baton.bench.serve.client import BenchRequest, OpenAIEndpoint, ask, latest_handover, make_session
+from baton.bench.serve.client import BenchRequest, OpenAIEndpoint, ask, latest_handoff, make_session
 from baton.bench.serve.load import ClientMeter, LoadSpec, TokenRange, drive
 from baton.bench.serve.report import summarise
 from baton.cli import main
@@ -119,10 +119,10 @@ def test_timelines_are_asked_for_where_there_are_any():
     assert [timing.tth_s for timing in run(Script()).timings] == [None] * 6
 
 
-def test_handover_of_a_timeline():
-    assert latest_handover({"jobs": [{"figures": {"tth_s": 1}}, {"figures": {"tth_s": 2.5}}]}) == 2.5
-    assert latest_handover({"jobs": [{"figures": None}]}) is None
-    assert latest_handover([]) is None
+def test_handoff_of_a_timeline():
+    assert latest_handoff({"jobs": [{"figures": {"tth_s": 1}}, {"figures": {"tth_s": 2.5}}]}) == 2.5
+    assert latest_handoff({"jobs": [{"figures": None}]}) is None
+    assert latest_handoff([]) is None
 
 
 def test_watch_sees_a_loop_that_is_held_up():

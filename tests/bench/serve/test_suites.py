@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,14 @@ import interference
 import pipelining
 import pytest
 import router
+from deployments import BenchProcesses
 from load_generator import Burst, is_complete, send_burst, take_turns
 from rich.console import Console
 
 from baton.bench.serve.client import RequestTiming
 from baton.bench.serve.load import ClientOverhead, make_requests
 from baton.errors import EngineError
-from baton.serving.http import EventReader
+from baton.serving.http import EventSplitter
 from baton.session.registry.messages import check_member
 
 CALM = ClientOverhead(1.0, 0.1, None)
@@ -81,7 +83,7 @@ def test_dummies_speak_what_routers_ask():
     assert (told["role"], told["is_ready"], told["url"]) == ("prefill", True, prefill.url)
     assert pages["/model_info"]["is_generation"] is True
     assert len(whole["choices"][0]["text"].split()) == whole["usage"]["completion_tokens"]
-    events = list(EventReader().feed(noted))
+    events = list(EventSplitter().feed(noted))
     assert events[-1].is_done
     assert [event.note.tokens for event in events[:-1]] == [
         (number,) for number in range(dummy_instances.NUM_EVENTS)
@@ -335,3 +337,13 @@ def test_what_is_compared_has_default_options():
     assert set(told) == set(NAMES)
     assert "default options" in told[interference.COMBINED]
     assert "--chunk-tokens 64" in told[interference.CHUNKED]
+
+
+def test_processes_of_a_benchmark_share_a_private_secret_and_end_with_it() -> None:
+    with BenchProcesses() as processes:
+        child = processes.start("one", [sys.executable, "-c", "import time; time.sleep(600)"])
+        assert child.name == "one-0"
+        assert processes.secret_file.stat().st_mode & 0o077 == 0
+        folder = processes.folder
+    assert not child.is_running
+    assert not folder.exists()

@@ -13,7 +13,7 @@ from baton.engine.attention import prefill, slots, softmax
 from baton.engine.attention.passes import Pass
 from baton.engine.attention.slots import Reads
 from baton.engine.attention.sparse import Best, Chooser
-from baton.engine.commands import Batch, ScheduledSequence
+from baton.engine.commands import ScheduledBatch, ScheduledSequence
 from baton.engine.models.base import HeadOptions
 from baton.engine.parallel import Mesh
 from baton.errors import EngineError
@@ -143,7 +143,7 @@ def test_ranks_that_share_a_context(tmp_path: Path) -> None:
 def test_a_window_that_the_cache_does_not_keep_is_an_error() -> None:
     mesh = Mesh(parse_layout("tp1"), 0)
     work = ScheduledSequence(0, 0, [1, 2], {"tokens": [0], "tokens.w5": [0]}, 2)
-    found = Pass(Batch([work]), mesh, World(mesh, 3).pools)
+    found = Pass(ScheduledBatch([work]), mesh, World(mesh, 3).pools)
     q, k, v = torch.zeros(2, 6, 8), torch.zeros(2, 2, 8), torch.zeros(2, 2, 6)
     for layer, window, words in ((0, 5, "a window of 5, its cache keeps all"), (3, 6, "keeps a window of 5")):
         with pytest.raises(EngineError, match=words):

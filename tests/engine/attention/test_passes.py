@@ -20,7 +20,7 @@ from baton.engine.attention import pools, prefill, softmax
 from baton.engine.attention.passes import Pass, _store
 from baton.engine.attention.pools import FP8, CachePools
 from baton.engine.attention.slots import Writes
-from baton.engine.commands import Batch, PageCopy, ScheduledSequence
+from baton.engine.commands import PageCopy, ScheduledBatch, ScheduledSequence
 from baton.engine.parallel import Mesh
 from baton.errors import ConfigError, EngineError
 from baton.plan import Cache, Spec, Storage, parse_layout
@@ -142,7 +142,7 @@ def test_pages_are_copied_on_every_layer() -> None:
 def test_a_table_too_short_is_an_error() -> None:
     world = World(Mesh(ALONE, 0), 29)
     work = ScheduledSequence(3, 0, [0] * (PAGE + 1), {"tokens": [5]}, PAGE + 1)
-    found = Pass(Batch([work]), Mesh(ALONE, 0), world.pools)
+    found = Pass(ScheduledBatch([work]), Mesh(ALONE, 0), world.pools)
     rows = torch.zeros(PAGE + 1, 16)
     with pytest.raises(EngineError, match="sequence 3 needs 2 pages of 'tokens', its table has 1"):
         found.latent(LATENT_LAYER, None, rows, 1.0)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from baton.engine.attention.passes import Pass
 from baton.engine.attention.pools import CachePools
-from baton.engine.commands import Batch, ScheduledSequence
+from baton.engine.commands import ScheduledBatch, ScheduledSequence
 from baton.engine.models.base import HeadOptions
 from baton.engine.parallel import Mesh
 from baton.plan import Cache, Spec, Storage, parse_layout
@@ -44,7 +44,7 @@ def test_a_long_prompt_keeps_the_speed_of_the_fused_kernel(chunk: int) -> None:
     q = torch.randn(chunk, 32, 128, dtype=torch.bfloat16, device=device)
     k, v = torch.randn(2, chunk, 8, 128, dtype=torch.bfloat16, device=device)
     every = [torch.randn(1, 8, total, 128, dtype=torch.bfloat16, device=device) for _ in range(2)]
-    found = Pass(Batch([work]), Mesh(ALONE, 0), pools)
+    found = Pass(ScheduledBatch([work]), Mesh(ALONE, 0), pools)
 
     def bare() -> None:
         rows = q.transpose(0, 1).unsqueeze(0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.engine.attention.passes import Pass
 from baton.engine.attention.pools import FP8, CachePools
-from baton.engine.commands import Batch, ScheduledSequence
+from baton.engine.commands import ScheduledBatch, ScheduledSequence
 from baton.engine.models.base import HeadOptions, IndexQuery
 from baton.engine.pages import engine_storage
 from baton.engine.parallel import Mesh
@@ -94,7 +94,7 @@ class World:
     def step(self, lengths: dict[int, int], prompts: dict[int, int] | None = None) -> None:
         """Computes so many tokens more of each sequence, on every layer, and compares."""
         works = [self._work(sequence, length, prompts or {}) for sequence, length in lengths.items()]
-        batch = Batch(works)
+        batch = ScheduledBatch(works)
         found = Pass(batch, self._mesh, self.pools)
         own = slice(*found.rows.cuts[self._mesh.cp.index])
         positions = [t for work in works for t in range(work.start, work.start + len(work.tokens))]
@@ -124,7 +124,7 @@ class World:
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._numbers).to(self._device, self._stored).to(self._dtype)
 
-    def _heads(self, found: Pass, batch: Batch, layer: int, own: slice) -> None:
+    def _heads(self, found: Pass, batch: ScheduledBatch, layer: int, own: slice) -> None:
         how = options(layer, self._device)
         num_rows = batch.num_rows
         q = self._random(num_rows, UNITS * GROUPS[layer], DIM)
@@ -140,7 +140,7 @@ class World:
             row += len(work.tokens)
         self._same(out, torch.stack(expected)[own])
 
-    def _latent(self, found: Pass, batch: Batch, own: slice, layer: int) -> None:
+    def _latent(self, found: Pass, batch: ScheduledBatch, own: slice, layer: int) -> None:
         num_rows = batch.num_rows
         q, rotary = self._random(num_rows, LATENT_HEADS, 7), self._random(num_rows, LATENT_HEADS, ROTARY)
         keys, values = self._random(LATENT_HEADS, LATENT, 7), self._random(LATENT_HEADS, LATENT, 5)

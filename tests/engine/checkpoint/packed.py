@@ -8,7 +8,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 from gguf.quants import quantize
 
-from baton.engine.checkpoint import open_checkpoint
+from baton.checkpoint.opening import open_checkpoint
 
 NAMES = {
     "input_layernorm": "attn_norm",

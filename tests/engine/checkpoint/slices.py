@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from baton.engine.checkpoint import Checkpoint
+from baton.checkpoint.base import Checkpoint
 
 PARTS = (slice(None), slice(0, 1), slice(3, 11), slice(5, None), slice(2, 2))
 

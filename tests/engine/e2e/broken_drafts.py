@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
 from tests.engine.hooks import NoHooks
 
 from baton.engine import model_runner, worker
-from baton.engine.commands import Batch, SampledToken, ScheduledSequence
+from baton.engine.attention import states
+from baton.engine.commands import SampledToken, ScheduledBatch, ScheduledSequence
 from baton.engine.drafting import NextTokens
 from baton.engine.model_runner import ForwardHooks, ModelRunner, sample_tokens
 from baton.engine.sampler import Sampler
@@ -40,7 +42,7 @@ def late() -> None:
     """The draft sees each token itself, not the one that follows."""
 
     class Late(NextTokens):
-        def __init__(self, batch: Batch, sampled: Sequence[Sequence[int]]) -> None:
+        def __init__(self, batch: ScheduledBatch, sampled: Sequence[Sequence[int]]) -> None:
             super().__init__(batch, sampled)
             self.tokens[1:] = self.tokens[:-1].copy()
 
@@ -64,12 +66,31 @@ def not_stored() -> None:
     ModelRunner.propose = forgetful  # type: ignore[method-assign, assignment]
 
 
+def guessed_state() -> None:
+    """A state takes in every guess, right or wrong."""
+    _change_states(num_drafted=0, num_accepted=0)
+
+
+def forgotten_guesses() -> None:
+    """A state never takes in the guesses that were accepted."""
+    _change_states(num_accepted=0)
+
+
+def _change_states(**changes: int) -> None:
+    find = states._alike
+    states._alike = lambda *args: [replace(each, **changes) for each in find(*args)]
+
+
 BROKEN: Mapping[str, Callable[[], None]] = {
     each.__name__: each for each in (nothing, unchecked, late, not_stored)
 }
+STATES: Mapping[str, Callable[[], None]] = {
+    each.__name__: each for each in (guessed_state, forgotten_guesses)
+}
+"""For models with recurrent state."""
 
 
 def main(connection: Connection, name: str) -> None:
     """Runs a worker that is broken by name."""
-    BROKEN[name]()
+    {**BROKEN, **STATES}[name]()
     worker.main(connection)

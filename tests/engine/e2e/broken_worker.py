@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from baton.engine import connector, worker
-from baton.engine.commands import Batch, ReceiveKV, SampledToken, ScheduledSequence
+from baton.engine.commands import ReceiveKV, SampledToken, ScheduledBatch, ScheduledSequence
 from baton.engine.connector import KVConnector, OutgoingTransfer, PromptSlice
-from baton.engine.drafting import DraftToken
+from baton.engine.drafting import DraftTokens
 from baton.engine.layer_pipeline import LayerPipeline
 from baton.engine.worker import Worker
 from baton.plan.chunks import Gathers
@@ -43,7 +43,7 @@ def early_layers() -> None:
     """Every layer is offered before it is computed."""
     begin = LayerPipeline.before_forward
 
-    def before_forward(self: LayerPipeline, batch: Batch) -> None:
+    def before_forward(self: LayerPipeline, batch: ScheduledBatch) -> None:
         begin(self, batch)
         for part in self.slices:
             self._connector.offer(part, self._layers, NOW)
@@ -92,7 +92,7 @@ def first_token() -> None:
     make_aux = Worker._aux
 
     def wrong_aux(
-        self: Worker, part: PromptSlice, samples: dict[int, list[SampledToken]], draft: DraftToken | None
+        self: Worker, part: PromptSlice, samples: dict[int, list[SampledToken]], draft: DraftTokens | None
     ) -> tuple[Aux | None, bool]:
         aux, is_ended = make_aux(self, part, samples, draft)
         if aux is None:

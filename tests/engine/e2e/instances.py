@@ -156,6 +156,7 @@ class Heard:
     texts: dict[int, str] = field(default_factory=dict)
     finishes: dict[int, str] = field(default_factory=dict)
     traces: dict[str, RequestTrace] = field(default_factory=dict)
+    prompt_logprobs: dict[int, Sequence[SampledToken]] = field(default_factory=dict)
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -164,6 +165,7 @@ class Heard:
 
     def add(self, piece: OutputChunk) -> None:
         """One more piece."""
+        self.prompt_logprobs.setdefault(piece.index, piece.prompt_logprobs)
         self.answers.setdefault(piece.index, []).extend(piece.tokens)
         self.texts[piece.index] = self.texts.get(piece.index, "") + piece.text
         if piece.finish:

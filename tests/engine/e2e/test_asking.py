@@ -14,7 +14,7 @@ from tests.engine.e2e.instances import Heard, InstancePool, Side, ask_all, ask_o
 from tests.engine.e2e.prompts import LENGTHS, NUM_TOKENS, check_tokens, prompt
 from tests.engine.tiny import FAMILIES, oracle, tiny
 
-from baton.engine.checkpoint import open_checkpoint
+from baton.checkpoint.opening import open_checkpoint
 from baton.engine.deployment import Pair
 from baton.engine.instance import Instance
 from baton.engine.requests import EngineRequest

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import add
+from pathlib import Path
 
 import pytest
-from tests.engine.drafts import Count, counted, drafted, expected
+from tests.engine.drafts import Count, counted, drafted, drafted_hybrid, expected
 from tests.engine.e2e import broken_drafts
 from tests.engine.e2e.breaking import broken
 from tests.engine.e2e.instances import (
@@ -29,6 +30,7 @@ from tests.engine.tiny import FAMILIES, oracle, tiny
 from baton.engine.config import EngineConfig
 from baton.engine.deployment import Pair
 from baton.engine.instance import Instance
+from baton.engine.pages import PageGeometry
 from baton.engine.sizes import derive_sizes
 from baton.errors import ConfigError, EngineError
 
@@ -58,7 +60,7 @@ def pool() -> Iterator[InstancePool]:
 
 def side(layout: str, name: str, **options: object) -> Side:
     plain = Side(str(drafted(FAMILY)), layout, name)
-    sizes = {"chunk_tokens": CHUNK, "page_tokens": PAGE, "pool_tokens": 2048, "has_draft": True}
+    sizes = {"chunk_tokens": CHUNK, "page_tokens": PAGE, "pool_tokens": 2048, "draft_tokens": 1}
     return plain.but(**{**sizes, **options})
 
 
@@ -131,6 +133,93 @@ def test_with_an_index_of_its_own(pool: InstancePool, crossing: tuple[str, str])
     check_idle(pair.prefill, pair.decode)
 
 
+@pytest.mark.parametrize(
+    ("crossing", "num_sent", "num_guesses"),
+    [
+        (("tp2", "pp2"), 3, 3),
+        (("cp2:split", "cp2"), 3, 3),
+        (("dp2.tp1", "tp1"), 4, 2),
+        (("tp1", "dp2.tp1"), 1, 3),
+    ],
+    ids=str,
+)
+def test_several_guesses(
+    pool: InstancePool, crossing: tuple[str, str], num_sent: int, num_guesses: int
+) -> None:
+    """The draft goes on from its own rows; a source guesses as far as its pages have room."""
+    pair = pool.pair(
+        side(crossing[0], "prefill", draft_tokens=num_sent),
+        side(crossing[1], "decode", draft_tokens=num_guesses),
+    )
+    check_several(pool, pair, LENGTHS)
+
+
+@pytest.mark.parametrize(
+    ("family", "crossing", "num_guesses"),
+    [
+        ("qwen3_next", ("tp2", "pp2"), 1),
+        ("qwen3_next", ("tp1", "cp2:stripe1"), 3),
+        ("qwen3_5_moe_text", ("pp2", "dp2.tp1"), 2),
+        ("qwen3_5_text", ("cp2:split", "tp2"), 3),
+    ],
+    ids=str,
+)
+def test_recurrent_models(
+    pool: InstancePool, family: str, crossing: tuple[str, str], num_guesses: int
+) -> None:
+    """Qwen3-Next and Qwen3.5: a wrong guess leaves no trace in a state."""
+    prefill, decode = (
+        replace(side(layout, name, draft_tokens=num_guesses), model=str(drafted_hybrid(family)))
+        for layout, name in zip(crossing, ("prefill", "decode"), strict=True)
+    )
+    check_several(pool, pool.pair(prefill, decode), (1, PAGE, CHUNK + 1, 90))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["nothing", *broken_drafts.STATES])
+def test_a_broken_state_is_seen(pool: InstancePool, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    prefill, decode = (
+        replace(side("tp1", role, draft_tokens=2), model=str(drafted_hybrid("qwen3_next")))
+        for role in ("prefill", name)
+    )
+    with broken(decode, name, monkeypatch, "broken_drafts") as instance:
+        pair = Pair(pool.instance(prefill), instance)
+        if name == "nothing":
+            check_several(pool, pair, (CHUNK,))
+        else:
+            with pytest.raises(AssertionError):
+                check_several(pool, pair, (CHUNK,))
+
+
+def check_several(pool: InstancePool, pair: Pair, lengths: Sequence[int]) -> None:
+    """Tokens and guesses are those of the oracle; what is drawn is the same as without drafts."""
+    (source, target), folder = (pair.prefill, pair.decode), Path(pair.decode.config.model)
+    asked, wanted, before = [prompt(length) for length in lengths], Count(0, 0), count(target)
+    geometry = PageGeometry(source.sizes.layout, source.sizes.cache, PAGE)
+    for each in asked:
+        num_pages = geometry.num_pages("tokens", len(each), len(each))
+        rooms = [
+            room
+            for room in range(1, source.config.draft_tokens + 1)
+            if geometry.num_pages("tokens", len(each) + room - 1, len(each)) == num_pages
+        ]
+        num_guesses = target.config.draft_tokens
+        num_first = min(max(rooms), num_guesses)
+        wanted += expected(folder, each, NUM_TOKENS, num_guesses=num_guesses, num_first=num_first)
+    found = ask_all(pair, [greedy(each, NUM_TOKENS, salt="several") for each in asked])
+    check_tokens(folder, asked, found, NUM_TOKENS)
+    check_idle(source, target)
+    assert count(target) - before == wanted
+    assert 0 < wanted.accepted < wanted.drafted, "it has to be right and wrong"
+    drawn = [greedy(each, NUM_TOKENS, temperature=0.7, seed=7, n=2, logprobs=1) for each in asked]
+    plain = pool.instance(replace(side("tp1", "plain", draft_tokens=0), model=str(folder)))
+    for one, other in zip(ask_all(plain, drawn), ask_all(pair, drawn), strict=True):
+        assert other.tokens == one.tokens
+        for index, answer in one.answers.items():
+            logprobs = [[sampled.logprob for sampled in each] for each in (answer, other.answers[index])]
+            assert logprobs[1] == pytest.approx(logprobs[0], abs=1e-3)
+
+
 def test_a_draft_that_knows_nothing_changes_nothing(pool: InstancePool) -> None:
     folder = drafted(FAMILY, is_random=True)
     poor = replace(side("tp1", "prefill"), model=str(folder))
@@ -155,7 +244,7 @@ def test_draft_entries_travel_with_the_others(pool: InstancePool) -> None:
 @pytest.mark.parametrize("kind", SAMPLED)
 def test_other_sampling_is_the_same_with_guesses(pool: InstancePool, kind: str) -> None:
     """Also where nothing is greedy: a guess stands if it is what would have been sampled."""
-    plain = pool.instance(side("tp1", "plain", has_draft=False))
+    plain = pool.instance(side("tp1", "plain", draft_tokens=0))
     pair = pair_of(pool, "tp1", "tp2")
     requests = [greedy(prompt(length, kind), NUM_TOKENS, **SAMPLED[kind]) for length in LENGTHS]
     before = count(pair.decode)
@@ -182,7 +271,7 @@ def test_forks_guess_from_their_own_tokens(pool: InstancePool) -> None:
             assert len({answer[0] for answer in heard.tokens}) > 1, "the answers have to part at once"
             for index, answer in enumerate(heard.tokens):
                 # The first one's guess comes with its token; the others begin without.
-                total += counted(drafted(FAMILY), each, answer, has_first=index == 0)
+                total += counted(drafted(FAMILY), each, answer, num_first=int(index == 0))
         assert count(decode) - before == total
 
 
@@ -213,7 +302,7 @@ def test_few_pages(pool: InstancePool) -> None:
 
 def test_a_target_takes_a_draft_or_leaves_it(pool: InstancePool) -> None:
     """It asks for what it runs; a source that has not got that is refused by name."""
-    with_it, without = side("tp1", "prefill"), side("tp1", "plain", has_draft=False)
+    with_it, without = side("tp1", "prefill"), side("tp1", "plain", draft_tokens=0)
     pair = pool.pair(with_it, without)
     asked = [prompt(length, "left") for length in LENGTHS]
     found = ask_all(pair, [greedy(each, NUM_TOKENS) for each in asked])
@@ -221,7 +310,7 @@ def test_a_target_takes_a_draft_or_leaves_it(pool: InstancePool) -> None:
     assert count(pair.decode) == Count(0, 0)
     check_idle(pair.prefill, pair.decode)
     pair = pool.pair(without, with_it)
-    with pytest.raises(EngineError, match=r"draft\.0\.latent"):
+    with pytest.raises(EngineError, match=r"draft\.0\.latent.*run drafts on both sides"):
         ask_one(pair, greedy(prompt(20), 4))
     check_idle(pair.prefill, pair.decode)
 
@@ -240,10 +329,10 @@ def test_from_the_command_line() -> None:
 
 def test_refusals(pool: InstancePool) -> None:
     with pytest.raises(ConfigError, match="no draft layer"):
-        derive_sizes(EngineConfig(str(tiny("llama")), has_draft=True))
+        derive_sizes(EngineConfig(str(tiny("llama")), draft_tokens=1))
     instance = pool.instance(side("tp1", "both"))
     rows = replace(greedy([0] * 4, 4), embeddings=bytes(16 * CONFIG["hidden_size"]))
-    with pytest.raises(ConfigError, match="input embeddings where drafts run; give token ids"):
+    with pytest.raises(ConfigError, match="with input embeddings; give token ids"):
         ask_one(instance, rows)
 
 

@@ -112,7 +112,7 @@ def test_not_early_where_that_is_not_wanted(slow: Pair, folder: Path) -> None:
     assert early.traces["decode"].token_s < early.traces["decode"].settled_s
 
 
-def test_a_hand_over_that_fails_after_its_first_token(stuck: Pair) -> None:
+def test_a_handoff_that_fails_after_its_first_token(stuck: Pair) -> None:
     handed = BothSides(stuck, greedy(prompt(LENGTH), 8))
     firsts(handed.decode, 1)
     stuck.prefill.core.abort(handed.prefill.number, "the source had enough")

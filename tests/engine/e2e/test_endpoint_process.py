@@ -11,7 +11,7 @@ import pytest
 from tests.engine.e2e.instances import Side, ask_all, check_idle, greedy, opened
 from tests.engine.e2e.prompts import LENGTHS, check_tokens, prompt
 from tests.engine.tiny import tiny
-from tests.session.handover_world import until
+from tests.session.handoff_world import until
 
 from baton.engine.instance import Instance
 

@@ -63,7 +63,7 @@ def prompts(seed: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_abort_of_hand_overs_at_random_moments(pair: Pair, folder: Path, seed: int) -> None:
+def test_abort_of_handoffs_at_random_moments(pair: Pair, folder: Path, seed: int) -> None:
     chance = random.Random(seed)
     asked = prompts("abort")
     handed = [BothSides(pair, greedy(each, NUM_TOKENS, salt=f"abort {seed}")) for each in asked]

@@ -114,7 +114,7 @@ def test_ends() -> None:
 
 
 @pytest.mark.long
-def test_a_broken_hand_over_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_handoff_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny("llama")
     with opened() as pool:
         sound = pool.instance(Side(str(folder)))

@@ -77,7 +77,7 @@ def test_layers_share_an_indexer(pool: InstancePool, crossing: tuple[str, str]) 
 
 def test_a_stage_does_not_begin_with_a_shared_indexer() -> None:
     side = Side(str(tiny("glm_moe_dsa", **GLM)), "pp2:1-3")
-    with pytest.raises(ConfigError, match=r"begins with layer 1, which shares the indexer of layer 0"):
+    with pytest.raises(ConfigError, match=r"begins with layer 1, which needs what layer 0 has computed"):
         derive_sizes(side.config)
 
 

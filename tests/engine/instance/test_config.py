@@ -12,9 +12,9 @@ import pytest
 import torch
 from tests.engine.tiny import WINDOW, WINDOWED, tiny, windowed
 
+from baton.checkpoint.names import DUMMY
 from baton.engine.config import EngineConfig, check_config
 from baton.engine.deployment import Deployment
-from baton.engine.model_names import DUMMY
 from baton.engine.pages import engine_storage
 from baton.engine.sizes import derive_sizes
 from baton.errors import ConfigError, LayoutError
@@ -29,6 +29,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"transport": "pigeon"}, "transport 'pigeon' is not known"),
     ({"transport": "tcp:streams"}, "streams"),
     ({"device": "tpu"}, "device 'tpu' is not known; use auto, cpu or cuda"),
+    ({"growth_tokens": -1}, "growth_tokens is -1; give a count from 0"),
     ({"generation_config": "vllm"}, "generation_config 'vllm' is not known; use auto or none"),
     ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype 'fp8_e5m2' .* use fp32, bf16, fp16, fp8"),
     ({"dtype": "fp8"}, "dtype 'fp8' is not one the engine computes in; use fp32, bf16, fp16"),
@@ -150,7 +151,7 @@ def test_an_index_shares_the_pages_of_its_latent_and_prefixes_are_kept(tmp_path:
     assert not any("prefixes" in line for line in sizes.lines())
 
 
-def test_gpus_hand_over_beside_the_worker() -> None:
+def test_gpus_hand_off_beside_the_worker() -> None:
     """Unless the transport needs the memory to be its own process's."""
     assert EngineConfig("demo", device="cuda").is_offloaded
     assert EngineConfig("demo", device="cuda", transport="tcp:host=127.0.0.1").is_offloaded

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tests.engine.tiny import tiny
 
+from baton.checkpoint.opening import open_checkpoint
 from baton.engine import sizes
-from baton.engine.checkpoint import open_checkpoint
 from baton.engine.config import EngineConfig
 from baton.engine.gpu_memory import GpuMemory, deal_gpus
 from baton.engine.models.build import check_weights

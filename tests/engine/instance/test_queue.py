@@ -22,7 +22,14 @@ from baton.engine.commands import (
 )
 from baton.engine.config import EngineConfig
 from baton.engine.core import RENEW_S, EngineCore
-from baton.engine.requests import EngineRequest, InboundHandoff, ModelContext, OutboundHandoff, RequestEvent
+from baton.engine.requests import (
+    EngineRequest,
+    InboundHandoff,
+    ModelContext,
+    OutboundHandoff,
+    RequestError,
+    RequestEvent,
+)
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.sizes import derive_sizes
 from baton.protocol.outcomes import Cause, Failed, Stage, Why
@@ -92,6 +99,31 @@ def test_a_target_without_room_says_so_and_waits(world: Core) -> None:
     (received,) = world.step()
     assert isinstance(received, ReceiveKV)
     assert received.transfer == "third", "who leaves frees the place"
+
+
+@pytest.mark.parametrize("source", ["", "prefill"])
+def test_what_waits_for_longer_than_the_limit_fails_and_frees_its_place(world: Core, source: str) -> None:
+    world.core.queue_s_max = 5.0
+    num_tokens = 200 if source else 100
+    first, second = (world.submit(name, num_tokens, source) for name in ("first", "second"))
+    world.step()
+    arrived_s = world.core.requests[second].trace.arrived_s
+    world.step(arrived_s + 4.9)
+    assert world.events["second"] == []
+    world.step(arrived_s + 5)
+    (error, *_) = world.events["second"]
+    assert isinstance(error, RequestError)
+    assert error.cause is None
+    assert "within 5 s (--queue-timeout)" in error.text
+    abort = AbortTransfer(second, error.text.partition(";")[0])
+    decline = DeclineTransfer(0, "second", "prefill", error.text.partition(";")[0])
+    assert (decline if source else abort) in world.commands
+    assert not any(isinstance(event, RequestError) for event in world.events["first"]), "it was begun"
+    if not source:  # the ranks of a source have heard of it, and release it
+        cause = Cause(Why.ABORTED, Stage.OFFER)
+        world.core.on_reply(TransferUpdate(0, second, outcome=Failed(cause), is_released=True), 0.0)
+    assert set(world.core.requests) == {first}
+    world.core.schedulers[0].check_integrity()
 
 
 def test_a_source_that_cannot_start_offers_the_prompt_as_queued(world: Core) -> None:

@@ -22,8 +22,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from baton.engine.models.base import Cut, HeadOptions, IndexQuery, LatentQuery, Recurrence, Share, Stage
+from baton.engine.models.base import Cut, HeadOptions, IndexQuery, LatentQuery, Recurrence, Share
 from baton.engine.models.build import build
+from baton.engine.models.layers import ModelStage
 from baton.plan.cache import Cache
 from baton.plan.models.config import read_config
 from baton.plan.models.parts import stack
@@ -243,7 +244,7 @@ class Ranks:
         sizes = plan.stages or (num_layers,)
         assert sum(sizes) == num_layers
         bounds = [(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
-        self.stages: list[list[Stage]] = [
+        self.stages: list[list[ModelStage]] = [
             [build(checkpoint, cut, **options) for cut in self._cuts(layers)] for layers in bounds
         ]
         self.cache = stack((read_config(checkpoint.config, "tiny"),))

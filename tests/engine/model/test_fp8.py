@@ -15,8 +15,8 @@ from tests.engine.model.reference import Plan, Ranks, oracle_logits, prompts, wh
 from tests.engine.tiny import tiny, windowed
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-from baton.engine.checkpoint import open_checkpoint
-from baton.engine.checkpoint.safetensors import SafetensorsFolder
+from baton.checkpoint.opening import open_checkpoint
+from baton.checkpoint.safetensors import SafetensorsFolder
 from baton.errors import ConfigError
 from baton.plan.ranges import Range
 

@@ -21,8 +21,8 @@ from tests.engine.model.reference import (
 )
 from tests.engine.model.test_broken import reruled, respecified
 
-from baton.engine.checkpoint import open_checkpoint
-from baton.engine.models import gated_delta, gqa, mamba2, mlp, moe
+from baton.checkpoint.opening import open_checkpoint
+from baton.engine.models import gated_delta, gqa, mamba2, mlp, moe, recurrence
 from baton.engine.models.base import Share
 from baton.engine.models.build import describe
 from baton.engine.models.recurrence import Convolution
@@ -72,7 +72,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "qwen3_5_moe"])
 def test_the_language_model_of_a_multimodal_checkpoint(family: str, is_fp8: bool, tmp_path: Path) -> None:
     folder = wanted = multimodal(family)
     if is_fp8:
@@ -131,16 +131,17 @@ def _unfaded(patch: pytest.MonkeyPatch) -> None:
 
 
 def _ungated(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(mlp.Weighted, "feed", lambda self, x: self.inner.feed(x))
+    feed = mlp.Dense.feed
+    patch.setattr(mlp.Dense, "feed", lambda self, x: feed(replace(self, weight=None), x))
 
 
 def _open(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(gqa.GatedGqa, "mix", lambda self, x, attention: _attended(self.inner, x, attention))
+    mix = gqa.Gqa.mix
 
+    def ungated(self: gqa.Gqa, *args: Any) -> torch.Tensor:
+        return mix(replace(self, spec=replace(self.spec, is_gated=False)), *args)
 
-def _attended(inner: gqa.Gqa, x: torch.Tensor, attention: Any) -> torch.Tensor:
-    num_outputs = (inner.num_heads + 2 * inner.num_kv_heads) * HYBRIDS["qwen3_5_text"]["head_dim"]
-    return inner.output(inner.attend(inner.project(x)[:, :num_outputs], attention))
+    patch.setattr(gqa.Gqa, "mix", ungated)
 
 
 def _unfactored(branch: str) -> Callable[[pytest.MonkeyPatch], None]:
@@ -172,8 +173,7 @@ def _added_twice(patch: pytest.MonkeyPatch) -> None:
     def whole(blocks: list[Range], size: int, share: Share) -> Range:
         return blocks[share.index][0] * size, blocks[share.index][1] * size
 
-    patch.setattr(mamba2, "cut_mirrored", whole)
-    patch.setattr(gated_delta, "cut_mirrored", whole)
+    patch.setattr(recurrence, "cut_mirrored", whole)
 
 
 DELTA, SPACE = gated_delta.GatedDeltaSpec, mamba2.Mamba2Spec

@@ -137,7 +137,7 @@ def _unbiased_experts(patch: pytest.MonkeyPatch) -> None:
 
 
 def _bare(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(layers.Sandwich, "join_feed", lambda self, x, fed: x + fed)
+    patch.setattr(layers.Decoder, "join_feed", lambda self, x, fed: x + fed)
 
 
 def _first_sinks(patch: pytest.MonkeyPatch) -> None:

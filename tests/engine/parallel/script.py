@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from tests.engine.hooks import NoHooks
 
+from baton.checkpoint.opening import open_checkpoint
 from baton.engine.attention.pools import CachePools
-from baton.engine.checkpoint import open_checkpoint
-from baton.engine.commands import Batch, ScheduledSequence
+from baton.engine.commands import ScheduledBatch, ScheduledSequence
 from baton.engine.model_runner import ModelRunner
 from baton.engine.models.build import build
 from baton.engine.parallel import Mesh
@@ -39,7 +39,7 @@ NUM_DECODED = 5
 class Script:
     """Batches of every step, by dp group."""
 
-    steps: list[list[Batch]]
+    steps: list[list[ScheduledBatch]]
 
 
 def script(num_groups: int, vocab_size: int, seed: int = 0) -> Script:
@@ -52,7 +52,7 @@ def script(num_groups: int, vocab_size: int, seed: int = 0) -> Script:
         total = sum(chunks) + NUM_DECODED
         tables[i] = [pages.pop() for _ in range(-(-total // PAGE))]
         tokens[i] = [chance.randrange(vocab_size) for _ in range(total)]
-    steps: list[list[Batch]] = []
+    steps: list[list[ScheduledBatch]] = []
     lengths = {i: [*chunks, *[1] * NUM_DECODED] for i, chunks in _CHUNKS.items()}
     starts = dict.fromkeys(_CHUNKS, 0)
     while any(lengths.values()):
@@ -73,7 +73,7 @@ def script(num_groups: int, vocab_size: int, seed: int = 0) -> Script:
                 num_samples=0 if is_inside else 1,
             )
             groups[i % num_groups].append(work)
-        steps.append([Batch(works) for works in groups])
+        steps.append([ScheduledBatch(works) for works in groups])
     return Script(steps)
 
 

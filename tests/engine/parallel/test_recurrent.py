@@ -1,5 +1,6 @@
 """Recurrent families: every layout computes what one rank does, which computes what `transformers` does."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -94,7 +95,7 @@ def test_a_slot_that_is_not_begun_anew_is_seen(tmp_path: Path, monkeypatch: pyte
     right, find = alone(folder), states._alike
 
     def never_begun(*args: object) -> list[Alike]:
-        return [Alike(each.num_tokens, each.rows, each.slots, None) for each in find(*args)]
+        return [replace(alike, begun=None) for alike in find(*args)]
 
     monkeypatch.setattr(states, "_alike", never_begun)
     with pytest.raises(AssertionError):

@@ -60,6 +60,8 @@ BAD = [
     ("n", 129),
     ("logprobs", -1),
     ("logprobs", 51),
+    ("prompt_logprobs", -1),
+    ("prompt_logprobs", 51),
     ("max_tokens", 0),
     ("max_tokens", 2**64),
     ("min_tokens", 17),
@@ -101,7 +103,7 @@ def test_something_must_be_left_until_min_tokens():
 
 
 def test_every_field_is_checked_or_cannot_be_wrong():
-    free = {"ignore_eos", "grammar"}  # which the tokenizer checks
+    free = {"ignore_eos", "skip_special_tokens", "shown_special_ids", "grammar"}  # which the tokenizer checks
     assert {field for field, _ in BAD} == set(SamplingParams.__struct_fields__) - free
 
 

@@ -137,7 +137,7 @@ def test_calls(is_parallel: bool):
     (tool,) = byte_level().encode("<tool>")
     sampler, nums = opened(), set()
     for seed in range(12):
-        grammar = call_grammar(functions, "<call>", tool, is_parallel=is_parallel)
+        grammar = call_grammar(functions, "arguments", "<call>", tool, is_parallel=is_parallel)
         tokens = generate(sampler, grammar, seed)
         calls = text_of(tokens).split("\n<tool>")[:-1]
         nums.add(len(calls))
@@ -145,6 +145,22 @@ def test_calls(is_parallel: bool):
         for call in calls:
             body = json.loads(call.strip().removeprefix("<call>"))
             jsonschema_rs.validate(functions[body["name"]], body["arguments"])
+    assert nums > {1} if is_parallel else nums == {1}
+
+
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_calls_without_tags(is_parallel: bool):
+    functions = {
+        "f": {"type": "object", "properties": {"p": {"enum": [1, 2]}}, "additionalProperties": False}
+    }
+    grammar, sampler = call_grammar(functions, "parameters", "", "", is_parallel=is_parallel), opened()
+    texts = {text_of(generate(sampler, grammar, seed)) for seed in range(12)}
+    calls = [json.loads(f"[{text.replace('; ', ', ')}]") for text in texts]
+    assert {call["name"] for listed in calls for call in listed} == {"f"}
+    for listed in calls:
+        for call in listed:
+            jsonschema_rs.validate(functions["f"], call["parameters"])
+    nums = {len(listed) for listed in calls}
     assert nums > {1} if is_parallel else nums == {1}
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from itertools import product
 
-from baton.engine.commands import Batch, PageTables, ScheduledSequence
+from baton.engine.commands import PageTables, ScheduledBatch, ScheduledSequence
 from baton.engine.pages import PageGeometry
 from baton.plan.cache import Cache, Window
 from baton.plan.kinds import Draft, Paged, Recurrent
@@ -95,7 +95,7 @@ class Memory:
         self.cells: dict[tuple[str, int, int, int], int] = {}
         """By group, rank, page and offset."""
 
-    def run(self, batch: Batch, known: dict[int, list[int]]) -> None:
+    def run(self, batch: ScheduledBatch, known: dict[int, list[int]]) -> None:
         """Copies pages, then checks each work's context and writes its tokens; entries by sequence."""
         for copy in batch.copies:
             for rank, offset in product(range(self.layout.size("cp")), range(self.page_tokens)):
@@ -143,6 +143,9 @@ class Memory:
                 continue
             for token in range(work.start - (work.hidden is not None), stop):
                 self.cells[self._cell(group, work.pages, token, work.prompt_tokens)] = wanted[token]
+            # A draft that guesses on stores what nobody may read.
+            for token in range(stop, stop + work.num_guesses - 1 if work.num_samples else stop):
+                self.cells[self._cell(group, work.pages, token, work.prompt_tokens)] = JUNK
 
     def _cell(
         self, group: str, pages: PageTables, token: int, prompt_tokens: int

@@ -35,6 +35,7 @@ def make_setting(layout: str, pick: Pick) -> Setting:
         sequences_max=2 + pick(5),
         chunks_in_flight=1 + pick(2),
         growth_tokens=(0, 2, 512)[chunk_tokens % 3],
+        num_guesses=1 + pick(3) if cache == "draft" else 0,
     )
     return Setting(layout, cache, 1 + pick(3), 6 + pick(14), 1 + pick(4), config)
 

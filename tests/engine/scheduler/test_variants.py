@@ -264,9 +264,19 @@ def keeps_a_guess_that_was_wrong(patch: pytest.MonkeyPatch) -> None:
 def guesses_past_the_end(patch: pytest.MonkeyPatch) -> None:
     def broken(self: Scheduler, sequence: Sequence, num_most: int) -> tuple[int, ...]:
         del self, num_most
-        return () if sequence.draft_token is None else (sequence.draft_token,)
+        return sequence.draft_tokens
 
     patch.setattr(Scheduler, "_guesses", broken)
+
+
+@variant
+def takes_pages_for_the_guesses_of_a_source(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_has_room", lambda self, sequence, count: self.kv_cache.grow(sequence, count))
+
+
+@variant
+def gives_further_guesses_no_room(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_has_room", lambda self, sequence, count: True)
 
 
 @variant

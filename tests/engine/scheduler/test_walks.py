@@ -39,7 +39,7 @@ class Calling(RuleBasedStateMachine):
         moves.complete(self.world, picking(data))
 
     @rule(data=st.data(), move=st.sampled_from([moves.admit, moves.grant, moves.release]))
-    def hand_over(self, data: st.DataObject, move: moves.Move) -> None:
+    def hand_off(self, data: st.DataObject, move: moves.Move) -> None:
         move(self.world, picking(data))
 
     @rule(data=st.data(), move=st.sampled_from([moves.abort, moves.disturb]))

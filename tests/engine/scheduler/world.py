@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tests.engine.scheduler.memory import JUNK, Memory, entries, with_next
 
-from baton.engine.commands import Batch, PageTables, ScheduledSequence
+from baton.engine.commands import PageTables, ScheduledBatch, ScheduledSequence
 from baton.engine.sampling_params import SamplingParams
 from baton.engine.scheduler import Scheduler, SchedulerConfig
 from baton.engine.sequence import Sequence, SequenceRole, SequenceStatus
@@ -59,10 +59,12 @@ class World:
         """All known tokens, kept apart from the scheduler's records."""
         self.salts: dict[int, str] = {}
         self.scheduled: dict[int, int] = {}
-        self.pending: list[Batch] = []
+        self.pending: list[ScheduledBatch] = []
         """In flight, and the ranks have not come to them."""
-        self.in_flight: list[Batch] = []
+        self.in_flight: list[ScheduledBatch] = []
         self.started: set[int] = set()
+        self.accepted: dict[int, int] = {}
+        """Guesses of the last step, if there were any."""
         self.forked: set[int] = set()
         """Forks that nothing was computed of yet."""
         self.lent: dict[int, Lent] = {}
@@ -116,7 +118,7 @@ class World:
         self.memory.write(sequence.pages, held, wanted[held:], sequence.num_prompt)
         if held == len(wanted):
             self.memory.write(sequence.pages, held - 1, wanted[held - 1 :], sequence.num_prompt)
-        self.scheduler.admit(sequence.number, first[0], self._guess(sequence.number, first[:1]))
+        self.scheduler.admit(sequence.number, first[0], self._guesses(sequence.number, first[:1], 3))
         self._sampled(sequence, first)
 
     def disturb(self, lent: Lent) -> None:
@@ -126,8 +128,7 @@ class World:
 
     def schedule(self, limit: int | None = None) -> bool:
         batch = self.scheduler.schedule(limit)
-        changes = self.scheduler.take_changes()
-        self._check_changes(changes.started, changes.preempted)
+        self._check_changes(*self.scheduler.take_changes())
         if batch is None:
             return False
         config = self.scheduler.config
@@ -153,11 +154,11 @@ class World:
             self.run()
         samples = {work.sequence: self._drawn(work) for work in batch.sequences if work.num_samples}
         proposals = {
-            work.sequence: guess
+            work.sequence: self._guesses(
+                work.sequence, samples[work.sequence][: 1 + work.num_drafted], work.num_guesses
+            )
             for work in batch.sequences
             if work.num_samples
-            and (guess := self._guess(work.sequence, samples[work.sequence][: 1 + work.num_drafted]))
-            is not None
         }
         live = {
             number: sequence
@@ -169,7 +170,11 @@ class World:
             if work.num_samples and work.sequence in live:
                 self._sampled(live[work.sequence], samples[work.sequence], is_guessed=work.num_drafted > 0)
                 if work.num_drafted:
-                    self.seen["right" if len(samples[work.sequence]) > 1 else "wrong"] += 1
+                    self.accepted[work.sequence] = len(samples[work.sequence]) - 1
+                    num_right = len(samples[work.sequence]) - 1
+                    self.seen["right"] += num_right > 0
+                    self.seen["wrong"] += num_right < work.num_drafted
+                    self.seen["partly right"] += 0 < num_right < work.num_drafted
                     # Only what stands was computed for good.
                     self.scheduled[work.sequence] = live[work.sequence].num_computed
 
@@ -274,6 +279,7 @@ class World:
             )
             self.scheduled[sequence.number] = 0
             self.forked.discard(sequence.number)
+            self.accepted.pop(sequence.number, None)
             self.seen["preempted"] += 1
         for sequence in started:
             assert sequence.number not in self.started, "reported as started twice"
@@ -298,6 +304,7 @@ class World:
         is_late = work.sequence in self.forked and self.scheduled[work.sequence] == sequence.num_prompt
         assert (work.hidden is not None) == (is_late and self.memory.geometry.num_lookahead > 0)
         self.forked.discard(work.sequence)
+        assert work.num_accepted == self.accepted.pop(work.sequence, 0), "a state would take in others"
         self.seen["guesses"] += work.num_drafted
         assert work.prompt_tokens == sequence.num_prompt
         before = self.scheduled[work.sequence]
@@ -316,7 +323,9 @@ class World:
         assert work.num_samples == (0 if stop < len(tokens) else sequence.params.n if forks else 1)
         is_decoding = sequence.status is SequenceStatus.RUNNING
         assert len(known) <= (1 if is_decoding else self.scheduler.config.chunk_tokens)
-        assert work.num_drafted <= is_decoding, "only what is decoded is guessed"
+        assert work.num_drafted <= is_decoding * self.scheduler.config.num_guesses, "only what is decoded"
+        if self.setting.cache == "draft" and work.num_samples:
+            assert 1 <= work.num_guesses <= self.scheduler.config.num_guesses
         assert stop + work.num_drafted <= sequence.num_tokens_max, "a guess that could never stand"
         return is_decoding
 
@@ -333,13 +342,16 @@ class World:
             sampled += self._samples(self.plain_by_number(work.sequence, sampled)[-1], 1)
         return sampled
 
-    def _guess(self, number: int, sampled: Many[int]) -> int | None:
+    def _guesses(self, number: int, sampled: Many[int], num_guesses: int) -> list[int]:
         """What a draft guesses to follow: mostly right, sometimes nothing."""
-        if self.setting.cache != "draft":
-            return None
-        last = self.plain_by_number(number, sampled)[-1]
-        right = self._samples(last, 1)[0]
-        return (right, right, (right + 1) % VOCABULARY, None)[last % 4]
+        guesses: list[int] = []
+        while self.setting.cache == "draft" and len(guesses) < num_guesses:
+            last = self.plain_by_number(number, [*sampled, *guesses])[-1]
+            right = self._samples(last, 1)[0]
+            if last % 8 == 7:
+                break
+            guesses.append((right + 1) % VOCABULARY if last % 4 == 2 else right)
+        return guesses
 
     def _written(self, work: ScheduledSequence) -> list[int]:
         """The entries of a sequence as they are once a work is computed."""

@@ -36,6 +36,20 @@ def test_stop_strings_lie_across_tokens(stop: str):
     assert "".join(told(SamplingParams(stop=(stop,)), tokens)[0]) == TEXT.partition(stop)[0]
 
 
+def test_special_tokens_are_shown_where_the_request_wants_them():
+    tokens = tokenizer().encode("<|im_start|>fox<|im_end|>")
+    start, end = tokens[0], tokens[-1]
+    for params, text in (
+        (SamplingParams(), "fox"),
+        (SamplingParams(skip_special_tokens=False), "<|im_start|>fox<|im_end|>"),
+        (SamplingParams(shown_special_ids=(end,)), "fox<|im_end|>"),
+        (SamplingParams(skip_special_tokens=False, stop_ids=(end,)), "<|im_start|>fox"),
+        (SamplingParams(shown_special_ids=(start,), stop=("<|im_st",)), ""),
+    ):
+        assert "".join(told(params, tokens)[0]) == text, params
+    assert "".join(told(SamplingParams(skip_special_tokens=False), [*tokens, EOS])[0]).endswith("<|im_end|>")
+
+
 def test_the_token_that_ends_an_answer_is_not_shown():
     fox, dog = tokenizer().encode(" fox"), tokenizer().encode("<tool>")
     params = SamplingParams(stop_ids=tuple(dog))

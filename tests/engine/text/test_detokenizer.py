@@ -104,6 +104,23 @@ def test_special_tokens_do_not_disturb_a_character():
     assert pieces(tokenizer(), [first, special, *rest]) == ["", "", "", "\u4f60", ""]
 
 
+@given(seeds)
+def test_shown_special_tokens_are_part_of_the_text(seed: int):
+    """Those of a prompt are not."""
+    random, one = Random(seed), tokenizer()
+    tokens = random.choices([*one.special, *any_tokens(random), *one.encode(" fox")], k=60)
+    num_context = random.randint(0, 20)
+    shown = random.choice([tuple(one.special), tuple(one.special)[:1]])
+    visible = [token for token in tokens if token not in one.special or token in shown]
+    num_visible = len([token for token in tokens[:num_context] if token in visible])
+    before = one.decode(visible[:num_visible], has_special=True)
+    if before.endswith("\ufffd"):
+        return
+    detokenizer = Detokenizer(one, tokens[:num_context], shown)
+    found = [*map(detokenizer.push, tokens[num_context:]), detokenizer.finish()]
+    assert before + "".join(found) == one.decode(visible, has_special=True)
+
+
 def test_context_keeps_the_space_of_the_first_word():
     """A tokenizer that drops a text's first space must not drop the one between prompt and answer."""
     one = fallback_tokenizer()
@@ -133,7 +150,9 @@ def test_context_gives_no_text_of_its_own(seed: int):
 def test_work_per_token_does_not_grow(text: str, spell: Callable[[str], list[int]]):
     one, decoded = tokenizer(), []
     counted = Tokenizer(byte_level())
-    counted.decode = lambda tokens: decoded.append(len(tokens)) or one.decode(tokens)
+    counted.decode = lambda tokens, has_special: (
+        decoded.append(len(tokens)) or one.decode(tokens, has_special)
+    )
     tokens = spell(text * 1000)
     assert "".join(pieces(counted, tokens)) == text * 1000
     assert max(decoded) <= 64

@@ -11,8 +11,9 @@ import logging
 import pkgutil
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,24 +22,36 @@ import sglang
 import torch
 from sglang.srt.arg_groups import choices
 from sglang.srt.disaggregation import utils
-from sglang.srt.disaggregation.base.conn import BaseKVManager, BaseKVReceiver, BaseKVSender
+from sglang.srt.disaggregation.base.conn import BaseKVManager, BaseKVReceiver, BaseKVSender, StateType
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg, get_model, get_parallel, get_serving
 
-from baton.adapters.common import ConnectorConfig, Mesh, model_fingerprint
+from baton.adapters.common import (
+    ConnectorConfig,
+    WorkerMesh,
+    fences,
+    gather_stages,
+    model_fingerprint,
+    open_endpoint,
+)
 from baton.adapters.sglang import check_version
-from baton.adapters.sglang.cache import describe_pool, make_pools, make_spec
+from baton.adapters.sglang.cache import (
+    GROUP,
+    MAMBA2,
+    STATES,
+    WINDOWS,
+    check_heads,
+    describe_pool,
+    make_pools,
+    make_spec,
+)
 from baton.adapters.sglang.transfers import MetadataRows, Receiver, Sender, Transfers
 from baton.errors import ConfigError
-from baton.session import Endpoint, EndpointConfig
 from baton.settings import sglang_options
-from baton.transport import NOW, CudaFence, Fence
 
 NAME = "baton"
-ATTACH_S_MAX = 120.0
-"""How long the other ranks may take to attach once the first one waits for them."""
 ROUTE_S = 5.0
 """How long an answer of a bootstrap server is used: a prefill server takes longer to start again."""
 ANSWER_S_MAX = 5.0
@@ -56,7 +69,7 @@ class BatonReceiver(Receiver, BaseKVReceiver):
 
 
 @dataclass(slots=True)
-class Route:
+class BootstrapAnswer:
     """What a bootstrap server has answered."""
 
     source: str
@@ -72,7 +85,7 @@ class BatonManager(BaseKVManager):
         self.kv_args = args
         self.transfers: Transfers
         self.prefill_info_table: dict[str, Any] = {}
-        self._routes: dict[tuple[str, int], Route] = {}
+        self._routes: dict[tuple[str, int], BootstrapAnswer] = {}
 
     def open(self, queue: Any, role: str) -> None:
         """Opens this rank's endpoint over the memory of SGLang's pool."""
@@ -129,7 +142,7 @@ class BatonManager(BaseKVManager):
         key, now = (bootstrap_addr, prefill_dp_rank), time.monotonic()
         if key not in self._routes or self._routes[key].until_s < now:
             found = _get_route(bootstrap_addr, prefill_dp_rank, 0)
-            self._routes[key] = Route(f"{found['rank_ip']}:{found['rank_port']}", now + ROUTE_S)
+            self._routes[key] = BootstrapAnswer(f"{found['rank_ip']}:{found['rank_port']}", now + ROUTE_S)
         return self._routes[key].source
 
     def forget(self, bootstrap_addr: str) -> None:
@@ -161,83 +174,72 @@ def open_transfers(queue: Any, kv_args: Any, role: str) -> Transfers:
     scheduler, pool, parallel = queue.scheduler, queue.token_to_kv_pool, get_parallel()
     config = ConnectorConfig.parse(sglang_options(), "BATON_SGLANG")
     _check_supported(queue, kv_args)
-    heads = scheduler.model_config.get_total_num_kv_heads()
     tp, pp = parallel.attn_tp_group, parallel.pp_group
-    mesh = Mesh(pp.rank_in_group, tp.rank_in_group, pp.world_size, tp.world_size, heads)
-    layers = describe_pool(pool)
-    stages: list[Any] = [layers]
-    if mesh.pp_size > 1:
-        stages = [None] * mesh.pp_size
-        torch.distributed.all_gather_object(stages, layers, group=pp.cpu_group)
+    mesh = WorkerMesh.of(pp, tp, scheduler.model_config.get_total_num_kv_heads())
+    model = scheduler.model_config.hf_text_config
+    num_groups = getattr(model, MAMBA2.get(model.model_type, ""), 0)
+    caches = describe_pool(pool, scheduler.sliding_window_size or 0, mesh.tp_size, num_groups)
     dp = (kv_args.system_dp_rank or 0) if parallel.dp_size > 1 else parallel.attn_dp_rank
     transport = config.open_transport()
     if transport.capabilities.needs_allocate:
         raise ConfigError(f"transport {transport.name!r} needs memory of its own; use tcp with SGLang")
-    hosting = EndpointConfig(
+    spec = make_spec(gather_stages(caches, pp), mesh)
+    endpoint = open_endpoint(
+        *(config, spec, make_pools(pool), transport, (pp, tp)),
         instance=config.instance or f"sglang-{role}-{get_serving().port}-dp{dp}",
-        spec=make_spec(stages, mesh),
-        rank=mesh.rank,
-        secret=config.secret(),
         role=role,
-        registry=config.registry,
         url=config.url,
         fingerprint=_fingerprint(scheduler.model_config, config.fingerprint),
-        ungranted_share_max=config.ungranted_share_max,
         sockets=config.sockets("kv_consumer", 0, dp),
-        timings=config.timings(),
     )
-    pools = make_pools(pool)
-    endpoint = Endpoint(hosting, pools, transport) if mesh.rank == 0 else None
-    known = (endpoint.address, endpoint.config.epoch) if endpoint else None
-    coordinator, epoch = pp.broadcast_object(tp.broadcast_object(known, src=0), src=0)
-    if endpoint is None:
-        endpoint = Endpoint(replace(hosting, coordinator=coordinator, epoch=epoch), pools, transport)
-    elif not endpoint.wait_ready(ATTACH_S_MAX):
-        raise ConfigError(f"not every rank of {hosting.spec.layout} has attached within {ATTACH_S_MAX:g} s")
-    logger.info(
-        "baton: rank %d of %s is at %s, transport %s",
-        mesh.rank,
-        hosting.spec.layout,
-        coordinator,
-        transport.name,
-    )
-
-    def pages(request: Any, num_tokens: int) -> Any:
-        slots = scheduler.req_to_token_pool.req_to_token[
-            request.kv.req_pool_idx, : num_tokens : pool.page_size
-        ]
-        allocator = scheduler.token_to_kv_pool_allocator
-        return (allocator.translate_kv_indices_for_transfer(slots) // pool.page_size).cpu().numpy()
-
-    def cuda_fence() -> Fence:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(scheduler.forward_stream)
-        return CudaFence(event)
+    logger.info("baton: rank %d of %s is at %s, %s", mesh.rank, spec.layout, endpoint.address, transport.name)
 
     return Transfers(
         endpoint=endpoint,
-        layers=range(layers[0].layer, layers[-1].layer + 1),
+        caches={(cache.layer, cache.is_state): cache.layer for cache in caches},
         metadata=MetadataRows(kv_args.aux_data_ptrs, kv_args.aux_item_lens),
         has_aux=mesh.tp == 0 and mesh.pp == mesh.pp_size - 1,
-        pages=pages,
-        fence=cuda_fence if torch.device(pool.device).type == "cuda" else lambda: NOW,
+        pages=partial(page_tables, scheduler, spec.cache.groups),
+        fence=fences(torch.device(pool.device).type == "cuda", lambda: scheduler.forward_stream),
         policy=config.overlap,
         is_verified=config.verify,
-        trace=config.trace_file(hosting.instance, mesh.rank),
+        trace=config.trace_file(endpoint.config.instance, mesh.rank),
     )
+
+
+def page_tables(scheduler: Any, groups: Collection[str], request: Any, num_tokens: int) -> dict[str, Any]:
+    """The page ids of a request's first so many tokens, by group; before a window they are 0."""
+    requests, allocator = scheduler.req_to_token_pool, scheduler.token_to_kv_pool_allocator
+    row, page = request.kv.req_pool_idx, allocator.page_size
+    slots = requests.req_to_token[row, :num_tokens:page]
+    tables = {}
+    if GROUP in groups:
+        tables[GROUP] = allocator.translate_kv_indices_for_transfer(slots) // page
+    if WINDOWS in groups:
+        tables[WINDOWS] = allocator.translate_swa_indices_for_transfer(slots) // page
+    if STATES in groups:
+        states = requests.req_index_to_mamba_index_mapping[row].view(1)
+        tables[STATES] = requests.translate_mamba_indices(states)
+    return {group: ids.cpu().numpy() for group, ids in tables.items()}
 
 
 def _check_supported(queue: Any, kv_args: Any) -> None:
     """Raises ConfigError on what cannot be handed over."""
     parallel, disagg, scheduler = get_parallel(), get_disagg(), queue.scheduler
     follow = "follow_bootstrap_room"
+    known = (StateType.DSA, StateType.SWA, StateType.MAMBA)
+    states = [str(state.value) for state in kv_args.state_types if state not in known]
+    if StateType.SWA in kv_args.state_types:
+        model = scheduler.model_config
+        heads = model.get_total_num_kv_heads(), model.get_swa_num_kv_heads(1)
+        check_heads(*heads, parallel.attn_tp_size)
     is_hierarchical = getattr(scheduler, "enable_decode_hicache", False)
     query = envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK
     refused = {
         f"context parallelism of size {parallel.attn_cp_size}": parallel.attn_cp_size > 1,
         f"decode context parallelism of size {parallel.attn_dcp_size}": parallel.attn_dcp_size > 1,
         "speculative decoding with a draft cache": queue.draft_token_to_kv_pool is not None,
-        f"state of kind {', '.join(map(str, kv_args.state_types))}": bool(kv_args.state_types),
+        f"state of kind {', '.join(states)}": bool(states),
         "--enable-lora": scheduler.enable_lora,
         "--enable-pd-role-switch": disagg.enable_pd_role_switch,
         "a hierarchical cache at decode": is_hierarchical,
@@ -317,8 +319,15 @@ def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: 
 
 def _attention(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(layer, *args, **kwargs)
-    if _transfers is not None and _transfers.step is not None:
+    if _transfers is not None:
         _transfers.layer_done(layer.layer_id)
+    return result
+
+
+def _linear_attention(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(layer, *args, **kwargs)
+    if _transfers is not None:
+        _transfers.layer_done(layer.layer_id, is_state=True)
     return result
 
 
@@ -342,6 +351,11 @@ HOOKS = (
     ),
     ("sglang.srt.managers.scheduler.Scheduler.run_batch", _run_batch, HookType.AROUND),
     ("sglang.srt.layers.radix_attention.RadixAttention.forward", _attention, HookType.AROUND),
+    (
+        "sglang.srt.layers.radix_linear_attention.RadixLinearAttention.forward",
+        _linear_attention,
+        HookType.AROUND,
+    ),
 )
 
 

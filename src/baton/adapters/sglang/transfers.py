@@ -5,7 +5,7 @@ ranks. A rank shows Success or Failed only when nothing reads or writes the requ
 Another rank may show Failed first, so what SGLang calls before it frees pages (`failure_exception`, and
 `abort` of a sender) waits until they are quiet here too.
 
-A step's tokens are offered by layer while the forward runs. Where no attention layer reports, the end of the
+A step's tokens are offered by layer while the forward runs. Where a layer does not report, the end of the
 step offers them, and SGLang's own `send` whatever is left: prefix hits, and prompts that were computed before
 decode had room for them.
 """
@@ -13,26 +13,22 @@ decode had room for them.
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import numpy as np
-
-from baton.adapters.common import StepTrace
-from baton.adapters.sglang.cache import GROUP
+from baton.adapters.common import StepLayers, StepTrace, outcome_text, write_trace
+from baton.adapters.sglang.cache import STATES
 from baton.errors import BatonError
-from baton.plan import overlap
 from baton.session import (
     Aux,
+    CheckedPages,
     Digest,
     Endpoint,
     Failed,
-    Handle,
     Ready,
     Receiving,
     Request,
@@ -90,15 +86,12 @@ class MetadataRows:
 
 
 @dataclass(slots=True)
-class Step:
+class ForwardStep:
     """The forward that is computed."""
 
-    prompts: list[tuple[Sender, int, Any]]
+    prompts: list[tuple[Sender, int, CheckedPages]]
     """With the end of the tokens that it computes and the pages up to there."""
-    group_of: dict[int, tuple[int, int]]
-    """By layer: the group of layers that it leaves with."""
-    left: dict[tuple[int, int], set[int]]
-    """By group that was not offered: those of its layers that are not computed yet."""
+    layers: StepLayers
 
 
 @dataclass(slots=True)
@@ -106,20 +99,20 @@ class Transfers:
     """Every hand-over that one rank takes part in."""
 
     endpoint: Endpoint
-    layers: range
-    """Of this rank."""
+    caches: Mapping[tuple[int, bool], int]
+    """Of this rank: the number of the layer, by layer and whether it is a state. A layer may have both."""
     metadata: MetadataRows
     has_aux: bool
     """Whether this rank gives the aux record of what it sends."""
-    pages: Callable[[Any, int], Any]
-    """The page ids of a request's first so many tokens."""
+    pages: Callable[[Any, int], dict[str, Any]]
+    """The page ids of a request's first so many tokens, by group."""
     fence: Callable[[], Fence]
     """Makes a fence for what was launched up to now."""
     policy: str = "fixed:1"
     is_verified: bool = False
     trace: Path | None = None
     """A file that gets a line of JSON for each prompt that was sent."""
-    step: Step | None = None
+    step: ForwardStep | None = None
 
     def begin_step(self, requests: Iterable[Any]) -> None:
         """Before the forward of requests that prefill."""
@@ -131,28 +124,16 @@ class Transfers:
                 continue
             end = min(request.extend_end, len(request.origin_input_ids))
             if end > sender.num_offered:
-                prompts.append((sender, end, self.pages(request, end)))
+                prompts.append((sender, end, sender.read_pages(end)))
                 sender.steps.append(StepTrace(monotonic()))
-        if not prompts:
-            return
-        times = overlap.LayerTimes((0.0,) * len(self.layers), (0.0,) * len(self.layers), 0.0)
-        num_tokens = sum(len(sender.request.origin_input_ids) for sender, _, _ in prompts) // len(prompts)
-        chosen = overlap.choose(self.policy, times, num_tokens)
-        groups = [(self.layers[start], self.layers[stop - 1] + 1) for start, stop in chosen]
-        self.step = Step(
-            prompts,
-            {layer: group for group in groups for layer in range(*group)},
-            {group: set(range(*group)) for group in groups},
-        )
+        if prompts:
+            lengths = [len(sender.request.origin_input_ids) for sender, _, _ in prompts]
+            self.step = ForwardStep(prompts, StepLayers(self.policy, self.caches, lengths))
 
-    def layer_done(self, layer: int) -> None:
-        """A layer has stored the step's tokens, or on a GPU was launched to do so."""
+    def layer_done(self, layer: int, *, is_state: bool = False) -> None:
+        """A layer has stored the step's tokens, or its state; on a GPU it was launched to do so."""
         step = self.step
-        if step is None or (group := step.group_of.get(layer)) is None or group not in step.left:
-            return
-        step.left[group].discard(layer)
-        if not step.left[group]:
-            del step.left[group]
+        if step is not None and (group := step.layers.done((layer, is_state))):
             self._offer(step, group)
 
     def end_step(self) -> None:
@@ -160,13 +141,13 @@ class Transfers:
         step, self.step = self.step, None
         if step is None:
             return
-        for group in step.left:
+        for group in step.layers.left:
             self._offer(step, group)
         for sender, end, _ in step.prompts:
             sender.num_offered = end
             sender.steps[-1].ended_s = monotonic()
 
-    def _offer(self, step: Step, layers: tuple[int, int]) -> None:
+    def _offer(self, step: ForwardStep, layers: tuple[int, int]) -> None:
         fence = self.fence()
         for sender, end, pages in step.prompts:
             # A prefix hit was sent since the step began, but before its first layer.
@@ -222,13 +203,20 @@ class Sender:
             and not self._is_given_up
         )
 
-    def offer(self, layers: tuple[int, int], tokens: tuple[int, int], pages: Any, fence: Fence) -> None:
+    def read_pages(self, num_tokens: int) -> CheckedPages:
+        """The page table of the first so many tokens."""
+        assert self._sending is not None
+        return self._sending.read_pages(self._transfers.pages(self.request, num_tokens))
+
+    def offer(
+        self, layers: tuple[int, int], tokens: tuple[int, int], pages: CheckedPages, fence: Fence
+    ) -> None:
         """Some layers of some tokens may be read once the fence is."""
         if not self.is_open:
             return
         assert self._sending is not None
         try:
-            self._sending.ready(layers, tokens, {GROUP: pages}, fence)
+            self._sending.ready(layers, tokens, pages, fence)
             if self.steps:
                 self.steps[-1].offered.append((layers, tokens, monotonic()))
         except BatonError as error:
@@ -249,9 +237,10 @@ class Sender:
         transfers = self._transfers
         self._num_sent += num_kv_tokens or 0
         if self._num_sent > self.num_offered:
-            pages = transfers.pages(self.request, self._num_sent)
-            layers = (transfers.layers.start, transfers.layers.stop)
-            self.offer(layers, (self.num_offered, self._num_sent), pages, transfers.fence())
+            layers = (min(transfers.caches.values()), max(transfers.caches.values()) + 1)
+            if self.is_open:
+                pages = self.read_pages(self._num_sent)
+                self.offer(layers, (self.num_offered, self._num_sent), pages, transfers.fence())
             self.num_offered = self._num_sent
         if state_indices is not None and self.is_open:
             assert self._sending is not None
@@ -268,7 +257,8 @@ class Sender:
         if sending is None:
             return FAILED
         if isinstance(sending.state, Waiting):
-            if not self.num_offered:
+            # Without decode's request nothing is queued here: SGLang waits for it, and the deadline runs.
+            if not self.num_offered and (sending.is_granted or self._is_begun):
                 self._stay_queued(sending)
         elif sending.is_released:
             self._write_trace(sending)
@@ -329,18 +319,10 @@ class Sender:
 
     def _write_trace(self, sending: Sending) -> None:
         trace, steps = self._transfers.trace, self.steps
-        if trace is None or not steps:
-            return
-        self.steps = []
-        line = {
-            "transfer": sending.transfer,
-            "outcome": outcome_text(sending),
-            "rank": self._transfers.endpoint.config.rank,
-            "steps": [asdict(step) for step in steps],
-            "copies": [asdict(copy) for copy in sending.copies],
-        }
-        with trace.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        if trace is not None and steps:
+            self.steps = []
+            rank = self._transfers.endpoint.config.rank
+            write_trace(trace, sending, rank, steps=[asdict(step) for step in steps])
 
 
 class Receiver:
@@ -387,18 +369,16 @@ class Receiver:
         decode_prefix_len: int | None = None,
         **_: Any,
     ) -> None:
-        """Asks for the prompt; the pages begin behind the prefix that decode has."""
-        num_held = decode_prefix_len or 0
+        """Asks for the prompt; SGLang's indices begin behind the prefix that decode has."""
         self._metadata_index = -1 if aux_index is None else aux_index
-        endpoint, pages = self._transfers.endpoint, np.asarray(kv_indices, dtype=np.int64)
-        if num_held:
-            pages = np.concatenate([self._transfers.pages(self.request, num_held), pages])
+        endpoint, digest = self._transfers.endpoint, request_digest(self.request)
+        pages = self._transfers.pages(self.request, digest.num_tokens)
         request = Request(
             transfer=str(self.bootstrap_room),
             source=self._source,
-            digest=request_digest(self.request),
-            pages={endpoint.config.rank: {GROUP: pages}},
-            held={GROUP: num_held},
+            digest=digest,
+            pages={endpoint.config.rank: pages},
+            held={group: decode_prefix_len or 0 for group in pages if group != STATES},
             is_verified=self._transfers.is_verified,
         )
         try:
@@ -489,10 +469,3 @@ def first_logprobs(request: Any) -> tuple[dict[int, float], ...]:
         tokens, values = logprob.output_top_logprobs_idx[0], logprob.output_top_logprobs_val[0]
         first |= {int(token): float(value) for token, value in zip(tokens, values, strict=True)}
     return (first,)
-
-
-def outcome_text(handle: Handle) -> str:
-    """Ready, or why not."""
-    return (
-        str(handle.state.cause) if isinstance(handle.state, Failed) else type(handle.state).__name__.lower()
-    )

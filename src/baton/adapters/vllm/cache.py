@@ -6,23 +6,32 @@ layers lie. Cache groups may overlay each other: a block id belongs to one group
 
 A page is a block of one head and is never taken apart (granule = block): what is inside is the business of
 vLLM's kernel. So both sides need the same block size and the same kernel.
+
+With `split_kv` K and V are components of their own and tokens move one by one, as in engines of other kinds.
+vLLM does not say where a kernel puts a token inside of a block, so the kernel is asked: it stores numbers in
+a block beside the cache. Most keep them at fixed strides; one that packs them in another way is refused.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from baton.adapters.common import DTYPES, Mesh
+from baton.adapters.common import DTYPES, WorkerMesh, memory_of
 from baton.errors import ConfigError
 from baton.plan import Cache, Component, Spec, Storage, TensorView, declare, parse_layout
-from baton.plan.cache import Dim, Full, Units, Window
+from baton.plan.cache import Dim, Full, Window
 from baton.plan.ranges import merged
 
+Store: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""How a layer's kernel stores keys and values (tokens, heads, channels) in a cache, at slots."""
+
+BASE, NUM_DIGITS = 255, 3
+"""Of the numbers that a kernel is asked to store: every dtype has the integers up to 256."""
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
@@ -47,10 +56,14 @@ class CacheLayer:
     """Where it lies in its buffer."""
     buffer: str
     buffer_bytes: int
+    part: str = ""
+    """k or v, where they are split."""
 
     @property
     def component(self) -> str:
         """The name of its component: layers of one kind, shape and cache group have one together."""
+        if self.part:
+            return self.part
         kind = _LAYER_NUMBER.sub(".*.", self.name, count=1).strip(".")
         return f"{kind}/{self.group}/{self.channels}"
 
@@ -134,12 +147,62 @@ def _describe(name: str, cache: torch.Tensor, group: int, group_spec: Any, num_b
     )
 
 
+def split_layer(layer: CacheLayer, cache: torch.Tensor, store: Store) -> tuple[CacheLayer, CacheLayer]:
+    """K and V of a layer by themselves; ConfigError where other engines cannot have them so."""
+    if layer.window or layer.group or not layer.num_heads or layer.dtype == "fp8":
+        raise ConfigError(
+            f"split_kv: layer {layer.name} has a sliding window, several cache groups, latents or an fp8 "
+            "cache, which engines of other kinds keep in other ways; leave split_kv out"
+        )
+    key, value = (_split(layer, part, _stored_places(cache, store, part)) for part in ("k", "v"))
+    return key, value
+
+
+def _split(layer: CacheLayer, part: str, places: torch.Tensor | None) -> CacheLayer:
+    if places is None:
+        raise ConfigError(
+            f"split_kv: the kernel of layer {layer.name} packs {part} of {layer.dtype} inside of a block and "
+            "has no fixed strides there; use another attention backend or dtype (float32 on a CPU), or leave "
+            "split_kv out"
+        )
+    view, first = layer.view, int(places[0, 0])
+    strides = (*view.strides[:2], int(places[1, 0]) - first, int(places[0, 1]) - first)
+    shape = (*view.shape[:2], *places.shape)
+    inside = TensorView(view.offset + first * view.item_bytes, shape, strides, view.item_bytes)
+    return replace(layer, part=part, channels=places.shape[1], view=inside)
+
+
+def _stored_places(cache: torch.Tensor, store: Store, part: str) -> torch.Tensor | None:
+    """By token and channel: its place in a head's block, in elements; None without fixed strides."""
+    _, num_heads, num_tokens, channels = cache.shape
+    shape = (num_tokens, channels // 2)
+    numbers = torch.arange(shape[0] * shape[1])
+    slots = torch.arange(num_tokens, 2 * num_tokens, device=cache.device)
+    found = torch.zeros(num_heads, num_tokens * channels, dtype=torch.int64)
+    for digit in range(NUM_DIGITS):
+        block = cache.new_zeros(2, *cache.shape[1:])
+        # Zeros are where nothing is stored.
+        digits = (numbers // BASE**digit % BASE + 1).to(cache)
+        marks = digits.view(shape[0], 1, shape[1]).expand(-1, num_heads, -1).contiguous()
+        blank = torch.zeros_like(marks)
+        key, value = (marks, blank) if part == "k" else (blank, marks)
+        store(key, value, block, slots)
+        found += (block[1].reshape(num_heads, -1).cpu().long() - 1) * BASE**digit
+    order = found[0].argsort()[-len(numbers) :]
+    if not (found == found[0]).all() or not torch.equal(found[0][order], numbers):
+        return None
+    places = order.view(shape)
+    token, channel = places[1, 0] - places[0, 0], places[0, 1] - places[0, 0]
+    expected = places[0, 0] + torch.arange(shape[0])[:, None] * token + torch.arange(shape[1]) * channel
+    return places if torch.equal(places, expected) and min(token, channel) > 0 else None
+
+
 def window_of(spec: Any) -> int:
     """The sliding window of a KV cache spec in tokens; 0 if its blocks are kept for the whole request."""
     return int(spec.sliding_window or 0) if "SlidingWindow" in type(spec).__name__ else 0
 
 
-def make_spec(stages: Sequence[Sequence[CacheLayer]], mesh: Mesh) -> Spec:
+def make_spec(stages: Sequence[Sequence[CacheLayer]], mesh: WorkerMesh) -> Spec:
     """The spec of an engine, from the layers of each of its pipeline stages."""
     starts = [min(layer.index for layer in stage) for stage in stages]
     layers = [layer for stage in stages for layer in stage]
@@ -159,7 +222,7 @@ def make_spec(stages: Sequence[Sequence[CacheLayer]], mesh: Mesh) -> Spec:
     storage = Storage(
         page_tokens=block_tokens,
         dtype=layers[0].dtype,
-        granule=block_tokens,
+        granule=1 if layers[0].part else block_tokens,
         num_pages_default=num_blocks,
     )
     spec = Spec(layout, Cache(num_layers, tuple(components)), storage)
@@ -170,7 +233,9 @@ def make_spec(stages: Sequence[Sequence[CacheLayer]], mesh: Mesh) -> Spec:
             if len({layer.buffer for layer in held}) > 1:
                 raise ConfigError(f"{name}: its layers lie in several allocations; that is not supported yet")
             if held:
-                axes = ("page", "unit")[: len(held[0].view.shape) - 2]
+                view = held[0].view
+                num_named = len(view.shape) if held[0].part else len(view.shape) - 2
+                axes = ("page", "unit", "token", "channel")[:num_named]
                 placements.append(
                     declare(
                         spec,
@@ -185,21 +250,17 @@ def make_spec(stages: Sequence[Sequence[CacheLayer]], mesh: Mesh) -> Spec:
     return replace(spec, storage=storage.with_placements(placements))
 
 
-def _component(name: str, layers: Sequence[CacheLayer], mesh: Mesh) -> Component:
+def _component(name: str, layers: Sequence[CacheLayer], mesh: WorkerMesh) -> Component:
     shapes = {(layer.num_heads, layer.channels, layer.dtype, layer.window) for layer in layers}
     if len(shapes) > 1:
         raise ConfigError(f"{name}: layers with unlike heads, dtypes or windows in one cache group")
     layer = layers[0]
-    units = None
-    if layer.num_heads:
-        is_mirrored = mesh.num_kv_heads < mesh.tp_size
-        units = Units(mesh.num_kv_heads if is_mirrored else layer.num_heads * mesh.tp_size)
     # Without the last token of the prompt, a window reaches one token less far back.
     extent = Window(max(1, layer.window - 1)) if layer.window else Full()
     return Component(
         name=name,
         layers=merged([(layer.index, layer.index + 1) for layer in layers]),
-        units=units,
+        units=mesh.units(layer.num_heads),
         dims=(Dim("channel", layer.channels),),
         extent=extent,
         group=group_name(layer.group),
@@ -210,9 +271,5 @@ def _component(name: str, layers: Sequence[CacheLayer], mesh: Mesh) -> Component
 
 def make_pools(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The pools of a rank, by name: vLLM's own memory as bytes."""
-    names, pools = buffer_names(kv_caches), dict[str, Any]()
-    for cache in kv_caches.values():
-        storage = cache.untyped_storage()
-        memory = torch.empty(0, dtype=torch.uint8, device=cache.device).set_(storage)
-        pools[names[storage.data_ptr()]] = memory if memory.is_cuda else memory.numpy()
-    return pools
+    names = buffer_names(kv_caches)
+    return {names[cache.untyped_storage().data_ptr()]: memory_of(cache) for cache in kv_caches.values()}

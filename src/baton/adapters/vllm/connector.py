@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,14 +20,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from baton.adapters.common import ConnectorConfig, Mesh, model_fingerprint
-from baton.adapters.vllm.cache import describe_layers, make_pools, make_spec, window_of
+from baton.adapters.common import (
+    ConnectorConfig,
+    WorkerMesh,
+    fences,
+    gather_stages,
+    model_fingerprint,
+    open_endpoint,
+)
+from baton.adapters.vllm.cache import (
+    Store,
+    describe_layers,
+    make_pools,
+    make_spec,
+    split_layer,
+    window_of,
+)
 from baton.adapters.vllm.scheduler import SchedulerSide, WindowPins
 from baton.adapters.vllm.worker import WorkerSide
 from baton.errors import ConfigError
-from baton.session import Endpoint, EndpointConfig
 from baton.session.allocation import CacheAllocation
-from baton.transport import NOW, CudaFence, Fence
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -40,9 +52,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
-
-ATTACH_S_MAX = 120.0
-"""How long the other workers may take to attach once worker 0 waits for them."""
 
 ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 logger = logging.getLogger("vllm.baton")
@@ -66,7 +75,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             sockets = self._sockets()
             address = f"{sockets.host}:{sockets.port}" if sockets.port else ""
-            self._scheduler = SchedulerSide(self._groups, address, self._config.offer_s / 4)
+            num_left = 0 if self._config.split_kv else 1
+            self._scheduler = SchedulerSide(self._groups, address, self._config.offer_s / 4, num_left)
         else:
             self._transport = self._config.open_transport()
             self._allocation: CacheAllocation | None = None
@@ -100,13 +110,13 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        windows = {}
+        windows, block_tokens = {}, 0
         for group in self._groups:
             spec = self._kv_cache_config.kv_cache_groups[group].kv_cache_spec
             if window := window_of(spec):
-                windows[group] = window
+                windows[group], block_tokens = window, spec.block_size
         if windows:
-            self.scheduler_side.pins = WindowPins(kv_cache_manager, windows, spec.block_size)
+            self.scheduler_side.pins = WindowPins(kv_cache_manager, windows, block_tokens)
 
     def on_new_request(self, request: Request) -> None:
         self.scheduler_side.add_request(request)
@@ -161,53 +171,52 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         """Opens this worker's endpoint over vLLM's memory."""
         cache, pp, tp = self._kv_cache_config, get_pp_group(), get_tp_group()
         layers = describe_layers(kv_caches, cache.kv_cache_groups, cache.num_blocks)
-        num_kv_heads = self._vllm_config.model_config.get_total_num_kv_heads()
-        mesh = Mesh(pp.rank_in_group, tp.rank_in_group, pp.world_size, tp.world_size, num_kv_heads)
-        stages: list[Any] = [layers]
-        if mesh.pp_size > 1:
-            stages = [None] * mesh.pp_size
-            torch.distributed.all_gather_object(stages, layers, group=pp.cpu_group)
-        spec, pools = make_spec(stages, mesh), make_pools(kv_caches)
+        if self._config.split_kv:
+            layers = tuple(
+                part
+                for layer in layers
+                for part in split_layer(layer, kv_caches[layer.name], self._kernel(layer.name))
+            )
+        mesh = WorkerMesh.of(pp, tp, self._vllm_config.model_config.get_total_num_kv_heads())
+        spec = make_spec(gather_stages(layers, pp), mesh)
         transport, options = self._transport, self._config
         if self._allocation is not None and not self._allocation.num_bytes:
             raise ConfigError(
                 f"transport '{transport.name}' copies only between memory that it allocated, and vLLM has "
                 "allocated its cache in another way; use tcp"
             )
-        hosting = EndpointConfig(
+        endpoint = open_endpoint(
+            *(options, spec, make_pools(kv_caches), transport, (pp, tp)),
             instance=options.instance or str(self._kv_transfer_config.engine_id),
-            spec=spec,
-            rank=mesh.rank,
-            secret=options.secret(),
             role=ROLES[self._kv_transfer_config.kv_role],
-            registry=options.registry,
             url=self._url(),
             fingerprint=_fingerprint(self._vllm_config, options.fingerprint),
-            ungranted_share_max=options.ungranted_share_max,
             sockets=self._sockets(),
-            timings=options.timings(),
         )
-        endpoint = Endpoint(hosting, pools, transport) if mesh.rank == 0 else None
-        known = (endpoint.address, endpoint.config.epoch) if endpoint else None
-        coordinator, epoch = pp.broadcast_object(tp.broadcast_object(known, src=0), src=0)
-        if endpoint is None:
-            attaching = replace(hosting, coordinator=coordinator, epoch=epoch)
-            endpoint = Endpoint(attaching, pools, transport)
-        elif not endpoint.wait_ready(ATTACH_S_MAX):
-            raise ConfigError(f"not every worker of {spec.layout} has attached within {ATTACH_S_MAX:g} s")
         logger.info(
-            "baton: rank %d of %s is at %s, transport %s", mesh.rank, spec.layout, coordinator, transport.name
+            "baton: rank %d of %s is at %s, %s", mesh.rank, spec.layout, endpoint.address, transport.name
         )
-        is_on_gpu = next(iter(kv_caches.values())).is_cuda
         self._worker = WorkerSide(
             endpoint,
             layers,
             self._groups,
             policy=options.overlap,
             is_verified=options.verify,
-            trace=options.trace_file(hosting.instance, mesh.rank),
-            fence=_cuda_fence if is_on_gpu else _host_fence,
+            trace=options.trace_file(endpoint.config.instance, mesh.rank),
+            fence=fences(next(iter(kv_caches.values())).is_cuda),
         )
+
+    def _kernel(self, layer_name: str) -> Store:
+        """What stores the keys and values of a layer."""
+        attention = self._vllm_config.compilation_config.static_forward_context[layer_name]
+        store = getattr(attention.impl, "do_kv_cache_update", None)
+        if store is None:
+            backend = attention.get_attn_backend().get_name()
+            raise ConfigError(
+                f"split_kv: attention backend {backend} does not say where it stores K and V; use another "
+                "one (--attention-backend), or leave split_kv out"
+            )
+        return partial(store, attention)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         self.worker_side.preempt(kv_connector_metadata)
@@ -247,16 +256,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.close()
-
-
-def _host_fence() -> Fence:
-    return NOW
-
-
-def _cuda_fence() -> Fence:
-    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return CudaFence(event)
 
 
 def _check_supported(vllm_config: VllmConfig) -> None:

@@ -15,12 +15,12 @@ class Transfer:
 
     id: str
     num_tokens: int
-    """All of the prompt but its last token, which decode computes to get its logits."""
+    """All of the prompt, or all but its last token, which decode computes to get its logits."""
     digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class CachedChunk:
     """Tokens of a prompt that are in prefill's cache after this step."""
 
     request: str
@@ -43,7 +43,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Decline:
+class DeclinePrompt:
     """A prompt that decode does not want from a source."""
 
     transfer: str
@@ -74,9 +74,9 @@ class Queue:
 class StepMetadata:
     """One step."""
 
-    chunks: list[Chunk] = field(default_factory=list)
+    chunks: list[CachedChunk] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
-    declines: list[Decline] = field(default_factory=list)
+    declines: list[DeclinePrompt] = field(default_factory=list)
     cancels: list[Cancel] = field(default_factory=list)
     queued: list[Queue] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)

@@ -10,6 +10,9 @@ parameters for decode, as with connectors that pull.
 
 What is handed over is the prompt without its last token. Decode computes that one, as it does after a hit in
 its prefix cache, and so has the logits of the first output token. Prefill's own output is not used.
+
+Engines of other kinds hand over all of the prompt, and so does vLLM with `split_kv`: its scheduler then
+computes the last token again. With sliding windows it cannot: the block that this token needs may be gone.
 """
 
 from __future__ import annotations
@@ -21,7 +24,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.adapters.vllm.metadata import BlockIds, Cancel, Chunk, Decline, Load, Queue, StepMetadata, Transfer
+from baton.adapters.vllm.metadata import (
+    BlockIds,
+    CachedChunk,
+    Cancel,
+    DeclinePrompt,
+    Load,
+    Queue,
+    StepMetadata,
+    Transfer,
+)
 from baton.session import prompt_digest
 
 TRANSFER_CHARS_MAX = 128
@@ -30,7 +42,7 @@ logger = logging.getLogger("vllm.baton")
 
 
 @dataclass(slots=True)
-class Prompt:
+class PromptTransfer:
     """A prompt that this engine prefills for another, or another for this one."""
 
     transfer: Transfer
@@ -77,7 +89,7 @@ class WindowPins:
 class SchedulerSide:
     """Every request of one engine that is part of a hand-over."""
 
-    def __init__(self, groups: Sequence[int], address: str, renew_s: float) -> None:
+    def __init__(self, groups: Sequence[int], address: str, renew_s: float, num_left: int = 1) -> None:
         self.pins: WindowPins | None = None
         """Where there are windows."""
         self._groups = tuple(groups)
@@ -86,32 +98,33 @@ class SchedulerSide:
         """Of this engine's coordinator, for responses; empty where it is not known beforehand."""
         self._renew_s = renew_s
         """How often the other sides of prompts in the queue are told that it moves."""
+        self._num_left = num_left
+        """Tokens at the end of a prompt that are not handed over."""
         self._renewed_s = 0.0
         self._has_moved = False
         """Whether anything was computed since."""
-        self._outgoing: dict[str, Prompt] = {}
-        self._incoming: dict[str, Prompt] = {}
+        self._outgoing: dict[str, PromptTransfer] = {}
+        self._incoming: dict[str, PromptTransfer] = {}
         self._step = StepMetadata()
 
     def add_request(self, request: Any) -> None:
         """Notes a new request; one whose parameters cannot be used is served without a hand-over."""
         params = request.kv_transfer_params or {}
         is_outgoing, is_incoming = params.get("do_remote_decode"), params.get("do_remote_prefill")
-        # The only token of a prompt is computed by decode.
-        if not (is_outgoing or is_incoming) or request.num_prompt_tokens == 1:
+        num_tokens = request.num_prompt_tokens - self._num_left
+        # The only token of a prompt may be computed by decode.
+        if not (is_outgoing or is_incoming) or not num_tokens:
             return
         name = request.request_id
         problem = _problem(params, request)
         if problem:
             logger.warning("baton: request %s is served without a hand-over: %s", name, problem)
             return
-        transfer = Transfer(
-            str(params.get("transfer_id") or name), request.num_prompt_tokens - 1, _digest(request)
-        )
+        transfer = Transfer(str(params.get("transfer_id") or name), num_tokens, _digest(request))
         if is_incoming:
-            self._incoming[name] = Prompt(transfer, params["source"])
+            self._incoming[name] = PromptTransfer(transfer, params["source"])
         else:
-            self._outgoing[name] = Prompt(transfer)
+            self._outgoing[name] = PromptTransfer(transfer)
 
     # Decode.
 
@@ -135,8 +148,8 @@ class SchedulerSide:
         load = Load(request.request_id, prompt.transfer, prompt.source, num_held, blocks)
         self._step.loads.append(load)
 
-    def _decline(self, prompt: Prompt, text: str) -> None:
-        self._step.declines.append(Decline(prompt.transfer.id, prompt.source, text))
+    def _decline(self, prompt: PromptTransfer, text: str) -> None:
+        self._step.declines.append(DeclinePrompt(prompt.transfer.id, prompt.source, text))
 
     # Prefill.
 
@@ -159,7 +172,7 @@ class SchedulerSide:
                 continue
             # Tokens of a prefix hit are sent with the first chunk: another request may compute them now.
             blocks = tuple(new_blocks[group] for group in self._groups) if new_blocks else ()
-            step.chunks.append(Chunk(request, prompt.transfer, (prompt.num_sent, stop), blocks))
+            step.chunks.append(CachedChunk(request, prompt.transfer, (prompt.num_sent, stop), blocks))
             prompt.num_sent, prompt.is_begun = stop, True
             if self.pins is not None and stop == prompt.transfer.num_tokens:
                 self.pins.pin(request, stop)

@@ -10,7 +10,6 @@ did so in this step or before.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -18,12 +17,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic
 
-from baton.adapters.common import StepTrace
+from baton.adapters.common import StepLayers, StepTrace, outcome_text, write_trace
 from baton.adapters.vllm.cache import CacheLayer, group_name
-from baton.adapters.vllm.metadata import BlockIds, Cancel, Chunk, Load, StepMetadata, Transfer
+from baton.adapters.vllm.metadata import BlockIds, Cancel, Load, StepMetadata, Transfer
 from baton.errors import BatonError
-from baton.plan import overlap
-from baton.session import Aux, Digest, Endpoint, Failed, Handle, Receiving, Request, Sending, Waiting
+from baton.session import (
+    Aux,
+    CheckedPages,
+    Digest,
+    Endpoint,
+    Failed,
+    Handle,
+    Receiving,
+    Request,
+    Sending,
+    Waiting,
+)
 from baton.transport import Fence
 
 IDLE_S = 0.002
@@ -42,6 +51,8 @@ class SentPrompt:
     """None where it could not begin."""
     blocks: list[list[int]]
     """By group."""
+    pages: CheckedPages | None = None
+    """The same, read once for all layers of a step."""
     is_committed: bool = False
     is_withdrawn: bool = False
     """Whether the request was preempted and is not scheduled again yet."""
@@ -60,10 +71,8 @@ class StepProgress:
 
     number: int
     metadata: StepMetadata
-    group_of: dict[int, tuple[int, int]]
-    """By layer: the group of layers that it leaves with."""
-    left: dict[tuple[int, int], set[str]]
-    """By group that was not offered: those of its layers that are not computed yet."""
+    layers: StepLayers | None
+    """None where it computes no prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +101,7 @@ class WorkerSide:
     ) -> None:
         self.endpoint = endpoint
         self._rank = endpoint.config.rank
-        self._indices = sorted({layer.index for layer in layers})
-        self._layer_index = {layer.name: layer.index for layer in layers}
+        self._layers = {layer.name: layer.index for layer in layers}
         self._group_names = [group_name(group) for group in groups]
         self._policy = policy
         self._is_verified = is_verified
@@ -160,31 +168,18 @@ class WorkerSide:
                 prompt.is_withdrawn, prompt.blocks = False, [[] for _ in self._group_names]
             for blocks, new_blocks in zip(prompt.blocks, chunk.new_blocks, strict=False):
                 blocks.extend(new_blocks)
+            prompt.pages = None
             if self._trace:
                 prompt.steps[self._num_steps] = StepTrace(monotonic())
-        groups = self._choose_groups(step.chunks) if step.chunks else ()
-        self._step = StepProgress(
-            self._num_steps,
-            step,
-            {index: group for group in groups for index in range(*group)},
-            {
-                group: {name for name, index in self._layer_index.items() if index in range(*group)}
-                for group in groups
-            },
-        )
+        lengths = [chunk.transfer.num_tokens for chunk in step.chunks]
+        layers = StepLayers(self._policy, self._layers, lengths) if lengths else None
+        self._step = StepProgress(self._num_steps, step, layers)
         self._num_steps += 1
 
     def layer_done(self, name: str) -> None:
         """A layer has stored the step's tokens, or on a GPU was launched to do so."""
-        step, index = self._step, self._layer_index.get(name)
-        if step is None or index is None or index not in step.group_of:
-            return
-        group = step.group_of[index]
-        if (names := step.left.get(group)) is None:
-            return
-        names.discard(name)
-        if not names:
-            del step.left[group]
+        step = self._step
+        if step is not None and step.layers is not None and (group := step.layers.done(name)):
             self._offer(step, group)
 
     def end_step(self) -> None:
@@ -192,7 +187,7 @@ class WorkerSide:
         step, self._step = self._step, None
         if step is None:
             return
-        for group in step.left:
+        for group in step.layers.left if step.layers is not None else ():
             self._offer(step, group)
         for chunk in step.metadata.chunks:
             prompt = self._outgoing[chunk.request]
@@ -234,8 +229,8 @@ class WorkerSide:
             elif isinstance(receiving.state, Failed):
                 results.failed.add(request)
                 if self._rank == 0 and request not in self._given_up:
-                    cause = receiving.state.cause
-                    logger.warning("baton: request %s: the transfer failed: %s", request, cause)
+                    text = outcome_text(receiving)
+                    logger.warning("baton: request %s: the transfer failed: %s", request, text)
             self._given_up.discard(request)
         return results
 
@@ -285,33 +280,16 @@ class WorkerSide:
                 continue
             assert prompt.sending is not None
             try:
-                prompt.sending.ready(layers, chunk.tokens, self._pages(prompt.blocks), fence)
+                if prompt.pages is None:
+                    prompt.pages = prompt.sending.read_pages(self._pages(prompt.blocks))
+                prompt.sending.ready(layers, chunk.tokens, prompt.pages, fence)
                 if self._trace:
                     prompt.steps[step.number].offered.append((layers, chunk.tokens, monotonic()))
             except BatonError as error:
                 logger.warning("baton: transfer %s: %s", chunk.transfer.id, error)
                 prompt.sending.abort(str(error))
 
-    def _choose_groups(self, chunks: Sequence[Chunk]) -> list[tuple[int, int]]:
-        """The layers of this rank in groups, as half-open ranges of layer numbers."""
-        indices = self._indices
-        times = overlap.LayerTimes((0.0,) * len(indices), (0.0,) * len(indices), 0.0)
-        # Policies judge whole prompts, of which this step may compute a chunk.
-        num_tokens = sum(chunk.transfer.num_tokens for chunk in chunks) // len(chunks)
-        groups = overlap.choose(self._policy, times, num_tokens)
-        return [(indices[start], indices[stop - 1] + 1) for start, stop in groups]
-
     def _write_trace(self, prompt: SentPrompt) -> None:
-        if self._trace is None or prompt.sending is None:
-            return
-        state = prompt.sending.state
-        line = {
-            "transfer": prompt.sending.transfer,
-            "outcome": str(state.cause) if isinstance(state, Failed) else type(state).__name__.lower(),
-            "rank": self._rank,
-            "blocks": prompt.blocks,
-            "steps": {number: asdict(step) for number, step in prompt.steps.items()},
-            "copies": [asdict(copy) for copy in prompt.sending.copies],
-        }
-        with self._trace.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        if self._trace is not None and prompt.sending is not None:
+            steps = {number: asdict(step) for number, step in prompt.steps.items()}
+            write_trace(self._trace, prompt.sending, self._rank, blocks=prompt.blocks, steps=steps)

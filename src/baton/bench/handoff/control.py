@@ -7,6 +7,7 @@ grant, commit and verdict, binding, and the waking of processes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median, quantiles
@@ -15,7 +16,7 @@ from typing import Any
 
 from rich.table import Table
 
-from baton.bench.handoff.fleet import LEAD_S, Fleet, ask_all
+from baton.bench.handoff.fleet import LEAD_S, RankFleet, ask_all
 from baton.bench.handoff.records import SerialTransfer, TransferOrder, figures
 from baton.bench.handoff.run import check_ready, ms
 from baton.bench.handoff.stress import StressOptions
@@ -113,34 +114,31 @@ def run(
 ) -> ControlResult:
     """Transfers one after another, then as many at once as there are slots."""
     progress("starting the processes")
-    with Fleet(workload) as fleet:
+    with RankFleet(workload) as fleet:
         fleet.fill([0])
-        fleet.hand_over(PrefillTiming())
+        fleet.hand_off(PrefillTiming())
         progress(f"{num_alone} transfers, one after another")
         start_s = monotonic() + LEAD_S
         orders = [
             TransferOrder(fleet.new_transfer(), start_s=start_s + index * SPACING_S)
             for index in range(num_alone)
         ]
-        handovers = [check_ready(handover) for handover in fleet.hand_over_all(orders, PrefillTiming())]
+        handoffs = [check_ready(handoff) for handoff in fleet.hand_off_all(orders, PrefillTiming())]
         progress(f"{workload.num_slots} transfers at once, {num_rounds} times each")
         stress = StressOptions("many", workload.num_slots, num_rounds)
         tallies = ask_all([*fleet.sources, *fleet.targets], "stress", asdict(stress))
-    alone = [figures(handover, SerialTransfer({})) for handover in handovers]
-    failures: dict[str, int] = {}
-    for tally in tallies:
-        for text, count in tally["failures"].items():
-            failures[text] = failures.get(text, 0) + count
+    alone = [figures(handoff, SerialTransfer({})) for handoff in handoffs]
+    failures = sum((Counter(tally["failures"]) for tally in tallies), Counter[str]())
     return ControlResult(
         scene=workload,
         tth_s=[one.tth_s for one in alone],
         control_s=[one.control_s for one in alone],
         num_at_once=min(tally["num_at_once_max"] for tally in tallies),
         num_transfers=workload.num_slots * num_rounds,
-        num_failed=sum(sum(tally["failures"].values()) for tally in tallies),
+        num_failed=failures.total(),
         num_held=sum(len(tally["held"]) for tally in tallies),
         num_bytes=sum(tally["num_bytes"] for tally in tallies),
         num_right=sum(tally["num_right"] for tally in tallies),
         elapsed_s=max(tally["elapsed_s"] for tally in tallies),
-        failures=failures,
+        failures=dict(failures),
     )

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import msgspec
 
-from baton.bench.handoff.records import HandOver, Received, Sent, TransferOrder
+from baton.bench.handoff.records import Handoff, Received, Sent, TransferOrder
 from baton.bench.handoff.workload import (
     SIDES,
     PrefillTiming,
@@ -72,7 +72,7 @@ class RegistryProcess:
 
 
 @dataclass(slots=True)
-class Fleet:
+class RankFleet:
     """All processes of a workload; leaving the context ends them."""
 
     workload: Workload
@@ -177,14 +177,14 @@ class Fleet:
     def compare(self, slot: int = 0, salt: int = 0) -> Verdict:
         """Compares every byte of a slot, at every target rank."""
         counts = ask_all(self.targets, "compare", slot, self.salt(slot, salt))
-        return Verdict(sum(num_bytes for num_bytes, _ in counts), sum(num_right for _, num_right in counts))
+        return total(Verdict(*count) for count in counts)
 
-    def hand_over(self, pace: PrefillTiming, *, slot: int = 0, is_verified: bool = False) -> HandOver:
+    def hand_off(self, pace: PrefillTiming, *, slot: int = 0, is_verified: bool = False) -> Handoff:
         """One paced transfer, as all ranks recorded it."""
         order = TransferOrder(self.new_transfer(), slot, monotonic() + LEAD_S, is_verified=is_verified)
-        return self.hand_over_all([order], pace)[0]
+        return self.hand_off_all([order], pace)[0]
 
-    def hand_over_all(self, orders: Sequence[TransferOrder], pace: PrefillTiming) -> list[HandOver]:
+    def hand_off_all(self, orders: Sequence[TransferOrder], pace: PrefillTiming) -> list[Handoff]:
         """Transfers one after another, all at the same pace, each from its start time on."""
         steps = schedule(self.workload, pace)
         first = self.targets[0]
@@ -197,7 +197,7 @@ class Fleet:
         sent = [msgspec.convert(rank.answer(), list[Sent]) for rank in self.sources]
         incarnations = {rank.incarnation: rank.rank for rank in self.targets}
         return [
-            HandOver(
+            Handoff(
                 transfer=order.transfer,
                 start_s=order.start_s,
                 steps={rank: tuple(of_rank) for rank, of_rank in steps.items()},
@@ -207,6 +207,12 @@ class Fleet:
             )
             for index, order in enumerate(orders)
         ]
+
+
+def total(verdicts: Iterable[Verdict]) -> Verdict:
+    """Several verdicts as one."""
+    sums = [(verdict.num_bytes, verdict.num_right) for verdict in verdicts]
+    return Verdict(sum(num_bytes for num_bytes, _ in sums), sum(num_right for _, num_right in sums))
 
 
 def ask_all(ranks: Sequence[RankProcess], method: str, *arguments: Any) -> list[Any]:

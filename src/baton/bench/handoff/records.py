@@ -24,12 +24,13 @@ from time import monotonic
 from typing import Any
 
 from baton.bench.handoff.workload import PrefillStep
+from baton.engine.trace import REQUEST, across_s
 from baton.observe import Interval, Timeline, Track, covered_s
 from baton.transport import DEADLINE_S, Batch, Completion, Done, Fence, Peer, Ticket, Transport
 
 
 @dataclass(frozen=True, slots=True)
-class CopyTiming:
+class BatchTiming:
     """One batch: its target incarnation, and the time from submit to the poll that returned its end."""
 
     target: str
@@ -67,8 +68,8 @@ class Sent:
     committed_s: float
     settled_s: float
     outcome: str
-    copies: tuple[CopyTiming, ...] = ()
-    inner_copies: tuple[CopyTiming, ...] = ()
+    copies: tuple[BatchTiming, ...] = ()
+    inner_copies: tuple[BatchTiming, ...] = ()
     """Below the throttled link, if there is one."""
 
 
@@ -83,7 +84,7 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver:
+class Handoff:
     """One transfer as all ranks saw it."""
 
     transfer: str
@@ -107,7 +108,7 @@ class RecordingTransport:
         self._inner = inner
         self._lock = threading.Lock()
         self._open: dict[Ticket, tuple[float, Batch]] = {}
-        self._ended: list[CopyTiming] = []
+        self._ended: list[BatchTiming] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -129,7 +130,7 @@ class RecordingTransport:
                 self._note(event.ticket, now_s, isinstance(event, Done))
         return events
 
-    def take(self) -> list[CopyTiming]:
+    def take(self) -> list[BatchTiming]:
         """The batches that ended since the last call, in order of their end."""
         with self._lock:
             ended, self._ended = self._ended, []
@@ -138,10 +139,7 @@ class RecordingTransport:
     def _note(self, ticket: Ticket, ended_s: float, is_done: bool) -> None:
         submitted_s, batch = self._open.pop(ticket)
         spans, target = batch.spans, batch.target.incarnation
-        self._ended.append(CopyTiming(target, submitted_s, ended_s, spans.num_bytes, len(spans), is_done))
-
-
-REQUEST = "request"
+        self._ended.append(BatchTiming(target, submitted_s, ended_s, spans.num_bytes, len(spans), is_done))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,123 +174,122 @@ class HandoffFigures:
     num_bytes: int
 
 
-def serial_of(whole: Sequence[HandOver], layered: Sequence[HandOver]) -> SerialTransfer:
+def serial_of(whole: Sequence[Handoff], layered: Sequence[Handoff]) -> SerialTransfer:
     """From hand-overs with the whole prompt ready: in one group, and in groups of one layer."""
     by_rank: dict[int, list[float]] = {}
-    for handover in whole:
-        for rank, seconds in _transfers_s(handover).items():
+    for handoff in whole:
+        for rank, seconds in _transfers_s(handoff).items():
             by_rank.setdefault(rank, []).append(seconds)
     transfer_s = {rank: median(seconds) for rank, seconds in by_rank.items()}
     group_s = []
-    for handover in layered:
-        for rank, seconds in _transfers_s(handover).items():
-            num_groups = sum(step.sends[0] < step.sends[1] for step in handover.steps[rank])
+    for handoff in layered:
+        for rank, seconds in _transfers_s(handoff).items():
+            num_groups = sum(step.sends[0] < step.sends[1] for step in handoff.steps[rank])
             if num_groups > 1:
                 group_s.append((seconds - transfer_s.get(rank, seconds)) / (num_groups - 1))
     return SerialTransfer(transfer_s, max(0.0, median(group_s)) if group_s else 0.0)
 
 
-def _transfers_s(handover: HandOver) -> dict[int, float]:
+def _transfers_s(handoff: Handoff) -> dict[int, float]:
     """From the first submit to the last Done of every rank that sent something."""
     return {
         rank: max(copy.ended_s for copy in sent.copies) - min(copy.submitted_s for copy in sent.copies)
-        for rank, sent in handover.sent.items()
+        for rank, sent in handoff.sent.items()
         if sent.copies
     }
 
 
-def compute_end_s(handover: HandOver) -> float:
+def compute_end_s(handoff: Handoff) -> float:
     """When the last layer was computed; the start of the request if nothing is computed."""
-    ends = [sent.layer_ends_s[-1] for sent in handover.sent.values() if sent.layer_ends_s]
-    return max(ends, default=handover.start_s)
+    ends = [sent.layer_ends_s[-1] for sent in handoff.sent.values() if sent.layer_ends_s]
+    return max(ends, default=handoff.start_s)
 
 
-def last_byte_s(handover: HandOver) -> float:
+def last_byte_s(handoff: Handoff) -> float:
     """When the last copy was done; the end of compute if there was none."""
-    ends = [copy.ended_s for sent in handover.sent.values() for copy in sent.copies]
-    return max([compute_end_s(handover), *ends])
+    ends = [copy.ended_s for sent in handoff.sent.values() for copy in sent.copies]
+    return max([compute_end_s(handoff), *ends])
 
 
-def figures(handover: HandOver, serial: SerialTransfer) -> HandoffFigures:
+def figures(handoff: Handoff, serial: SerialTransfer) -> HandoffFigures:
     """The figures of one hand-over that succeeded."""
-    copies = [copy for sent in handover.sent.values() for copy in sent.copies]
-    exposed_s = last_byte_s(handover) - compute_end_s(handover)
+    copies = [copy for sent in handoff.sent.values() for copy in sent.copies]
+    exposed_s = last_byte_s(handoff) - compute_end_s(handoff)
     total_s = serial.busiest_s
-    tth_s = handover.received.settled_s - handover.start_s
+    tth_s = handoff.received.settled_s - handoff.start_s
     return HandoffFigures(
         tth_s=tth_s,
-        compute_s=compute_end_s(handover) - handover.start_s,
+        compute_s=compute_end_s(handoff) - handoff.start_s,
         exposed_s=exposed_s,
         transfer_s=total_s,
         efficiency=1 - exposed_s / total_s if total_s else 1.0,
-        bound=bound(handover, serial),
-        control_s=tth_s - covered_s(busy(handover)),
-        late_s=_late_s(handover),
-        num_groups=sum(s.sends[0] < s.sends[1] for steps in handover.steps.values() for s in steps),
+        bound=bound(handoff, serial),
+        control_s=tth_s - covered_s(busy(handoff)),
+        late_s=_late_s(handoff),
+        num_groups=sum(s.sends[0] < s.sends[1] for steps in handoff.steps.values() for s in steps),
         num_copies=len(copies),
         num_spans=sum(copy.num_spans for copy in copies),
         num_bytes=sum(copy.num_bytes for copy in copies),
     )
 
 
-def busy(handover: HandOver) -> list[tuple[float, float]]:
+def busy(handoff: Handoff) -> list[tuple[float, float]]:
     """When a rank computed or a copy ran, within the request."""
-    first, last = handover.start_s, handover.received.settled_s
-    pieces = [(first, min(compute_end_s(handover), last))] if any(_computes(handover)) else []
-    for sent in handover.sent.values():
+    first, last = handoff.start_s, handoff.received.settled_s
+    pieces = [(first, min(compute_end_s(handoff), last))] if any(_computes(handoff)) else []
+    for sent in handoff.sent.values():
         for copy in sent.copies:
             pieces.append((max(first, copy.submitted_s), min(last, copy.ended_s)))
     return [(start, stop) for start, stop in pieces if start < stop]
 
 
-def _computes(handover: HandOver) -> list[bool]:
-    return [step.at_s > 0 for steps in handover.steps.values() for step in steps]
+def _computes(handoff: Handoff) -> list[bool]:
+    return [step.at_s > 0 for steps in handoff.steps.values() for step in steps]
 
 
-def bound(handover: HandOver, serial: SerialTransfer) -> float:
+def bound(handoff: Handoff, serial: SerialTransfer) -> float:
     """The efficiency of one-layer groups without overhead at the layer times of this hand-over."""
-    end_s, last_s = compute_end_s(handover), 0.0
-    for rank, steps in handover.steps.items():
+    end_s, last_s = compute_end_s(handoff), 0.0
+    for rank, steps in handoff.steps.items():
         total_bytes = sum(step.num_bytes for step in steps)
         if not total_bytes or rank not in serial.transfer_s:
             continue
-        finish_s = handover.start_s
-        for step, ready_s in zip(steps, handover.sent[rank].layer_ends_s, strict=True):
-            finish_s = max(finish_s, ready_s) + serial.transfer_s[rank] * step.num_bytes / total_bytes
-        last_s = max(last_s, finish_s)
+        ends_s = handoff.sent[rank].layer_ends_s
+        dues = [(ready_s, step.num_bytes) for step, ready_s in zip(steps, ends_s, strict=True)]
+        last_s = max(last_s, across_s(dues, serial.transfer_s[rank] / total_bytes, handoff.start_s))
     exposed_s = max(0.0, last_s - end_s)
     return 1 - exposed_s / serial.busiest_s if serial.busiest_s else 1.0
 
 
-def _late_s(handover: HandOver) -> float:
+def _late_s(handoff: Handoff) -> float:
     late = [
-        end_s - handover.start_s - step.at_s
-        for rank, sent in handover.sent.items()
-        for step, end_s in zip(handover.steps[rank], sent.layer_ends_s, strict=True)
+        end_s - handoff.start_s - step.at_s
+        for rank, sent in handoff.sent.items()
+        for step, end_s in zip(handoff.steps[rank], sent.layer_ends_s, strict=True)
     ]
     return max(late, default=0.0)
 
 
-def inner_bytes_per_s(handover: HandOver) -> float:
+def inner_bytes_per_s(handoff: Handoff) -> float:
     """Speed of the transport below the throttled link, of the slowest rank; 0 without a link."""
     speeds = []
-    for sent in handover.sent.values():
+    for sent in handoff.sent.values():
         busy_s = covered_s((copy.submitted_s, copy.ended_s) for copy in sent.inner_copies)
         if busy_s:
             speeds.append(sum(copy.num_bytes for copy in sent.inner_copies) / busy_s)
     return min(speeds, default=0.0)
 
 
-def timeline_of(handover: HandOver, name: str = "") -> Timeline:
+def timeline_of(handoff: Handoff, name: str = "") -> Timeline:
     """Queue, compute by group, copies by route, exposed transfer and admission; the request starts at 0."""
-    return Timeline(name or handover.transfer, tuple(_intervals(handover)))
+    return Timeline(name or handoff.transfer, tuple(_intervals(handoff)))
 
 
-def _intervals(handover: HandOver) -> Iterator[Interval]:
-    zero_s = handover.start_s
-    computed_s, landed_s = compute_end_s(handover) - zero_s, last_byte_s(handover) - zero_s
-    ready_s = handover.received.settled_s - zero_s
-    called_s = max(0.0, handover.received.called_s - zero_s)
+def _intervals(handoff: Handoff) -> Iterator[Interval]:
+    zero_s = handoff.start_s
+    computed_s, landed_s = compute_end_s(handoff) - zero_s, last_byte_s(handoff) - zero_s
+    ready_s = handoff.received.settled_s - zero_s
+    called_s = max(0.0, handoff.received.called_s - zero_s)
     yield Interval(Track(REQUEST, "queue"), "queue", 0.0, called_s)
     yield Interval(Track(REQUEST, "prefill"), "prefill", min(called_s, computed_s), computed_s)
     yield Interval(Track(REQUEST, "exposed transfer"), "exposed", computed_s, landed_s)
@@ -301,23 +298,23 @@ def _intervals(handover: HandOver) -> Iterator[Interval]:
         "admission",
         min(landed_s, ready_s),
         ready_s,
-        {"outcome": handover.received.outcome},
+        {"outcome": handoff.received.outcome},
     )
-    for rank, sent in sorted(handover.sent.items()):
-        yield from _groups(handover, rank, sent)
-        yield from _copies(handover, rank, sent)
+    for rank, sent in sorted(handoff.sent.items()):
+        yield from _groups(handoff, rank, sent)
+        yield from _copies(handoff, rank, sent)
 
 
-def _groups(handover: HandOver, rank: int, sent: Sent) -> Iterator[Interval]:
+def _groups(handoff: Handoff, rank: int, sent: Sent) -> Iterator[Interval]:
     """Compute of every group of layers; a stage that waits for another one leaves a gap."""
     track = Track(f"source rank {rank}", "compute")
-    steps = handover.steps[rank]
+    steps = handoff.steps[rank]
     layer_s = _layer_s([step.at_s for step in steps])
     first, last_s = 0, 0.0
     for index, step in enumerate(steps):
         if step.sends[0] >= step.sends[1]:
             continue
-        stop_s = sent.layer_ends_s[index] - handover.start_s
+        stop_s = sent.layer_ends_s[index] - handoff.start_s
         start_s = min(stop_s, max(last_s, steps[first].at_s - layer_s))
         layers, tokens = step.sends, step.tokens
         details = {"tokens": f"{tokens[0]}-{tokens[1]}"}
@@ -331,14 +328,14 @@ def _layer_s(ends: list[float]) -> float:
     return min(gaps, default=ends[0] if ends else 0.0)
 
 
-def _copies(handover: HandOver, rank: int, sent: Sent) -> Iterator[Interval]:
-    targets = handover.target_ranks
+def _copies(handoff: Handoff, rank: int, sent: Sent) -> Iterator[Interval]:
+    targets = handoff.target_ranks
     for copy in sorted(sent.copies, key=lambda copy: targets.get(copy.target, -1)):
         target = targets.get(copy.target, -1)
         yield Interval(
             Track(f"source rank {rank}", f"copy to {target}"),
             f"{rank} to {target}" if copy.is_done else f"{rank} to {target}, failed",
-            max(0.0, copy.submitted_s - handover.start_s),
-            max(0.0, copy.ended_s - handover.start_s),
+            max(0.0, copy.submitted_s - handoff.start_s),
+            max(0.0, copy.ended_s - handoff.start_s),
             {"bytes": copy.num_bytes, "spans": copy.num_spans},
         )

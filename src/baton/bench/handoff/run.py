@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
-from baton.bench.handoff.fleet import Fleet, ask_all
+from baton.bench.handoff.fleet import RankFleet, ask_all, total
 from baton.bench.handoff.records import (
+    Handoff,
     HandoffFigures,
-    HandOver,
     SerialTransfer,
     figures,
     inner_bytes_per_s,
@@ -70,43 +71,69 @@ class HandoffReport(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HandoffResult:
-    """Figures of several runs of one hand-over."""
+class CaseRuns:
+    """The hand-overs of one policy at one pace."""
 
-    workload: Workload
+    options: HandoffOptions
     pace: PrefillTiming
-    serial: SerialTransfer
+    handoffs: list[Handoff]
     runs: list[HandoffFigures]
-    verdict: Verdict
-    timeline: Timeline
-    """Of the run with the median tth."""
-    notes: list[str]
 
     def median(self, name: str) -> float:
         """The median of a figure over the runs."""
         return float(median(getattr(run, name) for run in self.runs))
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Paced hand-overs of one workload; every byte of each was compared."""
+
+    workload: Workload
+    serial: SerialTransfer
+    cases: list[CaseRuns]
+    verdict: Verdict
+    notes: list[str]
 
     @property
     def is_right(self) -> bool:
         """Whether every byte is right."""
         return self.verdict.num_right == self.verdict.num_bytes > 0
 
-    def as_json(self) -> dict[str, Any]:
-        """Everything but the timeline."""
+    def common_json(self) -> dict[str, Any]:
+        """Everything but the figures."""
         return {
             "scene": asdict(self.workload),
-            "pace": asdict(self.pace),
             "serial": {"transfer_s": dict(self.serial.transfer_s), "overhead_s": self.serial.overhead_s},
-            "runs": [asdict(run) for run in self.runs],
-            "median": {name: self.median(name) for name in HandoffFigures.__slots__},
             "bytes_compared": self.verdict.num_bytes,
             "bytes_right": self.verdict.num_right,
             "notes": self.notes,
         }
 
+
+class HandoffResult(Measurement):
+    """Several runs of one hand-over."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of the run with the median tth."""
+        handoffs = self.cases[0].handoffs
+        middle = sorted(handoffs, key=lambda one: one.received.settled_s - one.start_s)[len(handoffs) // 2]
+        return timeline_of(middle, self.workload.model)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything but the timeline."""
+        (case,) = self.cases
+        return {
+            **self.common_json(),
+            "pace": asdict(case.pace),
+            "runs": [asdict(run) for run in case.runs],
+            "median": {name: case.median(name) for name in HandoffFigures.__slots__},
+        }
+
     def table(self) -> Table:
         """A column for each run."""
-        table = Table("", title=f"{title_of(self.workload)}, {self.pace.policy}")
+        (case,) = self.cases
+        table = Table("", title=f"{title_of(self.workload)}, {case.pace.policy}")
         rows: dict[str, Callable[[HandoffFigures], str]] = {
             "tth": lambda run: ms(run.tth_s),
             "compute": lambda run: ms(run.compute_s),
@@ -121,7 +148,7 @@ class HandoffResult:
             "spans": lambda run: str(run.num_spans),
             "bytes": lambda run: human_bytes(run.num_bytes),
         }
-        columns = self.runs[:COLUMNS_MAX]
+        columns = case.runs[:COLUMNS_MAX]
         for index in range(len(columns)):
             table.add_column(f"run {index + 1}", justify="right")
         for name, text in rows.items():
@@ -130,12 +157,13 @@ class HandoffResult:
 
     def summary(self) -> str:
         """One line."""
+        (case,) = self.cases
         num_bytes, num_wrong = self.verdict.num_bytes, self.verdict.num_bytes - self.verdict.num_right
         text = "every byte right" if self.is_right else f"{num_wrong} BYTES WRONG"
         return (
-            f"tth {ms(self.median('tth_s'))}, exposed {ms(self.median('exposed_s'))} of T "
-            f"{ms(self.median('transfer_s'))}, efficiency {self.median('efficiency'):.3f} of bound "
-            f"{self.median('bound'):.3f}, control {ms(self.median('control_s'))}; {text} "
+            f"tth {ms(case.median('tth_s'))}, exposed {ms(case.median('exposed_s'))} of T "
+            f"{ms(case.median('transfer_s'))}, efficiency {case.median('efficiency'):.3f} of bound "
+            f"{case.median('bound'):.3f}, control {ms(case.median('control_s'))}; {text} "
             f"({num_bytes} compared)"
         )
 
@@ -173,50 +201,58 @@ def check(workload: Workload, options: HandoffOptions) -> None:
     schedule(workload, PrefillTiming(policy=options.policy, chunk_tokens=options.chunk_tokens))
 
 
-def run(workload: Workload, options: HandoffOptions, progress: Callable[[str], None]) -> HandoffResult:
-    """Starts everything, hands over `repeats` times, compares after each, and ends everything."""
+Result = TypeVar("Result", bound=Measurement)
+
+
+def run(
+    result_type: type[Result],
+    workload: Workload,
+    turns: Sequence[Sequence[HandoffOptions]],
+    progress: Callable[[str], None],
+) -> Result:
+    """Starts everything, hands over in every case, compares after each hand-over, and ends everything.
+
+    The cases of one of `turns` take turns, so that other load falls on all of them.
+    """
     kept = fitted(workload, room_bytes())
     notes = []
     if kept != workload:
         num_layers = cache_of(workload).num_layers
         notes.append(f"{kept.num_layers} of {num_layers} layers: memory has no room for more")
+    handoffs: dict[HandoffOptions, list[Handoff]] = {case: [] for cases in turns for case in cases}
+    verdicts = []
     progress("starting the processes")
-    with Fleet(kept) as fleet:
+    with RankFleet(kept) as fleet:
         progress("writing the source's pools")
         fleet.fill([0])
         progress("calibrating")
-        serial = calibrate(fleet, options.chunk_tokens)
-        pace = pace_of(kept, serial, options)
-        handovers: list[HandOver] = []
-        verdicts = []
-        for index in range(options.repeats):
-            progress(f"handing over, {index + 1} of {options.repeats}")
-            ask_all(fleet.targets, "wipe")
-            handovers.append(check_ready(fleet.hand_over(pace, is_verified=options.is_verified)))
-            verdicts.append(fleet.compare())
-    middle = sorted(handovers, key=lambda one: one.received.settled_s - one.start_s)[len(handovers) // 2]
-    return HandoffResult(
+        serial = calibrate(fleet, turns[0][0].chunk_tokens)
+        paces = {case: pace_of(kept, serial, case) for case in handoffs}
+        for cases in turns:
+            for index, case in product(range(cases[0].repeats), cases):
+                progress(f"handing over, {case.policy}, {index + 1} of {case.repeats}")
+                ask_all(fleet.targets, "wipe")
+                handoff = fleet.hand_off(paces[case], is_verified=case.is_verified)
+                handoffs[case].append(check_ready(handoff))
+                verdicts.append(fleet.compare())
+    return result_type(
         workload=kept,
-        pace=pace,
         serial=serial,
-        runs=[figures(handover, serial) for handover in handovers],
+        cases=[
+            CaseRuns(case, paces[case], runs, [figures(handoff, serial) for handoff in runs])
+            for case, runs in handoffs.items()
+        ],
         verdict=total(verdicts),
-        timeline=timeline_of(middle, kept.model),
-        notes=notes + link_notes(kept, handovers),
+        notes=notes + link_notes(kept, [handoff for runs in handoffs.values() for handoff in runs]),
     )
 
 
-def total(verdicts: Sequence[Verdict]) -> Verdict:
-    """The sum of several verdicts."""
-    return Verdict(sum(one.num_bytes for one in verdicts), sum(one.num_right for one in verdicts))
-
-
-def calibrate(fleet: Fleet, chunk_tokens: int = 0) -> SerialTransfer:
+def calibrate(fleet: RankFleet, chunk_tokens: int = 0) -> SerialTransfer:
     """The serial transfer time and the cost of each group, with the whole prompt ready."""
-    fleet.hand_over(PrefillTiming())  # the first one connects
-    whole = [check_ready(fleet.hand_over(PrefillTiming())) for _ in range(NUM_CALIBRATIONS)]
+    fleet.hand_off(PrefillTiming())  # the first one connects
+    whole = [check_ready(fleet.hand_off(PrefillTiming())) for _ in range(NUM_CALIBRATIONS)]
     by_layer = PrefillTiming(policy="fixed:1", chunk_tokens=chunk_tokens)
-    return serial_of(whole, [check_ready(fleet.hand_over(by_layer)) for _ in range(NUM_CALIBRATIONS)])
+    return serial_of(whole, [check_ready(fleet.hand_off(by_layer)) for _ in range(NUM_CALIBRATIONS)])
 
 
 def pace_of(workload: Workload, serial: SerialTransfer, options: HandoffOptions) -> PrefillTiming:
@@ -243,22 +279,22 @@ def _bytes_per_s(workload: Workload, serial: SerialTransfer) -> float:
     return max(1.0, num_bytes / serial.transfer_s[rank])
 
 
-def check_ready(handover: HandOver) -> HandOver:
+def check_ready(handoff: Handoff) -> Handoff:
     """The same hand-over; raises if it failed on a rank."""
-    if not handover.is_ready:
-        raise EngineError(f"{handover.transfer} was not handed over: {handover.received.outcome}")
-    for sent in handover.sent.values():
+    if not handoff.is_ready:
+        raise EngineError(f"{handoff.transfer} was not handed over: {handoff.received.outcome}")
+    for sent in handoff.sent.values():
         if sent.outcome != "ready":
-            raise EngineError(f"{handover.transfer}: source rank {sent.rank} saw {sent.outcome}")
-    return handover
+            raise EngineError(f"{handoff.transfer}: source rank {sent.rank} saw {sent.outcome}")
+    return handoff
 
 
-def link_notes(workload: Workload, handovers: list[HandOver]) -> list[str]:
+def link_notes(workload: Workload, handoffs: list[Handoff]) -> list[str]:
     """A note if the transport below the throttled link is slower than the link."""
     link = workload.link_bytes_per_s
-    if not link or not handovers:
+    if not link or not handoffs:
         return []
-    inner = median(inner_bytes_per_s(handover) for handover in handovers)
+    inner = median(inner_bytes_per_s(handoff) for handoff in handoffs)
     if inner >= 1.5 * link:
         return []
     text = "slower than" if inner < link else "hardly faster than"

@@ -2,110 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import product
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 from rich.table import Table
 
-from baton.bench.handoff.fleet import Fleet, ask_all
-from baton.bench.handoff.records import HandoffFigures, HandOver, SerialTransfer, figures
-from baton.bench.handoff.run import HandoffOptions, calibrate, check_ready, link_notes, ms, pace_of, title_of
-from baton.bench.handoff.run import total as total_verdict
+from baton.bench.handoff.run import CaseRuns, HandoffOptions, Measurement, ms, title_of
 from baton.bench.handoff.workload import SideSpec, Workload
-from baton.plan.content import Verdict
 
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)
 POLICIES = ("cost", "adaptive", "fixed:1", "fixed:2", "fixed:4", "fixed:8", "off")
 MODEL = "paged:layers=32,heads=4,dim=64"
 NUM_TOKENS = 4096
 LINK_BYTES_PER_S = 160e6
+FIGURES = ("efficiency", "bound", "exposed_s", "tth_s", "compute_s", "transfer_s", "num_groups", "late_s")
 OF_BOUND_TARGET = 0.95
 BEHIND_TARGET = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class SweepRow:
-    """One policy at one ratio of compute to transfer."""
-
-    ratio: float
-    policy: str
-    runs: list[HandoffFigures]
-
-    def median(self, name: str) -> float:
-        """The median of a figure over the runs."""
-        return float(median(getattr(run, name) for run in self.runs))
-
-    @property
-    def efficiency(self) -> float:
-        """The median efficiency."""
-        return self.median("efficiency")
-
-    @property
-    def of_bound(self) -> float:
-        """The median of efficiency over the bound of the same run."""
-        return float(median(run.efficiency / run.bound if run.bound else 1.0 for run in self.runs))
-
-    def as_json(self) -> dict[str, Any]:
-        """Medians."""
-        names = ("efficiency", "bound", "exposed_s", "tth_s", "compute_s", "transfer_s")
-        medians = {name: self.median(name) for name in (*names, "num_groups", "late_s")}
-        return {**medians, "of_bound": self.of_bound, "runs": len(self.runs)}
+def of_bound(case: CaseRuns) -> float:
+    """The median of efficiency over the bound of the same run."""
+    return median(run.efficiency / run.bound if run.bound else 1.0 for run in case.runs)
 
 
-@dataclass(frozen=True, slots=True)
-class SweepResult:
-    """Every policy at every ratio."""
-
-    workload: Workload
-    serial: SerialTransfer
-    rows: list[SweepRow]
-    verdict: Verdict
-    notes: list[str]
+class SweepResult(Measurement):
+    """Every policy at every ratio of compute to transfer."""
 
     @property
     def ratios(self) -> list[float]:
         """Every ratio, in order."""
-        return list(dict.fromkeys(row.ratio for row in self.rows))
+        return list(dict.fromkeys(case.options.ratio for case in self.cases))
 
-    def at(self, ratio: float) -> dict[str, SweepRow]:
-        """The rows of one ratio by policy."""
-        return {row.policy: row for row in self.rows if row.ratio == ratio}
+    def at(self, ratio: float) -> dict[str, CaseRuns]:
+        """The cases of one ratio by policy."""
+        return {case.options.policy: case for case in self.cases if case.options.ratio == ratio}
 
     def behind(self, ratio: float) -> float:
         """By what share of its efficiency the best other policy is ahead of `cost`; below 0 it is not."""
-        rows = self.at(ratio)
-        best = max(row.efficiency for name, row in rows.items() if name != "cost")
-        return 1 - rows["cost"].efficiency / best if best > 0 else 0.0
-
-    @property
-    def is_right(self) -> bool:
-        """Whether every byte is right."""
-        return self.verdict.num_right == self.verdict.num_bytes > 0
+        efficiencies = {name: case.median("efficiency") for name, case in self.at(ratio).items()}
+        own, best = efficiencies.pop("cost"), max(efficiencies.values())
+        return 1 - own / best if best > 0 else 0.0
 
     def as_json(self) -> dict[str, Any]:
-        """Rows by ratio and policy, and the two targets."""
+        """Cases by ratio and policy, and the two targets."""
         by_ratio = {}
         for ratio in self.ratios:
-            rows, behind = self.at(ratio), self.behind(ratio)
-            of_bound = rows["cost"].of_bound
+            cases, behind = self.at(ratio), self.behind(ratio)
+            cost_of_bound = of_bound(cases["cost"])
             by_ratio[f"{ratio:g}"] = {
-                "policies": {name: row.as_json() for name, row in rows.items()},
-                "cost_of_bound": of_bound,
-                "cost_of_bound_is_met": of_bound >= OF_BOUND_TARGET,
+                "policies": {
+                    name: {figure: case.median(figure) for figure in FIGURES}
+                    | {"of_bound": of_bound(case), "runs": len(case.runs)}
+                    for name, case in cases.items()
+                },
+                "cost_of_bound": cost_of_bound,
+                "cost_of_bound_is_met": cost_of_bound >= OF_BOUND_TARGET,
                 "cost_behind_best": behind,
                 "cost_behind_best_is_met": behind <= BEHIND_TARGET,
             }
-        return {
-            "scene": asdict(self.workload),
-            "serial": {"transfer_s": dict(self.serial.transfer_s), "overhead_s": self.serial.overhead_s},
-            "ratios": by_ratio,
-            "bytes_compared": self.verdict.num_bytes,
-            "bytes_right": self.verdict.num_right,
-            "notes": self.notes,
-        }
+        return {**self.common_json(), "ratios": by_ratio}
 
     def table(self) -> Table:
         """Efficiency of every policy by ratio, with the bound."""
@@ -115,17 +71,18 @@ class SweepResult:
             table.add_column(f"C/T {ratio:g}", justify="right")
         costs = [by_policy["cost"] for by_policy in rows.values()]
         table.add_row("bound", *(f"{cost.median('bound'):.3f}" for cost in costs))
-        for policy in dict.fromkeys(row.policy for row in self.rows):
-            table.add_row(policy, *(f"{by_policy[policy].efficiency:.3f}" for by_policy in rows.values()))
+        for policy in rows[self.ratios[0]]:
+            efficiencies = (by_policy[policy].median("efficiency") for by_policy in rows.values())
+            table.add_row(policy, *(f"{efficiency:.3f}" for efficiency in efficiencies))
         table.add_section()
-        table.add_row("cost of bound", *(f"{cost.of_bound:.3f}" for cost in costs))
+        table.add_row("cost of bound", *(f"{of_bound(cost):.3f}" for cost in costs))
         table.add_row("cost behind best", *(f"{self.behind(ratio) * 100:+.1f}%" for ratio in rows))
         table.add_row("groups of cost", *(f"{cost.median('num_groups'):g}" for cost in costs))
         return table
 
     def summary(self) -> str:
         """One line."""
-        least = min(self.at(ratio)["cost"].of_bound for ratio in self.ratios)
+        least = min(of_bound(self.at(ratio)["cost"]) for ratio in self.ratios)
         behind = max(self.behind(ratio) for ratio in self.ratios)
         text = "every byte right" if self.is_right else "BYTES WRONG"
         return (
@@ -141,27 +98,9 @@ def sweep_workload(transport: str, source: str, target: str) -> Workload:
     return Workload(MODEL, *sides, NUM_TOKENS, transport=transport, link_bytes_per_s=LINK_BYTES_PER_S)
 
 
-def run(
-    workload: Workload, options: HandoffOptions, ratios: Sequence[float], progress: Callable[[str], None]
-) -> SweepResult:
-    """Policies take turns within each ratio, so that other load falls on all of them."""
-    progress("starting the processes")
-    with Fleet(workload) as fleet:
-        fleet.fill([0])
-        progress("calibrating")
-        serial = calibrate(fleet)
-        handovers: dict[tuple[float, str], list[HandOver]] = {key: [] for key in product(ratios, POLICIES)}
-        verdicts = []
-        for ratio, index, policy in product(ratios, range(options.repeats), POLICIES):
-            progress(f"C/T {ratio:g}, {policy}, {index + 1} of {options.repeats}")
-            pace = pace_of(workload, serial, replace(options, policy=policy, ratio=ratio, layer_s=None))
-            ask_all(fleet.targets, "wipe")
-            handovers[ratio, policy].append(check_ready(fleet.hand_over(pace)))
-            if not index:
-                verdicts.append(fleet.compare())
-    rows = [
-        SweepRow(ratio, policy, [figures(handover, serial) for handover in runs])
-        for (ratio, policy), runs in handovers.items()
+def sweep_cases(options: HandoffOptions) -> list[list[HandoffOptions]]:
+    """Every policy at every ratio; the policies of one ratio take turns."""
+    return [
+        [replace(options, policy=policy, ratio=ratio, layer_s=None) for policy in POLICIES]
+        for ratio in RATIOS
     ]
-    notes = link_notes(workload, [handover for runs in handovers.values() for handover in runs])
-    return SweepResult(workload, serial, rows, total_verdict(verdicts), notes)

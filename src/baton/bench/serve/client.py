@@ -407,17 +407,17 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[float
                 yield now_s, line[len(DATA) :].strip()
 
 
-async def time_to_handover(session: aiohttp.ClientSession, endpoint: OpenAIEndpoint, id: str) -> float | None:
+async def time_to_handoff(session: aiohttp.ClientSession, endpoint: OpenAIEndpoint, id: str) -> float | None:
     """tth of a request from the server's timeline; None if the server keeps none."""
     try:
         async with session.get(endpoint.at(f"/v1/timelines/{id}")) as response:
             found = msgspec.json.decode(await response.read()) if response.status == 200 else {}
     except (aiohttp.ClientError, TimeoutError, OSError, asyncio.IncompleteReadError, msgspec.DecodeError):
         return None
-    return latest_handover(found)
+    return latest_handoff(found)
 
 
-def latest_handover(timeline: Any) -> float | None:
+def latest_handoff(timeline: Any) -> float | None:
     """tth of the job that was admitted last; a router's timeline holds those of its instances."""
     told = timeline if isinstance(timeline, dict) else {}
     jobs = [job for each in (told, *told.get("instances", ())) for job in each.get("jobs", ())]

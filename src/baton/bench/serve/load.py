@@ -1,4 +1,4 @@
-"""Starts a deployment to measure, sends a run's requests at their times, and gathers their timings.
+"""Sends a run's requests at their times, and gathers their timings.
 
 Open loop (`rate`): requests arrive by a Poisson process whose times are drawn before the first is sent; a
 slow answer delays no arrival. Closed loop (`concurrency`): the next request is sent when one has ended, and
@@ -10,13 +10,9 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import secrets
-import signal
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from time import monotonic, perf_counter, process_time
 from typing import Any, Self
 
@@ -34,108 +30,19 @@ from baton.bench.serve.client import (
     make_session,
     percentiles_of,
     probe,
-    time_to_handover,
+    time_to_handoff,
 )
 from baton.errors import ConfigError, EngineError
-from baton.supervisor import DRAIN_S_MAX, ChildProcess, baton_command
-
-START_S_MAX = 300.0
-
-
-class BenchProcesses:
-    """The processes of one measurement, which share a secret; closing ends them, the last one first."""
-
-    def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="baton-bench-")
-        self.folder = Path(self._folder.name)
-        self.children: list[ChildProcess] = []
-        self.secret_file = self.folder / "secret"
-        self.secret_file.touch(mode=0o600)
-        self.secret_file.write_text(secrets.token_hex(32))
-
-    def start(self, name: str, argv: Sequence[str]) -> ChildProcess:
-        """Starts one more process."""
-        child = ChildProcess(f"{name}-{len(self.children)}", argv, death_signal=signal.SIGINT)
-        self.children.append(child)
-        return child
-
-    def start_registry(self) -> str:
-        """Starts a registry; returns its URL."""
-        argv = baton_command("registry", "--port", "0", "--secret-file", str(self.secret_file))
-        return self.start("registry", argv).wait_line("registry at ", START_S_MAX)
-
-    def start_router(self, registry: str, options: Sequence[str] = ()) -> tuple[str, ChildProcess]:
-        """Starts a router for the instances of a registry; returns its URL once it can hand over."""
-        own = ("--registry", registry, "--port", "0", "--secret-file", str(self.secret_file))
-        router = self.start("router", baton_command("route", *own, *options))
-        url = router.wait_line("routing at ", START_S_MAX)
-        router.wait_healthy(url, START_S_MAX)
-        return url, router
-
-    def close(self) -> None:
-        """Ends all processes."""
-        for child in reversed(self.children):
-            child.close(DRAIN_S_MAX)
-        self.children.clear()
-        self._folder.cleanup()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-@dataclass(frozen=True, slots=True)
-class DeploymentShape:
-    """A deployment; the options are those of `baton serve` and `baton route`, as typed."""
-
-    model: str
-    prefill: tuple[str, ...] = ("tp1",)
-    decode: tuple[str, ...] = ("tp1",)
-    """One layout per instance; empty: the prefill instances do both, and clients use the first."""
-    instance_options: tuple[str, ...] = ()
-    prefill_options: tuple[str, ...] = ()
-    route_options: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class BenchDeployment:
-    """A deployment that is ready."""
-
-    url: str
-    """For clients: the router's, or the first instance's."""
-    registry: str = ""
-
-
-def start_deployment(processes: BenchProcesses, shape: DeploymentShape) -> BenchDeployment:
-    """Starts a deployment and waits until it can hand over."""
-    registry = processes.start_registry() if shape.decode else ""
-    roles = [("prefill" if shape.decode else "both", layout) for layout in shape.prefill]
-    roles += [("decode", layout) for layout in shape.decode]
-    children = []
-    for role, layout in roles:
-        options = ["--role", role, "--model", shape.model, "--layout", layout, "--port", "0"]
-        options += ["--name", f"{role}-{len(processes.children)}"]
-        options += ["--secret-file", str(processes.secret_file), *shape.instance_options]
-        if registry:
-            options += ["--registry", registry]
-        if role == "prefill":
-            options += shape.prefill_options
-        children.append(processes.start(role, baton_command("serve", *options)))
-    urls = []
-    for child in children:
-        urls.append(child.wait_line("serving at ", START_S_MAX))
-        child.wait_healthy(urls[-1], START_S_MAX)
-    if not registry:
-        return BenchDeployment(urls[0])
-    url, _ = processes.start_router(registry, shape.route_options)
-    return BenchDeployment(url, registry)
-
 
 PROMPTS = ("auto", "tokens", "text")
 Progress = Callable[[int | None, int, str], None]
 """Called with the number of steps if it is known, the number done, and a description."""
+
+
+def no_progress(total: int | None, done: int, text: str) -> None:
+    """Shows nothing."""
+
+
 LAG_PROBE_S = 0.02
 TIMELINES_MISSED_MAX = 8
 LEAD_S = 0.05
@@ -313,7 +220,7 @@ async def drive(
     endpoint: OpenAIEndpoint,
     load: LoadSpec,
     vocabulary: int,
-    progress: Progress = lambda total, done, text: None,
+    progress: Progress = no_progress,
 ) -> LoadResult:
     """Warms up, measures, and fetches the timelines afterwards."""
     async with make_session(endpoint) as session:
@@ -377,47 +284,30 @@ async def with_timelines(
         tth_s = None
         # Our servers keep the latest timelines, others none: a few misses show which.
         if timing.is_ok and timing.id and num_missed < TIMELINES_MISSED_MAX:
-            tth_s = await time_to_handover(session, endpoint, timing.id)
+            tth_s = await time_to_handoff(session, endpoint, timing.id)
             num_missed += tth_s is None
         completed.append(replace(timing, tth_s=tth_s))
     return tuple(reversed(completed))
 
 
-@dataclass(frozen=True, slots=True)
-class ServeBenchOptions:
-    """One run of the benchmark."""
-
-    load: LoadSpec
-    endpoint: OpenAIEndpoint | None
-    """None: a deployment of `shape` is started."""
-    shape: DeploymentShape
-    kind: str = "completions"
-    prompts: str = "auto"
-
-    def __post_init__(self) -> None:
-        if self.prompts not in PROMPTS:
-            raise ConfigError(f"prompts {self.prompts!r} are not known; use {', '.join(PROMPTS)}")
-        if self.prompts == "tokens" and self.kind == "chat":
-            raise ConfigError("the chat endpoint takes no token ids; use --prompts text")
+def check_prompts(prompts: str, endpoint: str) -> None:
+    """Raises ConfigError unless an endpoint takes prompts of this form."""
+    if prompts not in PROMPTS:
+        raise ConfigError(f"prompts {prompts!r} are not known; use {', '.join(PROMPTS)}")
+    if prompts == "tokens" and endpoint == "chat":
+        raise ConfigError("the chat endpoint takes no token ids; use --prompts text")
 
 
-def measure(options: ServeBenchOptions, progress: Progress) -> LoadResult:
-    """Runs the load once."""
-    if options.endpoint is not None:
-        return asyncio.run(_measure(options, options.endpoint, progress))
-    with BenchProcesses() as processes:
-        progress(None, 0, "starting a deployment")
-        url = start_deployment(processes, options.shape).url
-        return asyncio.run(_measure(options, OpenAIEndpoint(url, kind=options.kind), progress))
-
-
-async def _measure(options: ServeBenchOptions, endpoint: OpenAIEndpoint, progress: Progress) -> LoadResult:
+async def measure(
+    endpoint: OpenAIEndpoint, load: LoadSpec, prompts: str = "auto", progress: Progress = no_progress
+) -> LoadResult:
+    """Finds out what the server takes, and runs the load once."""
     async with make_session(endpoint) as session:
         if not endpoint.model:
             endpoint = replace(endpoint, model=await find_model(session, endpoint))
         vocabulary = 0
-        if options.kind != "chat" and options.prompts != "text":
+        if endpoint.kind != "chat" and prompts != "text":
             endpoint, vocabulary = await probe(session, endpoint)
-            if options.prompts == "tokens" and not vocabulary:
+            if prompts == "tokens" and not vocabulary:
                 raise EngineError(f"{endpoint.target} takes no token ids; use --prompts text")
-    return await drive(endpoint, options.load, vocabulary, progress)
+    return await drive(endpoint, load, vocabulary, progress)

@@ -16,13 +16,13 @@ from torch import Tensor
 from baton.engine.attention import paged
 from baton.engine.attention.paged import PageTable
 from baton.engine.attention.pools import CachePools
-from baton.engine.commands import Batch, ScheduledSequence
+from baton.engine.commands import ScheduledBatch, ScheduledSequence
 from baton.engine.models.base import HeadOptions, IndexQuery, LatentQuery, Recurrence
 from baton.errors import EngineError
 from baton.plan.cache import Component
 
 
-def is_decoding(batch: Batch) -> bool:
+def is_decoding(batch: ScheduledBatch) -> bool:
     """Whether every sequence computes one token of its answer, and nothing else is to be done."""
     return bool(batch.sequences) and all(map(_is_decoding, batch.sequences))
 
@@ -48,7 +48,7 @@ class DecodeInputs:
         self._listed_rows = 0
         """The number of rows that the tables were last filled for."""
 
-    def fill(self, batch: Batch, num_rows: int) -> None:
+    def fill(self, batch: ScheduledBatch, num_rows: int) -> None:
         """Brings a batch to the device, padded to `num_rows`, without waiting."""
         works = batch.sequences
         if not len(works) <= num_rows <= self._rows_max:
@@ -127,13 +127,16 @@ class PagedPass:
         """Stores latent (rows, channels), attends causally; returns (rows, heads, value channels)."""
         if chosen_by is not None:
             raise EngineError(f"layer {layer} chooses its tokens, which no kernel does; use the general pass")
-        keeper = self._pools.component("latent", layer)
-        table, pool = self._table(keeper, keeper.extent.window, layer), self._pools.view("latent", layer)
+        component = self._pools.component("latent", layer)
+        table, pool = (
+            self._table(component, component.extent.window, layer),
+            self._pools.view("latent", layer),
+        )
         paged.store(latent.unsqueeze(1), pool.unsqueeze(1), table)
         q = query.absorbed()
         if q.shape[1] == 0:
             return query.project(q[..., : query.num_value_channels])
-        options = HeadOptions(scale, keeper.extent.window)
+        options = HeadOptions(scale, component.extent.window)
         splits = self._splits(-(-q.shape[1] // 16))
         return query.project(paged.attend_latent(q, pool, query.num_value_channels, table, options, splits))
 
@@ -145,13 +148,13 @@ class PagedPass:
         """Only recurrent mixers ask for it."""
         raise EngineError("a norm over all heads, which no kernel does; use the general pass")
 
-    def _table(self, keeper: Component, window: int | None, layer: int) -> PageTable:
-        if keeper.extent.window != window:
+    def _table(self, component: Component, window: int | None, layer: int) -> PageTable:
+        if component.extent.window != window:
             raise EngineError(
-                f"layer {layer} attends over a window of {window}, its cache keeps {keeper.extent.window}; "
-                "the plan and the model read the config differently"
+                f"layer {layer} attends over a window of {window}, its cache keeps "
+                f"{component.extent.window}; the plan and the model read the config differently"
             )
-        return self._tables[keeper.group]
+        return self._tables[component.group]
 
     def _splits(self, num_programs: int) -> int:
         return paged.num_splits(max(1, self._num_rows * num_programs), self._pools.device)

@@ -26,19 +26,19 @@ from baton.engine.attention.slots import (
     AttentionInputs,
     AttentionOutput,
     CachedRows,
-    Chunk,
     Keeping,
-    Pages,
+    PageMap,
+    QueryChunk,
+    QuerySegment,
+    RankRows,
     Reads,
-    Rows,
-    Segment,
     Writes,
     deal_rows,
 )
 from baton.engine.attention.softmax import Partial
 from baton.engine.attention.sparse import Chooser
 from baton.engine.attention.states import PassStates
-from baton.engine.commands import Batch
+from baton.engine.commands import ScheduledBatch
 from baton.engine.models.base import HeadOptions, IndexQuery, LatentQuery, Recurrence
 from baton.engine.parallel import Mesh
 from baton.errors import EngineError
@@ -53,12 +53,12 @@ ABSORBED_RATIO = 8
 class Pass:
     """Attention of one step on one rank; see `baton.engine.models.base.Attention`."""
 
-    def __init__(self, batch: Batch, mesh: Mesh, pools: CachePools) -> None:
+    def __init__(self, batch: ScheduledBatch, mesh: Mesh, pools: CachePools) -> None:
         self._batch = batch
         self._pools = pools
         self._cp = mesh.cp
         self._states = PassStates(batch, pools, mesh.tp)
-        self.rows: Rows = deal_rows(batch.num_rows, mesh.cp.size)
+        self.rows: RankRows = deal_rows(batch.num_rows, mesh.cp.size)
         spec = pools.spec
         self._keeping = Keeping(spec.layout.scheme, mesh.cp.index, mesh.cp.size, spec.storage.page_tokens)
         self._segments = _segments(batch, self._own if self._keeping.is_whole else (0, self.rows.count))
@@ -192,8 +192,8 @@ class Pass:
             self._reads[key] = slots.find_reads(pages, self._segments, window, dtype)
         return self._reads[key]
 
-    def _pages(self, keeper: Component, form: tuple[int, int]) -> Pages:
-        return Pages(keeper.group, *form, self._keeping, self._pools.device)
+    def _pages(self, keeper: Component, form: tuple[int, int]) -> PageMap:
+        return PageMap(keeper.group, *form, self._keeping, self._pools.device)
 
     def _attend(self, source: AttentionInputs, reads: Reads, options: HeadOptions) -> Tensor:
         answer = AttentionOutput(len(source.q))
@@ -236,7 +236,7 @@ class Pass:
                 answer.put_bucket(bucket, query.project(mixed[..., :num_values]))
         return answer.whole
 
-    def _over(self, chunk: Chunk, inputs: ChunkInputs, options: HeadOptions) -> Tensor:
+    def _over(self, chunk: QueryChunk, inputs: ChunkInputs, options: HeadOptions) -> Tensor:
         """Attends with the rows of a chunk over the keys that they see."""
         if chunk.bias is not None:
             return prefill.attend_chosen(inputs, chunk.bias, options.scale)
@@ -268,7 +268,7 @@ class Pass:
         return softmax.merge(Partial(every[..., :-1], every[..., -1]))
 
 
-def _segments(batch: Batch, wanted: Range) -> list[Segment]:
+def _segments(batch: ScheduledBatch, wanted: Range) -> list[QuerySegment]:
     """The sequences' rows that fall in a range of the batch's rows."""
     found = []
     row = 0
@@ -276,7 +276,7 @@ def _segments(batch: Batch, wanted: Range) -> list[Segment]:
         first, last = max(row, wanted[0]), min(row + len(work.tokens), wanted[1])
         if first < last:
             start = work.start + first - row
-            found.append(Segment(work, first - wanted[0], last - wanted[0], start, (row, last)))
+            found.append(QuerySegment(work, first - wanted[0], last - wanted[0], start, (row, last)))
         row += len(work.tokens)
     return found
 
@@ -290,7 +290,7 @@ def _headless(query: LatentQuery, like: Tensor) -> Tensor:
     return query.project(like.new_empty((len(like), 0, query.num_value_channels)))
 
 
-def _is_short(chunk: Chunk) -> bool:
+def _is_short(chunk: QueryChunk) -> bool:
     rows = chunk.segment.last - chunk.segment.first
     return rows * ABSORBED_RATIO <= chunk.num_keys
 

@@ -37,6 +37,8 @@ class CachePools:
         self.spec = spec
         self.device = device
         self.scratch = Scratch()
+        self.guessed: dict[int, Tensor] = {}
+        """By recurrent layer: its rows of the draft tokens of each slot's last step; see `states`."""
         self._whole: dict[str, Tensor] = {}
         self._layers: dict[tuple[str, int], tuple[Component, Tensor]] = {}
         self._rows: dict[tuple[str, int], tuple[Tensor, int]] = {}

@@ -24,7 +24,7 @@ from baton.plan.tokens import Ints, count_below
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class QuerySegment:
     """Query rows [first, last) are one sequence's, from position `start` on."""
 
     work: ScheduledSequence
@@ -46,7 +46,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class PageMap:
     """Maps the page tables of a pass to rows of a pool."""
 
     group: str
@@ -98,10 +98,10 @@ class Writes:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class QueryChunk:
     """Several rows of one sequence and the keys that they see, at [lowest, stop) or at `positions`."""
 
-    segment: Segment
+    segment: QuerySegment
     lowest: int
     slots: Tensor | None
     """Where the keys lie; None where they are the step's own and need no reading."""
@@ -128,11 +128,11 @@ class Bucket:
 class Reads:
     """All keys that the query rows of a pass see in one page-table group."""
 
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[QueryChunk, ...]
     buckets: tuple[Bucket, ...]
 
 
-def find_writes(pages: Pages, works: Sequence[ScheduledSequence]) -> Writes:
+def find_writes(pages: PageMap, works: Sequence[ScheduledSequence]) -> Writes:
     """Where the step's tokens go."""
     rows, slots = [], []
     row = 0
@@ -148,7 +148,9 @@ def find_writes(pages: Pages, works: Sequence[ScheduledSequence]) -> Writes:
     return Writes(None if is_all else pages.tensor(kept_rows), pages.by_slot(np.concatenate(slots)))
 
 
-def find_reads(pages: Pages, segments: Sequence[Segment], window: int | None, dtype: torch.dtype) -> Reads:
+def find_reads(
+    pages: PageMap, segments: Sequence[QuerySegment], window: int | None, dtype: torch.dtype
+) -> Reads:
     """Where the keys of the segments lie; `dtype` is that of the masks."""
     chunks = tuple(_chunk(pages, segment, window) for segment in segments if not segment.is_single)
     singles = [_Single(pages, segment, window) for segment in segments if segment.is_single]
@@ -158,26 +160,26 @@ def find_reads(pages: Pages, segments: Sequence[Segment], window: int | None, dt
     return Reads(chunks, buckets)
 
 
-def _lowest(segment: Segment, window: int | None) -> int:
+def _lowest(segment: QuerySegment, window: int | None) -> int:
     return 0 if window is None else max(0, segment.start - window + 1)
 
 
-def _chunk(pages: Pages, segment: Segment, window: int | None) -> Chunk:
+def _chunk(pages: PageMap, segment: QuerySegment, window: int | None) -> QueryChunk:
     lowest = _lowest(segment, window)
     if not pages.keeping.is_whole:
         positions, slots = pages.keeping.kept(segment.work, (lowest, segment.stop))
         found = pages.by_unit(pages.firsts(segment.work, slots))
-        return Chunk(segment, lowest, found, len(slots), pages.tensor(positions))
+        return QueryChunk(segment, lowest, found, len(slots), pages.tensor(positions))
     if segment.work.start == 0:
-        return Chunk(segment, 0, None, segment.stop)
+        return QueryChunk(segment, 0, None, segment.stop)
     _, slots = pages.keeping.kept(segment.work, (lowest, segment.stop))
-    return Chunk(segment, lowest, pages.by_unit(pages.firsts(segment.work, slots)), len(slots))
+    return QueryChunk(segment, lowest, pages.by_unit(pages.firsts(segment.work, slots)), len(slots))
 
 
 class _Single:
     """One decoding sequence: its query row and where its keys lie."""
 
-    def __init__(self, pages: Pages, segment: Segment, window: int | None) -> None:
+    def __init__(self, pages: PageMap, segment: QuerySegment, window: int | None) -> None:
         self.row = segment.first
         _, slots = pages.keeping.kept(segment.work, (_lowest(segment, window), segment.stop))
         self.slots = pages.firsts(segment.work, slots)
@@ -193,7 +195,7 @@ def _by_length(singles: list[_Single]) -> list[list[_Single]]:
     return [sorted(part, key=lambda single: single.row) for part in parts]
 
 
-def _bucket(pages: Pages, singles: list[_Single], num_rows: int, dtype: torch.dtype) -> Bucket:
+def _bucket(pages: PageMap, singles: list[_Single], num_rows: int, dtype: torch.dtype) -> Bucket:
     lengths = np.array([len(single.slots) for single in singles])
     longest = int(lengths.max())
     shape = (len(singles), pages.num_units, longest)
@@ -217,7 +219,7 @@ _END = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class RankRows:
     """Which cp rank computes which rows of a batch: each a part, or each all."""
 
     count: int
@@ -230,11 +232,11 @@ class Rows:
         return [last - first for first, last in self.cuts]
 
 
-def deal_rows(count: int, num_ranks: int) -> Rows:
+def deal_rows(count: int, num_ranks: int) -> RankRows:
     """Rows are divided if every cp rank gets at least two; all ranks get the same result."""
     is_dealt = num_ranks > 1 and count >= 2 * num_ranks
     cuts = even_cuts(count, num_ranks, extra_first=True) if is_dealt else ((0, count),) * num_ranks
-    return Rows(count, cuts, is_dealt)
+    return RankRows(count, cuts, is_dealt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +308,7 @@ class AttentionInputs:
     v: Tensor
     stored: CachedRows
 
-    def of_chunk(self, chunk: Chunk) -> ChunkInputs:
+    def of_chunk(self, chunk: QueryChunk) -> ChunkInputs:
         """What a chunk attends with."""
         part = chunk.segment
         q = self.q
@@ -337,7 +339,7 @@ class AttentionOutput:
         assert self._whole is not None, "a pass without rows attends to nothing"
         return self._whole
 
-    def put_chunk(self, chunk: Chunk, mixed: Tensor) -> None:
+    def put_chunk(self, chunk: QueryChunk, mixed: Tensor) -> None:
         """The rows of a chunk."""
         first, last = chunk.segment.first, chunk.segment.last
         if last - first == self._num_rows:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from baton.engine.attention import softmax
 from baton.engine.attention.prefill import seen
-from baton.engine.attention.slots import Bucket, CachedRows, Chunk, Reads
+from baton.engine.attention.slots import Bucket, CachedRows, QueryChunk, Reads
 from baton.engine.models.base import IndexQuery
 from baton.engine.parallel import RankGroup
 
@@ -49,7 +49,7 @@ class Chooser:
             buckets=tuple(map(self._narrowed, reads.buckets, buckets)),
         )
 
-    def _of_chunk(self, chunk: Chunk) -> Tensor:
+    def _of_chunk(self, chunk: QueryChunk) -> Tensor:
         """(rows, keys): minus infinity for what comes later."""
         part = chunk.segment
         queries, weights = self._rows(slice(part.first, part.last))
@@ -100,7 +100,7 @@ class Chooser:
         for rows, best in placed:
             best.scores.masked_fill_(~is_mine[rows, : best.scores.shape[1]], _HIDDEN)
 
-    def _hidden(self, chunk: Chunk, best: Best) -> Chunk:
+    def _hidden(self, chunk: QueryChunk, best: Best) -> QueryChunk:
         """The chunk with everything masked that is not chosen."""
         bias = best.bias(self.query.queries.dtype)
         every = bias.new_full((len(bias), best.num_keys), _HIDDEN)

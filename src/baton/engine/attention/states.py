@@ -4,6 +4,11 @@ Theory. A state's page is a slot, one per sequence. Before a sequence's first to
 whatever the slot held before, so a slot needs no clearing when it is reused. Sequences with equally many rows
 are computed together, among them all that decode.
 
+A state cannot forget a token, so it never takes in a draft token before that is accepted. What is stored is
+the state after the last known token; the rows of the draft tokens behind it are computed from there and kept
+beside the pool. The next step says how many of them were accepted, and computes these once more before its
+own: rows are small, and a state for each of them would not be.
+
 Units are cut over tp component by component. A rank may compute with units that another keeps (a value head
 whose key head lies elsewhere, where sizes do not divide); then the kept ones are gathered over tp first.
 Whether that is needed follows from the cut, so all ranks of a group agree. Over cp, states are mirrored.
@@ -19,7 +24,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.pools import CachePools
-from baton.engine.commands import Batch, ScheduledSequence
+from baton.engine.commands import ScheduledBatch, ScheduledSequence
 from baton.engine.models.base import Recurrence
 from baton.engine.parallel import RankGroup
 from baton.errors import EngineError
@@ -33,6 +38,10 @@ class Alike:
     """Sequences with equally many rows in a pass."""
 
     num_tokens: int
+    num_drafted: int
+    """How many of the last tokens are draft tokens."""
+    num_accepted: int
+    """Draft tokens of their last step that come before these tokens."""
     rows: Tensor | None
     """Of all of them, one sequence after the other; None: these are all rows, in their order."""
     slots: Tensor
@@ -43,7 +52,7 @@ class Alike:
 class PassStates:
     """The states of a batch's sequences; every rank of a tp group has the same batch."""
 
-    def __init__(self, batch: Batch, pools: CachePools, tp: RankGroup) -> None:
+    def __init__(self, batch: ScheduledBatch, pools: CachePools, tp: RankGroup) -> None:
         self._batch = batch
         self._pools = pools
         self._tp = tp
@@ -56,9 +65,18 @@ class PassStates:
         for alike in self._of_group(group):
             taken = rows if alike.rows is None else rows.index_select(0, alike.rows)
             before = {part: self._read(part, layer, units, alike) for part, units in rule.parts.items()}
-            out, after = rule.advance(torch.unflatten(taken, 0, (-1, alike.num_tokens)), before)
+            own = torch.unflatten(taken, 0, (-1, alike.num_tokens))
+            known, guessed = own.tensor_split((alike.num_tokens - alike.num_drafted,), dim=1)
+            if alike.num_accepted:
+                accepted = self._pools.guessed[layer].index_select(0, alike.slots)[:, : alike.num_accepted]
+                known = torch.cat((accepted, known), dim=1)
+            out, after = rule.advance(known, before)
             for part, state in after.items():
                 self._write(part, layer, state, (rule.parts[part], alike.slots))
+            out = out[:, alike.num_accepted :]
+            if alike.num_drafted:
+                self._keep_guessed(layer, guessed, alike.slots)
+                out = torch.cat((out, rule.advance(guessed, after)[0]), dim=1)
             flat = out.flatten(0, 1)
             if alike.rows is None:
                 return flat
@@ -98,6 +116,16 @@ class PassStates:
         start = units[self._tp.index][0]
         pool.index_copy_(0, slots, state[:, first - start : last - start].to(pool.dtype))
 
+    def _keep_guessed(self, layer: int, rows: Tensor, slots: Tensor) -> None:
+        kept, num_drafted = self._pools.guessed.get(layer), rows.shape[1]
+        if kept is None or kept.shape[1] < num_drafted:
+            num_slots = self._pools.view("ssm", layer).shape[0]
+            wider = rows.new_zeros((num_slots, *rows.shape[1:]))
+            if kept is not None:
+                wider[:, : kept.shape[1]] = kept
+            kept = self._pools.guessed[layer] = wider
+        kept[:, :num_drafted].index_copy_(0, slots, rows)
+
     def _blocks(self, part: str, layer: int) -> tuple[Range, ...]:
         """The units that each tp rank keeps."""
         component: Component = self._pools.component(part, layer)
@@ -108,15 +136,16 @@ def _spelt_out(blocks: Sequence[Range]) -> list[int]:
     return [unit for block in blocks for unit in range(*block)]
 
 
-def _alike(batch: Batch, group: str, device: torch.device) -> list[Alike]:
-    works: dict[int, list[tuple[ScheduledSequence, int]]] = {}
+def _alike(batch: ScheduledBatch, group: str, device: torch.device) -> list[Alike]:
+    works: dict[tuple[int, int, int], list[tuple[ScheduledSequence, int]]] = {}
     row = 0
     for work in batch.sequences:
         if work.tokens:
-            works.setdefault(len(work.tokens), []).append((work, row))
+            key = (len(work.tokens), work.num_drafted, work.num_accepted)
+            works.setdefault(key, []).append((work, row))
         row += len(work.tokens)
     found = []
-    for num_tokens, members in sorted(works.items()):
+    for (num_tokens, num_drafted, num_accepted), members in sorted(works.items()):
         slots = torch.tensor([_slot(work, group) for work, _ in members])
         begun = [i for i, (work, _) in enumerate(members) if work.start == 0]
         rows = None
@@ -127,6 +156,8 @@ def _alike(batch: Batch, group: str, device: torch.device) -> list[Alike]:
         found.append(
             Alike(
                 num_tokens,
+                num_drafted,
+                num_accepted,
                 rows,
                 slots.to(device, non_blocking=True),
                 torch.tensor(begun).to(device, non_blocking=True) if begun else None,

@@ -1,4 +1,4 @@
-"""The interface between models and the engine: what a layer provides, and what a pass offers to it.
+"""The interface between models and the engine: what a pass offers to layers, and what a rank holds.
 
 Theory. The runner owns the loop over layers and every collective; a model knows neither. A layer has two
 halves, a mixer (over tokens) and an MLP (over channels). Each half returns a *partial* result, this rank's
@@ -125,25 +125,6 @@ class Recurrence(Protocol):
         """From these states on with rows (sequences, tokens, channels): the results, and the states after."""
 
 
-class Layer(Protocol):
-    """One layer on one rank."""
-
-    index: int
-    """Global layer id."""
-
-    def mix(self, x: Tensor, attention: Attention) -> Tensor:
-        """This rank's part of the mixer's output for the residual stream x (rows, hidden)."""
-
-    def join_mix(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """The residual stream after the mixer, given the summed output."""
-
-    def feed(self, x: Tensor) -> Tensor:
-        """This rank's part of the MLP's output."""
-
-    def join_feed(self, x: Tensor, fed: Tensor) -> Tensor:
-        """The residual stream after the MLP, given the summed output."""
-
-
 @dataclass(frozen=True, slots=True)
 class Share:
     """Which part of something cut `count` ways: part `index`."""
@@ -164,52 +145,3 @@ class Cut:
     """dp x tp: MLP width and experts."""
     dtype: torch.dtype
     device: torch.device
-
-
-class Embedding(Protocol):
-    """Token ids to rows; cut by vocabulary over tp, so the result is a partial sum."""
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """(rows,) -> partial (rows, hidden): zero for ids of other ranks."""
-
-    def scale(self, x: Tensor) -> Tensor:
-        """What the family does to the summed embedding before the first layer."""
-
-
-class Head(Protocol):
-    """The last norm and this rank's slice of the vocabulary."""
-
-    def normed(self, x: Tensor) -> Tensor:
-        """(rows, hidden) after the last norm: what a draft goes on from."""
-
-    def logits(self, x: Tensor) -> Tensor:
-        """(rows, hidden) -> (rows, vocabulary of this rank), float32; ranks in order make up the whole."""
-
-
-class Draft(Protocol):
-    """A layer that guesses the token after the next, on the last stage."""
-
-    @property
-    def layer(self) -> Layer:
-        """What stores its cache entries."""
-
-    @property
-    def embedding(self) -> Embedding:
-        """The model's own."""
-
-    @property
-    def head(self) -> Head:
-        """A norm of its own before the model's vocabulary."""
-
-    def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """Rows before its layer, of the next tokens' embeddings and the model's normed last rows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """What one rank runs."""
-
-    layers: tuple[Layer, ...]
-    embedding: Embedding | None
-    head: Head | None
-    draft: Draft | None = None

@@ -4,56 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
-from baton.engine.models.base import Layer
 from baton.engine.models.config import ModelFields
 from baton.engine.models.gqa import GqaSpec
-from baton.engine.models.layers import DecoderSpec, MixerSpec, MlpSpec
+from baton.engine.models.layers import DecoderSpec, DraftSpec, MixerSpec, MlpSpec, Names, NormSpec
 from baton.engine.models.mla import MlaSpec
 from baton.engine.models.mlp import NAMES, DenseSpec
-from baton.engine.models.moe import MoeSpec, Rule
+from baton.engine.models.moe import ClampedSpec, MoeSpec, Rule
 from baton.engine.models.rope import RopeSpec, read_rope, rope_values, yarn_amplitude
-from baton.engine.models.weights import Loader
 from baton.plan.kinds import Paged
 from baton.plan.models.families.attention import heads_and_dim
 from baton.plan.models.fields import Reader
 from baton.plan.ranges import to_ids
 
 
-class LayerSpec(Protocol):
-    """What a config says of a layer."""
-
-    def load(self, loader: Loader, index: int, /) -> Layer:
-        """This rank's part of layer `index`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Blueprint:
     """A model as its config describes it."""
 
-    hidden_size: int
     vocab_size: int
-    norm_eps: float
     is_tied: bool
     """The head's matrix is the embedding's."""
-    layers: tuple[LayerSpec, ...]
-    num_experts: int = 0
+    norm: NormSpec
+    """The last one, and those of the layers."""
+    layers: tuple[DecoderSpec, ...]
     embedding_factor: float = 1.0
     """What embeddings are multiplied with before the first layer."""
-    is_norm_centred: bool = False
-    """The last norm's weight is kept as its difference to 1."""
     norm_name: str = "model.norm"
     """What the family calls the last norm."""
     head_factor: float = 1.0
     """What logits are multiplied with."""
-    draft: LayerSpec | None = None
+    stage_starts: tuple[int, ...] | None = None
+    """Layers that a pipeline stage may begin with, where not every one can."""
+    draft: DraftSpec | None = None
     """The layer after the last one that guesses a token further, where the checkpoint has one."""
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a mixture layer, 0 where there is none."""
+        mlps = (layer.mlp for layer in self.layers)
+        return max((mlp.num_experts for mlp in mlps if isinstance(mlp, MoeSpec | ClampedSpec)), default=0)
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """Models that are built alike: how a config is read, and fields that it may leave out."""
+class ModelFamily:
+    """Models that are built alike: how a config is read, and defaults beside the common ones."""
 
     read: Callable[[ModelFields], Blueprint]
     defaults: Mapping[str, object] = field(default_factory=dict)
@@ -66,12 +61,19 @@ COMMON_DEFAULTS: Mapping[str, object] = {
 }
 
 
-def assemble(fields: ModelFields, mixers: Sequence[MixerSpec], mlps: Sequence[MlpSpec]) -> Blueprint:
-    """A model of plain decoder layers."""
-    hidden, eps = fields.number("hidden_size"), fields.real("rms_norm_eps")
-    layers = tuple(DecoderSpec(hidden, eps, mixer, mlp) for mixer, mlp in zip(mixers, mlps, strict=True))
-    is_tied = fields.flag("tie_word_embeddings")
-    return Blueprint(hidden, fields.number("vocab_size"), eps, is_tied, layers)
+def assemble(
+    fields: ModelFields,
+    mixers: Sequence[MixerSpec],
+    mlps: Sequence[MlpSpec],
+    names: Sequence[Names] | None = None,
+    *,
+    is_norm_centred: bool = False,
+) -> Blueprint:
+    """A model of decoder layers; the weights of centred norms are kept as their difference to 1."""
+    norm = NormSpec(fields.number("hidden_size"), fields.real("rms_norm_eps"), is_norm_centred)
+    parts = zip(mixers, mlps, names or [Names()] * len(mlps), strict=True)
+    layers = tuple(DecoderSpec(norm, *part) for part in parts)
+    return Blueprint(fields.number("vocab_size"), fields.flag("tie_word_embeddings"), norm, layers)
 
 
 def read_activation(fields: ModelFields) -> str:
@@ -85,8 +87,14 @@ def read_dense(fields: ModelFields, has_bias: bool = False) -> DenseSpec:
     return DenseSpec(hidden, width, read_activation(fields), has_bias)
 
 
+def read_moe(fields: ModelFields, num_experts: int, rule: Rule) -> MoeSpec:
+    """A mixture of so many routed experts, without one that every token uses."""
+    hidden, width = fields.number("hidden_size"), fields.number("moe_intermediate_size")
+    return MoeSpec(hidden, num_experts, width, read_activation(fields), rule)
+
+
 def read_gqa(fields: ModelFields, *, is_partly_turned: bool = False) -> GqaSpec:
-    """The attention of layers that cache keys and values, without bias, norm or window."""
+    """The attention of layers that cache keys and values, without norm or window."""
     hidden, num_heads = fields.number("hidden_size"), fields.number("num_attention_heads")
     num_kv_heads, head_dim = heads_and_dim(fields)
     rope = read_rope(fields, head_dim)
@@ -95,7 +103,8 @@ def read_gqa(fields: ModelFields, *, is_partly_turned: bool = False) -> GqaSpec:
             f"partial_rotary_factor turns {rope.dim} of {head_dim} channels, "
             "which this family does not know; remove it"
         )
-    return GqaSpec(hidden, num_heads, num_kv_heads, head_dim, rope)
+    has_bias = fields.flag("attention_bias")
+    return GqaSpec(hidden, num_heads, num_kv_heads, head_dim, rope, has_bias, has_bias)
 
 
 def read_windows(fields: ModelFields, read: Reader) -> list[int | None]:
@@ -159,27 +168,19 @@ def assemble_latent(
     fields: ModelFields, mixers: Sequence[MlaSpec], rule: Rule, has_mlp_bias: bool = False
 ) -> Blueprint:
     """The model, its first layers dense."""
-    dense, sparse = read_dense(fields, has_mlp_bias), _read_moe(fields, rule, has_mlp_bias)
+    dense = read_dense(fields, has_mlp_bias)
+    sparse = read_moe(fields, fields.number("n_routed_experts"), rule)
+    shared = fields.number_or_none("n_shared_experts", least=0)
+    sparse = replace(
+        sparse,
+        is_routed_in_float32=True,
+        shared=replace(dense, width=sparse.width * shared) if shared else None,
+    )
     first = fields.number("first_k_dense_replace", least=0)
     step = fields.number("moe_layer_freq")
     types = fields.per_layer("mlp_layer_types", (DENSE, SPARSE))
     if types is None:
         types = [SPARSE if i >= first and i % step == 0 else DENSE for i in range(fields.num_layers)]
-    mlps = [sparse if each == SPARSE else dense for each in types]
-    made = assemble(fields, mixers, mlps)
+    made = assemble(fields, mixers, [sparse if each == SPARSE else dense for each in types])
     has_draft = bool(fields.number_or_none("num_nextn_predict_layers", least=0))
-    return replace(made, num_experts=sparse.num_experts, draft=made.layers[-1] if has_draft else None)
-
-
-def _read_moe(fields: ModelFields, rule: Rule, has_mlp_bias: bool) -> MoeSpec:
-    hidden, width = fields.number("hidden_size"), fields.number("moe_intermediate_size")
-    activation, shared = read_activation(fields), fields.number_or_none("n_shared_experts", least=0)
-    return MoeSpec(
-        hidden_size=hidden,
-        num_experts=fields.number("n_routed_experts"),
-        width=width,
-        activation=activation,
-        rule=rule,
-        is_routed_in_float32=True,
-        shared=DenseSpec(hidden, width * shared, activation, has_mlp_bias) if shared else None,
-    )
+    return replace(made, draft=DraftSpec(made.layers[-1]) if has_draft else None)

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from baton.engine.checkpoint import Checkpoint
+from baton.checkpoint.base import Checkpoint
 from baton.engine.models import families
-from baton.engine.models.base import Cut, Share, Stage
-from baton.engine.models.blueprint import Blueprint, Family
+from baton.engine.models.base import Cut, Share
+from baton.engine.models.blueprint import COMMON_DEFAULTS, Blueprint, ModelFamily
 from baton.engine.models.config import ModelFields
-from baton.engine.models.layers import NormSpec, VocabularyEmbedding, VocabularyHead, load_draft
+from baton.engine.models.layers import ModelStage, VocabularyEmbedding, VocabularyHead
 from baton.engine.models.weights import (
     DryLoader,
     Linear,
@@ -51,6 +51,8 @@ class Architecture:
     eos_ids: tuple[int, ...]
     num_experts: int
     """Routed experts of a mixture layer, 0 where there is none."""
+    stage_starts: tuple[int, ...] | None
+    """Layers that a pipeline stage may begin with, where not every one can."""
 
 
 def describe(config: Mapping[str, Any], max_context: int | None = None) -> Architecture:
@@ -68,12 +70,13 @@ def describe(config: Mapping[str, Any], max_context: int | None = None) -> Archi
     return Architecture(
         model_type=str(config["model_type"]),
         num_layers=len(blueprint.layers),
-        hidden_size=blueprint.hidden_size,
+        hidden_size=blueprint.norm.size,
         vocab_size=blueprint.vocab_size,
         max_positions=fields.max_positions,
         dtype=str(dtype),
         eos_ids=fields.numbers("eos_token_id"),
         num_experts=blueprint.num_experts,
+        stage_starts=blueprint.stage_starts,
     )
 
 
@@ -83,7 +86,7 @@ def build(
     *,
     max_context: int | None = None,
     has_draft: bool = False,
-) -> Stage:
+) -> ModelStage:
     """What one rank runs, with its slices of the weights and nothing else read.
 
     No position may reach `max_context`, if given; with `has_draft` the last stage has the model's draft
@@ -103,7 +106,7 @@ def check_weights(checkpoint: Checkpoint, cut: Cut | None = None, *, has_draft: 
     with ShapesOnly():
         _load(blueprint, loader)
     if loader.problems:
-        listed = "; ".join(loader.problems[:PROBLEMS_SHOWN])
+        listed = "; ".join(list(loader.problems)[:PROBLEMS_SHOWN])
         further = len(loader.problems) - PROBLEMS_SHOWN
         more = f"; and {further} more" if further > 0 else ""
         raise ConfigError(f"the checkpoint does not match its config: {listed}{more}")
@@ -114,13 +117,13 @@ def _whole(blueprint: Blueprint) -> Cut:
     return Cut((0, len(blueprint.layers)), Share(), Share(), torch.float32, torch.device("meta"))
 
 
-def _load(blueprint: Blueprint, loader: Loader) -> Stage:
+def _load(blueprint: Blueprint, loader: Loader) -> ModelStage:
     first, last = loader.cut.layers
     num_layers = len(blueprint.layers)
     if not 0 <= first < last <= num_layers:
         raise ConfigError(f"layers {first} to {last} of a model with {num_layers}; use a part of these")
     layers = tuple(blueprint.layers[i].load(loader, i) for i in range(first, last))
-    vocabulary = (blueprint.vocab_size, blueprint.hidden_size)
+    vocabulary = (blueprint.vocab_size, blueprint.norm.size)
     span = cut_evenly(blueprint.vocab_size, loader.cut.heads)
     embedding, head, draft = None, None, None
     if first == 0 or (blueprint.draft is not None and last == num_layers):
@@ -130,18 +133,16 @@ def _load(blueprint: Blueprint, loader: Loader) -> Stage:
         is_whole = loader.cut.heads.count == 1
         embedding = VocabularyEmbedding(weight, span[0], is_whole, blueprint.embedding_factor)
     if last == num_layers:
-        spec = NormSpec(blueprint.hidden_size, blueprint.norm_eps, blueprint.is_norm_centred)
-        norm = spec.load(loader, f"{blueprint.norm_name}.weight")
-        is_shared = blueprint.is_tied and embedding is not None
-        name = EMBEDDING if blueprint.is_tied else HEAD
-        if is_shared and embedding:
+        norm = blueprint.norm.load(loader, f"{blueprint.norm_name}.weight")
+        if blueprint.is_tied and embedding is not None:
             output = embedding.weight
         else:
+            name = EMBEDDING if blueprint.is_tied else HEAD
             output = laid_out(loader.take(rows(name, vocabulary, span)))
         head = VocabularyHead(norm, Linear(output), blueprint.head_factor)
         if blueprint.draft is not None and embedding is not None:
-            draft = load_draft(loader, blueprint.draft.load(loader, num_layers), spec, (embedding, head))
-    return Stage(layers, embedding if first == 0 else None, head, draft)
+            draft = blueprint.draft.load(loader, num_layers, (embedding, head))
+    return ModelStage(layers, embedding if first == 0 else None, head, draft)
 
 
 def _blueprint(config: Mapping[str, Any], has_draft: bool) -> Blueprint:
@@ -149,7 +150,8 @@ def _blueprint(config: Mapping[str, Any], has_draft: bool) -> Blueprint:
     fields, found = _read(config)
     if has_draft and found.draft is None:
         raise fields.refusal(
-            "there is no draft layer that can be run (num_nextn_predict_layers); decode without drafts"
+            "there is no draft layer that can be run (num_nextn_predict_layers, mtp_num_hidden_layers); "
+            "decode without drafts"
         )
     return found if has_draft else replace(found, draft=None)
 
@@ -163,14 +165,14 @@ def _read(config: Mapping[str, Any]) -> tuple[ModelFields, Blueprint]:
             f"use a model of one of {', '.join(known)}"
         )
     family = known[model_type]
-    fields = ModelFields(f"config of a {model_type} model", {**family.defaults, **config})
+    fields = ModelFields(f"config of a {model_type} model", {**COMMON_DEFAULTS, **family.defaults, **config})
     return fields, family.read(fields)
 
 
 @cache
-def _families() -> dict[str, Family]:
+def _families() -> dict[str, ModelFamily]:
     """Every family by model_type: what the modules of the folder list."""
-    found: dict[str, Family] = {}
+    found: dict[str, ModelFamily] = {}
     for module in pkgutil.iter_modules(families.__path__):
         found |= importlib.import_module(f"{families.__name__}.{module.name}").FAMILIES
     return dict(sorted(found.items()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from baton.engine.models.weights import (
     OutputSlice,
     TensorSlice,
     cut_heads,
-    laid_out,
     load_fused,
     load_partial,
     rows,
@@ -46,28 +45,32 @@ class GqaSpec:
     scale: float | None = None
     """Of scores, where it is not the inverse root of the channels."""
     has_sinks: bool = False
+    is_gated: bool = False
+    """Results are gated; q_proj gives each head's gates beside its queries."""
 
-    def load(self, loader: Loader, index: int, prefix: str, num_wide: int = 1) -> Gqa:
-        """This rank's heads; `prefix` names the module, of which q_proj may give more than queries."""
+    def load(self, loader: Loader, index: int, prefix: str) -> Gqa:
+        """This rank's heads; `prefix` names the module."""
         share, dim = loader.cut.heads, self.head_dim
         q, kv = cut_heads(self.num_heads, self.num_kv_heads, share)
-        named = {
-            "q_proj": (self.num_heads * num_wide, scaled(q, num_wide)),
-            "k_proj": (self.num_kv_heads, kv),
-            "v_proj": (self.num_kv_heads, kv),
-        }
-        parts = [
-            OutputSlice(f"{prefix}.{name}", count * dim, scaled(span, dim), self.has_input_bias)
-            for name, (count, span) in named.items()
-        ]
+
+        def part(name: str, count: int, span: Range) -> OutputSlice:
+            return OutputSlice(f"{prefix}.{name}", count * dim, scaled(span, dim), self.has_input_bias)
+
+        queries, gates = [part("q_proj", self.num_heads, q)], []
+        if self.is_gated:
+            pairs = [(2 * head, 2 * head + 1, 2 * head + 2) for head in range(*q)]
+            queries = [part("q_proj", 2 * self.num_heads, (first, middle)) for first, middle, _ in pairs]
+            gates = [part("q_proj", 2 * self.num_heads, (middle, last)) for _, middle, last in pairs]
+        cached = [part(name, self.num_kv_heads, kv) for name in ("k_proj", "v_proj")]
         shape = (self.hidden_size, self.num_heads * dim)
         output = InputSlice(f"{prefix}.o_proj", shape, scaled(q, dim), share, self.has_output_bias)
         num_heads, num_kv_heads = q[1] - q[0], kv[1] - kv[0]
         return Gqa(
             index=index,
+            spec=self,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            project=load_fused(loader, self.hidden_size, parts),
+            project=load_fused(loader, self.hidden_size, [*queries, *cached, *gates]),
             norm=self._norm(loader, prefix, num_heads, num_kv_heads),
             rope=loader.rope(self.rope),
             options=self._options(loader, prefix, q),
@@ -88,9 +91,10 @@ class GqaSpec:
 
 @dataclass(frozen=True, slots=True)
 class Gqa:
-    """One layer's attention on one rank."""
+    """One layer's attention on one rank; its projection gives queries, keys, values and gates."""
 
     index: int
+    spec: GqaSpec
     num_heads: int
     num_kv_heads: int
     project: Linear
@@ -101,57 +105,15 @@ class Gqa:
 
     def mix(self, x: Tensor, attention: Attention) -> Tensor:
         """This rank's heads' part of the output for normed rows x."""
-        return self.output(self.attend(self.project(x), attention))
-
-    def attend(self, projected: Tensor, attention: Attention) -> Tensor:
-        """What this rank's heads give for rows of queries, keys and values, one head after the other."""
-        num_turned = self.num_heads + self.num_kv_heads
-        projected = projected.view(projected.shape[0], num_turned + self.num_kv_heads, -1)
-        qk, v = torch.split_with_sizes(projected, (num_turned, self.num_kv_heads), 1)
+        num_turned, num_cached = self.num_heads + self.num_kv_heads, self.num_kv_heads
+        projected = torch.unflatten(self.project(x), 1, (-1, self.spec.head_dim))
+        qk, v, gates = projected.tensor_split((num_turned, num_turned + num_cached), dim=1)
         if self.norm is not None:
             qk = self.norm(qk)
         qk = self.rope.rotate(qk, attention.positions)
         q, k = torch.split_with_sizes(qk, (self.num_heads, self.num_kv_heads), 1)
-        return attention.heads(self.index, q, k, v, self.options).flatten(1)
-
-
-# Grouped-query attention whose results are gated: q_proj gives each head's gates beside its queries.
-
-
-@dataclass(frozen=True, slots=True)
-class GatedGqaSpec:
-    """The attention that is gated."""
-
-    inner: GqaSpec
-
-    def load(self, loader: Loader, index: int, prefix: str) -> GatedGqa:
-        """This rank's heads; `prefix` names the module."""
-        found, dim = self.inner.load(loader, index, prefix, 2), self.inner.head_dim
-        num_gates = found.num_heads * dim
-        return GatedGqa(replace(found, project=_gates_last(found.project, dim, num_gates)), num_gates)
-
-
-@dataclass(frozen=True, slots=True)
-class GatedGqa:
-    """One layer's attention on one rank; its projection gives the gates of all heads last."""
-
-    inner: Gqa
-    num_gates: int
-
-    def mix(self, x: Tensor, attention: Attention) -> Tensor:
-        """This rank's heads' part of the output for normed rows x."""
-        projected = self.inner.project(x)
-        num_cached = projected.shape[1] - self.num_gates
-        mixed = self.inner.attend(projected[:, :num_cached], attention)
-        return self.inner.output(mixed * projected[:, num_cached:].sigmoid())
-
-
-def _gates_last(project: Linear, dim: int, num_gates: int) -> Linear:
-    """The same with the gates of all heads after everything else, not beside each head's queries."""
-    order = torch.arange(len(project.weight), device=project.weight.device)
-    pairs = order[: 2 * num_gates].view(-1, 2, dim)
-    order = torch.cat((pairs[:, 0].flatten(), order[2 * num_gates :], pairs[:, 1].flatten()))
-    return Linear(laid_out(project.weight[order]), None if project.bias is None else project.bias[order])
+        mixed = attention.heads(self.index, q, k, v, self.options)
+        return self.output((mixed * gates.sigmoid() if self.spec.is_gated else mixed).flatten(1))
 
 
 # Several mixers on the same rows, whose results are added.

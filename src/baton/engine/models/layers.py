@@ -1,4 +1,4 @@
-"""The layer that most families share: norm, mixer, residual, norm, MLP, residual."""
+"""The layer that all families share: norm, mixer, residual, norm, MLP, residual."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton.engine.models.base import Attention, Layer
+from baton.engine.models.base import Attention
 from baton.engine.models.fused import kernels_for
 from baton.engine.models.weights import Linear, Loader, OutputSlice, TensorSlice, load_fused
 
@@ -51,57 +51,68 @@ class Names:
     """Empty where the layer itself holds what the mixer consists of."""
     mlp_norm: str = "post_attention_layernorm"
     mlp: str = "mlp"
+    mixed_norm: str = ""
+    """Of what the mixer gives, before it is added; empty where that is not normed."""
+    fed_norm: str = ""
+    """Of what the MLP gives."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """What a config says of a layer."""
 
-    hidden_size: int
-    norm_eps: float
+    norm: NormSpec
+    """All norms of a layer are alike."""
     mixer: MixerSpec
     mlp: MlpSpec
     names: Names = Names()
-    is_norm_centred: bool = False
 
-    def load(self, loader: Loader, index: int) -> Decoder:
-        """This rank's part of layer `index`."""
-        prefix = f"model.layers.{index}"
-        norm, names = NormSpec(self.hidden_size, self.norm_eps, self.is_norm_centred), self.names
+    def load(self, loader: Loader, index: int, prefix: str = "") -> Decoder:
+        """This rank's part of layer `index`, from the module named `prefix` or else by its index."""
+        prefix, names = prefix or f"model.layers.{index}", self.names
+
+        def norm(name: str) -> RmsNorm | None:
+            return self.norm.load(loader, f"{prefix}.{name}.weight") if name else None
+
         return Decoder(
             index=index,
-            mixer_norm=norm.load(loader, f"{prefix}.{names.mixer_norm}.weight"),
+            mixer_norm=self.norm.load(loader, f"{prefix}.{names.mixer_norm}.weight"),
             mixer=self.mixer.load(loader, index, f"{prefix}.{names.mixer}".removesuffix(".")),
-            mlp_norm=norm.load(loader, f"{prefix}.{names.mlp_norm}.weight"),
+            mixed_norm=norm(names.mixed_norm),
+            mlp_norm=self.norm.load(loader, f"{prefix}.{names.mlp_norm}.weight"),
             mlp=self.mlp.load(loader, index, f"{prefix}.{names.mlp}"),
+            fed_norm=norm(names.fed_norm),
         )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Decoder:
-    """A layer on one rank; see `baton.engine.models.base.Layer`."""
+    """A layer on one rank; `baton.engine.models.base` says how its methods are called."""
 
     index: int
+    """Global layer id."""
     mixer_norm: RmsNorm
     mixer: Mixer
+    mixed_norm: RmsNorm | None
     mlp_norm: RmsNorm
     mlp: Mlp
+    fed_norm: RmsNorm | None
 
     def mix(self, x: Tensor, attention: Attention) -> Tensor:
         """This rank's part of the mixer's output."""
         return self.mixer.mix(self.mixer_norm(x), attention)
 
     def join_mix(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """The residual stream after the mixer."""
-        return x + mixed
+        """The residual stream after the mixer, given the summed output."""
+        return x + (mixed if self.mixed_norm is None else self.mixed_norm(mixed))
 
     def feed(self, x: Tensor) -> Tensor:
         """This rank's part of the MLP's output."""
         return self.mlp.feed(self.mlp_norm(x))
 
     def join_feed(self, x: Tensor, fed: Tensor) -> Tensor:
-        """The residual stream after the MLP."""
-        return x + fed
+        """The residual stream after the MLP, given the summed output."""
+        return x + (fed if self.fed_norm is None else self.fed_norm(fed))
 
 
 # Root-mean-square norm.
@@ -197,57 +208,17 @@ class VocabularyHead:
     """What the family multiplies logits with."""
 
     def normed(self, x: Tensor) -> Tensor:
-        """(rows, hidden) after the last norm."""
+        """(rows, hidden) after the last norm: what a draft goes on from."""
         return self.norm(x)
 
     def logits(self, x: Tensor) -> Tensor:
-        """(rows, hidden) -> (rows, vocabulary of this rank), float32."""
+        """(rows, hidden) -> (rows, vocabulary of this rank), float32; ranks in order make up the whole."""
         logits = self.output(self.norm(x)).to(torch.float32)
         return logits if self.factor == 1.0 else logits * self.factor
 
 
-# A layer with a norm on both sides of each half: what a half gives is normed before it is added.
-
-
-@dataclass(frozen=True, slots=True)
-class SandwichSpec:
-    """What a config says of a layer; all four norms are alike."""
-
-    norm: NormSpec
-    mixer: MixerSpec
-    mlp: MlpSpec
-
-    def load(self, loader: Loader, index: int) -> Sandwich:
-        """This rank's part of layer `index`."""
-        prefix = f"model.layers.{index}"
-        return Sandwich(
-            index=index,
-            mixer_norm=self.norm.load(loader, f"{prefix}.input_layernorm.weight"),
-            mixer=self.mixer.load(loader, index, f"{prefix}.self_attn"),
-            mixed_norm=self.norm.load(loader, f"{prefix}.post_attention_layernorm.weight"),
-            mlp_norm=self.norm.load(loader, f"{prefix}.pre_feedforward_layernorm.weight"),
-            mlp=self.mlp.load(loader, index, f"{prefix}.mlp"),
-            fed_norm=self.norm.load(loader, f"{prefix}.post_feedforward_layernorm.weight"),
-        )
-
-
-@dataclass(slots=True)
-class Sandwich(Decoder):
-    """A layer on one rank."""
-
-    mixed_norm: RmsNorm
-    fed_norm: RmsNorm
-
-    def join_mix(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """The residual stream after the mixer."""
-        return x + self.mixed_norm(mixed)
-
-    def join_feed(self, x: Tensor, fed: Tensor) -> Tensor:
-        """The residual stream after the MLP."""
-        return x + self.fed_norm(fed)
-
-
-# A draft layer as DeepSeek-V3 publishes it: it guesses, from a token and the row before it, the token after.
+# A draft layer as DeepSeek-V3 and Qwen3-Next have it: it guesses, from a token and the row before it, the
+# token after.
 #
 # Theory. Row t of the model predicts token t + 1. Row t of the draft sees that row and token t + 1, once it
 # is known, and predicts token t + 2. It stores its cache entry at place t, as any layer does, so that the
@@ -255,33 +226,58 @@ class Sandwich(Decoder):
 
 
 @dataclass(frozen=True, slots=True)
-class DraftLayer:
-    """A draft on one rank; see `baton.engine.models.base.Draft`."""
+class DraftSpec:
+    """What a config says of a draft layer, and what its family calls the parts of it, or else DeepSeek."""
 
-    layer: Layer
+    layer: DecoderSpec
+    prefix: str = "model.layers.{index}"
+    inner: str = ""
+    """Of the layer itself, behind the prefix."""
+    joined: str = "eh_proj"
+    token_norm: str = "enorm"
+    row_norm: str = "hnorm"
+    norm: str = "shared_head.norm"
+
+    def load(
+        self, loader: Loader, index: int, ends: tuple[VocabularyEmbedding, VocabularyHead]
+    ) -> DraftLayer:
+        """The draft around its layer; embedding and output are the model's own, whose copies are not read."""
+        prefix, norm = self.prefix.format(index=index), self.layer.norm
+        embedding, head = ends
+        joined = OutputSlice(f"{prefix}.{self.joined}", norm.size, (0, norm.size))
+        return DraftLayer(
+            layer=self.layer.load(loader, index, f"{prefix}.{self.inner}".removesuffix(".")),
+            embedding=embedding,
+            head=VocabularyHead(norm.load(loader, f"{prefix}.{self.norm}.weight"), head.output, head.factor),
+            token_norm=norm.load(loader, f"{prefix}.{self.token_norm}.weight"),
+            row_norm=norm.load(loader, f"{prefix}.{self.row_norm}.weight"),
+            joined=load_fused(loader, 2 * norm.size, (joined,)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLayer:
+    """A draft on one rank, on the last stage."""
+
+    layer: Decoder
     embedding: VocabularyEmbedding
+    """The model's own."""
     head: VocabularyHead
+    """A norm of its own before the model's vocabulary."""
     token_norm: RmsNorm
     row_norm: RmsNorm
     joined: Linear
 
     def join(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """Both, each normed, side by side through one matrix, which every rank has whole."""
+        """The next tokens' embeddings and the model's normed last rows, side by side through one matrix."""
         return self.joined(torch.cat((self.token_norm(embedded), self.row_norm(hidden)), dim=-1))
 
 
-def load_draft(
-    loader: Loader, layer: Layer, norm: NormSpec, ends: tuple[VocabularyEmbedding, VocabularyHead]
-) -> DraftLayer:
-    """The draft around its layer; embedding and output are the model's own, whose copies are not read."""
-    prefix = f"model.layers.{layer.index}"
-    embedding, head = ends
-    joined = OutputSlice(f"{prefix}.eh_proj", norm.size, (0, norm.size))
-    return DraftLayer(
-        layer=layer,
-        embedding=embedding,
-        head=VocabularyHead(norm.load(loader, f"{prefix}.shared_head.norm.weight"), head.output, head.factor),
-        token_norm=norm.load(loader, f"{prefix}.enorm.weight"),
-        row_norm=norm.load(loader, f"{prefix}.hnorm.weight"),
-        joined=load_fused(loader, 2 * norm.size, (joined,)),
-    )
+@dataclass(frozen=True, slots=True)
+class ModelStage:
+    """What one rank runs."""
+
+    layers: tuple[Decoder, ...]
+    embedding: VocabularyEmbedding | None
+    head: VocabularyHead | None
+    draft: DraftLayer | None = None

@@ -1,8 +1,7 @@
 """Mamba2: a selective state space, a matrix of state per head, whose B and C are shared by groups of heads.
 
-tp cuts heads and groups each by itself; with more ranks than groups, groups are mirrored. The norm of some
-families reaches over all heads of a group, or of the layer: where these lie on several ranks, their squares
-are summed over tp.
+With more tp ranks than groups, groups are mirrored. The norm of some families reaches over all heads of a
+group, or of the layer: where these lie on several ranks, their squares are summed over tp.
 """
 
 from __future__ import annotations
@@ -16,23 +15,10 @@ from torch.nn import functional
 
 from baton.engine.models import selective_scan
 from baton.engine.models.base import Attention, States
-from baton.engine.models.recurrence import Convolution
-from baton.engine.models.weights import (
-    InputSlice,
-    Linear,
-    Loader,
-    OutputSlice,
-    covering,
-    cut_mirrored,
-    cut_units,
-    laid_out,
-    load_partial,
-    rows,
-    scaled,
-)
+from baton.engine.models.recurrence import RecurrentUnits
+from baton.engine.models.weights import Linear, Loader, OutputSlice, load_fused, rows, scaled
+from baton.plan.kinds import Recurrent
 from baton.plan.ranges import Range
-
-PARTS = ("x", "B", "C")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +35,8 @@ class Mamba2Spec:
     """The sizes and options of one layer's state space."""
 
     hidden_size: int
-    num_heads: int
-    num_groups: int
-    head_dim: int
-    state_dim: int
-    num_taps: int
+    kind: Recurrent
+    """What it caches: a state for each head, the convolution's over x by heads, B and C by groups."""
     activation: str
     has_input_bias: bool = False
     has_conv_bias: bool = True
@@ -63,105 +46,70 @@ class Mamba2Spec:
     """What the outputs of the first projection are multiplied with: gates, x, B, C and steps."""
 
     @property
-    def width(self) -> int:
-        """Channels of all heads."""
-        return self.num_heads * self.head_dim
+    def head_dim(self) -> int:
+        return self.kind.convs[0].channels
 
     @property
-    def num_each(self) -> int:
-        """Heads of a group."""
-        return self.num_heads // self.num_groups
+    def state_dim(self) -> int:
+        return self.kind.convs[1].channels
+
+    @property
+    def width(self) -> int:
+        """Channels of all heads."""
+        return self.kind.heads * self.head_dim
 
     def load(self, loader: Loader, index: int, prefix: str) -> Mamba2:
         """This rank's heads and the groups that it needs; `prefix` names the module."""
-        share = loader.cut.heads
-        heads = cut_units(self.num_heads, "head", share)
-        groups = covering(heads, cut_units(self.num_groups, "group", share), self.num_each)
-        head, group = heads[share.index], groups[share.index]
-        spans = self._spans(head, group)
-        conv = [(first - self.width, last - self.width) for first, last in (spans[part] for part in PARTS)]
-        added = cut_mirrored(heads, self.head_dim, share)
-        shape = (self.hidden_size, self.width)
+        name, bias = f"{prefix}.conv1d", self.has_conv_bias
+        units = RecurrentUnits.load(loader, self.kind, name, self.activation, bias)
+        parts = self._parts(units, f"{prefix}.in_proj")
+        sizes = (self.hidden_size, self.head_dim)
+        added, output = units.load_output(loader, f"{prefix}.out_proj", sizes, self.has_output_bias)
         return Mamba2(
             index=index,
             rule=SelectiveRule(
                 spec=self,
-                parts={"ssm": heads, "conv.x": heads, "conv.B": groups, "conv.C": groups},
-                num_units=(head[1] - head[0], group[1] - group[0]),
-                group_of_head=torch.arange(*head, device=loader.cut.device) // self.num_each - group[0],
-                convolution=self._convolution(loader, prefix, conv),
-                by_head=self._by_head(loader, prefix, head),
+                units=units,
+                group_of_head=units.group_of_head("conv.B", loader.cut.device),
+                log_rate=units.by_head(loader, f"{prefix}.A_log"),
+                step_bias=units.by_head(loader, f"{prefix}.dt_bias"),
+                skip=units.by_head(loader, f"{prefix}.D"),
             ),
-            project=self._project(loader, f"{prefix}.in_proj", spans),
-            factors=self._factors(loader, spans),
-            norm=self._norm(loader, f"{prefix}.norm.weight", added, heads) if self.norm else None,
-            added=(added[0] - head[0] * self.head_dim, added[1] - head[0] * self.head_dim),
-            output=load_partial(
-                loader, InputSlice(f"{prefix}.out_proj", shape, added, share, self.has_output_bias)
-            ),
+            project=load_fused(loader, self.hidden_size, parts),
+            factors=self._factors(loader, parts),
+            norm=self._norm(loader, f"{prefix}.norm.weight", added, units) if self.norm else None,
+            added=added,
+            output=output,
         )
 
-    def _spans(self, head: Range, group: Range) -> dict[str, Range]:
+    def _parts(self, units: RecurrentUnits, name: str) -> list[OutputSlice]:
         """Where the first projection has this rank's gates, x, B, C and steps."""
-        channels, states = scaled(head, self.head_dim), scaled(group, self.state_dim)
-        num_states = self.num_groups * self.state_dim
-        firsts = {
-            "z": (channels, 0),
-            "x": (channels, self.width),
-            "B": (states, 2 * self.width),
-            "C": (states, 2 * self.width + num_states),
-            "dt": (head, 2 * self.width + 2 * num_states),
-        }
-        return {part: (first + span[0], first + span[1]) for part, (span, first) in firsts.items()}
+        channels = scaled(units.heads, self.head_dim)
+        states = scaled(units.own("conv.B"), self.state_dim)
+        num_states = self.kind.convs[1].units.count * self.state_dim
+        sizes = (self.width, self.width, num_states, num_states, self.kind.heads)
+        parts, before = [], 0
+        for (first, last), size in zip((channels, channels, states, states, units.heads), sizes, strict=True):
+            parts.append(OutputSlice(name, sum(sizes), (before + first, before + last), self.has_input_bias))
+            before += size
+        return parts
 
-    def _project(self, loader: Loader, name: str, spans: Mapping[str, Range]) -> Linear:
-        num_outputs = 2 * self.width + 2 * self.num_groups * self.state_dim + self.num_heads
-        parts = [OutputSlice(name, num_outputs, span, self.has_input_bias) for span in spans.values()]
-        shape = (num_outputs, self.hidden_size)
-        weight = loader.join([rows(f"{name}.weight", shape, part.span) for part in parts])
-        bias = None
-        if self.has_input_bias:
-            bias = loader.join([rows(f"{name}.bias", shape[:1], part.span) for part in parts])
-        return Linear(laid_out(weight), bias)
-
-    def _factors(self, loader: Loader, spans: Mapping[str, Range]) -> Tensor | None:
+    def _factors(self, loader: Loader, parts: Sequence[OutputSlice]) -> Tensor | None:
         if set(self.factors) == {1.0}:
             return None
-        sizes = [last - first for first, last in spans.values()]
         each = torch.tensor(self.factors, dtype=loader.cut.dtype, device=loader.cut.device)
-        return torch.cat([each[i].expand(size) for i, size in enumerate(sizes)])
+        return torch.cat([each[i].expand(part.span[1] - part.span[0]) for i, part in enumerate(parts)])
 
-    def _convolution(self, loader: Loader, prefix: str, spans: Sequence[Range]) -> Convolution:
-        num_channels = self.width + 2 * self.num_groups * self.state_dim
-        shape = (num_channels, 1, self.num_taps + 1)
-        weight = loader.join([rows(f"{prefix}.conv1d.weight", shape, span) for span in spans])
-        bias = None
-        if self.has_conv_bias:
-            bias = loader.join([rows(f"{prefix}.conv1d.bias", shape[:1], span) for span in spans])
-        return Convolution(weight.squeeze(1), bias, self.activation)
-
-    def _by_head(self, loader: Loader, prefix: str, head: Range) -> ByHead:
-        shape = (self.num_heads,)
-        names = ("A_log", "dt_bias", "D")
-        return ByHead(*(loader.take(rows(f"{prefix}.{name}", shape, head), torch.float32) for name in names))
-
-    def _norm(self, loader: Loader, name: str, added: Range, heads: Sequence[Range]) -> GroupNorm:
+    def _norm(self, loader: Loader, name: str, added: slice, units: RecurrentUnits) -> GroupNorm:
         assert self.norm is not None
-        size = self.width // self.norm.num_groups
-        channels = torch.arange(*added, device=loader.cut.device)
+        size, heads = self.width // self.norm.num_groups, units.parts["ssm"]
+        first = units.heads[0] * self.head_dim
+        span = (first + added.start, first + added.stop)
+        channels = torch.arange(*span, device=loader.cut.device)
         is_whole = all(scaled(head, self.head_dim)[0] % size == 0 for head in heads)
         has_mirrors = len(set(heads)) < len(heads)
-        weight = loader.take(rows(name, (self.width,), added))
+        weight = loader.take(rows(name, (self.width,), span))
         return GroupNorm(self.norm, weight, channels // size, size, not is_whole or has_mirrors)
-
-
-@dataclass(frozen=True, slots=True)
-class ByHead:
-    """Numbers of each head, in float32."""
-
-    log_rate: Tensor
-    step_bias: Tensor
-    skip: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,36 +117,27 @@ class SelectiveRule:
     """The recurrence of one layer on one rank; rows are [x | B | C | steps]."""
 
     spec: Mamba2Spec
-    parts: Mapping[str, Sequence[Range]]
-    num_units: tuple[int, int]
-    """Heads and groups that are computed here."""
+    units: RecurrentUnits
     group_of_head: Tensor
-    convolution: Convolution
-    by_head: ByHead
+    log_rate: Tensor
+    step_bias: Tensor
+    skip: Tensor
+
+    @property
+    def parts(self) -> Mapping[str, Sequence[Range]]:
+        """By component: the units that each tp rank computes with."""
+        return self.units.parts
 
     def advance(self, rows: Tensor, states: States) -> tuple[Tensor, States]:
         """(n, tokens, channels of all heads), and the states after."""
-        (num_heads, num_groups), spec = self.num_units, self.spec
-        counts = (num_heads, num_groups, num_groups)
-        sizes = (num_heads * spec.head_dim, *(num_groups * spec.state_dim,) * 2)
-        mixed, steps = torch.split_with_sizes(rows, (sum(sizes), num_heads), -1)
-        before = torch.cat([states[f"conv.{part}"].flatten(1, 2) for part in PARTS], dim=1)
-        mixed, after = self.convolution.advance(mixed, before)
-        split = torch.split_with_sizes(mixed.float(), sizes, -1)
-        x, into, out_of = (
-            torch.unflatten(each, -1, (count, -1)) for each, count in zip(split, counts, strict=True)
-        )
-        step = functional.softplus(steps.float() + self.by_head.step_bias).unsqueeze(-1)
-        log_decay = -self.by_head.log_rate.exp().unsqueeze(-1) * step
-        state = torch.unflatten(states["ssm"].float(), -1, (spec.head_dim, spec.state_dim))
+        mixed, steps = rows.tensor_split((-self.units.num_heads,), dim=-1)
+        (x, into, out_of), convs = self.units.convolve(mixed, states)
+        step = functional.softplus(steps.float() + self.step_bias).unsqueeze(-1)
+        log_decay = -self.log_rate.exp().unsqueeze(-1) * step
+        state = torch.unflatten(states["ssm"].float(), -1, (self.spec.head_dim, self.spec.state_dim))
         tokens = selective_scan.ScanTokens(x * step, log_decay, into, out_of)
         out, state = selective_scan.advance(tokens, self.group_of_head, state)
-        out = (out + x * self.by_head.skip.unsqueeze(-1)).flatten(2)
-        kept = torch.split_with_sizes(after, sizes, 1)
-        convs = {
-            f"conv.{part}": torch.unflatten(each, 1, (count, -1))
-            for part, each, count in zip(PARTS, kept, counts, strict=True)
-        }
+        out = (out + x * self.skip.unsqueeze(-1)).flatten(2)
         return out.to(rows.dtype), {"ssm": state.flatten(-2), **convs}
 
 
@@ -233,8 +172,8 @@ class Mamba2:
     project: Linear
     factors: Tensor | None
     norm: GroupNorm | None
-    added: Range
-    """The channels of this rank's heads that it adds to the output; other mirrors add the others."""
+    added: slice
+    """The channels of this rank's heads that it adds to the output."""
     output: Linear
 
     def mix(self, x: Tensor, attention: Attention) -> Tensor:
@@ -242,10 +181,9 @@ class Mamba2:
         projected = self.project(x)
         if self.factors is not None:
             projected = projected * self.factors
-        num_gates = self.rule.num_units[0] * self.rule.spec.head_dim
-        added = slice(*self.added)
-        mixed = attention.recur(self.index, projected[:, num_gates:], self.rule)[:, added].float()
-        gates = projected[:, :num_gates][:, added].float()
+        num_gates = self.rule.units.num_heads * self.rule.spec.head_dim
+        mixed = attention.recur(self.index, projected[:, num_gates:], self.rule)[:, self.added].float()
+        gates = projected[:, :num_gates][:, self.added].float()
         if self.norm is not None:
             mixed = self.norm(mixed, gates, attention)
         else:

@@ -33,6 +33,8 @@ class DenseSpec:
     gate_factor: float = 1.0
     """What gates are multiplied with before they are activated."""
     output_factor: float = 1.0
+    is_weighed: bool = False
+    """Each row weighs the result by itself, as Qwen's shared experts; the module for that ends in `_gate`."""
 
     def load(self, loader: Loader, _index: int, prefix: str) -> Dense:
         """This rank's part of the width; `prefix` names the module."""
@@ -44,26 +46,28 @@ class DenseSpec:
         ]
         down = InputSlice(f"{prefix}.down_proj", (self.hidden_size, self.width), span, share, self.has_bias)
         project, output = load_fused(loader, self.hidden_size, parts), load_partial(loader, down)
-        return Dense(project, output, self.activation, self.gate_factor, self.output_factor)
+        weight = TensorSlice(f"{prefix}_gate.weight", (1, self.hidden_size))
+        return Dense(self, project, output, Linear(loader.take(weight)) if self.is_weighed else None)
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
     """One gated MLP on one rank."""
 
+    spec: DenseSpec
     project: Linear
     output: Linear
-    activation: str
-    gate_factor: float = 1.0
-    output_factor: float = 1.0
+    weight: Linear | None = None
 
     def feed(self, x: Tensor) -> Tensor:
         """This rank's part of the output for normed rows x."""
-        projected = self.project(x)
-        if self.gate_factor != 1.0:
-            projected[:, : projected.shape[1] // 2] *= self.gate_factor
-        fed = self.output(gated(projected, self.activation))
-        return fed if self.output_factor == 1.0 else fed * self.output_factor
+        projected, spec = self.project(x), self.spec
+        if spec.gate_factor != 1.0:
+            projected[:, : projected.shape[1] // 2] *= spec.gate_factor
+        fed = self.output(gated(projected, spec.activation))
+        if self.weight is not None:
+            fed = fed * self.weight(x).sigmoid()
+        return fed if spec.output_factor == 1.0 else fed * spec.output_factor
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -84,30 +88,3 @@ def gated(x: Tensor, activation: str) -> Tensor:
         return fed
     gate, up = x.chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate).mul_(up)
-
-
-# An MLP whose result each row weighs by itself, such as the shared expert of Qwen's later mixtures.
-
-
-@dataclass(frozen=True, slots=True)
-class WeightedSpec:
-    """The MLP that is weighed; the weighing module has its name and `_gate`."""
-
-    inner: DenseSpec
-
-    def load(self, loader: Loader, index: int, prefix: str) -> Weighted:
-        """This rank's part of the width; `prefix` names the module."""
-        gate = loader.take(TensorSlice(f"{prefix}_gate.weight", (1, self.inner.hidden_size)))
-        return Weighted(self.inner.load(loader, index, prefix), Linear(gate))
-
-
-@dataclass(frozen=True, slots=True)
-class Weighted:
-    """One such MLP on one rank."""
-
-    inner: Dense
-    gate: Linear
-
-    def feed(self, x: Tensor) -> Tensor:
-        """This rank's part of the output for normed rows x."""
-        return self.inner.feed(x) * self.gate(x).sigmoid()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from baton.engine.checkpoint import Checkpoint
+from baton.checkpoint.base import Checkpoint
 from baton.engine.models.base import Cut, Share
 from baton.engine.models.rope import Rope, RopeSpec
 from baton.errors import ConfigError, EngineError
@@ -110,7 +110,8 @@ class DryLoader(Loader):
 
     def __init__(self, checkpoint: Checkpoint, cut: Cut) -> None:
         super().__init__(checkpoint, Cut(cut.layers, cut.heads, cut.width, cut.dtype, torch.device("meta")))
-        self.problems: list[str] = []
+        self.problems: dict[str, None] = {}
+        """Each once: several pieces may be of one tensor."""
         self.num_bytes = 0
         """Of all that was taken."""
 
@@ -118,7 +119,7 @@ class DryLoader(Loader):
         """An empty stand-in."""
         problem = shape_problem(self._checkpoint, piece)
         if problem:
-            self.problems.append(problem)
+            self.problems[problem] = None
         taken = torch.empty(piece.sizes, dtype=dtype or self.cut.dtype, device=self.cut.device)
         self.num_bytes += taken.nbytes
         return taken

@@ -20,7 +20,7 @@ from typing import Any
 from baton.errors import ConfigError
 from baton.plan.cache import Cache
 from baton.plan.models import families
-from baton.plan.models.fields import Family, Fields, shown, suggestion
+from baton.plan.models.fields import CacheFamily, Fields, shown, suggestion
 from baton.plan.models.parts import EXAMPLE, ModelPart, draft_of, parse_spec, stack
 
 _SUFFIX = ".json"
@@ -73,7 +73,7 @@ def _read_file(path: str) -> ModelPart:
         values: object = json.loads(Path(path).read_text("utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"{where}: cannot be read ({error.strerror}); check the path and its rights"
+            f"{where}: cannot be read ({error.strerror}); check the path and its permissions"
         ) from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: is not JSON ({_first_line(error)}); repair the file") from error
@@ -103,7 +103,8 @@ def read_config(values: object, where: str) -> ModelPart:
     """The layers that a config describes; `where` names it in messages."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where}: holds {shown(values)}; a config is a JSON object")
-    family, stated = _model(values, where)
+    stated = text_config(values, where)
+    family = _family(stated.get("model_type"), where)
     fields = Fields(where, {**family.defaults, **stated})
     return ModelPart(
         fields.num_layers, family.read(fields), active_parameters=_active_parameters(values, where)
@@ -116,18 +117,20 @@ def read_cache(values: object, where: str, *, has_draft: bool = False) -> Cache:
     return stack((part, draft_of(part)) if has_draft else (part,))
 
 
-def _model(values: Mapping[str, object], where: str) -> tuple[Family, Mapping[str, object]]:
-    """The family of a config and the fields of its language model, which a multimodal config nests."""
-    family = _family(values.get("model_type"), where)
+def text_config(values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The config of the language model, which a multimodal one nests; of what both state, the outer one's."""
     text = values.get("text_config")
     if text is None:
-        return family, values
+        return values
     if not isinstance(text, Mapping):
         raise ConfigError(f"{where}: text_config is {shown(text)}; it must be a JSON object")
-    return (_family(text["model_type"], where) if "model_type" in text else family), text
+    outer = {key: value for key, value in values.items() if value is not None and not key.endswith("_config")}
+    model_type = text.get("model_type", f"{values.get('model_type')}_text")
+    quantisation = {"quantization_config": values.get("quantization_config")}
+    return {**quantisation, **text, **outer, "model_type": model_type}
 
 
-def _family(model_type: object, where: str) -> Family:
+def _family(model_type: object, where: str) -> CacheFamily:
     known = _families()
     if not isinstance(model_type, str) or model_type not in known:
         raise ConfigError(
@@ -138,9 +141,9 @@ def _family(model_type: object, where: str) -> Family:
 
 
 @cache
-def _families() -> dict[str, Family]:
+def _families() -> dict[str, CacheFamily]:
     """Every family by model_type: what the modules of the folder list."""
-    known: dict[str, Family] = {}
+    known: dict[str, CacheFamily] = {}
     for module in pkgutil.iter_modules(families.__path__):
         known |= importlib.import_module(f"{families.__name__}.{module.name}").FAMILIES
     return dict(sorted(known.items()))

@@ -110,7 +110,7 @@ Reader: TypeAlias = Callable[[Fields], tuple[Placed, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class CacheFamily:
     """Models that spell their cache alike: how it is read, and fields that configs may leave out."""
 
     read: Reader

@@ -60,9 +60,11 @@ class Mixed:
 
 
 def draft_of(part: ModelPart) -> ModelPart:
-    """A draft of one layer that keeps what a model's last layer does, as those trained with a model do."""
-    last = ((part.num_layers - 1, part.num_layers),)
-    kinds = tuple((kind, ((0, 1),)) for kind, on in part.kinds if intersection(last, on))
+    """A draft of one layer that keeps what a model's last attention does, as trained with a model."""
+    attention = [(kind, on) for kind, on in part.kinds if not isinstance(kind, Recurrent)]
+    num_layers = max((stop for _, on in attention for _, stop in on), default=0)
+    last = ((num_layers - 1, num_layers),)
+    kinds = tuple((kind, ((0, 1),)) for kind, on in attention if intersection(last, on))
     return ModelPart(1, kinds, is_draft=True)
 
 

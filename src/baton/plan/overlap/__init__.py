@@ -116,7 +116,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class GroupPolicy:
     """How a policy is written, and how it cuts layers by their times, the prompt length and its option."""
 
     spelling: str
@@ -208,7 +208,7 @@ def why_whole(policy: str, num_layers: int, num_tokens: int) -> str:
     return known.why_whole(num_layers, num_tokens, option)
 
 
-def _parse(policy: str) -> tuple[Policy, str | None]:
+def _parse(policy: str) -> tuple[GroupPolicy, str | None]:
     name, separator, option = policy.partition(":")
     if name not in _policies():
         spellings = ", ".join(known.spelling for known in _policies().values())
@@ -222,8 +222,8 @@ def policy_names() -> tuple[str, ...]:
 
 
 @cache
-def _policies() -> dict[str, Policy]:
-    policies: dict[str, Policy] = {}
+def _policies() -> dict[str, GroupPolicy]:
+    policies: dict[str, GroupPolicy] = {}
     for module in pkgutil.iter_modules(__path__):
         policies |= importlib.import_module(f"{__name__}.{module.name}").POLICIES
     return dict(sorted(policies.items()))

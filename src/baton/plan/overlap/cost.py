@@ -19,7 +19,7 @@ predicted.
 import numpy as np
 import numpy.typing as npt
 
-from baton.plan.overlap import Groups, LayerTimes, Policy, refuse_option
+from baton.plan.overlap import GroupPolicy, Groups, LayerTimes, refuse_option
 
 TIE_RELATIVE = 1e-12
 """Sums of some hundred floats agree to about 1e-14; a smaller difference is rounding, not a better cut."""
@@ -61,4 +61,4 @@ def _why_cost(num_layers: int, num_tokens: int, option: str | None) -> str:
     return "one group is done soonest"
 
 
-POLICIES = {"cost": Policy("cost", cost_groups, _why_cost)}
+POLICIES = {"cost": GroupPolicy("cost", cost_groups, _why_cost)}

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 
 from baton.errors import ConfigError
-from baton.plan.overlap import Groups, LayerTimes, Policy, equal_groups, refuse_option
+from baton.plan.overlap import GroupPolicy, Groups, LayerTimes, equal_groups, refuse_option
 
 # One spelling per size, so that logs and configurations compare as text.
 SIZE_PATTERN = re.compile(r"[1-9][0-9]{0,5}")
@@ -102,7 +102,7 @@ def _why_adaptive(num_layers: int, num_tokens: int, option: str | None) -> str:
 
 
 POLICIES = {
-    "adaptive": Policy("adaptive", adaptive_groups, _why_adaptive),
-    "fixed": Policy("fixed:N", fixed_groups, _why_fixed),
-    "off": Policy("off", off_groups, lambda num_layers, num_tokens, option: "layers are not grouped"),
+    "adaptive": GroupPolicy("adaptive", adaptive_groups, _why_adaptive),
+    "fixed": GroupPolicy("fixed:N", fixed_groups, _why_fixed),
+    "off": GroupPolicy("off", off_groups, lambda num_layers, num_tokens, option: "layers are not grouped"),
 }

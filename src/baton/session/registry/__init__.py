@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from baton.session.registry.client import Registration, RegistryClient, check_registry
 from baton.session.registry.messages import (
-    Assigned,
     Change,
     ChangeKind,
     Member,
@@ -20,7 +19,6 @@ from baton.session.registry.messages import (
 from baton.session.registry.server import RegistryConfig, RegistryServer
 
 __all__ = [
-    "Assigned",
     "Change",
     "ChangeKind",
     "Member",

@@ -1,4 +1,4 @@
-"""A client of the registry: keeps members registered, looks instances up, watches, assigns transfers."""
+"""A client of the registry: keeps members registered, looks instances up, watches."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import random
 import secrets
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import quote, urlencode
 
 import aiohttp
@@ -22,9 +22,6 @@ from baton.errors import ConfigError
 from baton.session.registry.messages import (
     BEAT_S,
     BOOT_HEADER,
-    TRANSFER_TTL_S,
-    Assigned,
-    AssignmentRequest,
     Change,
     Member,
     Problem,
@@ -35,10 +32,8 @@ from baton.session.registry.messages import (
     Topology,
     check_instance,
     check_member,
-    check_transfer,
     sign,
 )
-from baton.session.registry.state import Expiries
 
 CALL_S_MAX = 5.0
 CLOSE_S_MAX = 2.0
@@ -53,8 +48,6 @@ _EVENTS: dict[str, type[Topology | Change]] = {"topology": Topology, "change": C
 log = logging.getLogger(__name__)
 
 Value = TypeVar("Value", bound=msgspec.Struct)
-Key: TypeAlias = tuple[str, str]
-"""Instance and transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,54 +220,6 @@ def _decode(kind: type[Topology | Change], data: bytes) -> Topology | Change:
         ) from None
 
 
-class Assignments:
-    """The dp groups that a client was given, sent again to a registry that restarted."""
-
-    def __init__(self) -> None:
-        self._requests: dict[Key, AssignmentRequest] = {}
-        self._expiries: Expiries[Key] = Expiries()
-
-    def add(self, key: Key, assigned: Assigned, ttl_s: float, now: float) -> None:
-        """Remembers an answer as the request that would repeat it."""
-        self._expire(now)
-        self._requests[key] = AssignmentRequest(assigned.dp, ttl_s, assigned.epoch)
-        self._expiries.set(key, now + ttl_s)
-
-    def drop(self, key: Key) -> None:
-        """Forgets it."""
-        self._requests.pop(key, None)
-        self._expiries.drop(key)
-
-    async def tell_again(self, tell: Callable[[Key, AssignmentRequest], Awaitable[object]]) -> None:
-        """Sends all of them to the registry; one whose instance is not back yet is tried until it is."""
-        backoff = Backoff(RETRY_S_FIRST, REPEAT_S_MAX)
-        left = set(self._requests)
-        while left:
-            for key in sorted(left):
-                if await self._is_told(key, tell):
-                    left.discard(key)
-            if left:
-                await asyncio.sleep(backoff.next())
-
-    async def _is_told(self, key: Key, tell: Callable[[Key, AssignmentRequest], Awaitable[object]]) -> bool:
-        self._expire(asyncio.get_running_loop().time())
-        request = self._requests.get(key)
-        if request is None:
-            return True
-        try:
-            await tell(key, request)
-        except RegistryError as error:
-            if error.refusal in (Refusal.UNKNOWN, Refusal.UNREACHABLE, Refusal.UNAUTHENTICATED, Refusal.FULL):
-                return False
-            log.warning("transfer %r of instance %r was not recorded again: %s", key[1], key[0], error)
-            self.drop(key)
-        return True
-
-    def _expire(self, now: float) -> None:
-        for key in self._expiries.pop_due(now):
-            del self._requests[key]
-
-
 class Registration:
     """A member that is being kept registered."""
 
@@ -337,8 +282,6 @@ class RegistryClient:
         self._connection = RegistryConnection(url, secret, ssl_context, self._restarted)
         self._on_displaced = on_displaced
         self._kept: dict[Registration, asyncio.Task[None]] = {}
-        self._assignments = Assignments()
-        self._telling: asyncio.Task[None] | None = None
         self._is_closed = False
 
     async def __aenter__(self) -> Self:
@@ -394,28 +337,13 @@ class RegistryClient:
                 trouble = str(error)
             await asyncio.sleep(backoff.next())
 
-    async def assign(
-        self, instance: str, transfer: str, dp: int | None = None, ttl_s: float = TRANSFER_TTL_S
-    ) -> Assigned:
-        """The dp group of a transfer: `dp`, or where that is None the recorded or the least loaded one."""
-        assigned = await self._tell((instance, transfer), AssignmentRequest(dp, ttl_s))
-        now = asyncio.get_running_loop().time()
-        self._assignments.add((instance, transfer), assigned, ttl_s, now)
-        return assigned
-
-    async def release(self, instance: str, transfer: str) -> bool:
-        """The transfer is over; answers whether the registry knew it."""
-        self._assignments.drop((instance, transfer))
-        call = RegistryCall("DELETE", _transfer_path((instance, transfer)))
-        return (await self._connection.call(call, Removed)).is_removed
-
     async def close(self) -> None:
         """Unregisters all members, as far as the registry answers, and ends."""
         self._is_closed = True
         members = [registration.member for registration in self._kept]
         for registration in self._kept:
             registration.end()
-        tasks = [*self._kept.values(), *([self._telling] if self._telling else [])]
+        tasks = list(self._kept.values())
         self._kept.clear()
         for task in tasks:
             task.cancel()
@@ -466,18 +394,9 @@ class RegistryClient:
     def _restarted(self) -> None:
         if self._is_closed:
             return
-        log.warning("registry %s has started anew; telling it everything again", self._connection.url)
+        log.warning("registry %s has started anew; registering again", self._connection.url)
         for registration in self._kept:
             registration.wake()
-        if self._telling is not None:
-            self._telling.cancel()
-        self._telling = _spawn(self._assignments.tell_again(self._tell))
-
-    async def _tell(self, key: Key, request: AssignmentRequest) -> Assigned:
-        check_instance(key[0])
-        check_transfer(key[1])
-        call = RegistryCall("PUT", _transfer_path(key), msgspec.json.encode(request))
-        return await self._connection.call(call, Assigned)
 
     async def _events(self) -> AsyncIterator[Topology | Change]:
         reader = EventReader()
@@ -496,11 +415,6 @@ def _spawn(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
 def _member_path(member: Member) -> str:
     return f"/v1/members/{quote(member.instance, safe='')}/{member.rank}"
-
-
-def _transfer_path(key: Key) -> str:
-    instance, transfer = key
-    return f"/v1/transfers/{quote(instance, safe='')}/{quote(transfer, safe='')}"
 
 
 def _listed(ranks: tuple[int, ...], most: int = 8) -> str:

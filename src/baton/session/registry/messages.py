@@ -20,7 +20,7 @@ import hashlib
 import hmac
 import re
 from enum import Enum
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -31,8 +31,6 @@ from baton.plan.layout import parse_layout
 BODY_BYTES_MAX = 16 << 10
 TTL_S = 10.0
 TTL_S_MAX = 3600.0
-TRANSFER_TTL_S = 600.0
-TRANSFER_TTL_S_MAX = 86_400.0
 BEAT_S = 5.0
 """A watch is never silent for longer."""
 BOOT_HEADER = "Baton-Registry"
@@ -60,9 +58,7 @@ WANTED = {
     "fingerprint": "1 to 256 printable ASCII characters",
     "transport": "1 to 256 printable ASCII characters",
     "url": "empty, or http(s)://host, perhaps with a port and a path, of at most 256 characters",
-    "ttl_s": "a number of seconds above 0 and at most 3600 for members, 86400 for transfers",
-    "transfer": "1 to 256 printable characters other than . and .., percent-encoded in the path",
-    "dp": "null, or the number of a dp group of the instance's layout, from 0",
+    "ttl_s": "a number of seconds above 0 and at most 3600",
 }
 
 
@@ -134,8 +130,6 @@ class Roster(msgspec.Struct, frozen=True, kw_only=True):
     url: str = ""
     """Where it answers HTTP; empty: nowhere."""
     ranks: tuple[int, ...]
-    loads: tuple[int, ...]
-    """Transfers in flight, by dp group; changes of these are not watched."""
     is_complete: bool
 
 
@@ -190,22 +184,6 @@ class Removed(msgspec.Struct, frozen=True):
     is_removed: bool
 
 
-class AssignmentRequest(msgspec.Struct, frozen=True):
-    """Assign a transfer to this dp group, or to the least loaded one."""
-
-    dp: Annotated[int, Meta(ge=0)] | None = None
-    ttl_s: Annotated[float, Meta(gt=0, le=TRANSFER_TTL_S_MAX)] = TRANSFER_TTL_S
-    epoch: Number | None = None
-    """Of the instance that the request is for; None: whichever is registered."""
-
-
-class Assigned(msgspec.Struct, frozen=True):
-    """The dp group of a transfer, in this incarnation of the instance."""
-
-    dp: int
-    epoch: int
-
-
 class Problem(msgspec.Struct, frozen=True):
     """Body of every refusal."""
 
@@ -219,9 +197,6 @@ class Health(msgspec.Struct, frozen=True):
     status: Literal["ok"] = "ok"
 
 
-Body = TypeVar("Body", Member, AssignmentRequest)
-
-
 def invalid(field: str, value: object) -> RegistryError:
     """The error for a field whose value cannot be used."""
     shown = repr(value)
@@ -229,8 +204,8 @@ def invalid(field: str, value: object) -> RegistryError:
     return RegistryError(Refusal.INVALID, f"{field} must be {WANTED[field]}; found {shown}")
 
 
-def read_body(kind: type[Body], body: bytes, **known: Any) -> Body:
-    """A record from JSON; `known` are fields that the path gives, which the body may repeat, not change."""
+def read_member(body: bytes, **known: Any) -> Member:
+    """A member from JSON; `known` are fields that the path gives, which the body may repeat, not change."""
     try:
         raw = msgspec.json.decode(body or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -244,12 +219,12 @@ def read_body(kind: type[Body], body: bytes, **known: Any) -> Body:
                 f"{field} is {value!r} in the path and {str(raw[field])[:100]!r} in the body; "
                 f"leave it out of the body, or make them equal",
             )
-    return _convert(kind, raw)
+    return _convert(raw)
 
 
-def _convert(kind: type[Body], raw: dict[str, Any]) -> Body:
+def _convert(raw: dict[str, Any]) -> Member:
     try:
-        return msgspec.convert(raw, kind)
+        return msgspec.convert(raw, Member)
     except msgspec.ValidationError as error:
         match = _FIELD.search(str(error))
         if match is None or match["field"] not in WANTED:
@@ -271,7 +246,7 @@ def read_number(field: str, text: str | None) -> int:
 
 def check_member(member: Member) -> int:
     """Refuses a member whose fields do not fit each other; answers how many ranks its instance has."""
-    _convert(Member, msgspec.to_builtins(member))  # a Struct made in Python is not checked on its own
+    _convert(msgspec.to_builtins(member))  # a Struct made in Python is not checked on its own
     try:
         num_ranks = parse_layout(member.layout).num_ranks
     except LayoutError as error:
@@ -301,17 +276,17 @@ def check_instance(instance: str) -> None:
         raise invalid("instance", instance)
 
 
-def check_transfer(transfer: str) -> None:
-    """Refuses a transfer id that cannot be part of a path."""
-    if not (1 <= len(transfer) <= 256 and transfer.isprintable()) or transfer in (".", ".."):
-        raise invalid("transfer", transfer)
-
-
 WINDOW_S = 30.0
 NUM_NONCES_MAX = 1_000_000
 
 _HEADER = re.compile(
     r"Baton (?P<time>[0-9]{1,12}(?:\.[0-9]{1,6})?):(?P<nonce>[0-9a-f]{32}):(?P<mac>[0-9a-f]{64})"
+)
+
+_SIGN = (
+    "send 'Baton time:nonce:mac': seconds since 1970, 32 new hex digits, and the HMAC-SHA256 under the "
+    "registry's secret of the lines 'baton-registry-1', method, path with query, SHA-256 of the body, time "
+    "and nonce"
 )
 
 
@@ -343,10 +318,10 @@ class Verifier:
     def refusal(self, request: tuple[str, str, bytes], header: str | None, now: float) -> str | None:
         """Why a request is not taken, or None; what is taken once is not taken again."""
         if header is None:
-            return "no Authorization header; sign the request as docs/registry.md says"
+            return f"no Authorization header; {_SIGN}"
         match = _HEADER.fullmatch(header)
         if match is None:
-            return "the Authorization header is not 'Baton time:nonce:mac'; see docs/registry.md"
+            return f"the Authorization header is not of its form; {_SIGN}"
         wanted = _mac(self._secret, request, match["time"], match["nonce"])
         if not hmac.compare_digest(wanted, match["mac"]):
             return "the MAC does not match; use the registry's secret, and sign the request as it is sent"

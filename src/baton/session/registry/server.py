@@ -22,10 +22,8 @@ from baton.session.registry.messages import (
     BODY_BYTES_MAX,
     BOOT_HEADER,
     WINDOW_S,
-    AssignmentRequest,
     Change,
     Health,
-    Member,
     Problem,
     Refusal,
     Registered,
@@ -34,7 +32,7 @@ from baton.session.registry.messages import (
     Topology,
     Verifier,
     check_instance,
-    read_body,
+    read_member,
     read_number,
 )
 from baton.session.registry.state import RegistryState
@@ -71,7 +69,7 @@ def _without_traceback(record: logging.LogRecord) -> bool:
 
 _aiohttp_log.addFilter(_without_traceback)
 
-Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ def encode(event: Topology | Change) -> bytes:
     )
 
 
-class Watcher:
+class Watch:
     """One open watch: events wait here until its connection takes them."""
 
     def __init__(self, num_waiting_max: int) -> None:
@@ -136,7 +134,7 @@ class Watchers:
     def __init__(self, num_waiting_max: int, beat_s: float) -> None:
         self._num_waiting_max = num_waiting_max
         self._beat_s = beat_s
-        self._open: dict[Watcher, web.Request] = {}
+        self._open: dict[Watch, web.Request] = {}
 
     def __len__(self) -> int:
         return len(self._open)
@@ -159,7 +157,7 @@ class Watchers:
             raise RegistryError(
                 Refusal.FULL, f"{NUM_WATCHERS_MAX} watches are open, the most there can be; close one"
             )
-        watcher = Watcher(self._num_waiting_max)
+        watcher = Watch(self._num_waiting_max)
         watcher.put(first)
         self._open[watcher] = request
         try:
@@ -171,7 +169,7 @@ class Watchers:
         finally:
             self._open.pop(watcher, None)
 
-    def _drop(self, watcher: Watcher) -> None:
+    def _drop(self, watcher: Watch) -> None:
         request = self._open.pop(watcher)
         watcher.end()
         if request.transport is not None:
@@ -272,19 +270,16 @@ class RegistryServer:
     def _routes(self) -> list[web.RouteDef]:
         # Spelt out because the default of a part takes no braces.
         member = "/v1/members/{instance:[^/]+}/{rank:[^/]+}"
-        transfer = "/v1/transfers/{instance:[^/]+}/{transfer:[^/]+}"
         return [
             web.put(member, self._register),
             web.delete(member, self._unregister),
-            web.put(transfer, self._assign),
-            web.delete(transfer, self._release),
             web.get("/v1/topology", self._topology, allow_head=False),
             web.get("/v1/watch", self._watch, allow_head=False),
             web.get("/health", self._health),
         ]
 
     @web.middleware
-    async def _edge(self, request: web.Request, handler: Answer) -> web.StreamResponse:
+    async def _edge(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Every request: authenticated before anything of it is looked at, and every refusal a Problem."""
         if request.path == "/health":
             return await handler(request)
@@ -298,7 +293,8 @@ class RegistryServer:
                 RegistryError(Refusal.TOO_LARGE, f"the body is longer than {BODY_BYTES_MAX} bytes; send less")
             )
         except web.HTTPException as error:
-            text = f"{request.method} {request.path!r}: {error.reason}; docs/registry.md lists what there is"
+            paths = "/v1/members, /v1/topology, /v1/watch or /health"
+            text = f"{request.method} {request.path!r}: {error.reason}; use {paths}"
             return _json(Problem(Refusal.UNKNOWN, text), error.status)
         finally:
             self._settle()
@@ -361,7 +357,7 @@ class RegistryServer:
     async def _register(self, request: web.Request) -> web.Response:
         path = request.match_info
         rank = read_number("rank", path["rank"])
-        member = read_body(Member, await request.read(), instance=path["instance"], rank=rank)
+        member = read_member(await request.read(), instance=path["instance"], rank=rank)
         return self._answer(Registered(self._state.register(member, self._now())))
 
     async def _unregister(self, request: web.Request) -> web.Response:
@@ -375,15 +371,6 @@ class RegistryServer:
             check_instance(name)
         found = self._state.topology(self._now(), names)
         return self._answer(found, 200 if found.is_complete else STATUSES[Refusal.INCOMPLETE])
-
-    async def _assign(self, request: web.Request) -> web.Response:
-        path = request.match_info
-        wanted = read_body(AssignmentRequest, await request.read())
-        return self._answer(self._state.assign(path["instance"], path["transfer"], self._now(), wanted))
-
-    async def _release(self, request: web.Request) -> web.Response:
-        path = request.match_info
-        return self._answer(Removed(self._state.release(path["instance"], path["transfer"], self._now())))
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(

@@ -1,12 +1,9 @@
 """The state of a registry, without clock or socket: `now` is an argument in seconds.
 
-An instance is held under one epoch at a time. A higher epoch displaces the lower one with all of its members
-and transfers; a lower one is refused, also for a while after the last member of the higher one has left, so
+An instance is held under one epoch at a time. A higher epoch displaces the lower one with all of its members;
+a lower one is refused, also for a while after the last member of the higher one has left, so
 that a process that was only asleep does not come back as the instance. Members of one epoch agree on
 everything but their rank.
-
-Transfers are counted by dp group and chosen for by that count alone. They belong to the epoch too: a later
-incarnation of the instance knows nothing of them.
 """
 
 from __future__ import annotations
@@ -18,9 +15,6 @@ from typing import Generic, TypeAlias, TypeVar
 
 from baton.plan.layout import parse_layout
 from baton.session.registry.messages import (
-    TRANSFER_TTL_S,
-    Assigned,
-    AssignmentRequest,
     Change,
     ChangeKind,
     Member,
@@ -30,20 +24,16 @@ from baton.session.registry.messages import (
     Roster,
     Topology,
     check_member,
-    check_transfer,
 )
 
 EPOCH_KEPT_S = 3600.0
 NUM_INSTANCES_MAX = 4096
 NUM_MEMBERS_MAX = 131_072
-NUM_TRANSFERS_MAX = 1_000_000
 
 _SLACK = 64
 """Old entries of a heap that are not worth a sweep."""
 
 Key = TypeVar("Key", bound=tuple[object, ...])
-
-DEFAULT_REQUEST = AssignmentRequest(None, TRANSFER_TTL_S)
 
 
 class Expiries(Generic[Key]):
@@ -86,15 +76,11 @@ class Expiries(Generic[Key]):
 
 @dataclass(slots=True)
 class RegisteredInstance:
-    """One instance under its newest epoch; without members it is kept for its epoch and transfers alone."""
+    """One instance under its newest epoch; without members it is kept for its epoch alone."""
 
     epoch: int
     layout: str
     members: dict[int, Member] = field(default_factory=dict)
-    transfers: dict[str, int] = field(default_factory=dict)
-    """The dp group of each."""
-    loads: list[int] = field(default_factory=list)
-    """Transfers of each dp group."""
 
     def missing(self) -> tuple[int, ...]:
         """Ranks of the layout that have not registered."""
@@ -117,16 +103,14 @@ class Capacity:
 
     num_instances_max: int = NUM_INSTANCES_MAX
     num_members_max: int = NUM_MEMBERS_MAX
-    num_transfers_max: int = NUM_TRANSFERS_MAX
 
 
 MemberKey: TypeAlias = tuple[str, int]
-TransferKey: TypeAlias = tuple[str, str]
 NameKey: TypeAlias = tuple[str]
 
 
 class RegistryState:
-    """Members and transfers; changes of the topology wait in it until they are taken."""
+    """Members by instance; changes of the topology wait in it until they are taken."""
 
     def __init__(self, boot: str, capacity: Capacity | None = None) -> None:
         self._boot = boot
@@ -135,10 +119,8 @@ class RegistryState:
         self._num_changes = 0
         self._changes: list[Change] = []
         self._members: Expiries[MemberKey] = Expiries()
-        self._transfers: Expiries[TransferKey] = Expiries()
         self._names: Expiries[NameKey] = Expiries()
         self._num_members = 0
-        self._num_transfers = 0
 
     def register(self, member: Member, now: float) -> bool:
         """Registers or renews a member; answers whether it had not been known."""
@@ -167,51 +149,6 @@ class RegistryState:
         self._remove(instance, rank, ChangeKind.UNREGISTERED, now)
         return True
 
-    def assign(
-        self, instance: str, transfer: str, now: float, request: AssignmentRequest = DEFAULT_REQUEST
-    ) -> Assigned:
-        """The dp group of a transfer: the recorded one, else the one wanted for, else the least loaded."""
-        check_transfer(transfer)
-        self.expire(now)
-        held = self._instances.get(instance)
-        dp = None if held is None else held.transfers.get(transfer)
-        if held is None or (dp is None and not held.members):
-            raise RegistryError(
-                Refusal.UNKNOWN, f"instance {instance!r} is not registered; ask again when it has started"
-            )
-        if request.epoch not in (None, held.epoch):
-            raise RegistryError(
-                Refusal.CONFLICT,
-                f"transfer {transfer!r} was meant for epoch {request.epoch} of instance {instance!r}, which "
-                f"is at epoch {held.epoch}; give the attempt a new transfer id",
-            )
-        if dp is None:
-            dp = self._choose(instance, held, request.dp)
-            self._limit(self._num_transfers, self._capacity.num_transfers_max, "transfers")
-            self._num_transfers += 1
-            held.transfers[transfer] = dp
-            held.loads[dp] += 1
-        elif request.dp not in (None, dp):
-            raise RegistryError(
-                Refusal.CONFLICT,
-                f"transfer {transfer!r} has dp group {dp} of instance {instance!r}, not {request.dp}; "
-                f"take that one, or give the attempt a new transfer id",
-            )
-        self._transfers.set((instance, transfer), now + request.ttl_s)
-        return Assigned(dp, held.epoch)
-
-    def release(self, instance: str, transfer: str, now: float) -> bool:
-        """Forgets a transfer; answers whether it was known."""
-        self.expire(now)
-        self._transfers.drop((instance, transfer))
-        return self._forget(instance, transfer)
-
-    def loads(self, instance: str, now: float) -> tuple[int, ...]:
-        """Transfers in flight by dp group."""
-        self.expire(now)
-        held = self._instances.get(instance)
-        return tuple(held.loads) if held is not None else ()
-
     def topology(self, now: float, instances: Iterable[str] | None = None) -> Topology:
         """Everything, or these instances, with what is missing of it."""
         self.expire(now)
@@ -227,16 +164,12 @@ class RegistryState:
         """Removes what was not renewed in time."""
         for name, rank in self._members.pop_due(now):
             self._remove(name, rank, ChangeKind.EXPIRED, now)
-        for name, transfer in self._transfers.pop_due(now):
-            self._forget(name, transfer)
         for (name,) in self._names.pop_due(now):
-            for transfer in self._instances[name].transfers:
-                self._transfers.drop((name, transfer))
-            self._num_transfers -= len(self._instances.pop(name).transfers)
+            del self._instances[name]
 
     def next_expiry(self) -> float | None:
         """When `expire` has something to do, at the latest."""
-        times = (self._members.next(), self._transfers.next(), self._names.next())
+        times = (self._members.next(), self._names.next())
         return min((time for time in times if time is not None), default=None)
 
     def take_changes(self) -> list[Change]:
@@ -258,21 +191,15 @@ class RegistryState:
         elif member.epoch == held.epoch and held.members:
             _check_agreement(member, next(iter(held.members.values())))
             return held
-        elif member.epoch == held.epoch and member.layout == held.layout:
-            return held
         self._clear(name)
-        groups = parse_layout(member.layout).size("dp")
-        self._instances[name] = RegisteredInstance(member.epoch, member.layout, loads=[0] * groups)
+        self._instances[name] = RegisteredInstance(member.epoch, member.layout)
         return self._instances[name]
 
     def _clear(self, name: str) -> None:
-        """Ends an epoch: its members are displaced and its transfers forgotten."""
+        """Ends an epoch: its members are displaced."""
         held = self._instances.get(name)
         if held is None:
             return
-        for transfer in list(held.transfers):
-            self._transfers.drop((name, transfer))
-            self._forget(name, transfer)
         for rank in sorted(held.members):
             self._members.drop((name, rank))
             member = held.members.pop(rank)
@@ -287,26 +214,6 @@ class RegistryState:
         if not held.members:
             self._names.set((name,), now + EPOCH_KEPT_S)
 
-    def _forget(self, name: str, transfer: str) -> bool:
-        held = self._instances.get(name)
-        dp = None if held is None else held.transfers.pop(transfer, None)
-        if held is None or dp is None:
-            return False
-        held.loads[dp] -= 1
-        self._num_transfers -= 1
-        return True
-
-    def _choose(self, name: str, held: RegisteredInstance, wanted: int | None) -> int:
-        if wanted is None:
-            return min(range(len(held.loads)), key=lambda dp: (held.loads[dp], dp))
-        if not 0 <= wanted < len(held.loads):
-            raise RegistryError(
-                Refusal.INVALID,
-                f"dp must be 0 to {len(held.loads) - 1}, the dp groups of instance {name!r} "
-                f"({held.layout}), or null; found {wanted}",
-            )
-        return wanted
-
     def _roster(self, name: str) -> Roster:
         held = self._instances[name]
         first = next(iter(held.members.values()))
@@ -315,7 +222,6 @@ class RegistryState:
             epoch=first.epoch,
             **first.shared,
             ranks=tuple(sorted(held.members)),
-            loads=tuple(held.loads),
             is_complete=held.is_complete,
         )
 

@@ -1,14 +1,14 @@
 """How a scenario is written.
 
-A scenario is a generator function: it schedules what is to happen, yields while the world runs, and checks
-how it ended.
+A scenario states when its requests arrive and how each ends. Its function schedules what happens in between;
+one that has more to check yields while the world runs, and checks it then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from baton.plan.layout import parse_layout
 from baton.plan.ownership import Spec
@@ -17,10 +17,10 @@ from baton.protocol.messages import Message
 from baton.protocol.outcomes import Failed, Finished, Outcome, Ready, Why
 from baton.sim.checkers import attach_checkers
 from baton.sim.core import Options, Strength, Violation
-from baton.sim.engines import Job
-from baton.sim.families import Family, cache_of
+from baton.sim.engines import EngineTransfer
+from baton.sim.families import SimFamily, cache_of
 from baton.sim.network import SimFrame
-from baton.sim.router import Attempt, Ends, SimPrompt
+from baton.sim.router import Ends, SimAttempt, SimPrompt
 from baton.sim.runner import run_world
 from baton.sim.transport import CopyCourse, CopyEnd, SimCopy
 from baton.sim.world import World
@@ -40,7 +40,7 @@ PLAIN = Options(
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ScenarioInstance:
     """One instance of a scenario."""
 
     layout: str
@@ -54,49 +54,64 @@ class Side:
         return Spec(parse_layout(self.layout), cache, storage)
 
 
-Script = Callable[["ScenarioRun"], Iterator[None]]
+Script = Callable[["ScenarioRun"], Iterator[None] | None]
+ScriptT = TypeVar("ScriptT", bound=Script)
+
+SideEnd = type[Ready] | type[Finished] | Why | tuple[Why, ...]
+"""How an attempt ends on one side; it failed for one of the reasons."""
+End = SideEnd | Mapping[str, SideEnd]
+"""How it ends on both sides, or on those that are named."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A named course of events with a known end; the seed moves its timing, not its end."""
+    """Requests, what happens to them, and their known end; the seed moves the timing, not the end."""
 
     name: str
     text: str
     script: Script
-    source: Side
-    target: Side
-    options: Options
-    num_targets: int
+    requests: tuple[float, ...] = ()
+    """When each arrives; the attempt of the first one is number 1."""
+    num_tokens: int = 8
+    ends: Mapping[int, End] = field(default_factory=dict)
+    """By number of the attempt."""
+    source: ScenarioInstance = ScenarioInstance("tp2")
+    target: ScenarioInstance = ScenarioInstance("pp2")
+    options: Options = PLAIN
+    num_targets: int = 1
 
 
 SCENARIOS: dict[str, Scenario] = {}
 
 
-def scenario(
-    name: str = "",
-    text: str = "",
-    *,
-    source: Side = Side("tp2"),  # noqa: B008 - frozen
-    target: Side = Side("pp2"),  # noqa: B008 - frozen
-    options: Options = PLAIN,
-    num_targets: int = 1,
-) -> Callable[[Script], Script]:
-    """Registers a generator function as a scenario; one function may serve several.
+def scenario(**fields: Any) -> Callable[[ScriptT], ScriptT]:
+    """Registers a function as a scenario under its name and the first line of its docstring."""
 
-    Name and text are those of the function, unless they are given.
-    """
-
-    def register(script: Script) -> Script:
+    def register(script: ScriptT) -> ScriptT:
         summary = (script.__doc__ or "").partition("\n")[0].removesuffix(".")
-        known = name or script.__name__.replace("_", "-")
-        assert known not in SCENARIOS
-        SCENARIOS[known] = Scenario(
-            known, text or summary[0].lower() + summary[1:], script, source, target, options, num_targets
-        )
+        _register(Scenario(_name_of(script), summary[0].lower() + summary[1:], script, **fields))
         return script
 
     return register
+
+
+def variant(name: str, text: str, **changes: Any) -> Callable[[ScriptT], ScriptT]:
+    """Registers the scenario of a function once more, under another name and with some fields changed."""
+
+    def register(script: ScriptT) -> ScriptT:
+        _register(replace(SCENARIOS[_name_of(script)], name=name, text=text, **changes))
+        return script
+
+    return register
+
+
+def _register(made: Scenario) -> None:
+    assert made.name not in SCENARIOS
+    SCENARIOS[made.name] = made
+
+
+def _name_of(script: Script) -> str:
+    return script.__name__.replace("_", "-")
 
 
 class ScenarioRun:
@@ -107,7 +122,7 @@ class ScenarioRun:
 
     def __init__(self, scenario: Scenario, seed: int = 0, *, is_traced: bool = False) -> None:
         self.scenario = scenario
-        family = Family((scenario.source.spec(),), (scenario.target.spec(),) * scenario.num_targets)
+        family = SimFamily((scenario.source.spec(),), (scenario.target.spec(),) * scenario.num_targets)
         self.world = World(seed, scenario.options, family, is_scripted=True, is_traced=is_traced)
         self.checkers = attach_checkers(self.world)
         self.outcomes: dict[tuple[int, str], list[Outcome]] = {}
@@ -117,17 +132,23 @@ class ScenarioRun:
         self.world.listen("on_write", self._on_write)
 
     def run(self) -> Violation | None:
+        for time_s in self.scenario.requests:
+            self.request_at(time_s, self.scenario.num_tokens)
         script = self.scenario.script(self)
-        next(script)
+        if script is not None:
+            next(script)
         violation = run_world(self.world)
         if violation is None:
             try:
-                next(script, None)
+                for number, end in self.scenario.ends.items():
+                    self._expect(number, end)
+                if script is not None:
+                    next(script, None)
             except Violation as unexpected:
                 return unexpected
         return violation
 
-    def _on_outcome(self, job: Job, rank: int, outcome: Outcome) -> None:
+    def _on_outcome(self, job: EngineTransfer, rank: int, outcome: Outcome) -> None:
         self.outcomes.setdefault((job.attempt.tag, job.side), []).append(outcome)
 
     def _on_write(self, write: object) -> None:
@@ -145,7 +166,7 @@ class ScenarioRun:
         target_tokens: int | None = None,
         is_same: bool = True,
         progress_s: Mapping[str, float] | None = None,
-    ) -> Attempt:
+    ) -> SimAttempt:
         """Sends a request now; the sides may tokenise it differently, and name progress deadlines."""
         number = len(self.world.router.requests)
         prompt = SimPrompt(1000 + num_tokens + number, num_tokens)
@@ -191,7 +212,15 @@ class ScenarioRun:
 
         self.world.listen("on_write", on_write)
 
-    def reroute(self, name: str, arrive: Callable[[Attempt], None]) -> None:
+    def delay_legs(self, name: str, delay_s: Callable[[SimAttempt], float]) -> None:
+        """Lets the legs of an instance arrive later."""
+        instance = self.world.instances[name]
+        arrive = type(instance).arrive
+        self.reroute(
+            name, lambda attempt: self.world.schedule.after(delay_s(attempt), arrive, instance, attempt)
+        )
+
+    def reroute(self, name: str, arrive: Callable[[SimAttempt], object]) -> None:
         """Replaces what an instance does with legs that arrive."""
         self.world.instances[name].arrive = arrive  # type: ignore[method-assign, assignment]
 
@@ -199,6 +228,17 @@ class ScenarioRun:
         process = self.world.instances[instance].processes[index]
         self.world.note(process.name, "crash")
         process.kill()
+
+    def halt(self, node: str, duration_s: float) -> None:
+        """Stops the process of a rank for a while."""
+        processes = self.world.instances[node.partition("/")[0]].processes
+        process = next(process for process in processes if process.name == node)
+        process.halt()
+        self.world.schedule.after(duration_s, process.resume)
+
+    def break_links(self) -> None:
+        for end in self.world.network.standing():
+            self.world.network.sever(end)
 
     def abort(self, number: int, *sides: str) -> None:
         self.world.router.abort(self.attempt(number), sides)
@@ -233,7 +273,7 @@ class ScenarioRun:
 
     # For expectations.
 
-    def attempt(self, number: int) -> Attempt:
+    def attempt(self, number: int) -> SimAttempt:
         return self.world.router.attempts[number - 1]
 
     def outcome(self, number: int, side: str) -> Outcome | None:
@@ -241,29 +281,16 @@ class ScenarioRun:
         outcomes = self.outcomes.get((number, side))
         return outcomes[0] if outcomes else None
 
-    def expect_ready(self, *numbers: int) -> None:
-        """Both sides of these attempts are ready."""
-        for number in numbers:
-            for side in SIDES:
-                is_ready = isinstance(self.outcome(number, side), Ready)
-                self.check(is_ready, f"{side} of {number} is not ready", number)
-
-    def expect_finished(self, number: int) -> None:
-        """Both sides know that the answer ended at the source."""
-        for side in SIDES:
-            is_finished = isinstance(self.outcome(number, side), Finished)
-            self.check(is_finished, f"{side} of {number} is not finished", number)
-
-    def expect_failed(self, number: int, side: str, *whys: Why) -> None:
-        """A side failed for one of these reasons."""
-        outcome = self.outcome(number, side)
-        is_expected = isinstance(outcome, Failed) and outcome.cause.why in whys
-        reasons = " or ".join(why.value for why in whys)
-        self.check(is_expected, f"{side} of {number} did not fail with {reasons}", number)
-
-    def expect_both_failed(self, number: int, *whys: Why) -> None:
-        for side in SIDES:
-            self.expect_failed(number, side, *whys)
+    def _expect(self, number: int, end: End) -> None:
+        for side, expected in (end if isinstance(end, Mapping) else dict.fromkeys(SIDES, end)).items():
+            outcome = self.outcome(number, side)
+            if isinstance(expected, type):
+                is_expected, text = isinstance(outcome, expected), expected.__name__.lower()
+            else:
+                whys = (expected,) if isinstance(expected, Why) else expected
+                is_expected = isinstance(outcome, Failed) and outcome.cause.why in whys
+                text = f"failed with {' or '.join(why.value for why in whys)}"
+            self.check(is_expected, f"{side} of {number} is not {text}", number)
 
     def check(self, holds: bool, text: str, number: int = 0) -> None:
         if not holds:

@@ -17,7 +17,7 @@ from typing import TypeVar
 from baton.errors import TransportError
 from baton.transport.base import DEADLINE_S, Description, Peer
 from baton.transport.common.threads import Watcher, WorkerThread
-from baton.transport.common.tickets import Job, Tickets
+from baton.transport.common.tickets import SubmittedBatch, Tickets
 from baton.transport.fences import CudaEvent
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class WorkerConnection(ABC):
         """On the worker: connects the socket and authenticates; raises OSError or TransportError."""
 
     @abstractmethod
-    def carry(self, job: Job, event: CudaEvent | None) -> None:
+    def carry(self, job: SubmittedBatch, event: CudaEvent | None) -> None:
         """On the worker: copies a batch, whose stream waits for the event, and ends its ticket."""
 
     @abstractmethod
@@ -58,11 +58,11 @@ class WorkerConnection(ABC):
         """On any thread: `lost` was set."""
         return
 
-    def put(self, job: Job) -> None:
+    def put(self, job: SubmittedBatch) -> None:
         job.progress_s = time.monotonic()
         self.worker.put(partial(self._carry, job))
 
-    def put_behind(self, job: Job, event: CudaEvent) -> None:
+    def put_behind(self, job: SubmittedBatch, event: CudaEvent) -> None:
         """Queues a copy from a device, whose stream waits for the event."""
         self.worker.put(partial(self._carry, job, event))
 
@@ -81,7 +81,7 @@ class WorkerConnection(ABC):
         self.on_lost()
         self.tickets.end_all_waiting(self.peer, self.lost)
 
-    def is_stopped(self, job: Job) -> bool:
+    def is_stopped(self, job: SubmittedBatch) -> bool:
         return job.is_cancelled or bool(self.lost)
 
     def unwatch(self) -> None:
@@ -112,7 +112,7 @@ class WorkerConnection(ABC):
         self.lose("the target hung up")
         self.worker.put(self.leave)
 
-    def _carry(self, job: Job, event: CudaEvent | None = None) -> None:
+    def _carry(self, job: SubmittedBatch, event: CudaEvent | None = None) -> None:
         if self.lost:
             self.tickets.end_waiting(job, self.lost)
         elif self.tickets.begin(job):

@@ -33,7 +33,7 @@ _MAGIC = b"BATON\0\0\1"
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class SourceHello:
     """The identity that a source claims."""
 
     incarnation: bytes
@@ -50,7 +50,7 @@ def new_challenge() -> bytes:
 def make_hello(description: Description, stream: int, challenge: bytes) -> bytes:
     """The source's answer to a challenge."""
     incarnation, nonce = description.incarnation.encode(), secrets.token_bytes(16)
-    hello = Hello(incarnation, description.peer, stream, nonce, b"")
+    hello = SourceHello(incarnation, description.peer, stream, nonce, b"")
     proof = _prove(b"source", description.secret, hello, challenge)
     return _HELLO.pack(_MAGIC, incarnation, description.peer, stream, nonce, proof)
 
@@ -69,20 +69,20 @@ def introduce(
         raise TransportError("it did not accept this invitation")
 
 
-def read_hello(raw: bytes) -> Hello | None:
+def read_hello(raw: bytes) -> SourceHello | None:
     """An unverified hello, or None if these bytes are not one."""
     if len(raw) != HELLO_BYTES:
         return None
     magic, incarnation, peer, stream, nonce, proof = _HELLO.unpack(raw)
-    return Hello(incarnation, peer, stream, nonce, proof) if magic == _MAGIC else None
+    return SourceHello(incarnation, peer, stream, nonce, proof) if magic == _MAGIC else None
 
 
-def verify_hello(hello: Hello, secret: str, challenge: bytes) -> bool:
+def verify_hello(hello: SourceHello, secret: str, challenge: bytes) -> bool:
     """Whether the sender of a hello holds the secret."""
     return hmac.compare_digest(hello.proof, _prove(b"source", secret, hello, challenge))
 
 
-def make_welcome(hello: Hello, secret: str, challenge: bytes) -> bytes:
+def make_welcome(hello: SourceHello, secret: str, challenge: bytes) -> bytes:
     """The target's proof."""
     return _prove(b"target", secret, hello, challenge)
 
@@ -94,6 +94,6 @@ def verify_welcome(raw: bytes, description: Description, hello: bytes, challenge
     return hmac.compare_digest(raw, make_welcome(sent, description.secret, challenge))
 
 
-def _prove(role: bytes, secret: str, hello: Hello, challenge: bytes) -> bytes:
+def _prove(role: bytes, secret: str, hello: SourceHello, challenge: bytes) -> bytes:
     identity = _HELLO.pack(_MAGIC, hello.incarnation, hello.peer, hello.stream, hello.nonce, b"")
     return hmac.digest(secret.encode(), role + challenge + identity, hashlib.sha256)

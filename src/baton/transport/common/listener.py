@@ -1,12 +1,18 @@
-"""The listening socket of a target, shared by the transports whose peers connect over TCP."""
+"""The listening socket of a target, and how a source that connects to it gets its writer.
+
+Handshakes run on the watcher's thread: strangers cost no threads. A source that holds the secret of a valid
+invitation gets its writer, which takes over the socket.
+"""
 
 from __future__ import annotations
 
 import select
 import socket
-import threading
+import time
+from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from baton.errors import ConfigError, TransportError
@@ -14,7 +20,7 @@ from baton.transport.base import DEADLINE_S, Peer
 from baton.transport.common.handshake import (
     CONNECT_PROBE,
     HELLO_BYTES,
-    Hello,
+    SourceHello,
     make_welcome,
     new_challenge,
     read_hello,
@@ -26,33 +32,39 @@ from baton.transport.common.transport import BaseTransport, ConnectionT, PeerWri
 HANDSHAKES_MAX = 128
 
 
-class StreamWriter(PeerWriter, Protocol):
-    """A writer whose peer connects over TCP."""
+class ListeningWriter(PeerWriter, Protocol):
+    """A writer whose peer connects to a socket."""
 
     @property
     def secret(self) -> str: ...
 
-    def attach(self, stream: int, sock: socket.socket) -> Callable[[], None] | None:
-        """Takes over a stream that has proven itself; returns its receive loop, or None to refuse it.
+    def attach(self, stream: int, sock: socket.socket) -> bool:
+        """On the watcher's thread: takes over a socket whose source has proven itself, unless it may not."""
 
-        The loop runs on the thread that calls `attach`.
-        """
+
+@dataclass(slots=True)
+class PendingConnection:
+    """A connection that has not proven anything yet."""
+
+    limit_s: float
+    challenge: bytes = field(default_factory=new_challenge)
+    received: bytes = b""
 
 
 class Listener:
-    """Accepts connections and gives those with a valid hello to their writer, one thread for each."""
+    """The listening socket, and the connections that have not authenticated yet."""
 
     def __init__(
         self,
         server: socket.socket,
         watcher: Watcher,
-        find_writer: Callable[[Hello], StreamWriter | None],
+        find_writer: Callable[[SourceHello], ListeningWriter | None],
     ) -> None:
         self.server = server
         self.watcher = watcher
         self.find_writer = find_writer
-        self.lock = threading.Lock()
-        self.handshakes: dict[socket.socket, threading.Thread] = {}
+        self.probe = b"" if server.family == socket.AF_UNIX else CONNECT_PROBE
+        self.handshakes: dict[socket.socket, PendingConnection] = {}
         server.setblocking(False)
         watcher.watch(server.fileno(), select.EPOLLIN, self._accept)
 
@@ -60,93 +72,126 @@ class Listener:
         """On the watcher's thread: stops listening and ends unfinished handshakes."""
         self.watcher.unwatch(self.server.fileno())
         self.server.close()
-        with self.lock:
-            handshakes = dict(self.handshakes)
-            for sock in handshakes:
-                with suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-        for thread in handshakes.values():
-            thread.join()
+        for sock in list(self.handshakes):
+            self._reject(sock)
+        self.watcher.stop_timer(self._expire)
 
     def _accept(self, mask: int) -> None:
         with suppress(OSError):
             sock, _ = self.server.accept()
             if len(self.handshakes) >= HANDSHAKES_MAX:
-                sock.close()
-                return
-            thread = threading.Thread(target=self._run, args=(sock,), name="tcp-receiver", daemon=True)
-            with self.lock:
-                self.handshakes[sock] = thread
-            thread.start()
+                self._reject(next(iter(self.handshakes)))
+            sock.setblocking(False)
+            handshake = self.handshakes[sock] = PendingConnection(time.monotonic() + DEADLINE_S)
+            self.watcher.watch(sock.fileno(), select.EPOLLIN, lambda mask: self._receive(sock))
+            self.watcher.start_timer(self._expire)
+            sock.send(handshake.challenge)
 
-    def _run(self, sock: socket.socket) -> None:
-        """The thread of a stream: first its handshake, then its receive loop."""
-        challenge = new_challenge()
+    def _receive(self, sock: socket.socket) -> None:
+        handshake = self.handshakes.get(sock)
+        if handshake is None:
+            return
+        num_bytes = len(self.probe) + HELLO_BYTES
         try:
-            hello = _receive_hello(sock, challenge)
+            raw = sock.recv(num_bytes + 1 - len(handshake.received))
+        except BlockingIOError:
+            return
         except OSError:
-            hello = None
+            raw = b""
+        handshake.received += raw
+        if raw and len(handshake.received) < num_bytes:
+            return
+        try:
+            welcome = self._attach(sock, handshake)
+        except OSError:  # its source is gone again
+            welcome = b""
+        if not welcome:
+            self._reject(sock)
+            return
+        with suppress(OSError):
+            sock.send(welcome)
+
+    def _attach(self, sock: socket.socket, handshake: PendingConnection) -> bytes:
+        """Gives the socket to the writer of a valid hello; returns the welcome, or nothing."""
+        received = handshake.received
+        hello = read_hello(received[len(self.probe) :]) if received.startswith(self.probe) else None
         writer = self.find_writer(hello) if hello else None
-        receive, welcome = None, b""
-        if hello and writer and verify_hello(hello, writer.secret, challenge):
-            welcome = make_welcome(hello, writer.secret, challenge)
-            receive = writer.attach(hello.stream, sock)
-        with self.lock:
-            del self.handshakes[sock]
-            if receive is None:
-                sock.close()
-        if receive is not None:
-            with suppress(OSError):
-                sock.sendall(welcome)
-            receive()
+        if not hello or not writer or not verify_hello(hello, writer.secret, handshake.challenge):
+            return b""
+        self.watcher.unwatch(sock.fileno())
+        if not writer.attach(hello.stream, sock):
+            return b""
+        del self.handshakes[sock]
+        return make_welcome(hello, writer.secret, handshake.challenge)
+
+    def _reject(self, sock: socket.socket) -> None:
+        del self.handshakes[sock]
+        self.watcher.unwatch(sock.fileno())
+        sock.close()
+
+    def _expire(self) -> None:
+        now_s = time.monotonic()
+        for sock in [sock for sock, handshake in self.handshakes.items() if handshake.limit_s < now_s]:
+            self._reject(sock)
+        if not self.handshakes:
+            self.watcher.stop_timer(self._expire)
 
 
-def _receive_hello(sock: socket.socket, challenge: bytes) -> Hello | None:
-    sock.settimeout(DEADLINE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.sendall(challenge)
-    raw = receive_exactly(sock, len(CONNECT_PROBE) + HELLO_BYTES)
-    sock.settimeout(None)
-    return read_hello(bytes(raw[len(CONNECT_PROBE) :])) if raw and raw.startswith(CONNECT_PROBE) else None
+WriterT = TypeVar("WriterT", bound=ListeningWriter)
 
 
-StreamWriterT = TypeVar("StreamWriterT", bound=StreamWriter)
+class ListeningTransport(BaseTransport[ConnectionT, WriterT]):
+    """A transport whose targets listen, from the first invitation on; a thread watches its sockets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watcher = Watcher(f"{self.name}-{self.incarnation}")
+        self.listener: Listener | None = None
+
+    @abstractmethod
+    def open_server(self) -> socket.socket:
+        """The socket that it listens on."""
+
+    def listen(self) -> None:
+        if self.listener is None:
+            self.listener = Listener(self.open_server(), self.watcher, self._find_writer)
+
+    def end_writer(self, writer: WriterT) -> None:
+        """The transport closes, and this writer could not be made quiet."""
+        return
+
+    def stop(self) -> None:
+        if self.listener is not None:
+            self.watcher.call(self.listener.close)
+        for writer in list(self.writers.values()):
+            self.end_writer(writer)
+        self.watcher.close()
+
+    def _find_writer(self, hello: SourceHello) -> WriterT | None:
+        return self.writers.get(Peer(hello.peer, hello.incarnation.decode("ascii", "replace")))
 
 
-class ListeningTransport(BaseTransport[ConnectionT, StreamWriterT]):
-    """A transport whose targets listen on a TCP port, from the first invitation on."""
+class TcpListeningTransport(ListeningTransport[ConnectionT, WriterT]):
+    """A transport whose targets listen on a TCP port."""
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__()
         self.host = host
         self.port = port
-        self.watcher = Watcher(f"{self.name}-{self.incarnation}")
-        self.listener: Listener | None = None
 
-    def listen(self) -> None:
-        if self.listener is not None:
-            return
+    def open_server(self) -> socket.socket:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
-            server = socket.create_server((self.host, self.port), family=family, backlog=128)
+            return socket.create_server((self.host, self.port), family=family, backlog=128)
         except OSError as cause:
             raise TransportError(
                 f"cannot listen on {self.host} port {self.port}: {cause}; "
                 "choose another port, or an address of this machine"
             ) from None
-        self.listener = Listener(server, self.watcher, self._find_writer)
 
     def address(self) -> str:
         assert self.listener is not None, "an invitation starts the listener"
         return f"{self.host}:{self.listener.server.getsockname()[1]}"
-
-    def stop(self) -> None:
-        if self.listener is not None:
-            self.watcher.call(self.listener.close)
-        self.watcher.close()
-
-    def _find_writer(self, hello: Hello) -> StreamWriterT | None:
-        return self.writers.get(Peer(hello.peer, hello.incarnation.decode("ascii", "replace")))
 
 
 def check_address(transport: str, host: str, port: int) -> None:
@@ -155,6 +200,15 @@ def check_address(transport: str, host: str, port: int) -> None:
         raise ConfigError(f"{transport} port {port}: use 0 to 65535")
     if host in ("", "0.0.0.0", "::"):
         raise ConfigError(f"{transport} host '{host}': give the address at which peers reach this machine")
+
+
+def stream_socket(address: str) -> tuple[socket.socket, tuple[str, int]]:
+    """A socket to connect to host:port with, and where; raises TransportError on another address."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise TransportError(f"'{address}' is not host:port")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.socket(family, socket.SOCK_STREAM), (host.strip("[]"), int(port))
 
 
 def receive_all(sock: socket.socket, views: list[memoryview]) -> bool:

@@ -126,7 +126,7 @@ class Regions:
 
 
 @dataclass(frozen=True, slots=True)
-class Grant:
+class RegionGrant:
     """Ranges of one region that a peer may write, or is writing."""
 
     region: int
@@ -138,7 +138,7 @@ class Grants:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._grants: dict[int, Grant] = {}
+        self._grants: dict[int, RegionGrant] = {}
         self._merged: dict[int, Ranges] = {}
         self._numbers = itertools.count(1)
 
@@ -149,11 +149,11 @@ class Grants:
             raise TransportError(f"a granted range lies outside of region {region.number}")
         with self._lock:
             number = next(self._numbers)
-            self._grants[number] = Grant(region.number, ranges)
+            self._grants[number] = RegionGrant(region.number, ranges)
             self._merged.pop(region.number, None)
         return number
 
-    def remove(self, number: int) -> Grant:
+    def remove(self, number: int) -> RegionGrant:
         with self._lock:
             grant = self._grants.pop(number, None)
             if grant is None:
@@ -161,7 +161,7 @@ class Grants:
             self._merged.pop(grant.region, None)
         return grant
 
-    def remove_all(self) -> list[Grant]:
+    def remove_all(self) -> list[RegionGrant]:
         with self._lock:
             grants = list(self._grants.values())
             self._grants.clear()

@@ -154,3 +154,10 @@ class Watcher:
             self._ticked_s = now_s
             for callback in list(self._timers):
                 callback()
+
+
+def has_events(fd: int, mask: int) -> bool:
+    """Whether a descriptor has one of these events now."""
+    poller = select.poll()
+    poller.register(fd, mask)
+    return bool(poller.poll(0))

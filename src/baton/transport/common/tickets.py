@@ -75,7 +75,7 @@ class JobState(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class SubmittedBatch:
     """A submitted batch."""
 
     ticket: Ticket
@@ -100,19 +100,19 @@ class Tickets:
     def __init__(self, regions: Regions, events: EventQueue) -> None:
         self.regions = regions
         self.events = events
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, SubmittedBatch] = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
 
-    def issue(self, peer: Peer, batch: Batch, deadline_s: float) -> Job:
+    def issue(self, peer: Peer, batch: Batch, deadline_s: float) -> SubmittedBatch:
         """A new job for a checked batch; its source region stays acquired until it ends."""
         source = self.regions.acquire(batch.source).bytes
-        job = Job(Ticket(next(self._numbers)), peer, batch, source, deadline_s)
+        job = SubmittedBatch(Ticket(next(self._numbers)), peer, batch, source, deadline_s)
         with self._lock:
             self._jobs[job.ticket.number] = job
         return job
 
-    def begin(self, job: Job) -> bool:
+    def begin(self, job: SubmittedBatch) -> bool:
         """Marks a waiting job as moving; false if it was cancelled or ended in the meantime."""
         with self._lock:
             if job.state is not JobState.WAITING:
@@ -131,12 +131,12 @@ class Tickets:
         if is_waiting:
             self.end_waiting(job, CANCELLED)
 
-    def end_waiting(self, job: Job, cause: str) -> None:
+    def end_waiting(self, job: SubmittedBatch, cause: str) -> None:
         """Ends a job of which no byte has moved, unless it began to move in the meantime."""
         if self.begin(job):
             self.end(job, FailedQuiet(job.ticket, cause))
 
-    def end(self, job: Job, completion: Completion) -> None:
+    def end(self, job: SubmittedBatch, completion: Completion) -> None:
         """Reports how a job ended; only the first call counts."""
         with self._lock:
             if job.state is JobState.ENDED:
@@ -148,7 +148,7 @@ class Tickets:
         self.regions.release(job.batch.source.number)
         self.events.put(completion)
 
-    def unended(self, peer: Peer) -> list[Job]:
+    def unended(self, peer: Peer) -> list[SubmittedBatch]:
         with self._lock:
             return [job for job in self._jobs.values() if job.peer == peer]
 

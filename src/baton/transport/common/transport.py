@@ -35,8 +35,8 @@ from baton.transport.base import (
     Ticket,
     Unknown,
 )
-from baton.transport.common.regions import Grant, Grants, Memory, Regions, memory_of
-from baton.transport.common.tickets import NUMBER_MAX, EventQueue, Job, Tickets, check_batch
+from baton.transport.common.regions import Grants, Memory, RegionGrant, Regions, memory_of
+from baton.transport.common.tickets import NUMBER_MAX, EventQueue, SubmittedBatch, Tickets, check_batch
 
 CLOSED = "the transport was closed"
 
@@ -44,7 +44,7 @@ CLOSED = "the transport was closed"
 class SourceConnection(Protocol):
     """The source's half of a connection."""
 
-    def put(self, job: Job) -> None:
+    def put(self, job: SubmittedBatch) -> None:
         """Takes a job whose fence is ready."""
 
     def close(self, cause: str) -> None:
@@ -57,7 +57,7 @@ class PeerWriter(Protocol):
     @property
     def grants(self) -> Grants: ...
 
-    def check_quiet(self, grant: Grant) -> RevokeResult:
+    def check_quiet(self, grant: RegionGrant) -> RevokeResult:
         """Whether no write is in progress inside ranges that are no longer granted."""
 
     def revoke(self, cause: str) -> RevokeResult:
@@ -101,7 +101,7 @@ class BaseTransport(ABC, Generic[ConnectionT, WriterT]):
         """Ends the transport's own threads, after its peers are gone."""
         return
 
-    def start(self, connection: ConnectionT, job: Job, fence: Fence) -> None:
+    def start(self, connection: ConnectionT, job: SubmittedBatch, fence: Fence) -> None:
         """Gives a job to its connection once its fence is ready."""
         fence.call_when_ready(partial(connection.put, job))
 

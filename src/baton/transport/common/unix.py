@@ -18,7 +18,6 @@ import select
 import socket
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -26,21 +25,14 @@ from functools import partial
 from typing import TypeVar
 
 from baton.errors import RemoteProtocolError, TransportError
-from baton.transport.base import Description, Peer, Quiet, Region, RevokeResult, Unknown
+from baton.transport.base import Batch, Description, Fence, Peer, Place, Quiet, Region, RevokeResult, Unknown
 from baton.transport.common.connection import WorkerConnection
-from baton.transport.common.handshake import (
-    HELLO_BYTES,
-    Hello,
-    introduce,
-    make_welcome,
-    new_challenge,
-    read_hello,
-    verify_hello,
-)
-from baton.transport.common.regions import Grant, Grants
-from baton.transport.common.threads import Watcher
-from baton.transport.common.tickets import Tickets
-from baton.transport.common.transport import BaseTransport
+from baton.transport.common.handshake import introduce
+from baton.transport.common.listener import HANDSHAKES_MAX, ListeningTransport
+from baton.transport.common.regions import Grants, RegionGrant
+from baton.transport.common.threads import Watcher, has_events
+from baton.transport.common.tickets import SubmittedBatch, Tickets
+from baton.transport.fences import CudaFence
 
 _MESSAGE = struct.Struct("<B7xQQQQ")
 PACKET_BYTES_MAX = 4096
@@ -137,7 +129,6 @@ class UnixConnection(WorkerConnection):
 
 
 _SO_PEERPIDFD = 77
-_HANDSHAKES_MAX = 128
 
 
 class UnixWriter(ABC):
@@ -159,7 +150,7 @@ class UnixWriter(ABC):
     def hand_out(self, sock: socket.socket, number: int, *, is_staged: bool) -> None:
         """Answers a request for a region of which something is granted; adds it to `mapped`, or refuses."""
 
-    def check_quiet(self, grant: Grant) -> RevokeResult:
+    def check_quiet(self, grant: RegionGrant) -> RevokeResult:
         """Unknown while a peer that mapped a region lives: the target cannot see its stores."""
         return self.settle(self.watcher.call(self.check_mapped))
 
@@ -174,11 +165,14 @@ class UnixWriter(ABC):
         """Releases the socket and the pidfd."""
         self.watcher.call(self._release)
 
-    def attach(self, sock: socket.socket) -> None:
-        """On the watcher's thread: takes over the socket on which the peer authenticated."""
+    def attach(self, stream: int, sock: socket.socket) -> bool:
+        """On the watcher's thread: takes over the socket on which the peer authenticated, once."""
+        if self.is_revoked or self.sock is not None or self.mapped:
+            return False
         self.sock = sock
         self.pidfd = _open_pidfd(sock)
         self.watcher.watch(sock.fileno(), select.EPOLLIN, lambda mask: self._receive(sock))
+        return True
 
     def shut_out(self) -> RevokeResult:
         """On the watcher's thread: hands out nothing more, and asks the peer to leave."""
@@ -250,69 +244,6 @@ class UnixWriter(ABC):
                 raise RemoteProtocolError(f"a source does not send {message.kind.name}")
 
 
-class UnixListener:
-    """The listening socket, and the connections that have not authenticated yet."""
-
-    def __init__(
-        self,
-        address: str,
-        watcher: Watcher,
-        find_writer: Callable[[Hello], UnixWriter | None],
-    ) -> None:
-        self.watcher = watcher
-        self.find_writer = find_writer
-        self.challenges: dict[socket.socket, bytes] = {}
-        self.server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.server.bind(f"\0{address}")  # an abstract name: it is in no file system
-        self.server.listen(_HANDSHAKES_MAX)
-        self.server.setblocking(False)
-        self.watcher.watch(self.server.fileno(), select.EPOLLIN, self._accept)
-
-    def close(self) -> None:
-        """On the watcher's thread: stops listening and ends unfinished handshakes."""
-        self.watcher.unwatch(self.server.fileno())
-        self.server.close()
-        for sock in list(self.challenges):
-            self._reject(sock)
-
-    def _accept(self, mask: int) -> None:
-        with suppress(OSError):
-            sock, _ = self.server.accept()
-            if len(self.challenges) >= _HANDSHAKES_MAX:
-                self._reject(next(iter(self.challenges)))
-            sock.setblocking(False)
-            self.challenges[sock] = new_challenge()
-            self.watcher.watch(sock.fileno(), select.EPOLLIN, lambda mask: self._receive_hello(sock))
-            sock.send(self.challenges[sock])
-
-    def _receive_hello(self, sock: socket.socket) -> None:
-        """A source that holds the secret of a valid invitation gets its writer, once."""
-        challenge = self.challenges.get(sock)
-        if challenge is None:
-            return
-        try:
-            hello = read_hello(sock.recv(HELLO_BYTES + 1))
-        except BlockingIOError:
-            return
-        except OSError:
-            hello = None
-        writer = self.find_writer(hello) if hello else None
-        is_new = writer is not None and not (writer.is_revoked or writer.sock is not None or writer.mapped)
-        if not hello or not writer or not is_new or not verify_hello(hello, writer.secret, challenge):
-            self._reject(sock)
-            return
-        del self.challenges[sock]
-        self.watcher.unwatch(sock.fileno())
-        writer.attach(sock)
-        with suppress(OSError):
-            sock.send(make_welcome(hello, writer.secret, challenge))
-
-    def _reject(self, sock: socket.socket) -> None:
-        del self.challenges[sock]
-        self.watcher.unwatch(sock.fileno())
-        sock.close()
-
-
 def _open_pidfd(sock: socket.socket) -> int | None:
     """A handle on the process at the other end, or None if it cannot be seen from here."""
     with suppress(OSError):
@@ -327,30 +258,29 @@ def _open_pidfd(sock: socket.socket) -> int | None:
     return None
 
 
-def has_events(fd: int, mask: int) -> bool:
-    poller = select.poll()
-    poller.register(fd, mask)
-    return bool(poller.poll(0))
-
-
 UnixConnectionT = TypeVar("UnixConnectionT", bound=UnixConnection)
 UnixWriterT = TypeVar("UnixWriterT", bound=UnixWriter)
 
 
-class UnixTransport(BaseTransport[UnixConnectionT, UnixWriterT]):
-    """One opened transport, with the thread that watches its sockets."""
+class UnixTransport(ListeningTransport[UnixConnectionT, UnixWriterT]):
+    """One opened transport, whose targets listen on a unix socket."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.watcher = Watcher(f"{self.name}-{self.incarnation}")
-        self.listener: UnixListener | None = None
+    def open_server(self) -> socket.socket:
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        server.bind(f"\0{self.address()}")  # an abstract name: it is in no file system
+        server.listen(HANDSHAKES_MAX)
+        return server
 
-    def listen(self) -> None:
-        """Starts to accept peers, when the first is invited."""
-        if self.listener is None:
-            self.listener = self.watcher.call(
-                lambda: UnixListener(self.address(), self.watcher, self._find_writer)
-            )
+    def start(self, connection: UnixConnectionT, job: SubmittedBatch, fence: Fence) -> None:
+        """Makes the stream that reads a device wait for a CUDA event; other fences call back."""
+        if isinstance(fence, CudaFence) and self.can_stream_wait(job.batch):
+            connection.put_behind(job, fence.event)
+        else:
+            super().start(connection, job, fence)
+
+    def can_stream_wait(self, batch: Batch) -> bool:
+        """Whether a stream reads the source of this batch."""
+        return batch.source.place is Place.CUDA
 
     def is_unchecked(self, peer: Peer, region: Region) -> bool:
         """Whether a peer has a region mapped."""
@@ -361,13 +291,6 @@ class UnixTransport(BaseTransport[UnixConnectionT, UnixWriterT]):
         """The abstract name of the socket."""
         return f"baton-{self.name}-{self.incarnation}"
 
-    def stop(self) -> None:
-        """Ends the thread and closes the descriptors."""
-        if self.listener is not None:
-            self.watcher.call(self.listener.close)
-        for writer in list(self.writers.values()):
-            writer.end()
-        self.watcher.close()
-
-    def _find_writer(self, hello: Hello) -> UnixWriter | None:
-        return self.writers.get(Peer(hello.peer, hello.incarnation.decode("ascii", "replace")))
+    def end_writer(self, writer: UnixWriterT) -> None:
+        """Closes its descriptors."""
+        writer.end()

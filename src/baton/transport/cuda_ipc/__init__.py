@@ -31,7 +31,6 @@ from baton.transport.base import (
     Bytes,
     Capabilities,
     Description,
-    Fence,
     Peer,
     Place,
     Quiet,
@@ -40,17 +39,15 @@ from baton.transport.base import (
     RevokeResult,
     Unknown,
 )
-from baton.transport.common.tickets import Job
+from baton.transport.common.threads import has_events
 from baton.transport.common.unix import (
     MessageKind,
     UnixMessage,
     UnixTransport,
     UnixWriter,
-    has_events,
     send_message,
 )
 from baton.transport.cuda_ipc.source import CudaIpcConnection, DeviceMemory, ExportedRegion
-from baton.transport.fences import CudaFence
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +123,6 @@ class CudaIpcTransport(UnixTransport[CudaIpcConnection, CudaIpcWriter]):
     def unregister(self, region: Region) -> None:
         super().unregister(region)
         self.exported.pop(region.number, None)
-
-    def start(self, connection: CudaIpcConnection, job: Job, fence: Fence) -> None:
-        """Makes the stream that copies wait for a CUDA event; other fences call back."""
-        if isinstance(fence, CudaFence):
-            connection.put_behind(job, fence.event)
-        else:
-            super().start(connection, job, fence)
 
     def open_connection(self, peer: Peer, description: Description) -> CudaIpcConnection:
         return CudaIpcConnection(peer, description, self.tickets, self.watcher, self.device_memory)

@@ -52,7 +52,7 @@ class _IpcHandle(ctypes.Structure):
     _fields_ = (("raw", ctypes.c_char * _HANDLE_BYTES),)
 
 
-class Driver:
+class CudaDriver:
     """The driver's library; a call that fails raises RuntimeError."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class CudaMemory:
     def __init__(self) -> None:
         if not torch.cuda.is_available():
             raise ConfigError("cuda_ipc needs a GPU, and torch sees none; use shm")
-        self._driver = Driver()
+        self._driver = CudaDriver()
         self._kernels: dict[torch.device, ctypes.c_void_p] = {}
 
     def export(self, memory: Memory) -> ExportedRegion:
@@ -117,7 +117,7 @@ class CudaMemory:
 class CudaCopyStream:
     """A stream that nothing else of this process uses; torch would hand out one of a few that it shares."""
 
-    def __init__(self, driver: Driver, device: torch.device, kernel: ctypes.c_void_p) -> None:
+    def __init__(self, driver: CudaDriver, device: torch.device, kernel: ctypes.c_void_p) -> None:
         self._driver = driver
         self._device = device
         self._kernel = kernel

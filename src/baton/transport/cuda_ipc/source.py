@@ -26,7 +26,7 @@ from baton.transport.common.connection import CHECK_S
 from baton.transport.common.regions import Memory
 from baton.transport.common.spans import coalesce, split
 from baton.transport.common.threads import Watcher, WorkerThread
-from baton.transport.common.tickets import CANCELLED, Job, Tickets
+from baton.transport.common.tickets import CANCELLED, SubmittedBatch, Tickets
 from baton.transport.common.unix import MessageKind, UnixConnection
 from baton.transport.fences import CudaEvent
 
@@ -85,10 +85,10 @@ SHORT_BYTES = 16 << 20
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlightBatch:
     """A batch that has begun."""
 
-    job: Job
+    job: SubmittedBatch
     fence: CudaEvent | None
     is_started: bool = False
     """Whether anything was given to a stream."""
@@ -120,7 +120,7 @@ class CudaIpcConnection(UnixConnection):
         self._mapped: dict[tuple[str, int], tuple[int, int]] = {}
         """By device of the source and region of the target: its address here, and its size."""
         self._changed = threading.Condition()
-        self._flights: set[Flight] = set()
+        self._flights: set[InFlightBatch] = set()
         self._in_flight_bytes = 0
         self._progress_s = 0.0
         self._failure = ""
@@ -145,8 +145,8 @@ class CudaIpcConnection(UnixConnection):
             stream.close()
         return True
 
-    def carry(self, job: Job, event: CudaEvent | None) -> None:
-        flight = Flight(job, event)
+    def carry(self, job: SubmittedBatch, event: CudaEvent | None) -> None:
+        flight = InFlightBatch(job, event)
         with self._changed:
             job.progress_s = self._progress_s = time.monotonic()
             self._flights.add(flight)
@@ -165,7 +165,7 @@ class CudaIpcConnection(UnixConnection):
             cause = self._fail(str(error))
         run(partial(self._end, flight, cause))
 
-    def _runner(self, flight: Flight) -> Callable[[Callable[[], None]], None]:
+    def _runner(self, flight: InFlightBatch) -> Callable[[Callable[[], None]], None]:
         """Where the ends of parts are waited for: here if a batch is short, ready and alone.
 
         The completer would take longer to wake up than such a batch takes to be copied.
@@ -176,7 +176,7 @@ class CudaIpcConnection(UnixConnection):
             return _run
         return self._completer.put
 
-    def _start(self, flight: Flight, run: Callable[[Callable[[], None]], None]) -> str:
+    def _start(self, flight: InFlightBatch, run: Callable[[Callable[[], None]], None]) -> str:
         """Gives a batch to the stream, part by part; returns why it was given up, or nothing."""
         job, spans = flight.job, flight.job.batch.spans
         source = self.tickets.regions.find(job.batch.source.number)
@@ -198,7 +198,7 @@ class CudaIpcConnection(UnixConnection):
             run(partial(self._complete, flight, event, num_bytes))
         return ""
 
-    def _map(self, job: Job, device: str, stream: CopyStream) -> int:
+    def _map(self, job: SubmittedBatch, device: str, stream: CopyStream) -> int:
         """The address of the target's region, which is mapped when it is first needed."""
         region = job.batch.target
         if (device, region.number) not in self._mapped:
@@ -212,7 +212,7 @@ class CudaIpcConnection(UnixConnection):
             raise TransportError(f"region {region.number} has {num_bytes} bytes")
         return address
 
-    def _wait_for_room(self, job: Job, num_bytes: int) -> str:
+    def _wait_for_room(self, job: SubmittedBatch, num_bytes: int) -> str:
         """Waits until little enough is in flight; returns why the batch is given up, or nothing."""
         with self._changed:
             while self._in_flight_bytes and self._in_flight_bytes + num_bytes > IN_FLIGHT_BYTES_MAX:
@@ -225,7 +225,7 @@ class CudaIpcConnection(UnixConnection):
                 self._in_flight_bytes += num_bytes
             return self.lost
 
-    def _complete(self, flight: Flight, event: CudaEvent, num_bytes: int) -> None:
+    def _complete(self, flight: InFlightBatch, event: CudaEvent, num_bytes: int) -> None:
         """Waits until a part is copied."""
         try:
             if flight.is_waiting_for_fence() and flight.fence is not None:
@@ -238,7 +238,7 @@ class CudaIpcConnection(UnixConnection):
             self._in_flight_bytes -= num_bytes
             self._changed.notify_all()
 
-    def _end(self, flight: Flight, cause: str) -> None:
+    def _end(self, flight: InFlightBatch, cause: str) -> None:
         """All parts that were started are complete."""
         job = flight.job
         completion: Completion = Done(job.ticket)

@@ -26,14 +26,14 @@ from __future__ import annotations
 import select
 import socket
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from baton.errors import RemoteProtocolError, TransportError
 from baton.transport.base import Description, Peer, Quiet, Region, RevokeResult, Unknown
-from baton.transport.common.listener import ListeningTransport, receive_exactly
-from baton.transport.common.regions import Grant, Grants, Memory, Regions
+from baton.transport.common.listener import TcpListeningTransport, receive_exactly
+from baton.transport.common.regions import Grants, Memory, RegionGrant, Regions
+from baton.transport.common.threads import has_events
 from baton.transport.library.base import (
     HEADER_BYTES,
     FrameHeader,
@@ -69,7 +69,7 @@ class LibraryWriter:
     is_gone: bool = False
     is_revoked: bool = False
 
-    def check_quiet(self, grant: Grant) -> RevokeResult:
+    def check_quiet(self, grant: RegionGrant) -> RevokeResult:
         """Unknown while the peer has access to the region: no library reports what is in flight to it."""
         with self.lock:
             if grant.region not in self.exposed:
@@ -106,13 +106,19 @@ class LibraryWriter:
                 self.sock.shutdown(socket.SHUT_RDWR)
             self.thread.join()
 
-    def attach(self, stream: int, sock: socket.socket) -> Callable[[], None] | None:
-        """Takes over the peer's only stream with the current thread."""
+    def attach(self, stream: int, sock: socket.socket) -> bool:
+        """Takes over the peer's only stream with a thread of its own."""
         with self.lock:
             if self.is_revoked or self.sock is not None or stream:
-                return None
-            self.sock, self.thread = sock, threading.current_thread()
-            return lambda: self._receive(sock)
+                return False
+            sock.setblocking(True)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self.sock = sock
+            self.thread = threading.Thread(
+                target=self._receive, args=(sock,), name=f"library-{self.peer.number}", daemon=True
+            )
+            self.thread.start()
+            return True
 
     def _receive(self, sock: socket.socket) -> None:
         """Reads frames until the peer hangs up; an invalid frame ends its writing but not the reading."""
@@ -164,7 +170,9 @@ class LibraryWriter:
     def _can_write(self) -> bool:
         """Whether a peer can write without our receiver: it reaches this memory by itself, and is alive."""
         is_able = self.library.can_bypass and self.is_on_this_kernel and bool(self.exposed)
-        return is_able and not self.is_gone and self.sock is not None and not _has_hung_up(self.sock)
+        if not is_able or self.is_gone or self.sock is None:
+            return False
+        return not has_events(self.sock.fileno(), select.POLLRDHUP)
 
     def _close_receiver(self) -> None:
         if self.receiver is not None:
@@ -172,13 +180,7 @@ class LibraryWriter:
             self.receiver = None
 
 
-def _has_hung_up(sock: socket.socket) -> bool:
-    poller = select.poll()
-    poller.register(sock, select.POLLRDHUP)
-    return bool(poller.poll(0))
-
-
-class LibraryTransport(ListeningTransport[LibraryConnection, LibraryWriter]):
+class LibraryTransport(TcpListeningTransport[LibraryConnection, LibraryWriter]):
     """One opened transport over an external library."""
 
     def __init__(self, library: Library, host: str, port: int) -> None:
@@ -200,9 +202,6 @@ class LibraryTransport(ListeningTransport[LibraryConnection, LibraryWriter]):
         for connection in list(self.connections.values()):
             connection.unregister(region.number)
 
-    def stop(self) -> None:
-        if self.listener is not None:
-            self.watcher.call(self.listener.close)
-        for writer in list(self.writers.values()):
-            writer.abandon()  # those that could not be made quiet
-        self.watcher.close()
+    def end_writer(self, writer: LibraryWriter) -> None:
+        """Keeps the memory that its peer can write."""
+        writer.abandon()

@@ -28,9 +28,10 @@ from baton.transport.base import (
 )
 from baton.transport.common.connection import CHECK_S, WorkerConnection
 from baton.transport.common.handshake import CONNECT_PROBE, introduce
+from baton.transport.common.listener import stream_socket
 from baton.transport.common.spans import are_inside, coalesce, cut, split
 from baton.transport.common.threads import Watcher
-from baton.transport.common.tickets import CANCELLED, Job, Tickets
+from baton.transport.common.tickets import CANCELLED, SubmittedBatch, Tickets
 from baton.transport.fences import CudaEvent
 from baton.transport.library.base import (
     HEADER_BYTES,
@@ -61,10 +62,7 @@ class LibraryConnection(WorkerConnection):
         self.sender: LibrarySender | None = None
         self.region_bytes: dict[int, int] = {}
         """The sizes of the target's regions that were opened."""
-        host, _, port = description.address.rpartition(":")
-        self._address = host.strip("[]"), int(port)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock, self._address = stream_socket(description.address)
         super().__init__(peer, description, tickets, watcher, sock)  # starts the worker
 
     def unregister(self, number: int) -> None:
@@ -88,7 +86,7 @@ class LibraryConnection(WorkerConnection):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
 
-    def carry(self, job: Job, event: CudaEvent | None) -> None:
+    def carry(self, job: SubmittedBatch, event: CudaEvent | None) -> None:
         completion: Completion = FailedUnknown(job.ticket, "the copy crashed; see the log")
         try:
             completion = self._write(job)
@@ -99,7 +97,7 @@ class LibraryConnection(WorkerConnection):
         if self.sender is not None:
             self.sender.unregister(number)
 
-    def _write(self, job: Job) -> Completion:
+    def _write(self, job: SubmittedBatch) -> Completion:
         posts: deque[object] = deque()
         assert self.sender is not None
         try:
@@ -114,7 +112,7 @@ class LibraryConnection(WorkerConnection):
             return failed(job.ticket, self.lost)
         return Done(job.ticket) if is_whole else FailedQuiet(job.ticket, CANCELLED)
 
-    def _prepare(self, job: Job, sender: LibrarySender) -> None:
+    def _prepare(self, job: SubmittedBatch, sender: LibrarySender) -> None:
         """Registers both regions with the library, and checks the batch against the target's real size."""
         source, target, spans = job.batch.source, job.batch.target, job.batch.spans
         if target.number not in self.region_bytes:
@@ -127,7 +125,7 @@ class LibraryConnection(WorkerConnection):
         assert memory is not None, "a job keeps its region registered"
         sender.register(source.number, memory)
 
-    def _open_region(self, job: Job, sender: LibrarySender) -> None:
+    def _open_region(self, job: SubmittedBatch, sender: LibrarySender) -> None:
         """Asks the target for access to a region."""
         number = job.batch.target.number
         self._send(encode_frame(FrameKind.ASK, number, payload=this_kernel()), job.deadline_s)
@@ -141,7 +139,7 @@ class LibraryConnection(WorkerConnection):
         self._wait_for_library(job, partial(sender.is_done, token))
         self.region_bytes[number] = header.second
 
-    def _post_all(self, job: Job, sender: LibrarySender, posts: deque[object]) -> bool:
+    def _post_all(self, job: SubmittedBatch, sender: LibrarySender, posts: deque[object]) -> bool:
         """Posts a batch and waits for everything that was posted; false if it was cancelled."""
         batch, limits = job.batch, self.library.limits
         is_whole = True
@@ -160,11 +158,11 @@ class LibraryConnection(WorkerConnection):
             self._wait_for_post(job, sender, posts)
         return is_whole
 
-    def _wait_for_post(self, job: Job, sender: LibrarySender, posts: deque[object]) -> None:
+    def _wait_for_post(self, job: SubmittedBatch, sender: LibrarySender, posts: deque[object]) -> None:
         self._wait_for_library(job, partial(sender.is_done, posts[0]))
         posts.popleft()
 
-    def _wait_for_library(self, job: Job, is_done: Callable[[], bool]) -> None:
+    def _wait_for_library(self, job: SubmittedBatch, is_done: Callable[[], bool]) -> None:
         """Polls until an operation is done, which counts as progress."""
         checked_s = 0.0
         num_polls = 0

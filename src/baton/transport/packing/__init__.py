@@ -113,7 +113,7 @@ def unpack(step: Unpack, staging: Tensor, target: Tensor) -> None:
     prepare(step, target.device).run(staging, target)
 
 
-def prepare(step: Pack | Unpack, device: torch.device) -> Prepared:
+def prepare(step: Pack | Unpack, device: torch.device) -> PreparedStep:
     """A step ready to run on a device any number of times."""
     dtypes = step.dtypes if isinstance(step, Unpack) else ("fp8", "fp8")
     uploads = Uploads(device)
@@ -121,10 +121,10 @@ def prepare(step: Pack | Unpack, device: torch.device) -> Prepared:
         moves: list[_Part] = [
             make_move(rows.source, rows.target, rows.source_bytes, uploads) for rows in equal_rows(step.spans)
         ]
-        return Prepared(moves, _Reach(step.spans, (1, 1)), uploads)
+        return PreparedStep(moves, _Reach(step.spans, (1, 1)), uploads)
     items = (item_bytes(dtypes[0]), item_bytes(dtypes[1]))
     casts: list[_Part] = [Cast(rows, dtypes, uploads) for rows in cast_rows(step.spans, dtypes, device)]
-    return Prepared(casts, _Reach(step.spans, items), uploads)
+    return PreparedStep(casts, _Reach(step.spans, items), uploads)
 
 
 class _Part(Protocol):
@@ -156,7 +156,7 @@ class _Reach:
                 )
 
 
-class Prepared:
+class PreparedStep:
     """A Pack or an Unpack with its index on the device."""
 
     def __init__(self, parts: list[_Part], reach: _Reach, uploads: Uploads) -> None:

@@ -24,24 +24,21 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError
 from baton.transport.base import (
-    Batch,
     Bytes,
     Capabilities,
     Description,
-    Fence,
     Peer,
     Place,
     Reach,
     Region,
 )
 from baton.transport.common.regions import Memory
-from baton.transport.common.tickets import Job
 from baton.transport.common.unix import UnixTransport
-from baton.transport.fences import CudaFence
 from baton.transport.shm.ring import (
     CUDA,
     RingShape,
-    Staging,
+    RingStaging,
+    Segment,
     create_segment,
     is_staging_needed,
     map_segment,
@@ -62,13 +59,6 @@ class ShmConfig:
     num_slots: int = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    fd: int
-    address: int
-    num_bytes: int
-
-
 class ShmTransport(UnixTransport[ShmConnection, ShmWriter]):
     """One opened shm transport."""
 
@@ -84,8 +74,10 @@ class ShmTransport(UnixTransport[ShmConnection, ShmWriter]):
 
     def __init__(self, config: ShmConfig) -> None:
         super().__init__()
-        self.segments: dict[int, _Segment] = {}
-        self.staging = Staging(RingShape(config.num_slots, config.slot_bytes), is_staging_needed, open_copier)
+        self.segments: dict[int, Segment] = {}
+        self.staging = RingStaging(
+            RingShape(config.num_slots, config.slot_bytes), is_staging_needed, open_copier
+        )
         self._segment_numbers = itertools.count(1)
 
     def allocate(self, num_bytes: int) -> Bytes:
@@ -98,24 +90,13 @@ class ShmTransport(UnixTransport[ShmConnection, ShmWriter]):
         """Memory in a segment that this process keeps open, freed when nothing refers to it any more."""
         mapping = map_segment(fd, num_bytes, lambda: False)
         number = next(self._segment_numbers)
-        self.segments[number] = _Segment(fd, mapping.address, num_bytes)
+        self.segments[number] = Segment(fd, mapping.address, num_bytes)
         weakref.finalize(mapping.bytes, _close_segment, self.segments, number)
         return mapping.bytes
 
     def region_access(self, memory: Memory) -> str:
         """Marks a region on a device, so that sources use a ring."""
         return CUDA if memory.place is Place.CUDA else ""
-
-    def start(self, connection: ShmConnection, job: Job, fence: Fence) -> None:
-        """Makes the stream that reads a device wait for a CUDA event; other fences call back."""
-        if isinstance(fence, CudaFence) and self.can_stream_wait(job.batch):
-            connection.put_behind(job, fence.event)
-        else:
-            super().start(connection, job, fence)
-
-    def can_stream_wait(self, batch: Batch) -> bool:
-        """Whether a stream reads the source of this batch."""
-        return batch.source.place is Place.CUDA
 
     def open_connection(self, peer: Peer, description: Description) -> ShmConnection:
         return ShmConnection(peer, description, self.tickets, self.watcher, self.staging)
@@ -154,7 +135,7 @@ class ShmTransport(UnixTransport[ShmConnection, ShmWriter]):
         return f"region {number} is not in shared memory; take target buffers from allocate()"
 
 
-def _close_segment(segments: dict[int, _Segment], number: int) -> None:
+def _close_segment(segments: dict[int, Segment], number: int) -> None:
     segment = segments.pop(number, None)
     if segment is not None:
         os.close(segment.fd)

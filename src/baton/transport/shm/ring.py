@@ -31,6 +31,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -48,6 +49,15 @@ POPULATE_BYTES = 64 << 20
 _MADV_POPULATE_WRITE = 23
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A segment as its owner keeps it, to hand its descriptor out."""
+
+    fd: int
+    address: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +231,7 @@ class SlotCopier(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Staging:
+class RingStaging:
     """How a transport stages: the rings it makes, which batches go through one, and what copies them."""
 
     shape: RingShape
@@ -236,20 +246,16 @@ class HostCopier:
         self._worker = WorkerThread("shm-staged-host")
 
     def fill(self, copy: SlotCopy, slot: Slot, on_copied: OnCopied) -> None:
-        def run() -> None:
-            if copy.fence is not None:
-                copy.fence.synchronize()
-            copy_spans(copy.spans, copy.region.bytes, slot.bytes, lambda: False)
-            on_copied("")
-
-        self._worker.put(run)
+        self._worker.put(partial(self._copy, copy, copy.region.bytes, slot.bytes, on_copied))
 
     def drain(self, copy: SlotCopy, slot: Slot, on_copied: OnCopied) -> None:
-        def run() -> None:
-            copy_spans(copy.spans, slot.bytes, copy.region.bytes, lambda: False)
-            on_copied("")
+        self._worker.put(partial(self._copy, copy, slot.bytes, copy.region.bytes, on_copied))
 
-        self._worker.put(run)
+    def _copy(self, copy: SlotCopy, source: Bytes, target: Bytes, on_copied: OnCopied) -> None:
+        if copy.fence is not None:
+            copy.fence.synchronize()
+        copy_spans(copy.spans, source, target, lambda: False)
+        on_copied("")
 
     def close(self) -> None:
         self._worker.close()
@@ -258,7 +264,7 @@ class HostCopier:
 class Copiers:
     """The copiers of one ring, one for each device, opened when first needed."""
 
-    def __init__(self, staging: Staging, ring: Ring) -> None:
+    def __init__(self, staging: RingStaging, ring: Ring) -> None:
         self._staging = staging
         self._ring = ring
         self._copiers: dict[str, SlotCopier] = {}

@@ -37,7 +37,7 @@ from baton.transport.base import (
 from baton.transport.common.connection import CHECK_S
 from baton.transport.common.spans import copy_spans
 from baton.transport.common.threads import Watcher
-from baton.transport.common.tickets import CANCELLED, Job, Tickets
+from baton.transport.common.tickets import CANCELLED, SubmittedBatch, Tickets
 from baton.transport.common.unix import UnixConnection, receive_message
 from baton.transport.fences import CudaEvent
 from baton.transport.shm.ring import (
@@ -47,9 +47,9 @@ from baton.transport.shm.ring import (
     Ring,
     RingPacket,
     RingShape,
+    RingStaging,
     Slot,
     SlotCopy,
-    Staging,
     map_segment,
     receive_packet,
     send_packet,
@@ -61,7 +61,7 @@ from baton.transport.shm.ring import (
 class RingBatch:
     """A batch on its way through the ring."""
 
-    job: Job
+    job: SubmittedBatch
     fence: CudaEvent | None
     num_filling: int = 0
     num_away: int = 0
@@ -76,7 +76,7 @@ class RingBatch:
 class RingWriter:
     """Fills the ring of one connection."""
 
-    def __init__(self, peer: Peer, tickets: Tickets, watcher: Watcher, staging: Staging) -> None:
+    def __init__(self, peer: Peer, tickets: Tickets, watcher: Watcher, staging: RingStaging) -> None:
         self.peer = peer
         self.tickets = tickets
         self.watcher = watcher
@@ -116,7 +116,7 @@ class RingWriter:
         )
         self._reader.start()
 
-    def carry(self, job: Job, fence: CudaEvent | None) -> None:
+    def carry(self, job: SubmittedBatch, fence: CudaEvent | None) -> None:
         """On the connection's worker: fills slot after slot; the ticket ends when they are freed."""
         memory = self.tickets.regions.find(job.batch.source.number)
         assert self._ring is not None, "a job is carried through a ring"
@@ -283,7 +283,7 @@ class ShmConnection(UnixConnection):
     """The connection to one target."""
 
     def __init__(
-        self, peer: Peer, description: Description, tickets: Tickets, watcher: Watcher, staging: Staging
+        self, peer: Peer, description: Description, tickets: Tickets, watcher: Watcher, staging: RingStaging
     ) -> None:
         self.staging = staging
         self.ring_writer = RingWriter(peer, tickets, watcher, staging)
@@ -304,7 +304,7 @@ class ShmConnection(UnixConnection):
         self.ring_writer.close()
         return True
 
-    def carry(self, job: Job, event: CudaEvent | None) -> None:
+    def carry(self, job: SubmittedBatch, event: CudaEvent | None) -> None:
         if self.staging.is_needed(job.batch):
             self._stage(job, event)
             return
@@ -314,7 +314,7 @@ class ShmConnection(UnixConnection):
         finally:
             self.tickets.end(job, completion)
 
-    def _copy(self, job: Job) -> Completion:
+    def _copy(self, job: SubmittedBatch) -> Completion:
         batch, spans = job.batch, job.batch.spans
         is_stopped = partial(self.is_stopped, job)
         try:
@@ -334,7 +334,7 @@ class ShmConnection(UnixConnection):
             return FailedQuiet(job.ticket, str(cause))
         return Done(job.ticket)
 
-    def _stage(self, job: Job, event: CudaEvent | None) -> None:
+    def _stage(self, job: SubmittedBatch, event: CudaEvent | None) -> None:
         """Hands a job to the ring, which ends it, or ends it here if its region cannot be reached."""
         number = job.batch.target.number
         try:

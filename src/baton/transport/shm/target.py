@@ -26,8 +26,8 @@ from baton.transport.shm.ring import (
     PacketKind,
     Ring,
     RingPacket,
+    RingStaging,
     SlotCopy,
-    Staging,
     create_segment,
     receive_packet,
     send_packet,
@@ -41,7 +41,7 @@ SETTLE_S = 1.0
 class RingReader:
     """Empties the ring of one peer, with one thread that waits for packets."""
 
-    def __init__(self, peer: Peer, grants: Grants, staging: Staging, regions: Regions) -> None:
+    def __init__(self, peer: Peer, grants: Grants, staging: RingStaging, regions: Regions) -> None:
         self.grants = grants
         self.regions = regions
         self.staging = staging
@@ -163,7 +163,7 @@ class ShmWriter(UnixWriter):
         *,
         watcher: Watcher,
         regions: Regions,
-        staging: Staging,
+        staging: RingStaging,
         locate: Callable[[int], SegmentRange | str],
     ) -> None:
         super().__init__(peer, secret, watcher)

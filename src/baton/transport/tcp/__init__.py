@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError
 from baton.transport.base import Capabilities, Description, Peer, Place, Reach
-from baton.transport.common.listener import ListeningTransport, check_address
+from baton.transport.common.listener import TcpListeningTransport, check_address
 from baton.transport.tcp.source import TcpConnection
 from baton.transport.tcp.target import STREAMS_MAX, TcpWriter
 
@@ -36,7 +36,7 @@ class TcpConfig:
             raise ConfigError(f"tcp num_streams {self.num_streams}: use 1 to {STREAMS_MAX}")
 
 
-class TcpTransport(ListeningTransport[TcpConnection, TcpWriter]):
+class TcpTransport(TcpListeningTransport[TcpConnection, TcpWriter]):
     """One opened tcp transport."""
 
     name = "tcp"

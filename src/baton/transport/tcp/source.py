@@ -33,10 +33,10 @@ from baton.transport.base import (
     Peer,
 )
 from baton.transport.common.handshake import CONNECT_PROBE, introduce
-from baton.transport.common.listener import receive_exactly
+from baton.transport.common.listener import receive_exactly, stream_socket
 from baton.transport.common.spans import coalesce, copy_spans, join_ranges, split
 from baton.transport.common.threads import Watcher
-from baton.transport.common.tickets import CANCELLED, Job, Tickets
+from baton.transport.common.tickets import CANCELLED, SubmittedBatch, Tickets
 from baton.transport.tcp.wire import (
     PART_SPANS_MAX,
     PartHeader,
@@ -56,7 +56,7 @@ RECEIVE_BYTES = 1 << 16
 class SentBatch:
     """A batch that was cut into parts, and how many of them are neither acknowledged nor dropped."""
 
-    job: Job
+    job: SubmittedBatch
     num_left: int
     is_on_wire: bool = False
     is_cut_short: bool = False
@@ -70,7 +70,7 @@ class Part:
     spans: Spans
 
 
-def make_parts(job: Job, num_streams: int) -> list[Part]:
+def make_parts(job: SubmittedBatch, num_streams: int) -> list[Part]:
     """A batch in parts that keep all streams busy; an empty batch is one part, which the target checks."""
     spans = coalesce(job.batch.spans)
     share = -(-spans.num_bytes // num_streams)
@@ -111,11 +111,11 @@ class SendQueue:
     """Jobs and parts in the order in which they are to be sent."""
 
     def __init__(self) -> None:
-        self._items: deque[Job | Part] = deque()
+        self._items: deque[SubmittedBatch | Part] = deque()
         self._changed = threading.Condition()
         self._is_open = True
 
-    def put(self, job: Job) -> None:
+    def put(self, job: SubmittedBatch) -> None:
         with self._changed:
             self._items.append(job)
             self._changed.notify()
@@ -125,7 +125,7 @@ class SendQueue:
             self._items.extendleft(reversed(parts))
             self._changed.notify(len(parts))
 
-    def take(self) -> Job | Part | None:
+    def take(self) -> SubmittedBatch | Part | None:
         """Waits for the next item; None once closed."""
         with self._changed:
             while self._is_open and not self._items:
@@ -145,18 +145,13 @@ class SendStream:
 
     index: int
     sock: socket.socket
+    address: tuple[str, int]
+    """Of the target."""
     thread: threading.Thread = field(default_factory=threading.Thread)
     received: bytearray = field(default_factory=bytearray)
     in_flight: list[SentBatch] = field(default_factory=list)
     """The batch of each part that was begun and is not acknowledged, in order."""
     acknowledged_bytes: int = 0
-
-
-def parse_address(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise TransportError(f"'{address}' is not host:port")
-    return host, int(port)
 
 
 class TcpConnection:
@@ -176,10 +171,8 @@ class TcpConnection:
 
     def open(self, description: Description, num_streams: int) -> None:
         """Starts a thread per stream, which connects first."""
-        host, _ = parse_address(description.address)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
         for index in range(num_streams):
-            stream = SendStream(index, socket.socket(family, socket.SOCK_STREAM))
+            stream = SendStream(index, *stream_socket(description.address))
             name = f"tcp-source-{self.peer.number}-{index}"
             stream.thread = threading.Thread(
                 target=self._run, args=(stream, description), name=name, daemon=True
@@ -189,7 +182,7 @@ class TcpConnection:
             stream.thread.start()
         self.are_started.set()
 
-    def put(self, job: Job) -> None:
+    def put(self, job: SubmittedBatch) -> None:
         """Queues a batch; a sender thread cuts it into parts."""
         job.progress_s = time.monotonic()
         if self.lost:
@@ -225,16 +218,16 @@ class TcpConnection:
             raise TransportError(self.lost)
         sock = stream.sock
         sock.settimeout(DEADLINE_S)
-        sock.connect(parse_address(description.address))
+        sock.connect(stream.address)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.sendall(CONNECT_PROBE)
         introduce(description, stream.index, sock.sendall, lambda num: receive_exactly(sock, num) or b"")
         sock.settimeout(None)
         self.watcher.watch(sock.fileno(), select.EPOLLIN, lambda mask: self._receive(stream))
 
-    def _next_part(self, item: Job | Part) -> Part | None:
+    def _next_part(self, item: SubmittedBatch | Part) -> Part | None:
         """The part to send for an item of the queue, if any."""
-        if isinstance(item, Job):
+        if isinstance(item, SubmittedBatch):
             if not self.tickets.begin(item):
                 return None
             item, *others = make_parts(item, len(self.streams))

@@ -11,10 +11,8 @@ from __future__ import annotations
 import select
 import socket
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
@@ -22,7 +20,7 @@ from baton.errors import RemoteProtocolError
 from baton.plan.steps import Spans
 from baton.transport.base import Bytes, Quiet, Ranges, RevokeResult, Unknown
 from baton.transport.common.listener import receive_all, receive_exactly
-from baton.transport.common.regions import Grant, Grants, Regions, do_ranges_overlap
+from baton.transport.common.regions import Grants, RegionGrant, Regions, do_ranges_overlap
 from baton.transport.common.spans import are_inside, copy_spans
 from baton.transport.tcp.wire import (
     PART_HEADER_BYTES,
@@ -43,8 +41,8 @@ class ReceiveStream:
     """One stream: its socket, its thread, and the ranges that it is writing."""
 
     sock: socket.socket
-    thread: threading.Thread
-    writing: Grant | None = None
+    thread: threading.Thread = field(default_factory=threading.Thread)
+    writing: RegionGrant | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +57,7 @@ class TcpWriter:
     ending: threading.Lock = field(default_factory=threading.Lock)
     is_ended: bool = False
 
-    def check_quiet(self, grant: Grant) -> RevokeResult:
+    def check_quiet(self, grant: RegionGrant) -> RevokeResult:
         """Whether no stream is writing there; a stream sets `writing` before it checks the grants."""
         with self.lock:
             writing = [stream.writing for stream in self.streams.values() if stream]
@@ -89,13 +87,19 @@ class TcpWriter:
                 stream.sock.close()
         return Quiet()
 
-    def attach(self, index: int, sock: socket.socket) -> Callable[[], None] | None:
-        """Takes over a stream with the current thread; each index can be used once."""
+    def attach(self, index: int, sock: socket.socket) -> bool:
+        """Takes over a stream with a thread of its own; each index can be used once."""
         with self.lock:
             if self.is_ended or index in self.streams or index >= STREAMS_MAX:
-                return None
-            stream = self.streams[index] = ReceiveStream(sock, threading.current_thread())
-            return partial(self._receive, index, stream)
+                return False
+            sock.setblocking(True)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            stream = self.streams[index] = ReceiveStream(sock)
+            stream.thread = threading.Thread(
+                target=self._receive, args=(index, stream), name="tcp-receiver", daemon=True
+            )
+            stream.thread.start()
+            return True
 
     def _receive(self, index: int, stream: ReceiveStream) -> None:
         try:
@@ -128,7 +132,7 @@ class TcpWriter:
         if memory is None:
             raise RemoteProtocolError(f"region {header.region} is not registered")
         try:
-            stream.writing = Grant(header.region, ranges)
+            stream.writing = RegionGrant(header.region, ranges)
             self._check(header, ranges, len(memory))
             if not self._fill(stream.sock, memory, ranges):
                 return False

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.engine.models.blueprint import (
-    COMMON_DEFAULTS,
     Blueprint,
-    Family,
+    ModelFamily,
     assemble_latent,
     read_groups,
     read_mla,
@@ -122,7 +121,8 @@ def _read_sparse(fields: ModelFields, types: Sequence[str], *, is_index_paired: 
         num_chosen=fields.number("index_topk"),
     )
     mixers = {INDEXED: replace(mixer, indexer=indexer), SHARED: replace(mixer, is_choice_shared=True)}
-    return assemble_latent(fields, [mixers[each] for each in types], read_rule(fields))
+    made = assemble_latent(fields, [mixers[each] for each in types], read_rule(fields))
+    return replace(made, stage_starts=tuple(i for i, each in enumerate(types) if each == INDEXED))
 
 
 def _read_v32(fields: ModelFields) -> Blueprint:
@@ -156,13 +156,13 @@ GLM_DEFAULTS = {
     "topk_group": 1,
     "v_head_dim": 256,
 }
-_V3 = Family(_read_v3, {**COMMON_DEFAULTS, **V3_DEFAULTS})
-_V32 = Family(_read_v32, {**COMMON_DEFAULTS, **V32_DEFAULTS})
+_V3 = ModelFamily(_read_v3, V3_DEFAULTS)
+_V32 = ModelFamily(_read_v32, V32_DEFAULTS)
 FAMILIES = {
-    "deepseek_v2": Family(_read_v2, {**COMMON_DEFAULTS, **V2_DEFAULTS}),
+    "deepseek_v2": ModelFamily(_read_v2, V2_DEFAULTS),
     "deepseek_v3": _V3,
     "kimi_k2": _V3,
     "deepseek_v32": _V32,
     "deepseek_v3_2": _V32,
-    "glm_moe_dsa": Family(_read_glm, {**COMMON_DEFAULTS, **GLM_DEFAULTS}),
+    "glm_moe_dsa": ModelFamily(_read_glm, GLM_DEFAULTS),
 }

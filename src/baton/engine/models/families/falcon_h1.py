@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.engine.models.blueprint import (
-    COMMON_DEFAULTS,
     Blueprint,
-    Family,
+    ModelFamily,
+    assemble,
     read_activation,
     read_dense,
     read_gqa,
 )
 from baton.engine.models.config import ModelFields
 from baton.engine.models.gqa import BesideSpec, Branch, GqaSpec
-from baton.engine.models.layers import DecoderSpec, Names
+from baton.engine.models.layers import Names
 from baton.engine.models.mamba2 import GroupNormSpec, Mamba2Spec
 from baton.plan.models.families.recurrent import mamba2
 
@@ -27,15 +27,9 @@ def read_mamba2(fields: ModelFields, norm: GroupNormSpec | None) -> Mamba2Spec:
     """The state space, in the sizes that its cache has."""
     # A limit on steps would change prefill; decoding, as it is published, knows none.
     fields.require("time_step_limit", *UNLIMITED)
-    kind = mamba2(fields)
-    x, into, _ = kind.convs
     return Mamba2Spec(
         hidden_size=fields.number("hidden_size"),
-        num_heads=kind.heads,
-        num_groups=into.units.count,
-        head_dim=x.channels,
-        state_dim=into.channels,
-        num_taps=x.taps,
+        kind=mamba2(fields),
         activation=read_activation(fields),
         has_input_bias=fields.flag("mamba_proj_bias"),
         has_conv_bias=fields.flag("mamba_conv_bias"),
@@ -43,29 +37,17 @@ def read_mamba2(fields: ModelFields, norm: GroupNormSpec | None) -> Mamba2Spec:
     )
 
 
-def read_attention(fields: ModelFields) -> GqaSpec:
-    """The attention beside it, turned in part where the config says so."""
-    has_bias = fields.flag("attention_bias")
-    found = read_gqa(fields, is_partly_turned=True)
-    return replace(found, has_input_bias=has_bias, has_output_bias=has_bias)
-
-
 def _read(fields: ModelFields) -> Blueprint:
-    hidden, eps = fields.number("hidden_size"), fields.real("rms_norm_eps")
-    attention = read_attention(fields)
+    attention = read_gqa(fields, is_partly_turned=True)
     # Keys times a factor score as keys without it under a scale that has it.
     attention = replace(attention, scale=attention.head_dim**-0.5 * fields.real("key_multiplier"))
     gate_factor, output_factor = _factors(fields, "mlp_multipliers", 2)
     mlp = replace(
         read_dense(fields, fields.flag("mlp_bias")), gate_factor=gate_factor, output_factor=output_factor
     )
-    layer = DecoderSpec(hidden, eps, _mixer(fields, attention), mlp, NAMES)
-    return Blueprint(
-        hidden_size=hidden,
-        vocab_size=fields.number("vocab_size"),
-        norm_eps=eps,
-        is_tied=fields.flag("tie_word_embeddings"),
-        layers=(layer,) * fields.num_layers,
+    mixers = [_mixer(fields, attention)] * fields.num_layers
+    return replace(
+        assemble(fields, mixers, [mlp] * fields.num_layers, [NAMES] * fields.num_layers),
         embedding_factor=fields.real("embedding_multiplier"),
         norm_name="model.final_layernorm",
         head_factor=fields.real("lm_head_multiplier"),
@@ -98,7 +80,6 @@ def _factors(fields: ModelFields, name: str, count: int) -> tuple[float, ...]:
 
 
 MAMBA_DEFAULTS = {
-    **COMMON_DEFAULTS,
     "rms_norm_eps": 1e-5,
     "num_key_value_heads": 8,
     "mamba_n_heads": 128,
@@ -117,4 +98,4 @@ DEFAULTS = {
     "mamba_norm_before_gate": True,
     **{f"{name}_multiplier": 1.0 for name in FACTORS},
 }
-FAMILIES = {"falcon_h1": Family(_read, DEFAULTS)}
+FAMILIES = {"falcon_h1": ModelFamily(_read, DEFAULTS)}

@@ -5,20 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.engine.models.blueprint import (
-    COMMON_DEFAULTS,
     Blueprint,
-    Family,
+    ModelFamily,
+    assemble,
     read_dense,
     read_gqa,
     read_windows,
 )
 from baton.engine.models.config import ModelFields
 from baton.engine.models.gqa import GqaSpec
-from baton.engine.models.layers import NormSpec, SandwichSpec
+from baton.engine.models.layers import Names
 from baton.plan.models.families.attention import FULL, WINDOWED, patterned
 
 THETAS = {FULL: ("rope_theta", 1_000_000.0), WINDOWED: ("rope_local_base_freq", 10_000.0)}
 """By sort of layer: where configs without rope_parameters have the base, and what it is if they do not."""
+NAMES = Names(
+    mixed_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    fed_norm="post_feedforward_layernorm",
+)
 
 
 def _read(fields: ModelFields) -> Blueprint:
@@ -26,19 +31,13 @@ def _read(fields: ModelFields) -> Blueprint:
     fields.require("attn_logit_softcapping")
     fields.require("final_logit_softcapping")
     fields = ModelFields(fields.where, {**fields.values, "hidden_act": fields.values["hidden_activation"]})
-    hidden, eps = fields.number("hidden_size"), fields.real("rms_norm_eps")
-    kinds = [WINDOWED if window else FULL for window in read_windows(fields, patterned)]
     mixers = {kind: _read_mixer(fields, kind) for kind in THETAS}
-    norm, mlp = NormSpec(hidden, eps, is_centred=True), read_dense(fields)
-    return Blueprint(
-        hidden_size=hidden,
-        vocab_size=fields.number("vocab_size"),
-        norm_eps=eps,
-        is_tied=fields.flag("tie_word_embeddings"),
-        layers=tuple(SandwichSpec(norm, mixers[kind], mlp) for kind in kinds),
-        embedding_factor=hidden**0.5,
-        is_norm_centred=True,
+    by_layer = [mixers[WINDOWED if window else FULL] for window in read_windows(fields, patterned)]
+    num_layers = fields.num_layers
+    made = assemble(
+        fields, by_layer, [read_dense(fields)] * num_layers, [NAMES] * num_layers, is_norm_centred=True
     )
+    return replace(made, embedding_factor=made.norm.size**0.5)
 
 
 def _read_mixer(fields: ModelFields, kind: str) -> GqaSpec:
@@ -49,11 +48,8 @@ def _read_mixer(fields: ModelFields, kind: str) -> GqaSpec:
         scaling = fields.mapping("rope_scaling") if kind == FULL else {}
         stated = {"rope_theta": fields.values.get(name) or theta, **scaling}
     turned = {"rope_parameters": stated, "rope_scaling": None, "rope_theta": None}
-    has_bias = fields.flag("attention_bias")
     return replace(
         read_gqa(ModelFields(fields.where, {**fields.values, **turned})),
-        has_input_bias=has_bias,
-        has_output_bias=has_bias,
         norm_eps=fields.real("rms_norm_eps"),
         is_norm_centred=True,
         window=fields.number("sliding_window") if kind == WINDOWED else None,
@@ -72,4 +68,4 @@ DEFAULTS = {
     "sliding_window_pattern": 6,
     "tie_word_embeddings": True,
 }
-FAMILIES = {"gemma3_text": Family(_read, {**COMMON_DEFAULTS, **DEFAULTS})}
+FAMILIES = {"gemma3_text": ModelFamily(_read, DEFAULTS)}

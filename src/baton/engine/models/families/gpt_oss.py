@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.engine.models.blueprint import (
-    COMMON_DEFAULTS,
     Blueprint,
-    Family,
+    ModelFamily,
     assemble,
     read_gqa,
     read_windows,
@@ -19,17 +18,10 @@ from baton.plan.models.families.attention import patterned
 
 def _read(fields: ModelFields) -> Blueprint:
     fields.require("hidden_act", "silu")
-    has_bias = fields.flag("attention_bias")
-    mixer = replace(read_gqa(fields), has_input_bias=has_bias, has_output_bias=has_bias, has_sinks=True)
+    mixer = replace(read_gqa(fields), has_sinks=True)
     mixers = [replace(mixer, window=window) for window in read_windows(fields, patterned)]
-    mlp = _read_moe(fields)
-    made = assemble(fields, mixers, [mlp] * fields.num_layers)
-    return replace(made, num_experts=mlp.num_experts)
-
-
-def _read_moe(fields: ModelFields) -> ClampedSpec:
     num_experts = fields.number("num_local_experts")
-    return ClampedSpec(
+    mlp = ClampedSpec(
         hidden_size=fields.number("hidden_size"),
         num_experts=num_experts,
         width=fields.number("intermediate_size"),
@@ -38,6 +30,7 @@ def _read_moe(fields: ModelFields) -> ClampedSpec:
         gain=fields.positive("swiglu_alpha"),
         limit=fields.positive("swiglu_limit"),
     )
+    return assemble(fields, mixers, [mlp] * fields.num_layers)
 
 
 YARN = {
@@ -63,4 +56,4 @@ DEFAULTS = {
     "swiglu_alpha": 1.702,
     "swiglu_limit": 7.0,
 }
-FAMILIES = {"gpt_oss": Family(_read, {**COMMON_DEFAULTS, **DEFAULTS})}
+FAMILIES = {"gpt_oss": ModelFamily(_read, DEFAULTS)}

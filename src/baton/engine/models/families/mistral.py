@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.engine.models.blueprint import (
-    COMMON_DEFAULTS,
     Blueprint,
-    Family,
+    ModelFamily,
     assemble,
     read_dense,
     read_gqa,
@@ -18,11 +17,11 @@ from baton.plan.models.families.attention import windowed
 
 
 def _read(fields: ModelFields) -> Blueprint:
-    mixer = read_gqa(fields)
+    mixer = replace(read_gqa(fields), has_input_bias=False, has_output_bias=False)
     mixers = [replace(mixer, window=window) for window in read_windows(fields, windowed)]
     return assemble(fields, mixers, [read_dense(fields)] * fields.num_layers)
 
 
 DEFAULTS = {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096}
-_FAMILY = Family(_read, {**COMMON_DEFAULTS, **DEFAULTS})
+_FAMILY = ModelFamily(_read, DEFAULTS)
 FAMILIES = {"ministral": _FAMILY, "mistral": _FAMILY}

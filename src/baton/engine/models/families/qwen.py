@@ -8,17 +8,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.engine.models.blueprint import (
-    COMMON_DEFAULTS,
     Blueprint,
-    Family,
+    ModelFamily,
     assemble,
-    read_activation,
     read_dense,
     read_gqa,
+    read_moe,
     read_windows,
 )
 from baton.engine.models.config import ModelFields
 from baton.engine.models.gqa import GqaSpec
+from baton.engine.models.layers import MlpSpec
 from baton.engine.models.moe import MoeSpec, Softmax
 from baton.plan.models.families.attention import flagged, flagged_from
 
@@ -30,14 +30,12 @@ def _read(fields: ModelFields, mixer: GqaSpec) -> Blueprint:
 
 
 def _read_qwen2(fields: ModelFields) -> Blueprint:
-    return _read(fields, replace(read_gqa(fields), has_input_bias=True))
+    return _read(fields, replace(read_gqa(fields), has_input_bias=True, has_output_bias=False))
 
 
 def _read_normed_gqa(fields: ModelFields) -> GqaSpec:
     """Attention with a norm per head and a bias where the config asks for one."""
-    has_bias = fields.flag("attention_bias")
-    eps = fields.real("rms_norm_eps")
-    return replace(read_gqa(fields), has_input_bias=has_bias, has_output_bias=has_bias, norm_eps=eps)
+    return replace(read_gqa(fields), norm_eps=fields.real("rms_norm_eps"))
 
 
 def _read_qwen3(fields: ModelFields) -> Blueprint:
@@ -46,31 +44,21 @@ def _read_qwen3(fields: ModelFields) -> Blueprint:
 
 def _read_qwen3_moe(fields: ModelFields) -> Blueprint:
     mixer = _read_normed_gqa(fields)
-    sparse, dense = _read_moe(fields), read_dense(fields)
-    skipped = set(fields.numbers("mlp_only_layers"))
-    step = fields.number("decoder_sparse_step")
-    is_sparse = [i not in skipped and (i + 1) % step == 0 for i in range(fields.num_layers)]
-    mlps = [sparse if here else dense for here in is_sparse]
     mixers = [replace(mixer, window=window) for window in read_windows(fields, flagged)]
-    made = assemble(fields, mixers, mlps)
-    return replace(made, num_experts=sparse.num_experts)
-
-
-def _read_moe(fields: ModelFields) -> MoeSpec:
     name = "num_experts" if fields.values.get("num_local_experts") is None else "num_local_experts"
     num_experts = fields.number(name)
     rule = Softmax(fields.number("num_experts_per_tok", num_experts), fields.flag("norm_topk_prob"))
-    return MoeSpec(
-        hidden_size=fields.number("hidden_size"),
-        num_experts=num_experts,
-        width=fields.number("moe_intermediate_size"),
-        activation=read_activation(fields),
-        rule=rule,
-    )
+    return assemble(fields, mixers, place_mixtures(fields, read_moe(fields, num_experts, rule)))
+
+
+def place_mixtures(fields: ModelFields, sparse: MoeSpec) -> list[MlpSpec]:
+    """A mixture in every decoder_sparse_step-th layer but for those of mlp_only_layers; others are dense."""
+    dense, skipped = read_dense(fields), set(fields.numbers("mlp_only_layers"))
+    step = fields.number("decoder_sparse_step")
+    return [sparse if i not in skipped and (i + 1) % step == 0 else dense for i in range(fields.num_layers)]
 
 
 DEFAULTS = {
-    **COMMON_DEFAULTS,
     "max_position_embeddings": 32_768,
     "num_key_value_heads": 32,
     "sliding_window": 4096,
@@ -85,7 +73,7 @@ MOE_DEFAULTS = {
     "moe_intermediate_size": 768,
 }
 FAMILIES = {
-    "qwen2": Family(_read_qwen2, DEFAULTS),
-    "qwen3": Family(_read_qwen3, {**DEFAULTS, "head_dim": 128}),
-    "qwen3_moe": Family(_read_qwen3_moe, MOE_DEFAULTS),
+    "qwen2": ModelFamily(_read_qwen2, DEFAULTS),
+    "qwen3": ModelFamily(_read_qwen3, {**DEFAULTS, "head_dim": 128}),
+    "qwen3_moe": ModelFamily(_read_qwen3_moe, MOE_DEFAULTS),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.plan.kinds import Paged
-from baton.plan.models.fields import Family, Fields, Placed, placed_by
+from baton.plan.models.fields import CacheFamily, Fields, Placed, placed_by
 
 FULL = "full_attention"
 WINDOWED = "sliding_attention"
@@ -88,17 +88,17 @@ _GEMMA3 = {
     "sliding_window_pattern": 6,
 }
 
-FAMILIES: dict[str, Family] = {
-    "gemma3": Family(patterned, _GEMMA3),
-    "gemma3_text": Family(patterned, _GEMMA3),
-    "glm4_moe": Family(full),
-    "gpt_oss": Family(patterned, {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2}),
-    "llama": Family(full),
-    "ministral": Family(windowed, {"sliding_window": 4096}),
-    "mistral": Family(windowed, {"sliding_window": 4096}),
-    "mixtral": Family(windowed),
-    "phi3": Family(windowed),
-    "qwen2": Family(flagged_from, _QWEN),
-    "qwen3": Family(flagged_from, {**_QWEN, "head_dim": 128}),
-    "qwen3_moe": Family(flagged, {"sliding_window": 4096}),
+FAMILIES: dict[str, CacheFamily] = {
+    "gemma3": CacheFamily(patterned, _GEMMA3),
+    "gemma3_text": CacheFamily(patterned, _GEMMA3),
+    "glm4_moe": CacheFamily(full),
+    "gpt_oss": CacheFamily(patterned, {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2}),
+    "llama": CacheFamily(full),
+    "ministral": CacheFamily(windowed, {"sliding_window": 4096}),
+    "mistral": CacheFamily(windowed, {"sliding_window": 4096}),
+    "mixtral": CacheFamily(windowed),
+    "phi3": CacheFamily(windowed),
+    "qwen2": CacheFamily(flagged_from, _QWEN),
+    "qwen3": CacheFamily(flagged_from, {**_QWEN, "head_dim": 128}),
+    "qwen3_moe": CacheFamily(flagged, {"sliding_window": 4096}),
 }

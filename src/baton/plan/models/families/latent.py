@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.plan.kinds import Index, Latent
-from baton.plan.models.fields import Family, Fields, Placed, shown
+from baton.plan.models.fields import CacheFamily, Fields, Placed, shown
 from baton.plan.ranges import from_ids
 
 INDEXED = "full"
@@ -41,11 +41,11 @@ def shared_sparse(fields: Fields) -> tuple[Placed, ...]:
     return (*dense(fields), (Index(fields.number("index_head_dim")), layers))
 
 
-FAMILIES: dict[str, Family] = {
-    "deepseek_v2": Family(dense),
-    "deepseek_v3": Family(dense),
-    "deepseek_v32": Family(sparse),
-    "deepseek_v3_2": Family(sparse),
-    "glm_moe_dsa": Family(shared_sparse, {"index_topk_freq": 1, "index_skip_topk_offset": 2}),
-    "kimi_k2": Family(dense),
+FAMILIES: dict[str, CacheFamily] = {
+    "deepseek_v2": CacheFamily(dense),
+    "deepseek_v3": CacheFamily(dense),
+    "deepseek_v32": CacheFamily(sparse),
+    "deepseek_v3_2": CacheFamily(sparse),
+    "glm_moe_dsa": CacheFamily(shared_sparse, {"index_topk_freq": 1, "index_skip_topk_offset": 2}),
+    "kimi_k2": CacheFamily(dense),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.plan.cache import Units
 from baton.plan.kinds import Conv, Paged, Recurrent
 from baton.plan.models.families.attention import FULL, heads_and_dim
-from baton.plan.models.fields import Family, Fields, Placed, placed_by, shown
+from baton.plan.models.fields import CacheFamily, Fields, Placed, placed_by, shown
 
 LINEAR = "linear_attention"
 STATE_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -100,11 +100,11 @@ def listed(fields: Fields) -> tuple[Placed, ...]:
     return placed_by(words, {FULL: Paged(*heads_and_dim(fields)), LINEAR: mamba2(fields)})
 
 
-_DELTA = Family(hybrid, {"head_dim": 256, "full_attention_interval": 4})
+_DELTA = CacheFamily(hybrid, {"head_dim": 256, "full_attention_interval": 4})
 
-FAMILIES: dict[str, Family] = {
-    "bamba": Family(listed, {"mamba_expand": 2}),
-    "falcon_h1": Family(parallel),
+FAMILIES: dict[str, CacheFamily] = {
+    "bamba": CacheFamily(listed, {"mamba_expand": 2}),
+    "falcon_h1": CacheFamily(parallel),
     "qwen3_5": _DELTA,
     "qwen3_5_moe": _DELTA,
     "qwen3_5_moe_text": _DELTA,

@@ -18,14 +18,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.engine import executor
-from baton.engine.fork_server import ForkedProcess, ForkServer, ForkServerPool, SpawnRequest
+from baton.engine.config import WORKER_MODULES
 from baton.errors import EngineError
+from baton.fork_server import ForkedProcess, ForkServer, ForkServerPool, SpawnRequest
 
-ROOT = Path(__file__).parents[3]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
 LIMIT_S = 30.0
-PRELOAD = executor.WORKER[0]
 
 
 class Forked:
@@ -37,9 +36,7 @@ class Forked:
         with theirs:
             self.process: ForkedProcess = server.spawn(theirs.fileno(), self.errors.fileno())
         self.connection = Connection(ours.detach())
-        request = SpawnRequest(
-            "baton rank 7", "tests.engine.instance.forked", (behaviour,), ENVIRONMENT | environment
-        )
+        request = SpawnRequest("baton rank 7", "tests.forked", (behaviour,), ENVIRONMENT | environment)
         self.connection.send_bytes(msgspec.msgpack.encode(request))
 
     def words(self) -> str:
@@ -64,7 +61,7 @@ def is_gone(pid: int) -> bool:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    server = ForkServer(ENVIRONMENT, PRELOAD)
+    server = ForkServer(ENVIRONMENT, WORKER_MODULES)
     yield server
     server.close()
 
@@ -124,21 +121,21 @@ def test_no_process_holds_the_pipe_of_another(server: ForkServer):
 
 @pytest.mark.slow
 def test_variables_read_at_import_need_another_server_and_a_dead_one_is_replaced():
-    pool = ForkServerPool(PRELOAD)
-    first = pool.get(ENVIRONMENT)
-    assert pool.get(ENVIRONMENT | {"SOMETHING": "else"}) is first
-    second_process = pool.get(ENVIRONMENT | {"OMP_NUM_THREADS": "2"})
+    pool = ForkServerPool()
+    first = pool.get(ENVIRONMENT, WORKER_MODULES)
+    assert pool.get(ENVIRONMENT | {"SOMETHING": "else"}, WORKER_MODULES) is first
+    second_process = pool.get(ENVIRONMENT | {"OMP_DYNAMIC": "true"}, WORKER_MODULES)
     assert second_process is not first
-    assert pool.get(ENVIRONMENT) is first
+    assert pool.get(ENVIRONMENT, WORKER_MODULES) is first
     forked = Forked(first, "linger")
     pid = forked.connection.recv()
     first._process.kill()
     first._process.wait()
     assert forked.process.wait(LIMIT_S) == -signal.SIGKILL
     until(lambda: is_gone(pid))
-    with pytest.raises(EngineError, match="ranks fork from was ended by signal 9"):
+    with pytest.raises(EngineError, match="the fork server was ended by signal 9"):
         Forked(first, "linger")
-    again = pool.get(ENVIRONMENT)
+    again = pool.get(ENVIRONMENT, WORKER_MODULES)
     assert again is not first
     assert Forked(again, "tell").process.wait(LIMIT_S) == 0
     pool.close()
@@ -147,7 +144,7 @@ def test_variables_read_at_import_need_another_server_and_a_dead_one_is_replaced
 
 
 def test_a_server_ends_at_once_even_while_it_imports():
-    server = ForkServer(ENVIRONMENT, PRELOAD)
+    server = ForkServer(ENVIRONMENT, WORKER_MODULES)
     server.close()
     assert not server.is_alive
 
@@ -155,7 +152,7 @@ def test_a_server_ends_at_once_even_while_it_imports():
 def test_a_server_that_cannot_import_says_why(tmp_path: Path):
     (tmp_path / "torch.py").write_text("raise ImportError('no such luck')")
     with pytest.raises(EngineError, match=r"exit code 1.*no such luck"):
-        Forked(ForkServer(ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}, PRELOAD), "tell")
+        Forked(ForkServer(ENVIRONMENT | {"PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}, WORKER_MODULES), "tell")
 
 
 IMPORTS = """
@@ -171,7 +168,7 @@ for module in (torch.cuda, torch.accelerator):
             setattr(module, name, ask)
 if sys.argv[1:]:
     torch.cuda.is_available()
-import baton.engine.fork_server, baton.engine.worker
+import baton.fork_server, baton.engine.worker
 print(len(os.listdir("/proc/self/task")))
 """
 
@@ -189,12 +186,13 @@ ORPHANS = f"""
 import os, signal, sys, threading
 sys.path.insert(0, {str(ROOT)!r})
 if "early" in sys.argv:
-    from baton.engine.fork_server import FORK_SERVERS
-    FORK_SERVERS.fork_early(dict(os.environ))
-    server = FORK_SERVERS.get(dict(os.environ))
-from tests.engine.instance.test_fork_server import ENVIRONMENT, PRELOAD, Forked, ForkServer
+    from baton.engine.config import WORKER_MODULES
+    from baton.fork_server import FORK_SERVERS
+    FORK_SERVERS.fork_early(dict(os.environ), WORKER_MODULES)
+    server = FORK_SERVERS.get(dict(os.environ), WORKER_MODULES)
+from tests.test_fork_server import ENVIRONMENT, WORKER_MODULES, Forked, ForkServer
 if "early" not in sys.argv:
-    server = ForkServer(ENVIRONMENT, PRELOAD)
+    server = ForkServer(ENVIRONMENT, WORKER_MODULES)
 forked = []
 starting = threading.Thread(target=lambda: forked.append(Forked(server, "linger")))
 starting.start()
@@ -224,23 +222,24 @@ EARLY = f"""
 import os, sys, threading
 sys.path.insert(0, {str(ROOT)!r})
 from baton import settings
-from baton.engine.fork_server import FORK_SERVERS
+from baton.engine.config import WORKER_MODULES
+from baton.fork_server import FORK_SERVERS
 environment = settings.rank_environment(1)
 if "thread" in sys.argv:
     threading.Thread(target=threading.Event().wait, daemon=True).start()
-FORK_SERVERS.fork_early(environment)
+FORK_SERVERS.fork_early(environment, WORKER_MODULES)
 print(len(FORK_SERVERS._servers))
 if FORK_SERVERS._servers:
-    server = FORK_SERVERS.get(environment)
-    assert FORK_SERVERS.get(environment | {{"OMP_NUM_THREADS": "2"}}) is not server
-    FORK_SERVERS.fork_early(environment)  # the modules are there: no second one
-    from tests.engine.instance.test_fork_server import LIMIT_S, Forked
+    server = FORK_SERVERS.get(environment, WORKER_MODULES)
+    assert FORK_SERVERS.get(environment | {{"OMP_DYNAMIC": "true"}}, WORKER_MODULES) is not server
+    FORK_SERVERS.fork_early(environment, WORKER_MODULES)  # the modules are there: no second one
+    from tests.test_fork_server import LIMIT_S, Forked
     told, failed, killed = (Forked(server, name) for name in ("tell", "fail", "kill"))
     print(told.connection.recv()[3].strip(), told.process.wait(LIMIT_S))
     print(failed.process.wait(LIMIT_S), failed.words().splitlines()[-1], killed.process.wait(LIMIT_S))
     print(open(f"/proc/{{server._process.pid}}/comm").read().strip(), len(FORK_SERVERS._servers))
     server._process.kill()
-    print(server._process.wait(LIMIT_S), FORK_SERVERS.get(environment) is server)
+    print(server._process.wait(LIMIT_S), FORK_SERVERS.get(environment, WORKER_MODULES) is server)
 """
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tests.plan.world import make_cache
-from tests.session.handover_world import (
+from tests.session.handoff_world import (
     AUX,
     CACHE,
     NHD,
@@ -83,7 +83,7 @@ def test_memory_that_an_engine_declares(seed: int, cache: str, transport: str) -
         source = Side(ends[0])
     held = CACHES.get(cache, CACHE)
     with worlds(source, replace(target, page_tokens=3), transport=transport, cache=held) as world:
-        world.hand_over(Job(21))
+        world.hand_off(Job(21))
         world.packs(seed == 1)
         transfers = [world.transfer(Job(num_tokens, is_verified=True)) for num_tokens in (9, 1, 30)]
         for transfer in transfers:
@@ -99,8 +99,8 @@ def test_memory_that_an_engine_declares(seed: int, cache: str, transport: str) -
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_any_layout_to_any_other(source: str, target: str, transport: str) -> None:
     with worlds(Side(source), Side(target, page_tokens=3), transport=transport) as world:
-        world.hand_over(Job(21))
-        world.hand_over(Job(8))
+        world.hand_off(Job(21))
+        world.hand_off(Job(8))
 
 
 @pytest.mark.parametrize("name", ["mooncake", "nixl"])
@@ -110,16 +110,16 @@ def test_transports_of_other_libraries(name: str) -> None:
     except ConfigError as error:
         pytest.skip(f"{name}: {error}")
     with worlds(Side("tp2"), Side("pp2"), transport=name) as world:
-        world.hand_over()
-        world.hand_over(Job(is_verified=True))
+        world.hand_off()
+        world.hand_off(Job(is_verified=True))
 
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("is_verified", [False, True], ids=["plain", "verified"])
 def test_any_kind_of_cache(cache: str, is_verified: bool) -> None:
     with worlds(Side("tp2"), Side("pp2.tp4"), cache=CACHES[cache]) as world:
-        world.hand_over(Job(21, is_verified=is_verified))
-        world.hand_over(Job(4, is_verified=is_verified))
+        world.hand_off(Job(21, is_verified=is_verified))
+        world.hand_off(Job(4, is_verified=is_verified))
 
 
 @pytest.mark.parametrize("is_verified", [False, True], ids=["plain", "verified"])
@@ -137,28 +137,28 @@ def test_any_kind_of_cache(cache: str, is_verified: bool) -> None:
 def test_any_mode(mode: str, source: Side, target: Side, is_verified: bool) -> None:
     with worlds(source, target) as world:
         world.packs(mode == "pack")
-        found = world.hand_over(Job(is_verified=is_verified))
+        found = world.hand_off(Job(is_verified=is_verified))
         assert modes(found) == {mode}
-        world.hand_over(Job(5, is_verified=is_verified))
+        world.hand_off(Job(5, is_verified=is_verified))
 
 
 def test_one_grant_may_mix_what_is_converted_with_what_is_not() -> None:
     cache = make_cache(2, (Latent(4), ((0, 2),)), (Index(3, 1), ((0, 2),)))
     with worlds(Side("tp2", dtype="fp16"), Side("tp1", dtype="fp32"), cache=cache) as world:
-        found = world.hand_over(Job(is_verified=True))
+        found = world.hand_off(Job(is_verified=True))
         assert modes(found) == {"convert"}
 
 
 def test_a_granule_moves_whole() -> None:
     with worlds(Side("tp2", granule=4), Side("tp1", granule=4)) as world:
-        world.hand_over(Job(21))
-        world.hand_over(Job(3))
+        world.hand_off(Job(21))
+        world.hand_off(Job(3))
 
 
 def test_a_prompt_shorter_than_a_page() -> None:
     with worlds(Side("tp2", page_tokens=8), Side("tp1", page_tokens=16)) as world:
-        world.hand_over(Job(1))
-        world.hand_over(Job(7))
+        world.hand_off(Job(1))
+        world.hand_off(Job(7))
 
 
 def test_a_chunk_may_end_inside_a_page() -> None:
@@ -186,21 +186,21 @@ def test_a_rank_may_offer_its_own_layers_alone() -> None:
 @pytest.mark.parametrize("num_held", [4, 20])
 def test_what_the_target_holds_is_not_sent(num_held: int) -> None:
     with worlds(Side("tp2"), Side("tp1")) as world:
-        found = world.hand_over(Job(21, held={"tokens": num_held}))
+        found = world.hand_off(Job(21, held={"tokens": num_held}))
         per_token = 4 * 4 * (3 + 2) * 2
         assert found.compare()[0] == (21 - num_held) * per_token
 
 
 def test_a_target_that_holds_everything_is_sent_the_aux_record_alone() -> None:
     with worlds(Side("tp2"), Side("tp1")) as world:
-        found = world.hand_over(Job(20, held={"tokens": 20}))
+        found = world.hand_off(Job(20, held={"tokens": 20}))
         assert found.compare()[0] == 0
         assert modes(found) == set()
 
 
 def test_everything_held_but_a_state() -> None:
     with worlds(Side("tp2"), Side("tp1"), cache=CACHES["hybrid"]) as world:
-        found = world.hand_over(Job(20, held={"tokens": 20}, is_verified=True))
+        found = world.hand_off(Job(20, held={"tokens": 20}, is_verified=True))
         assert found.compare()[0] > 0
 
 
@@ -282,7 +282,7 @@ def test_many_transfers_at_once() -> None:
 )
 def test_dp_groups(source: str, target: str, dps: tuple[int, int], named: int | None) -> None:
     with worlds(Side(source), Side(target)) as world:
-        world.hand_over(Job(dps=dps, named_dp=named))
+        world.hand_off(Job(dps=dps, named_dp=named))
         late = world.transfer(Job(dps=dps, named_dp=named))
         late.send()
         late.offer_all()
@@ -362,7 +362,7 @@ def test_an_answer_that_ends_at_the_source_while_it_is_copied() -> None:
         found.offer((0, 4), (8, 21), fence=HostFence())
         found.sendings[0].finish(AUX)
         assert found.outcome() == Finished(AUX)
-        world.hand_over()
+        world.hand_off()
 
 
 def test_the_aux_record_comes_whole() -> None:
@@ -386,7 +386,7 @@ def test_the_aux_record_comes_whole() -> None:
 def test_prompts_of_equal_length_are_told_apart_by_their_pages() -> None:
     """The comparison itself: a cache in the pages of another transfer is no match."""
     with worlds(Side(), Side()) as world:
-        one, other = world.hand_over(Job(12)), world.hand_over(Job(12))
+        one, other = world.hand_off(Job(12)), world.hand_off(Job(12))
         one.target_tables, other.target_tables = other.target_tables, one.target_tables
         for found in (one, other):
             num_bytes, num_right = found.compare()
@@ -395,7 +395,7 @@ def test_prompts_of_equal_length_are_told_apart_by_their_pages() -> None:
 
 def test_the_world_notices_a_byte_out_of_place() -> None:
     with worlds(Side(), Side()) as world:
-        found = world.hand_over(Job(12))
+        found = world.hand_off(Job(12))
         (buffer, page) = world.target.memory[0, "k"], int(found.target_tables[0]["tokens"][-1])
         free = next(p for p in range(world.target.side.num_pages) if p in world.target.free[0, "tokens"])
         by_page = buffer.reshape(CACHE.num_layers, world.target.side.num_pages, -1)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.plan.world import make_cache
-from tests.session.handover_world import (
+from tests.session.handoff_world import (
     AUX,
     CACHE,
     NHD,
@@ -118,7 +118,7 @@ def test_a_source_gives_up(reach: Callable[[Transfer], None]) -> None:
             found.receive()
         stage = Stage.OFFER if reach is offered else Stage.COPY
         assert found.cause() == Cause(Why.ABORTED, stage, "p0", 1, "the client left")
-        world.hand_over()
+        world.hand_off()
 
 
 @pytest.mark.parametrize("reach", [asked, *STAGES])
@@ -134,7 +134,7 @@ def test_a_target_gives_up(reach: Callable[[Transfer], None]) -> None:
         # One that was only asked for may have been granted before the abort was heard.
         stages = (Stage.GRANT, Stage.COPY) if reach is asked else (Stage.COPY,)
         assert found.cause() in [Cause(Why.ABORTED, stage, "d0", 0, "the client left") for stage in stages]
-        world.hand_over()
+        world.hand_off()
 
 
 def test_an_abort_of_much_of_a_pool_does_not_end_the_instance() -> None:
@@ -147,7 +147,7 @@ def test_an_abort_of_much_of_a_pool_does_not_end_the_instance() -> None:
             assert found.cause().why is Why.ABORTED
             world.target.free = {key: list(pages) for key, pages in free.items()}
             world.source.free = {key: list(range(world.source.side.num_pages)) for key in world.source.free}
-        world.hand_over()
+        world.hand_off()
 
 
 def test_a_target_gives_up_before_its_pages_are_its_own() -> None:
@@ -165,7 +165,7 @@ def test_pages_are_granted_when_the_device_work_of_their_last_owner_is_done() ->
         found.send()
         found.offer_all()
         found.commit()
-        world.hand_over()
+        world.hand_off()
         assert isinstance(found.receiving.state, Waiting)
         assert found.compare()[1] < found.compare()[0] / 10
         fence.set()
@@ -174,10 +174,10 @@ def test_pages_are_granted_when_the_device_work_of_their_last_owner_is_done() ->
 
 def test_what_is_called_after_the_end_changes_nothing() -> None:
     with worlds(Side(), Side()) as world:
-        found = world.hand_over()
+        found = world.hand_off()
         found.sendings[0].abort()
         found.receiving.abort()
-        world.hand_over()
+        world.hand_off()
         assert found.outcome() == Ready(AUX)
 
 
@@ -237,7 +237,7 @@ def test_ranks_of_a_target_have_to_agree_on_the_request(changes: dict[str, Any])
         cause = found.cause()
         assert (cause.why, cause.stage, cause.instance) == (Why.REFUSED_PROMPT, Stage.GRANT, "d0")
         assert "give every rank of the group the same request" in cause.text
-        world.hand_over()
+        world.hand_off()
 
 
 def test_ranks_of_a_target_have_to_agree_on_the_source() -> None:
@@ -285,7 +285,7 @@ def test_a_live_id_is_refused_at_the_target(rank: int) -> None:
 
 def test_an_id_that_ended_a_moment_ago_is_refused() -> None:
     with worlds(Side("tp2"), Side()) as world:
-        done = world.hand_over()
+        done = world.hand_off()
         again = world.transfer(transfer_id=done.id)
         again.receive()
         assert again.cause().why is Why.REFUSED_LIVE_ID
@@ -304,7 +304,7 @@ def test_a_source_that_is_not_there(source: str) -> None:
         cause = alone.cause()
         assert (cause.why, cause.stage) == (Why.PEER_LOST, Stage.HANDSHAKE)
         assert "registry" in cause.text or closed in cause.text
-        world.hand_over()
+        world.hand_off()
 
 
 OTHER_CACHE = make_cache(4, (Paged(2, 3, 2), ((0, 4),)))
@@ -333,7 +333,7 @@ def test_a_source_that_does_not_fit_is_refused(stranger: str) -> None:
                     plan(other.spec, world.target.spec, 0, 0)
                 text = str(raised.value)
             assert text in cause.text
-            world.hand_over()
+            world.hand_off()
         finally:
             other.close()
 
@@ -345,7 +345,7 @@ def test_a_request_without_room_is_declined() -> None:
         world.target.first.decline(found.id, world.source.first.address, "no free pages")
         cause = found.cause()
         assert cause == Cause(Why.OUT_OF_PAGES, Stage.GRANT, "d0", 0, "no free pages")
-        world.hand_over()
+        world.hand_off()
 
 
 def test_requests_without_a_grant_hold_half_of_the_pool_at_most() -> None:
@@ -373,7 +373,7 @@ def test_a_target_without_room_to_unpack_in() -> None:
         found.offer_all()
         cause = found.cause()
         assert (cause.why, cause.instance, cause.rank) == (Why.OUT_OF_PAGES, "d0", 0)
-        world.hand_over(Job(5))
+        world.hand_off(Job(5))
 
 
 def test_a_source_without_room_to_pack_in() -> None:
@@ -385,7 +385,7 @@ def test_a_source_without_room_to_pack_in() -> None:
         found.offer((0, 4), (0, 21))
         cause = found.cause()
         assert (cause.why, cause.stage, cause.instance) == (Why.OUT_OF_PAGES, Stage.COPY, "p0")
-        world.hand_over(Job(3))
+        world.hand_off(Job(3))
 
 
 def test_chunks_take_turns_where_there_is_little_room_to_pack_in() -> None:
@@ -463,7 +463,7 @@ def test_one_wrong_bit(mode: str, is_verified: bool) -> None:
         assert (cause.why, cause.stage, cause.instance) == (Why.CORRUPTED, Stage.COPY, "d0")
         assert re.search(r"checksum.* of k differ", cause.text)
         assert found.compare()[1] < found.compare()[0]
-        world.hand_over(Job(is_verified=True))
+        world.hand_off(Job(is_verified=True))
 
 
 class Sabotage:
@@ -520,8 +520,8 @@ def test_a_copy_that_fails(fault: str, transport: str) -> None:
         for key, buffer in world.target.memory.items():
             assert np.array_equal(buffer, released[key])
         sabotage.mend()
-        world.hand_over()
-        world.hand_over()
+        world.hand_off()
+        world.hand_off()
 
 
 # Deadlines.
@@ -543,7 +543,7 @@ def test_a_transfer_that_stops_moving() -> None:
         copying(found)
         cause = found.cause()
         assert (cause.why, cause.stage, cause.instance) == (Why.DEADLINE, Stage.COPY, "d0")
-        world.hand_over()
+        world.hand_off()
 
 
 @pytest.mark.parametrize(("source_s", "target_s"), [(80.0, None), (None, 80.0), (80.0, 5.0)])

@@ -11,8 +11,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from baton.engine.checkpoint.base import Checkpoint
-from baton.engine.checkpoint.gguf import GgufFile
+from baton.checkpoint.base import Checkpoint
+from baton.checkpoint.gguf import GgufFile
 from baton.errors import ConfigError
 
 _MODEL = "tokenizer.ggml.model"

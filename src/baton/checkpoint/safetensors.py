@@ -4,15 +4,15 @@ fp8 weights (e4m3) in blocks are dequantised as they are read: a tensor `X` is m
 which has one scale for each block of the last two dims. Blocks begin at the tensor's first row and column;
 the last ones may be cut short. Which tensors are quantised is seen from their stored dtype.
 
-Of a multimodal checkpoint of Qwen3.5 this is the language model: the config is its text part, and tensors
-have the names that they have in a checkpoint of the language model alone.
+Of a multimodal checkpoint this is the language model: the config is its text part, and tensors have the names
+that they have in a checkpoint of the language model alone.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,17 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from baton.engine.checkpoint.base import (
+from baton.checkpoint.base import (
     CONFIG,
     Checkpoint,
+    TensorInfo,
     read_config,
     read_generation_config,
     sample_ranges,
 )
-from baton.engine.model_names import read_object
+from baton.checkpoint.names import read_object
 from baton.errors import ConfigError
+from baton.plan.models.config import text_config
 from baton.plan.ranges import Range
 
 INDEX = "model.safetensors.index.json"
@@ -41,21 +43,19 @@ _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, _
 _ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, _FP8: 1}
 _NARROW = ("F8", "F6", "F4", "U8", "I8")
 _SCALES = "_scale_inv"
-_MULTIMODAL = ("qwen3_5", "qwen3_5_moe")
-_LANGUAGE_MODEL = "model.language_model."
+_LANGUAGE_MODEL = "language_model."
 _REMEDY = "use a checkpoint in bf16, fp16, fp32 or fp8 with block scales (weight_block_size), or a GGUF file"
 _HEADER_BYTES_MAX = 100 << 20
 _LISTED_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """Where one tensor lies: its file and name there, its type and shape, and its first byte in the file."""
+class StoredTensor(TensorInfo):
+    """Where one tensor lies: its file and name there, its type there, and its first byte in the file."""
 
     file: Path
     name: str
     kind: str
-    shape: tuple[int, ...]
     start: int
 
     @property
@@ -78,39 +78,25 @@ class SafetensorsFolder(Checkpoint):
     @classmethod
     def open(cls, folder: Path) -> SafetensorsFolder:
         """Reads the config and the headers of the weights, and checks that all files are there and whole."""
-        config = _text_config(read_config(folder), f"{folder / CONFIG}")
+        config = text_config(read_config(folder), f"{folder / CONFIG}")
         block = _block_size(config, f"{folder / CONFIG}")
         tensors: dict[str, StoredTensor] = {}
         for file in _files(folder):
             tensors |= _header(file)
-        tensors = {name.replace(_LANGUAGE_MODEL, "model.", 1): each for name, each in tensors.items()}
+        tensors = {name.replace(_LANGUAGE_MODEL, "", 1): stored for name, stored in tensors.items()}
         for name, stored in tensors.items():
             if stored.kind == _FP8:
                 _check_scales(name, tensors, block)
         return cls(folder, config, read_generation_config(folder), tensors, block)
 
-    def names(self) -> Iterable[str]:
-        return self.tensors.keys()
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        found = self.tensors.get(name)
-        return found.shape if found else None
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        found = self.tensors.get(name)
-        return _DTYPES[found.kind] if found else None
-
-    def read_ranges(
-        self, name: str, ranges: Sequence[Range], device: torch.device | None, dtype: torch.dtype | None
-    ) -> torch.Tensor:
+    def read_ranges(self, name: str, ranges: Sequence[Range], device: torch.device | None) -> torch.Tensor:
         cut = tuple(slice(start, stop) for start, stop in ranges)
         stored = self.tensors[name]
-        is_fp8 = stored.kind == _FP8
         with safe_open(stored.file, framework="pt", device="cpu") as file:
             found: torch.Tensor = file.get_slice(stored.name)[cut] if cut else file.get_tensor(stored.name)
             # The copy is made while the file is mapped; without one the weights would stay pages of the file.
-            values = found.to(device=device, dtype=torch.float32 if is_fp8 else dtype, copy=True).contiguous()
-        return values.mul_(self._scales(name, ranges).to(device)).to(dtype) if is_fp8 else values
+            values = found.to(device=device, dtype=stored.dtype, copy=True).contiguous()
+        return values.mul_(self._scales(name, ranges).to(device)) if stored.kind == _FP8 else values
 
     def _scales(self, name: str, ranges: Sequence[Range]) -> torch.Tensor:
         """The scale of every element of a slice, which may begin and end inside a block."""
@@ -120,7 +106,7 @@ class SafetensorsFolder(Checkpoint):
             (start // size, -(-stop // size))
             for (start, stop), size in zip((rows, columns), self.block, strict=True)
         ]
-        scales = self.read_ranges(name + _SCALES, (*leading, *blocks), None, torch.float32)
+        scales = self.read_ranges(name + _SCALES, (*leading, *blocks), None).to(torch.float32)
         for dim, (start, stop), size in zip((-2, -1), (rows, columns), self.block, strict=True):
             scales = scales.repeat_interleave(size, dim).narrow(dim, start % size, stop - start)
         return scales
@@ -194,26 +180,10 @@ def _entries(file: Path, entries: dict[str, Any], start: int, size: int) -> dict
             raise _broken(file, f"{size} bytes where {name} ends at byte {start + last}")
         kind = entry["dtype"]
         if kind in _DTYPES:
-            found[name] = StoredTensor(file, name, kind, tuple(entry["shape"]), start + first)
+            found[name] = StoredTensor(tuple(entry["shape"]), _DTYPES[kind], file, name, kind, start + first)
         elif kind.startswith(_NARROW):
             raise ConfigError(f"{file}: tensor {name} is {kind}, which is not supported; {_REMEDY}")
     return found
-
-
-def _text_config(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """The config of the language model, which a multimodal one nests."""
-    model_type, text = config.get("model_type"), config.get("text_config")
-    if model_type not in _MULTIMODAL:
-        return config
-    if not isinstance(text, Mapping):
-        raise ConfigError(
-            f"{where}: has no text_config, which a {model_type} model has; fetch the file again"
-        )
-    shared = {
-        key: value for key, value in config.items() if value is not None and not key.endswith("_config")
-    }
-    quantisation = {"quantization_config": config.get("quantization_config")}
-    return {**quantisation, **text, **shared, "model_type": f"{model_type}_text"}
 
 
 def _block_size(config: Mapping[str, Any], where: str) -> tuple[int, int] | None:

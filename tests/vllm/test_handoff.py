@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.vllm.conftest import LENGTHS, NUM_TOKENS
-from tests.vllm.servers import Server, hand_over, run_client
+from tests.vllm.servers import Server, hand_off, run_client
 
 pytestmark = pytest.mark.vllm
 PAIRS = [("tp2", "tp1"), ("tp1", "tp2"), ("tp2", "tp2"), ("pp2", "tp1"), ("tp1", "pp2"), ("pp2", "tp2")]
@@ -33,11 +33,11 @@ def test_the_tokens_are_those_of_plain_vllm(
     """All at once and in any order: first cold, then with prefix hits on both sides."""
     prefill, decode, salt = servers[source], servers[target], uuid.uuid4().hex
 
-    async def hand_over_all(session: aiohttp.ClientSession, some: list[list[int]]) -> Any:
+    async def hand_off_all(session: aiohttp.ClientSession, some: list[list[int]]) -> Any:
         before = await decode.metric(session, "prompt_tokens_by_source_total", source="local_compute")
         got = await asyncio.gather(
             *(
-                hand_over(session, prefill, decode, prompt, NUM_TOKENS, salt=salt, first=ORDERS[number % 3])
+                hand_off(session, prefill, decode, prompt, NUM_TOKENS, salt=salt, first=ORDERS[number % 3])
                 for number, prompt in enumerate(some)
             )
         )
@@ -45,9 +45,9 @@ def test_the_tokens_are_those_of_plain_vllm(
         return got, after - before
 
     async def both_rounds(session: aiohttp.ClientSession) -> Any:
-        cold = await hand_over_all(session, prompts[: len(LENGTHS)])
+        cold = await hand_off_all(session, prompts[: len(LENGTHS)])
         hits = await decode.metric(session, "prefix_cache_hits_total")
-        warm = await hand_over_all(session, prompts[len(LENGTHS) :])
+        warm = await hand_off_all(session, prompts[len(LENGTHS) :])
         return cold, warm, await decode.metric(session, "prefix_cache_hits_total") - hits
 
     (cold, num_cold), (warm, num_warm), num_hits = run_client(both_rounds)
@@ -73,7 +73,7 @@ def test_a_cold_prefix_that_is_computed_in_the_same_step_is_right(servers: dict[
         await asyncio.sleep(0.02)
         got = await asyncio.gather(
             *(
-                hand_over(session, prefill, decode, prompt, NUM_TOKENS, salt=salt, first="prefill")
+                hand_off(session, prefill, decode, prompt, NUM_TOKENS, salt=salt, first="prefill")
                 for prompt in some
             )
         )
@@ -93,7 +93,7 @@ def test_layers_leave_before_the_forward_ends(servers: dict[str, Server]) -> Non
     prefill, decode = servers["tp1"], servers["tp2"]
     prompt = [11] * 1500
     status, _ = run_client(
-        lambda session: hand_over(session, prefill, decode, prompt, 2, salt=uuid.uuid4().hex, first="decode")
+        lambda session: hand_off(session, prefill, decode, prompt, 2, salt=uuid.uuid4().hex, first="decode")
     )
     assert status == 200
     last = prefill.traces()[-1]

@@ -6,7 +6,7 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.sglang.conftest import LENGTHS, NUM_TOKENS
-from tests.sglang.servers import SglangServer, check_free, hand_over
+from tests.sglang.servers import SglangServer, check_free, hand_off
 from tests.vllm.servers import run_client
 
 pytestmark = pytest.mark.sglang
@@ -37,7 +37,7 @@ def check_answers(
         got = []
         for some in (prompts[: len(LENGTHS)], prompts[len(LENGTHS) :]):
             got += await asyncio.gather(
-                *(hand_over(session, prefill, decode, prompt, NUM_TOKENS) for prompt in some)
+                *(hand_off(session, prefill, decode, prompt, NUM_TOKENS) for prompt in some)
             )
         await check_free(session, decode)
         return got
@@ -58,7 +58,7 @@ def test_the_answers_are_those_of_one_server(
 
 def test_layers_leave_before_the_forward_ends(servers: dict[str, SglangServer]) -> None:
     prefill, decode = servers["prefill tp1"], servers["decode tp2"]
-    status, _ = run_client(lambda session: hand_over(session, prefill, decode, [11] * 200, 2))
+    status, _ = run_client(lambda session: hand_off(session, prefill, decode, [11] * 200, 2))
     assert status == 200
     last = prefill.traces()[-1]
     (step,) = last["steps"]

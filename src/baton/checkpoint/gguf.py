@@ -12,7 +12,7 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from baton.engine.checkpoint.base import Checkpoint, sample_ranges
+from baton.checkpoint.base import Checkpoint, TensorInfo, sample_ranges
 from baton.errors import ConfigError
 from baton.plan.ranges import Range
 
@@ -29,14 +29,16 @@ SUFFIX = ".gguf"
 
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 _ENDS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+_TURNED_IN = "llama"
 _TURNED = (".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias")
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(TensorInfo):
     """One tensor of the file; `block` numbers take `block_bytes`."""
 
-    listed: Listed
+    kind: int
+    start: int
     block: int
     block_bytes: int
     head_dim: int | None
@@ -45,12 +47,12 @@ class Packed:
     @property
     def row_bytes(self) -> int:
         """Bytes of the last dim."""
-        return self.listed.shape[-1] // self.block * self.block_bytes
+        return self.shape[-1] // self.block * self.block_bytes
 
     @property
     def num_bytes(self) -> int:
         """Bytes in the file."""
-        return math.prod(self.listed.shape[:-1]) * self.row_bytes
+        return math.prod(self.shape[:-1]) * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class GgufFile(Checkpoint):
         """Reads the header; what cannot be run is refused here."""
         header = GgufHeader.open(path)
         where = str(path)
-        has_turned_rows = architecture(header.metadata, where).has_turned_rows
+        has_turned_rows = architecture(header.metadata, where) == _TURNED_IN
         config = hub_config(
             header.metadata, {name: each.shape for name, each in header.tensors.items()}, where
         )
@@ -81,33 +83,19 @@ class GgufFile(Checkpoint):
             tensors[name] = _packed(listed, stored_name, config["head_dim"] if is_turned else None, header)
         if ROPE_FACTORS in header.tensors:
             packed = _packed(header.tensors[ROPE_FACTORS], ROPE_FACTORS, None, header)
-            factors = _numbers(_raw(header, packed), packed.listed.kind).tolist()
+            factors = _numbers(_raw(header, packed), packed.kind).tolist()
             config["rope_scaling"] = llama3_scaling(factors, config["rope_theta"], where)
         # The tokens that end an answer or a turn: all that the file says of generating.
         found = [header.metadata.get(key) for key in _ENDS]
         ends = list(dict.fromkeys(token for token in found if token is not None))
         return cls(path, config, {"eos_token_id": ends} if ends else {}, header, tensors)
 
-    def names(self) -> Iterable[str]:
-        return self.tensors.keys()
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        found = self.tensors.get(name)
-        return found.listed.shape if found else None
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        """float32 for what is quantised, else the type it is stored in; None without such a tensor."""
-        found = self.tensors.get(name)
-        return _FLOATS.get(found.listed.kind, torch.float32) if found else None
-
-    def read_ranges(
-        self, name: str, ranges: Sequence[Range], device: torch.device | None, dtype: torch.dtype | None
-    ) -> torch.Tensor:
+    def read_ranges(self, name: str, ranges: Sequence[Range], device: torch.device | None) -> torch.Tensor:
         packed = self.tensors[name]
         *leading, (first, last) = ranges
         shape = (*(stop - start for start, stop in leading), last - first)
         if 0 in shape:
-            return torch.empty(shape, device=device, dtype=dtype or self.dtype(name))
+            return torch.empty(shape, device=device, dtype=packed.dtype)
         raw = _raw(self.header, packed)
         if packed.head_dim is None:
             raw = raw[tuple(slice(start, stop) for start, stop in leading)]
@@ -118,19 +106,20 @@ class GgufFile(Checkpoint):
             first, last = 0, last - first
         before = first // packed.block
         cut = raw[..., before * packed.block_bytes : -(-last // packed.block) * packed.block_bytes]
-        numbers = _numbers(np.ascontiguousarray(cut), packed.listed.kind)
+        numbers = _numbers(np.ascontiguousarray(cut), packed.kind)
         kept = numbers[..., first - before * packed.block : last - before * packed.block]
-        return kept.to(device=device, dtype=dtype, copy=True).contiguous()
+        return kept.to(device=device, copy=True).contiguous()
 
     def sample(self, name: str, *, is_read: bool) -> tuple[str, bytes]:
         packed = self.tensors[name]
-        start, ranges = packed.listed.start, sample_ranges(packed.num_bytes) if is_read else ()
-        return str(packed.listed.kind), b"".join(self.header.memory[start + a : start + b] for a, b in ranges)
+        start, ranges = packed.start, sample_ranges(packed.num_bytes) if is_read else ()
+        return str(packed.kind), b"".join(self.header.memory[start + a : start + b] for a, b in ranges)
 
 
 def _packed(listed: Listed, name: str, head_dim: int | None, header: GgufHeader) -> Packed:
     block, block_bytes = _block(listed.kind, f"{header.path}: tensor {name}")
-    packed = Packed(listed, block, block_bytes, head_dim)
+    dtype = _FLOATS.get(listed.kind, torch.float32)  # as which what is quantised is given
+    packed = Packed(listed.shape, dtype, listed.kind, listed.start, block, block_bytes, head_dim)
     end = listed.start + packed.num_bytes
     if listed.shape[-1] % block or end > len(header.memory):
         raise ConfigError(
@@ -162,8 +151,8 @@ def _package(where: str) -> Any:
 
 def _raw(header: GgufHeader, packed: Packed) -> NDArray[np.uint8]:
     """A view of the file: all dims but the last, then the bytes of a row."""
-    found = np.frombuffer(header.memory, np.uint8, packed.num_bytes, packed.listed.start)
-    return found.reshape(*packed.listed.shape[:-1], packed.row_bytes)
+    found = np.frombuffer(header.memory, np.uint8, packed.num_bytes, packed.start)
+    return found.reshape(*packed.shape[:-1], packed.row_bytes)
 
 
 def _stored_rows(start: int, stop: int, head_dim: int) -> NDArray[np.int64]:
@@ -232,7 +221,9 @@ class GgufHeader:
             with path.open("rb") as file:
                 memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as cause:
-            raise ConfigError(f"{path}: cannot be read ({cause}); check the path and its rights") from None
+            raise ConfigError(
+                f"{path}: cannot be read ({cause}); check the path and its permissions"
+            ) from None
         try:
             return cls(path, memory, *_parsed(_Cursor(memory)))
         except (struct.error, UnicodeDecodeError, KeyError, ValueError) as cause:
@@ -337,32 +328,19 @@ _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 _FACTOR_TOLERANCE = 1e-3
 
 
-@dataclass(frozen=True, slots=True)
-class GgufArchitecture:
-    """What Hugging Face calls a model that GGUF calls otherwise."""
-
-    model_type: str
-    class_name: str
-    has_turned_rows: bool
-    """Rows of q and k are stored with the rotary halves interleaved."""
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""That are read; Hugging Face has the same names for them."""
 
 
-ARCHITECTURES = {
-    "llama": GgufArchitecture("llama", "LlamaForCausalLM", True),
-    "qwen2": GgufArchitecture("qwen2", "Qwen2ForCausalLM", False),
-    "qwen3": GgufArchitecture("qwen3", "Qwen3ForCausalLM", False),
-}
-
-
-def architecture(metadata: Mapping[str, Any], where: str) -> GgufArchitecture:
+def architecture(metadata: Mapping[str, Any], where: str) -> str:
     """The file's architecture, if it is one of those that are read."""
-    name = metadata.get("general.architecture")
+    name: str | None = metadata.get("general.architecture")
     if name not in ARCHITECTURES:
         raise ConfigError(
             f"{where}: GGUF architecture {name!r} is not supported; use one of {', '.join(ARCHITECTURES)}, "
             "or the model's safetensors"
         )
-    return ARCHITECTURES[name]
+    return name
 
 
 def hub_name(name: str, where: str) -> str:
@@ -401,7 +379,7 @@ def hub_config(
 ) -> dict[str, Any]:
     """The config.json that the file's model would have; shapes by the file's own names."""
     named = architecture(metadata, where)
-    keys = _Keys(metadata, metadata["general.architecture"], where)
+    keys = _Keys(metadata, named, where)
     num_heads = keys["attention.head_count"]
     hidden_size = keys["embedding_length"]
     head_dim = keys.get("attention.key_length") or hidden_size // num_heads
@@ -416,8 +394,8 @@ def hub_config(
             f"{where}: has no tensor {EMBEDDING}; it is a part of a split file: merge the parts"
         )
     return {
-        "architectures": [named.class_name],
-        "model_type": named.model_type,
+        "architectures": [f"{named.capitalize()}ForCausalLM"],
+        "model_type": named,
         "hidden_size": hidden_size,
         "intermediate_size": keys["feed_forward_length"],
         "num_hidden_layers": keys["block_count"],

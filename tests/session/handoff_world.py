@@ -201,7 +201,7 @@ class World:
         self.transfers.append(found)
         return found
 
-    def hand_over(self, job: Job | None = None) -> Transfer:
+    def hand_off(self, job: Job | None = None) -> Transfer:
         """A whole transfer, every byte compared."""
         found = self.transfer(job)
         found.receive()
@@ -363,7 +363,8 @@ class Transfer:
 
     def check_ready(self) -> None:
         """The cache may be used, and is right in every byte."""
-        assert self.outcome() == Ready(AUX)
+        outcome = self.outcome()
+        assert outcome == Ready(AUX), outcome
         num_bytes, num_right = self.compare()
         assert num_right == num_bytes
         self.world.check_untouched()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from baton.engine.checkpoint.base import CONFIG, Checkpoint
-from baton.engine.checkpoint.demo import fetch_demo
-from baton.engine.checkpoint.dummy import DummyWeights
-from baton.engine.checkpoint.gguf import SUFFIX, GgufFile
-from baton.engine.checkpoint.safetensors import SafetensorsFolder
-from baton.engine.model_names import DEMO, DUMMY, MODEL_FORMS, check_model, find_model
+from baton.checkpoint.base import CONFIG, Checkpoint
+from baton.checkpoint.demo import fetch_demo
+from baton.checkpoint.dummy import DummyWeights
+from baton.checkpoint.gguf import SUFFIX, GgufFile
+from baton.checkpoint.names import DEMO, DUMMY, MODEL_FORMS, check_model, find_model
+from baton.checkpoint.safetensors import SafetensorsFolder
 from baton.errors import ConfigError
 
 _FORMER_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt")

@@ -52,7 +52,7 @@ def read_object(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text("utf-8"))
     except OSError as cause:
         raise ConfigError(
-            f"{path}: cannot be read ({cause.strerror}); check the path and its rights"
+            f"{path}: cannot be read ({cause.strerror}); check the path and its permissions"
         ) from None
     except (ValueError, RecursionError) as cause:
         raise ConfigError(f"{path}: is not JSON ({str(cause)!a}); fetch the file again") from None

