@@ -7,7 +7,7 @@ import base64
 import json
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,19 @@ OPTIONS = (
     "--disable-component-update",
     "--disable-dev-shm-usage",
 )
+
+
+# What DevTools says of a script that a navigation interrupted.
+INTERRUPTED = (
+    "Inspected target navigated or closed",
+    "Execution context was destroyed",
+    "Cannot find context",
+    "Cannot find default execution context",
+)
+
+
+class NavigatedError(Exception):
+    """The page was replaced by another before a script in it had its value."""
 
 
 class Tab:
@@ -52,6 +65,8 @@ class Tab:
         while True:
             told = json.loads(await self._socket.receive_str())
             if told.get("id") == number:
+                if str(told.get("error", {}).get("message", "")).startswith(INTERRUPTED):
+                    raise NavigatedError(told)
                 assert "error" not in told, told
                 return dict(told["result"])
 
@@ -66,8 +81,15 @@ class Tab:
         return told["result"].get("value")
 
     async def until(self, script: str) -> None:
-        """Waits until the page is loaded and the expression true; the test has a limit of its own."""
-        while not await self.value(f"document.readyState === 'complete' && Boolean({script})"):
+        """Waits until the page is loaded and the expression true, in whichever page the tab shows by then.
+
+        The test has a limit of its own.
+        """
+        is_true = f"document.readyState === 'complete' && Boolean({script})"
+        while True:
+            with suppress(NavigatedError):
+                if await self.value(is_true):
+                    return
             await asyncio.sleep(0.05)
 
     async def look(self, width: int, scheme: str = "light", height: int = 900) -> None:
