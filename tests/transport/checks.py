@@ -294,7 +294,7 @@ def disconnect_ends_its_tickets(world: World) -> None:
     tickets.append(ended.send(source, one_span(1), fence=HostFence()))
     kept = other.send(source, one_span(MIB))
     world.source.transport.disconnect(ended.peer)
-    assert len(completions(world.source, [*tickets, kept], 30.0)) == 5
+    assert len(completions(world.source, [*tickets, kept])) == 5
     with pytest.raises(TransportError):
         ended.send(source, one_span(1))
 
@@ -326,7 +326,7 @@ def nothing_is_left_after_200_connections(world: World) -> None:
     before = usages()
     for _ in range(200):
         cycle()
-    after, limit_s = usages(), time.monotonic() + 5.0
+    after, limit_s = usages(), time.monotonic() + 20.0
     # The last connections are closed by threads that may not have run yet, before as after.
     while any(new.num_fds > old.num_fds for old, new in zip(before, after, strict=True)):
         assert time.monotonic() < limit_s, f"{after} after {before}"
@@ -336,7 +336,7 @@ def nothing_is_left_after_200_connections(world: World) -> None:
         assert new.rss_bytes - old.rss_bytes < 8 * MIB, f"{new} after {old}"
 
 
-def revoke_until_quiet(target, peer, timeout_s: float = 10.0) -> None:
+def revoke_until_quiet(target, peer, timeout_s: float = 60.0) -> None:
     """A source that has left is quiet as soon as the target has heard so."""
     limit = time.monotonic() + timeout_s
     while (result := target.call("revoke", peer)).__class__.__name__ != "Quiet":
@@ -607,7 +607,7 @@ def revoked_source_that_hangs_or_dies(world: World) -> None:
     target.call("grant", invitation.peer, region.number)
     peer = writer.call("connect", invitation.description)
     writer.call("send", peer, sources[0], region, one_span(1))
-    assert len(writer.call("events", 1, 5.0)) == 1
+    assert len(writer.call("events", 1, 60.0)) == 1
     for index in range(500):
         writer.call("send", peer, sources[index % 2], region, one_span(64 * MIB))
     writer.signal(signal.SIGSTOP)

@@ -228,7 +228,7 @@ class RemoteEnd:
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
-        assert self.child.wait(10), f"process {self.pid} does not end"
+        assert self.child.wait(60), f"process {self.pid} does not end"
 
     def end(self) -> None:
         self.signal(signal.SIGCONT)

@@ -196,22 +196,22 @@ def test_idle_threads_are_used_again() -> None:
     pool, done = BlockingPool("waiter"), SimpleQueue[int]()
     for _ in range(5):
         pool.put(lambda: done.put(threading.get_ident()))
-        first = done.get(timeout=10)
+        first = done.get(timeout=60)
         # It is idle a moment after it is done.
-        limit_s = time.monotonic() + 10
+        limit_s = time.monotonic() + 60
         while not pool.num_idle and time.monotonic() < limit_s:
             time.sleep(0.001)
     assert done.empty()
     gate = threading.Event()
 
     def wait() -> None:
-        gate.wait(10)
+        gate.wait(60)
         done.put(threading.get_ident())
 
     for _ in range(3):
         pool.put(wait)
     gate.set()
-    found = {done.get(timeout=10) for _ in range(3)}
+    found = {done.get(timeout=60) for _ in range(3)}
     assert len(found) == 3, "actions that block run at the same time"
     assert first in found
 
@@ -222,9 +222,9 @@ def test_a_thread_whose_action_raises_is_not_used_again(monkeypatch: pytest.Monk
     pool, done = BlockingPool("waiter"), SimpleQueue[bool]()
     for _ in range(3):
         pool.put(lambda: 1 // 0)
-        failed.get(timeout=10)
+        failed.get(timeout=60)
         pool.put(lambda: done.put(True))
-        assert done.get(timeout=10)
+        assert done.get(timeout=60)
 
 
 FORKING = """
@@ -240,7 +240,7 @@ class Event:
 def is_called_back():
     called = threading.Event()
     CudaFence(Event()).call_when_ready(called.set)
-    return called.wait(10)
+    return called.wait(60)
 
 assert is_called_back()
 time.sleep(0.5)  # until its thread is idle, and kept

@@ -80,7 +80,7 @@ def events(link: Link) -> list[Completion]:
 
 
 def one_event(link: Link) -> Completion:
-    found = link.source.events(1, 2.0)
+    found = link.source.events(1, 60.0)
     assert found, "nothing was reported"
     return found[0]
 
@@ -198,7 +198,7 @@ def check_hang(make: Make, stack: ExitStack) -> None:
     link = bench.only(Fault.HANG)
     source = link.source.load(MIB, 1)
     ticket = link.send(source, one_span(MIB), deadline_s=3.0)
-    limit_s = time.monotonic() + 5.0
+    limit_s = time.monotonic() + 60.0
     while not link.content().any() and time.monotonic() < limit_s:
         assert events(link) == []
     assert events(link) == []
@@ -227,7 +227,7 @@ def check_late(make: Make, stack: ExitStack) -> None:
     bench.advance(6.99)
     assert (events(link), (link.content() == 77).all()) == ([], False)
     bench.advance(7.0)
-    limit_s = time.monotonic() + 5.0
+    limit_s = time.monotonic() + 60.0
     while not (link.content() == 77).all() and time.monotonic() < limit_s:
         pass
     assert (link.content() == 77).all()

@@ -93,7 +93,7 @@ def test_a_batch_cancelled_behind_its_fence_is_quiet_before_the_fence_comes():
         ticket = link.send(source, one_span(16 * MIB), fence=CudaFence(event))
         time.sleep(0.1)
         world.source.transport.cancel(ticket)
-        assert isinstance(completions(world.source, [ticket], 10.0)[ticket], FailedQuiet)
+        assert isinstance(completions(world.source, [ticket])[ticket], FailedQuiet)
         event.happened.set()
         expect_done(world.source, [link.send(source, one_span(MIB, 0, MIB))])
         content = link.content()
@@ -106,9 +106,9 @@ def test_a_slow_fence_does_not_fail_the_batch():
         link = world.link(world.target(), 16 * MIB)
         source = world.source.load(16 * MIB, 1)
         event = HostEvent()
-        fenced = link.send(source, one_span(16 * MIB), fence=CudaFence(event), deadline_s=0.2)
-        queued = link.send(source, one_span(16 * MIB), deadline_s=0.2)
-        assert world.source.events(1, 0.8) == []
+        fenced = link.send(source, one_span(16 * MIB), fence=CudaFence(event), deadline_s=2.0)
+        queued = link.send(source, one_span(16 * MIB), deadline_s=2.0)
+        assert world.source.events(1, 2.5) == []
         world.source.buffers[source.number][:] = 7
         event.happened.set()
         expect_done(world.source, [fenced, queued])
@@ -123,7 +123,7 @@ def test_what_a_stopped_target_has_is_unknown_and_what_it_has_not_is_quiet():
         expect_done(world.source, [link.send(source, one_span(1))])
         target.signal(signal.SIGSTOP)
         tickets = [link.send(source, one_span(32 * MIB), deadline_s=0.5) for _ in range(3)]
-        ended = completions(world.source, tickets, 10.0)
+        ended = completions(world.source, tickets)
         assert isinstance(ended[tickets[0]], FailedUnknown)
         assert {type(ended[ticket]) for ticket in tickets[1:]} == {FailedQuiet}
         target.signal(signal.SIGCONT)
@@ -153,5 +153,5 @@ def test_a_cuda_fence_calls_back_where_no_stream_can_wait():
         ticket = link.send(source, one_span(MIB), fence=CudaFence(event))
         assert world.source.events(1, 0.2) == []
         event.happened.set()
-        assert world.source.events(1, 5.0) == [Done(ticket)]
+        assert world.source.events(1, 60.0) == [Done(ticket)]
         assert CudaFence(event).is_ready()

@@ -49,7 +49,7 @@ class Forger:
     def connect(self, description: Description | None = None, stream: int = 0) -> socket.socket:
         description = description or self.invitation.description
         host, _, port = description.address.rpartition(":")
-        sock = socket.create_connection((host, int(port)), timeout=5)
+        sock = socket.create_connection((host, int(port)), timeout=60)
         self.socks.append(sock)
         challenge = receive_exactly(sock, CHALLENGE_BYTES)
         sock.sendall(CONNECT_PROBE + make_hello(description, stream, bytes(challenge)))
@@ -145,7 +145,7 @@ def test_ungrant_reports_a_write_in_progress(target: Transport):
     number = target.grant(forger.invitation.peer, forger.region, ranges([5000], [1000]))
     sock = forger.connect()
     sock.sendall(forger.part([5000], [1000]) + b"\1" * 500)
-    limit = time.monotonic() + 5
+    limit = time.monotonic() + 60
     while not forger.buffer[5000:5500].all() and time.monotonic() < limit:
         time.sleep(0.01)
     assert isinstance(target.ungrant(forger.invitation.peer, number), Unknown)
@@ -204,7 +204,7 @@ def test_source_sends_the_connect_probe_first():
     with World("tcp") as world:
         world.source.connect(description)
         sock, _ = listener.accept()
-        sock.settimeout(10)
+        sock.settimeout(60)
         assert sock.recv(100) == CONNECT_PROBE
         sock.close()
     listener.close()
@@ -213,7 +213,7 @@ def test_source_sends_the_connect_probe_first():
 def test_hello_without_a_connect_probe_is_refused(target: Transport):
     forger = Forger(target)
     host, _, port = forger.invitation.description.address.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=5) as sock:
+    with socket.create_connection((host, int(port)), timeout=60) as sock:
         challenge = receive_exactly(sock, CHALLENGE_BYTES)
         sock.sendall(make_hello(forger.invitation.description, 0, bytes(challenge)) + b"x")
         assert receive_exactly(sock, WELCOME_BYTES) is None
@@ -226,7 +226,7 @@ def test_revocation_reaches_the_source_as_quiet():
         tickets = [link.send(source, one_span(16 * MIB)) for _ in range(30)]
         time.sleep(0.05)
         assert isinstance(link.target.call("revoke", link.writer), Quiet)
-        ended = list(completions(world.source, tickets, 5.0).values())
+        ended = list(completions(world.source, tickets).values())
         failed = [completion for completion in ended if not isinstance(completion, Done)]
         assert failed
         assert all(isinstance(completion, FailedQuiet) for completion in failed)
@@ -241,9 +241,11 @@ def test_death_of_the_target_is_unknown_for_what_was_sent_and_quiet_for_what_was
         expect_done(world.source, [link.send(source, one_span(1))])
         target.signal(signal.SIGSTOP)
         tickets = [link.send(source, one_span(64 * MIB)) for _ in range(3)]
-        time.sleep(0.3)
+        (connection,) = world.source.transport.connections.values()
+        while not any(stream.in_flight for stream in connection.streams):
+            time.sleep(0.01)
         target.kill()
-        ended = completions(world.source, tickets, 3.0)
+        ended = completions(world.source, tickets)
         kinds = [type(ended[ticket]) for ticket in tickets]
         assert kinds[0] is FailedUnknown
         assert kinds[-1] is FailedQuiet
@@ -261,7 +263,7 @@ def test_deadline_counts_from_the_last_progress():
         long = link.send(source, one_span(64 * MIB), deadline_s=30.0)
         time.sleep(0.2)
         short = link.send(source, one_span(1), deadline_s=0.5)
-        ended = completions(world.source, [short], 10.0)
+        ended = completions(world.source, [short])
         assert isinstance(ended[short], FailedQuiet)
         target.signal(signal.SIGCONT)
         expect_done(world.source, [long])
@@ -328,8 +330,8 @@ def test_all_bytes_are_sent_from_views():
     ours, theirs = socket.socketpair()
     content = np.arange(200_000, dtype=np.uint32).view(np.uint8)
     views = [memoryview(content)[start : start + 777] for start in range(0, len(content), 777)]
-    ours.settimeout(5)
-    theirs.settimeout(5)
+    ours.settimeout(60)
+    theirs.settimeout(60)
 
     def send() -> None:
         for start in range(0, len(views), 500):
