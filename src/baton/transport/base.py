@@ -47,6 +47,9 @@ from baton.plan.tokens import Ints
 DEADLINE_S = 5.0
 """How long a ticket may go without progress, by default."""
 
+HANDSHAKE_S = 20.0
+"""How long each step of a new connection may take; its tickets keep deadlines of their own."""
+
 Bytes: TypeAlias = NDArray[np.uint8]
 
 

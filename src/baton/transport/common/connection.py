@@ -15,7 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from baton.errors import TransportError
-from baton.transport.base import DEADLINE_S, Description, Peer
+from baton.transport.base import HANDSHAKE_S, Description, Peer
 from baton.transport.common.threads import Watcher, WorkerThread
 from baton.transport.common.tickets import SubmittedBatch, Tickets
 from baton.transport.fences import CudaEvent
@@ -88,7 +88,7 @@ class WorkerConnection(ABC):
         """On the watcher's thread."""
         self.watcher.unwatch(self.sock.fileno())
 
-    def retry(self, action: Callable[[], T], mask: int, deadline_s: float = DEADLINE_S) -> T:
+    def retry(self, action: Callable[[], T], mask: int, deadline_s: float = HANDSHAKE_S) -> T:
         """Repeats an action on the socket until it does not block; raises TimeoutError."""
         limit_s = time.monotonic() + deadline_s
         while True:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from baton.errors import ConfigError, TransportError
-from baton.transport.base import DEADLINE_S, Peer
+from baton.transport.base import HANDSHAKE_S, Peer
 from baton.transport.common.handshake import (
     CONNECT_PROBE,
     HELLO_BYTES,
@@ -82,7 +82,7 @@ class Listener:
             if len(self.handshakes) >= HANDSHAKES_MAX:
                 self._reject(next(iter(self.handshakes)))
             sock.setblocking(False)
-            handshake = self.handshakes[sock] = PendingConnection(time.monotonic() + DEADLINE_S)
+            handshake = self.handshakes[sock] = PendingConnection(time.monotonic() + HANDSHAKE_S)
             self.watcher.watch(sock.fileno(), select.EPOLLIN, lambda mask: self._receive(sock))
             self.watcher.start_timer(self._expire)
             sock.send(handshake.challenge)

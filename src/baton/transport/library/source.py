@@ -18,7 +18,7 @@ from functools import partial
 
 from baton.errors import RemoteProtocolError, TransportError
 from baton.transport.base import (
-    DEADLINE_S,
+    HANDSHAKE_S,
     Completion,
     Description,
     Done,
@@ -179,11 +179,11 @@ class LibraryConnection(WorkerConnection):
                 self.tickets.end_overdue(self.peer, now_s, self.progress_s)
         self.progress_s = time.monotonic()
 
-    def _send(self, raw: bytes, deadline_s: float = DEADLINE_S) -> None:
+    def _send(self, raw: bytes, deadline_s: float = HANDSHAKE_S) -> None:
         while raw:
             raw = raw[self.retry(partial(self.sock.send, raw), select.POLLOUT, deadline_s) :]
 
-    def _receive(self, num_bytes: int, deadline_s: float = DEADLINE_S) -> bytes:
+    def _receive(self, num_bytes: int, deadline_s: float = HANDSHAKE_S) -> bytes:
         received = b""
         while len(received) < num_bytes:
             missing = num_bytes - len(received)

@@ -25,7 +25,7 @@ from functools import partial
 from baton.errors import ConfigError, RemoteProtocolError, TransportError
 from baton.plan.steps import Spans
 from baton.transport.base import (
-    DEADLINE_S,
+    HANDSHAKE_S,
     Bytes,
     Completion,
     Description,
@@ -100,7 +100,7 @@ class RingWriter:
 
     def attach(self, channel: socket.socket, shape: RingShape) -> None:
         """Maps the ring whose memory is the channel's first message, and starts to read freed slots."""
-        channel.settimeout(DEADLINE_S)
+        channel.settimeout(HANDSHAKE_S)
         message, fd = receive_message(channel)
         channel.settimeout(None)
         if message is None or fd is None:

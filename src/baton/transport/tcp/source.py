@@ -23,7 +23,7 @@ import numpy as np
 from baton.errors import RemoteProtocolError, TransportError
 from baton.plan.steps import Spans
 from baton.transport.base import (
-    DEADLINE_S,
+    HANDSHAKE_S,
     Bytes,
     Completion,
     Description,
@@ -217,7 +217,7 @@ class TcpConnection:
         if self.lost:
             raise TransportError(self.lost)
         sock = stream.sock
-        sock.settimeout(DEADLINE_S)
+        sock.settimeout(HANDSHAKE_S)
         sock.connect(stream.address)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.sendall(CONNECT_PROBE)
