@@ -194,7 +194,8 @@ def test_copies_of_a_checkpoint_hand_off_under_any_name_and_other_weights_do_not
             reply = router.ask("/v1/completions", body)
             assert (reply.status, reply.json["choices"][0]["text"]) == (200, expected.text)
             figures = router.ask("/metrics").text
-            assert "baton_router_handoffs_total 1.0" in figures
+            labels = f'{{model_name="{tmp_path / "copy"}"}}'
+            assert f"baton_router_handoffs_total{labels} 1.0" in figures
             unpaired = [line for line in figures.splitlines() if line.startswith("baton_router_unpaired")]
             assert [line.split('"')[1] for line in unpaired if line.endswith(" 1.0")] == ["decode-1"]
             assert "no hand-over for decode-1" in router.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -30,6 +31,11 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
             await body()
 
     asyncio.run(limited())
+
+
+def without_model(line: str) -> str:
+    """A line of /metrics without the label `model_name`."""
+    return re.sub(r'(?<=[{,])model_name="[^"]*",?', "", line).replace(",}", "}").replace("{}", "")
 
 
 async def until(holds: Callable[[], Any]) -> None:
@@ -139,10 +145,10 @@ class World:
             return response.status, json.loads(raw) if is_json else raw.decode()
 
     async def metric(self, line: str) -> float:
-        """The value of the sample that begins so; 0 where it is not there."""
+        """The sum of the samples that begin so, but for the label `model_name`; 0 where there are none."""
         _, text = await self.get("/metrics")
-        found = [each.split()[-1] for each in text.splitlines() if each.startswith(line)]
-        return sum(map(float, found))
+        lines = [without_model(each) for each in text.splitlines()]
+        return sum(float(each.split()[-1]) for each in lines if each.startswith(line))
 
     async def close(self) -> None:
         await self.session.close()

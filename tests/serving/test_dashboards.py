@@ -17,7 +17,7 @@ yaml = pytest.importorskip("yaml", reason="no PyYAML here to read the rules with
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
-OF_SCRAPES = {"instance", "job", "le", "model_name"}
+OF_SCRAPES = {"instance", "job", "le"}
 
 
 def known() -> dict[str, set[str]]:
@@ -25,7 +25,8 @@ def known() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     registry = ServerMetrics("m")._registry
     collectors: list[Any] = list(registry._collector_to_names)
-    labels = {name: set(each._labelnames) for each in collectors if hasattr(each, "_labelnames")
+    # An instance adds the model to every sample when it is read.
+    labels = {name: {*each._labelnames, "model_name"} for each in collectors if hasattr(each, "_labelnames")
               for name in registry._collector_to_names[each]}  # fmt: skip
     for families in (registry.collect(), RouterMetrics(Fleet()).collect()):
         for family in families:
@@ -72,6 +73,23 @@ def test_the_checker_sees_what_is_wrong():
 def test_every_expression_asks_for_what_exists():
     assert len(expressions()) > 40
     assert [problem for each in expressions() for problem in problems(each)] == []
+
+
+def test_every_sample_has_the_name_of_its_model():
+    assert [name for name, labels in known().items() if "model_name" not in labels] == []
+    instance = [sample for family in ServerMetrics("m").collect() for sample in family.samples]
+    assert {sample.labels["model_name"] for sample in instance} == {"m"}
+
+
+def test_the_dashboard_can_be_limited_to_a_model():
+    dashboard = json.loads((DEPLOY / "grafana/baton.json").read_text())
+    (model,) = (each for each in dashboard["templating"]["list"] if each["name"] == "model")
+    metric, label = re.fullmatch(r"label_values\((\w+), (\w+)\)", model["query"]).groups()
+    assert label in known()[metric]
+    targets = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    for expression in targets:
+        for selector in re.findall(r"\bbaton_\w+(\{[^}]*\})?", expression):
+            assert 'model_name=~"$model"' in selector, expression
 
 
 def test_rules_and_panels_are_whole():

@@ -65,7 +65,7 @@ async def site(**limits: Any) -> AsyncIterator[tuple[HttpServer, Answers]]:
     server = HttpServer(
         Credentials([KEY]),
         HttpLimits(**{"body_bytes_max": 1000, **limits}),
-        on_response=lambda path, status: answers.statuses.append((path, status)),
+        on_response=lambda request, status: answers.statuses.append((request.path, status)),
     )
     server.app.add_routes([web.post("/ask", answers.handle), web.get("/other", answers.handle)])
     await server.start("127.0.0.1", 0)

@@ -8,6 +8,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tests.serving.peers import Fault, expected
 from tests.serving.router_world import run, until, world
 from tests.session.registry_world import SECRET, registry
@@ -331,7 +332,7 @@ def test_short_prompts_are_prefilled_on_decode_by_measured_rates():
             assert ["bootstrap_room" in seen.body for seen in w.d0.seen] == [False, True, False]
             assert len(w.p0.seen) == 1
             assert await w.metric('baton_router_local_prefills_total{reason="short"}') == 2
-            assert await w.metric('baton_router_local_threshold_tokens{instance="d0"}') == 20
+            assert await w.metric('baton_router_local_threshold_tokens{instance="d0",role="decode"}') == 20
             assert await w.metric("baton_router_handoffs_total") == 1
 
     run(body)
@@ -379,6 +380,51 @@ def test_copies_of_a_model_under_other_names_hand_off():
             assert await w.metric("baton_router_unpaired") == 0
             assert [card["id"] for card in (await w.get("/v1/models"))[1]["data"]] == ["copy"]
             assert await w.get("/health") == (200, {"status": "ok"})
+
+    run(body)
+
+
+def test_metrics_have_the_listed_name_of_the_model():
+    def counted(text: str, name: str, **labels: str) -> dict[str, float]:
+        """By model: the sum of the samples with these labels."""
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == f"baton_router_{name}" and labels.items() <= sample.labels.items():
+                    model = sample.labels["model_name"]
+                    found[model] = found.get(model, 0) + sample.value
+        return found
+
+    async def body() -> None:
+        async with world(1, 0) as w:
+            await w.join("d0", Role.DECODE, "/models/copy")  # of p0, which calls it tiny
+            await w.join("p1", Role.PREFILL, "other", fingerprint="beef")
+            await w.join("d1", Role.DECODE, "other", fingerprint="beef")
+            names = {"/models/copy", "other"}
+            _, text = await w.get("/metrics")
+            for name in ("handoffs_total", "retries_total", "wait_seconds_count", "added_seconds_count"):
+                assert counted(text, name) == dict.fromkeys(names, 0), name
+            for model in ("tiny", "copy", "/models/copy", "other"):
+                assert (await w.stream({**PROMPT, "model": model})).texts == RIGHT
+            # Neither what does not exist nor what is not named makes a label.
+            for wrong, status in (("x", 404), ("y", 404), (None, 400)):
+                assert (await w.post({**PROMPT, "model": wrong}))[0] == status
+            await w.d1.stop()
+            await w.p1.stop()
+            await until(lambda: not w.is_able("d1") and not w.is_able("p1"))
+            assert (await w.post({**PROMPT, "model": "other"}))[0] == 503
+            await w.post({"model": "tiny", "tokens": [5]}, "/detokenize")
+            _, text = await w.get("/metrics")
+            path = "/v1/completions"
+            for name in ("handoffs_total", "wait_seconds_count", "added_seconds_count"):
+                assert counted(text, name) == {"/models/copy": 3, "other": 1}, name
+            assert counted(text, "requests_total", path=path, status="200") == {"/models/copy": 3, "other": 1}
+            assert counted(text, "requests_total", path=path, status="404") == {"": 2}
+            assert counted(text, "requests_total", path=path, status="400") == {"": 1}
+            assert counted(text, "requests_total", path=path, status="503") == {"other": 1}
+            assert counted(text, "requests_total", path="/detokenize") == {"/models/copy": 1}
+            assert counted(text, "requests_total", path="/metrics") == {"": 1}
+            assert counted(text, "given_up_total", cause="NO_INSTANCE") == {"other": 1}
 
     run(body)
 
@@ -516,7 +562,7 @@ def test_router_tells_of_itself():
             path = "/v1/completions"
             assert await w.metric(f'baton_router_requests_total{{path="{path}",status="200"}}') == 1
             assert await w.metric("baton_router_added_seconds_count") == 1
-            labels = 'instance="d0",model_name="tiny",role="decode",state="able"'
+            labels = 'instance="d0",role="decode",state="able"'
             assert await w.metric(f"baton_router_instance_state{{{labels}}}") == 1
             status, raw, _ = await w.post(b"no json")
             assert (status, json.loads(raw)["error"]["code"]) == (400, "no_json")

@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
-from tests.serving.router_world import Streamed, read_stream, until
+from tests.serving.router_world import Streamed, read_stream, until, without_model
 
 from baton.serving.http import Credentials
 from baton.serving.router import Router, RouterConfig, RouterLimits
@@ -252,7 +252,7 @@ class VllmWorld:
 
     async def metric(self, line: str) -> float:
         async with self.session.get(f"{self.router.url}/metrics") as response:
-            lines = (await response.text()).splitlines()
+            lines = [without_model(each) for each in (await response.text()).splitlines()]
         return sum(float(each.split()[-1]) for each in lines if each.startswith(line))
 
 

@@ -565,6 +565,25 @@ class Fleet:
         instances = self.instances.values()
         return [known for known in instances if known.is_able and (role is None or known.role is role)]
 
+    def model_name(self, wanted: str | None) -> str:
+        """The name, in /v1/models, of the model that a request means; empty where that is not one model.
+
+        A name that no instance serves is never returned: a client cannot make labels of metrics.
+        """
+        known = [each for each in self.instances.values() if each.model]
+        named = [each for each in known if wanted is None or each.serves(wanted)]
+        if all(each.role is Role.PREFILL for each in named):
+            fingerprints = {each.fingerprint for each in named}
+            named = [each for each in known if each.fingerprint in fingerprints]
+        names = {each.model for each in named if each.role is not Role.PREFILL}
+        names = names or {each.model for each in named}
+        return names.pop() if len(names) == 1 else ""
+
+    def model_names(self) -> set[str]:
+        """All that `model_name` can return for a request of now."""
+        names = {self.model_name(each.model) for each in self.instances.values() if each.model}
+        return names - {""}
+
     def unpaired(self) -> list[FleetInstance]:
         """Those that can never hand over: no instance of the other role has the same model and settings."""
         polled = [

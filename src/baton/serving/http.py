@@ -284,7 +284,7 @@ class HttpServer:
         limits: HttpLimits | None = None,
         *,
         ssl_context: ssl.SSLContext | None = None,
-        on_response: Callable[[str, int], None] = lambda route, status: None,
+        on_response: Callable[[web.Request, int], None] = lambda request, status: None,
     ) -> None:
         self.limits = limits or HttpLimits()
         self.app = web.Application(client_max_size=self.limits.body_bytes_max, middlewares=[self._middleware])
@@ -293,7 +293,7 @@ class HttpServer:
         self._credentials = credentials
         self._ssl = ssl_context
         self._on_response = on_response
-        """Called with the route's pattern and the status of every response, for metrics."""
+        """Called with the status of every response, for metrics."""
         self._heads: dict[asyncio.BaseTransport, HeadTimer] = {}
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
@@ -381,7 +381,7 @@ class HttpServer:
                 timer.has_data_ahead = False
             response = await handler(request)
         except (ConnectionError, asyncio.CancelledError):
-            self._on_response(_route(request), 499)
+            self._on_response(request, 499)
             self._log_request(request, 499, monotonic() - begun_s, "the client left")
             raise
         except Exception as error:
@@ -391,7 +391,7 @@ class HttpServer:
                 timer.end_request()
         if not response.prepared:  # its header may be replaced by the client's before it goes out
             request[REQUEST_ID] = response.headers.get(ID_HEADER, "")
-        self._on_response(_route(request), response.status)
+        self._on_response(request, response.status)
         self._log_request(request, response.status, monotonic() - begun_s, reason)
         return response
 
@@ -410,7 +410,7 @@ class HttpServer:
         level = logging.DEBUG if is_quiet else level
         if not _log.isEnabledFor(level):
             return
-        path = _route(request)
+        path = route_pattern(request)
         if path == UNKNOWN:
             path = ascii(request.path[:VALUE_CHARACTERS_MAX])[1:-1]
         fields: dict[str, Any] = {"method": request.method, "path": path, "status": status}
@@ -476,7 +476,7 @@ class HttpServer:
             case BatonError():
                 api_error = ApiError(500, str(error), code="ENGINE")
             case _:
-                _log.error("%s %s failed", request.method, _route(request), exc_info=error)
+                _log.error("%s %s failed", request.method, route_pattern(request), exc_info=error)
                 internal = ApiError(500, "an internal error; its trace is in the log")
                 return internal.response(), "internal error"
         status = api_error.status
@@ -511,8 +511,8 @@ def _unknown_path(request: web.Request, error: web.HTTPException) -> ApiError:
     return ApiError(error.status, f"{where}: {error.reason}")
 
 
-def _route(request: web.Request) -> str:
-    """The route's pattern: what a client put into the path stays out of logs."""
+def route_pattern(request: web.Request) -> str:
+    """The path as it was registered: what a client put into it stays out of logs and metrics."""
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else UNKNOWN
 

@@ -7,7 +7,7 @@ import re
 import time
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -169,25 +169,29 @@ _ROUTER_COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "given_up": ("requests that failed for good by cause", ("cause",)),
     "disconnects": ("clients that left before the end", ()),
 }
-"""By name: a text, and the names of labels."""
+"""By name: a text, and the names of labels after `model_name`."""
 
 
 class CheapHistogram:
-    """Numbers in a list, made into a metric when it is read."""
+    """Numbers in a list for each model, made into a metric when it is read."""
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
         self._name, self._text, self._bounds = name, text, bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
+        self._counts = collections.defaultdict[str, list[int]](lambda: [0] * (len(bounds) + 1))
+        self._sums = collections.defaultdict[str, float](float)
 
-    def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
+    def observe(self, value: float, model: str) -> None:
+        self._counts[model][bisect_left(self._bounds, value)] += 1
+        self._sums[model] += value
 
-    def family(self) -> HistogramMetricFamily:
+    def family(self, models: Iterable[str]) -> HistogramMetricFamily:
+        """With these models, and those that it has numbers of."""
+        family = HistogramMetricFamily(self._name, self._text, labels=["model_name"])
         names = [str(bound) for bound in self._bounds] + ["+Inf"]
-        buckets = list(zip(names, map(float, accumulate(self._counts)), strict=True))
-        return HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
+        for model in dict.fromkeys([*models, *self._counts]):
+            buckets = list(zip(names, map(float, accumulate(self._counts[model])), strict=True))
+            family.add_metric([model], buckets, self._sums[model])
+        return family
 
 
 class RouterMetrics(Collector):
@@ -202,38 +206,40 @@ class RouterMetrics(Collector):
         )
         self.waits = CheapHistogram("baton_router_wait_seconds", "time until an instance had room", _WAIT_S)
 
-    def count(self, name: str, *labels: str) -> None:
+    def count(self, name: str, model: str, *labels: str) -> None:
         """One more of a counter of _ROUTER_COUNTERS."""
-        self._counts[name][labels] += 1
+        self._counts[name][model, *labels] += 1
 
     def text(self) -> bytes:
         return generate_latest(self)
 
     def totals(self) -> dict[str, Any]:
-        """What the page shows of the counters."""
-        counts = self._counts
+        """What the page shows of the counters: those of all models together."""
+        counts, reasons = self._counts, collections.Counter[str]()
+        for (_, reason), num in counts["local_prefills"].items():
+            reasons[reason] += num
         return {
-            "answers": sum(num for (path, _), num in counts["requests"].items() if path.startswith("/v1/c")),
+            "answers": sum(num for key, num in counts["requests"].items() if key[1].startswith("/v1/c")),
             "handoffs": counts["handoffs"].total(),
             "retries": counts["retries"].total(),
             "resumes": counts["resumes"].total(),
             "disconnects": counts["disconnects"].total(),
             "failed_attempts": counts["failures"].total(),
             "given_up": counts["given_up"].total(),
-            "local": {reason: num for (reason,), num in counts["local_prefills"].items()},
+            "local": dict(reasons),
         }
 
     def collect(self) -> Iterator[Metric]:
-        for name, (text, labels) in _ROUTER_COUNTERS.items():
-            counter = CounterMetricFamily(f"baton_router_{name}", text, labels=labels)
-            counts: Mapping[tuple[str, ...], int] = (
-                self._counts[name] if labels else {(): self._counts[name].total()}
-            )
-            for values, number in counts.items():
+        models = sorted(self._fleet.model_names())
+        for name, (text, more) in _ROUTER_COUNTERS.items():
+            counter = CounterMetricFamily(f"baton_router_{name}", text, labels=["model_name", *more])
+            # A counter that begins at 0 shows its first increment in rates.
+            counts = dict.fromkeys([] if more else [(model,) for model in models], 0)
+            for values, number in {**counts, **self._counts[name]}.items():
                 counter.add_metric(values, number)
             yield counter
-        yield self.added.family()
-        yield self.waits.family()
+        yield self.added.family(models)
+        yield self.waits.family(models)
         labels = ("instance", "model_name", "role")
 
         def gauge(name: str, text: str, *more: str) -> GaugeMetricFamily:
@@ -252,17 +258,13 @@ class RouterMetrics(Collector):
             tokens.add_metric(key, instance.load_tokens)
             unpaired.add_metric(key, float(instance in alone))
         yield from (states, in_flight, tokens, unpaired)
-        thresholds = GaugeMetricFamily(
-            "baton_router_local_threshold_tokens",
-            "prompts up to this length are prefilled on decode",
-            labels=["instance"],
-        )
+        thresholds = gauge("local_threshold_tokens", "prompts up to this length are prefilled on decode")
         prefills = self._fleet.able(Role.PREFILL)
         for decode in self._fleet.able(Role.DECODE):
             same = [instance for instance in prefills if decode.needs in instance.gives]
             if same:
                 lengths = (local_threshold(prefill, decode, self._local_prefill_max) for prefill in same)
-                thresholds.add_metric([decode.name], max(lengths))
+                thresholds.add_metric([decode.name, decode.model, decode.role.value], max(lengths))
         yield thresholds
 
 

@@ -71,6 +71,7 @@ from baton.serving.http import (
     failure,
     json_response,
     read_error,
+    route_pattern,
     router_key,
 )
 from baton.serving.metrics import CONTENT_TYPE, AttemptLog, AttemptRecord, RouterMetrics, merged_trace
@@ -112,6 +113,9 @@ STREAM_END_S = 1.0
 
 _PROMPT_TOKENS = re.compile(rb'"prompt_tokens":\s*(\d{1,9})')
 _log = logging.getLogger("baton.serving.router")
+
+MODEL: web.RequestKey[str] = web.RequestKey("model", str)
+"""The model of a request as metrics name it: never by what a client wrote."""
 
 
 class LocalMode(Enum):
@@ -208,7 +212,7 @@ class Router:
             credentials,
             HttpLimits(BODY_BYTES_MAX, open_paths=frozenset({"/health", "/"})),
             ssl_context=None if config.tls is None else config.tls.serving(),
-            on_response=lambda path, status: self.metrics.count("requests", path, str(status)),
+            on_response=self._count_response,
         )
         # vLLM's servers keep no timelines.
         session = self.client.session if config.engine == "baton" else None
@@ -267,6 +271,9 @@ class Router:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.client.close()
+
+    def _count_response(self, request: web.Request, status: int) -> None:
+        self.metrics.count("requests", request.get(MODEL, ""), route_pattern(request), str(status))
 
     async def _proxy(self, request: web.Request) -> web.StreamResponse:
         if self._open.is_draining:
@@ -397,6 +404,7 @@ class Router:
         """Any instance of the model answers."""
         raw = await request.read()
         model = read_routable(request.path, raw).model
+        request[MODEL] = self.fleet.model_name(model)
         try:
             able = self.chooser.of_model(model)
         except NoInstance:
@@ -443,6 +451,7 @@ class ProxiedRequest:
         self._router = router
         self._http_request = http_request
         self._request = request
+        http_request[MODEL] = router.fleet.model_name(request.model)
         self._id = ("chatcmpl-" if request.path == CHAT_PATH else "cmpl-") + secrets.token_hex(16)
         self._created = int(time.time())
         self._stream = EventStream(http_request, self._id, WRITE_S_MAX)
@@ -492,12 +501,16 @@ class ProxiedRequest:
                 raise
             return await self._stream.fail(error)
         except (ConnectionError, asyncio.CancelledError):
-            self._router.metrics.count("disconnects")
+            self._router.metrics.count("disconnects", self._model)
             raise
+
+    @property
+    def _model(self) -> str:
+        return self._http_request[MODEL]
 
     def _count_failure(self, error: ApiError) -> None:
         if self._is_failure(error):
-            self._router.metrics.count("given_up", _cause(error))
+            self._router.metrics.count("given_up", self._model, _cause(error))
 
     def _is_failure(self, error: ApiError) -> bool:
         """Whether the request failed; one that was refused, as wrong or for lack of room, did not."""
@@ -513,8 +526,10 @@ class ProxiedRequest:
             num_streamed = self._progress.num_tokens if self._progress.has_begun else 0
             constraints = RouteConstraints(self._avoid, is_strict, num_streamed)
             route = await router.queue.route(self._request, constraints)
+            if not self._http_request[MODEL]:  # no instance had said what it serves
+                self._http_request[MODEL] = router.fleet.model_name(self._request.model)
             waited_s = monotonic() - asked_s
-            metrics.waits.observe(waited_s)
+            metrics.waits.observe(waited_s, self._model)
             self._began_s += waited_s
             try:
                 return await self._attempt(route)
@@ -531,7 +546,7 @@ class ProxiedRequest:
                     text = f"{error.message}; the stream cannot be resumed: {problem}"
                     raise ApiError(error.status, text, param=error.param, code=error.code) from None
                 wait_s = self._retry_wait_s(failed.error, is_resume=is_resume)
-            metrics.count("resumes" if is_resume else "retries")
+            metrics.count("resumes" if is_resume else "retries", self._model)
             await asyncio.sleep(wait_s)
 
     async def _attempt(self, route: ChosenRoute) -> web.StreamResponse:
@@ -544,9 +559,9 @@ class ProxiedRequest:
         record = self._record = AttemptRecord(route.names, route.local_reason)
         router.log.add(self._id, record)
         if route.prefill is not None:
-            router.metrics.count("handoffs")
+            router.metrics.count("handoffs", self._model)
         elif route.local_reason:
-            router.metrics.count("local_prefills", route.local_reason)
+            router.metrics.count("local_prefills", self._model, route.local_reason)
         is_answered = False
         try:
             added_s = monotonic() - self._began_s
@@ -557,7 +572,7 @@ class ProxiedRequest:
             else:
                 whole = await attempt.server.read_all()
                 attempt.prompt_tokens = attempt.prompt_tokens or _usage(whole[-1024:])
-                router.metrics.added.observe(added_s + monotonic() - answered_s)
+                router.metrics.added.observe(added_s + monotonic() - answered_s, self._model)
                 content_type = upstream.headers.get("Content-Type", "application/octet-stream")
                 headers = {"Content-Type": content_type, ID_HEADER: self._id, **NO_STORE}
                 response = web.Response(body=whole, headers=headers)
@@ -598,7 +613,7 @@ class ProxiedRequest:
             elif events:
                 await stream.write(events)
             if is_first:
-                self._router.metrics.added.observe(monotonic() - added_from_s)
+                self._router.metrics.added.observe(monotonic() - added_from_s, self._model)
             if events:
                 # Tokens have come: earlier failures do not count any more.
                 self._num_in_row, self._avoid = 0, frozenset()
@@ -615,7 +630,7 @@ class ProxiedRequest:
 
     def _note_failure(self, failed: AttemptFailed) -> None:
         if self._is_failure(failed.error):
-            self._router.metrics.count("failures", _cause(failed.error))
+            self._router.metrics.count("failures", self._model, _cause(failed.error))
         instances = self._router.fleet.instances
         for instance in [instances[name] for name in failed.blamed if name in instances]:
             if failed.error.code in ENDED_CODES:

@@ -51,6 +51,7 @@ from baton.serving.http import (
     failure,
     json_response,
     note_line,
+    route_pattern,
     run_until_signal,
 )
 from baton.serving.observing import RecordedRequest, RequestObserver
@@ -153,7 +154,9 @@ class Server:
             Credentials(config.api_keys, instance.secret or None),
             config.limits,
             ssl_context=None if config.tls is None else config.tls.serving(),
-            on_response=self._observer.metrics.add_response,
+            on_response=lambda request, status: self._observer.metrics.add_response(
+                route_pattern(request), status
+            ),
         )
         generate = self._generate
         self._http.app.add_routes(
