@@ -142,8 +142,7 @@ def check_binding(host: str, *, has_api_key: bool, has_secret: bool) -> None:
     wanted = [name for name, is_there in absent.items() if not is_there]
     if outside and wanted:
         raise ConfigError(
-            f"host {host!r} ({', '.join(outside)}) can be reached from outside and there is no "
-            f"{' and no '.join(name.removeprefix('an ').removeprefix('the ') for name in wanted)}; "
+            f"host {host!r} ({', '.join(outside)}) can be reached from outside; "
             f"give {' and '.join(wanted)}, or listen on {LOOPBACK}"
         )
 

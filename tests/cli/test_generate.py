@@ -82,9 +82,9 @@ MISUSES = {
     "no device": (["--device", "abacus"], "cpu or cuda"),
     "no option of serve": (
         ["--prefill-args", "--colour red"],
-        "--prefill-args: --colour is not an",
+        "--prefill-args: --colour cannot be set",
     ),
-    "an option of the server": (["--prefill-args", "--drain-s 3"], "--drain-s is not an option of one side"),
+    "an option of the server": (["--prefill-args", "--drain-s 3"], "--drain-s cannot be set for one side"),
     "options without a side": (["--decode-args", "--page-tokens 64"], "give --decode too"),
     "two transports": (["--decode", "tp1", "--decode-args", "--transport tcp"], "shm and tcp"),
     "no dtype": (["--dtype", "fp4"], "bf16"),

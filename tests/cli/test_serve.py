@@ -79,7 +79,7 @@ def test_a_layout_and_sizes_are_refused(monkeypatch: pytest.MonkeyPatch, capsys)
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2
-    assert "--layout tp3 and sizes that make tp2; give one of them" in capsys.readouterr().err
+    assert "give either --layout (tp3) or -tp, -pp and -dp (tp2), not both" in capsys.readouterr().err
 
 
 def test_the_model_goes_by_its_served_name() -> None:

@@ -82,7 +82,7 @@ MISUSES = {
     ),
     "an option for all": (
         ["--prefill", "tp1", "--decode", "tp1", "--decode-args", "--port 1"],
-        "--decode-args: --port is not an option of one side",
+        "--decode-args: --port cannot be set for one side",
     ),
     "no KV cache dtype": (
         ["--prefill", "tp1", "--decode", "tp1", "--decode-args", "--kv-cache-dtype fp8_e5m2"],

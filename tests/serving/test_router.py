@@ -408,7 +408,8 @@ def test_metrics_have_the_listed_name_of_the_model():
                 assert (await w.stream({**PROMPT, "model": model})).texts == RIGHT
             # Neither what does not exist nor what is not named makes a label.
             for wrong, status in (("x", 404), ("y", 404), (None, 400)):
-                assert (await w.post({**PROMPT, "model": wrong}))[0] == status
+                answer = await w.post({**PROMPT, "model": wrong})
+                assert (answer[0], b"one of /models/copy, other" in answer[1]) == (status, True)
             await w.d1.stop()
             await w.p1.stop()
             await until(lambda: not w.is_able("d1") and not w.is_able("p1"))

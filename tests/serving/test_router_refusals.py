@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 from tests.serving.peers import Fault
@@ -50,6 +51,25 @@ def test_only_what_failed_for_good_was_given_up():
             assert await w.metric('baton_router_given_up_total{cause="CORRUPTED"}') == 1
 
     run(play)
+
+
+def test_an_error_has_the_id_under_which_the_log_has_its_reason(caplog: pytest.LogCaptureFixture):
+    async def play() -> None:
+        async with world(1, 1, RouterLimits(num_attempts_max=2)) as w:
+            for fault in (Fault(400, "wrong_type"), Fault(502, "CORRUPTED")):
+                w.d0.faults = [fault] * 3
+                status, _, headers = await w.post(PROMPT)
+                (record,) = (each for each in caplog.records if each.name == "baton.serving.http")
+                caplog.clear()
+                assert status == record.fields["status"] == fault.status
+                assert headers["X-Request-Id"] == record.fields["request"]
+                assert record.fields["reason"].startswith(fault.code)
+                assert record.levelname == ("INFO" if status == 400 else "WARNING")
+                status, told = await w.get(f"/v1/timelines/{headers['X-Request-Id']}")
+                assert (status, bool(told["attempts"][0]["failure"])) == (200, True)
+
+    with caplog.at_level(logging.INFO, logger="baton.serving.http"):
+        run(play)
 
 
 @pytest.mark.long

@@ -81,7 +81,8 @@ def find_dtype(model: str) -> str:
 def check_dtype(dtype: str) -> None:
     """Raises ConfigError on a dtype that the engine does not compute in."""
     if dtype != "auto" and TORCH_DTYPES.get(dtype, dtype) not in DTYPES:
-        raise ConfigError(f"dtype {dtype!r} is not one the engine computes in; use {', '.join(DTYPES)}")
+        names = "auto, bfloat16 (bf16), float16 (fp16) or float32 (fp32)"
+        raise ConfigError(f"dtype {dtype!r} is not supported; use {names}")
 
 
 def check_model(model: str) -> None:

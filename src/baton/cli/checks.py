@@ -41,7 +41,7 @@ def side_options(option: str, text: str | None) -> dict[str, Any]:
             f"--{each.name.replace('_', '-')}" for each in fields(EngineOptions) if each.metadata
         )
         raise ConfigError(
-            f"{option}: {error.option_name} is not an option of one side; use {usable}"
+            f"{option}: {error.option_name} cannot be set for one side; these can: {usable}"
         ) from None
     except click.ClickException as error:
         raise ConfigError(f"{option}: {error.format_message()}") from None

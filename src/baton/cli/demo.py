@@ -175,7 +175,7 @@ def _ask_deployment(
         deployment.start()
         keys = settings.api_keys(None)
         client = ApiClient(deployment.url, keys[0] if keys else "")
-        console.print(f"asking at {deployment.url}", style="dim")
+        console.print(f"sending requests to {deployment.url}", style="dim")
         long_title = f"({len(long.prompt)} tokens, most of them a document) {LONG}"
         for name, title, question in ((SHORT, CHAT, short), (FREE, long_title, long)):
             console.print(f"\n{title}", style="bold")

@@ -54,7 +54,7 @@ def serve(
     sizes = {"dp": data_parallel_size, "pp": pipeline_parallel_size, "tp": tensor_parallel_size}
     axes = [f"{axis}{size}" for axis, size in sizes.items() if size > 1]  # numbered as in vLLM
     if layout is not None and axes:
-        raise ConfigError(f"--layout {layout} and sizes that make {'.'.join(axes)}; give one of them")
+        raise ConfigError(f"give either --layout ({layout}) or -tp, -pp and -dp ({'.'.join(axes)}), not both")
     layout = layout or ".".join(axes) or "tp1"
     check_first(instance.model, [layout], instance.dtype)
     settings.check_port(host, port)

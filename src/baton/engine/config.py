@@ -208,8 +208,8 @@ def check_config(config: EngineConfig) -> None:
     check_dtype(config.dtype)
     if config.cache_dtype not in KV_DTYPES:
         raise ConfigError(
-            f"kv_cache_dtype {config.kv_cache_dtype!r} is not one the engine computes on; use "
-            f"{', '.join(KV_DTYPES)}, or leave it out for the dtype of the weights"
+            f"kv_cache_dtype {config.kv_cache_dtype!r} is not supported; use {', '.join(KV_DTYPES)}, "
+            "or leave it out to take the dtype of the weights"
         )
     if config.kv_layout and config.kv_layout not in KV_LAYOUTS:
         raise ConfigError(f"kv_layout {config.kv_layout!r} is not known; use {' or '.join(KV_LAYOUTS)}")

@@ -751,7 +751,7 @@ class FleetWatcher:
             for request in list(instance.upstreams):
                 request.check(now_s, now_s - instance.health.heard_s)
             if instance.state != former:
-                log.info("%s is %s %s", instance.name, instance.state, instance.health.trouble)
+                log.info("%s", _described(instance))
                 self._fleet.on_change()
             self._fleet.sweep()
             await instance.pause(self._poll_s if instance.is_able else REPOLL_S)

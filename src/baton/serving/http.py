@@ -202,11 +202,11 @@ class Caller:
 
 
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
-"""Of the response; in the log also where the client has a name of its own for it."""
+"""Of the response, an error too; in the log also where the client has a name of its own for it."""
 ROUTE: web.RequestKey[str] = web.RequestKey("route", str)
 """At a router: the instances of the last attempt, for the log."""
-STREAM_FAILURE: web.RequestKey[str] = web.RequestKey("stream_failure", str)
-"""Why a stream that had begun ended early."""
+FAILURE: web.RequestKey[str] = web.RequestKey("failure", str)
+"""Why a stream that had begun ended early, or an instance refused the request; for the log."""
 CALLER: web.RequestKey[Caller] = web.RequestKey("caller", Caller)
 """Where the middleware puts the caller of a request."""
 
@@ -382,7 +382,7 @@ class HttpServer:
             response = await handler(request)
         except (ConnectionError, asyncio.CancelledError):
             self._on_response(request, 499)
-            self._log_request(request, 499, monotonic() - begun_s, "the client left")
+            self._log_request(request, 499, monotonic() - begun_s, "the client disconnected")
             raise
         except Exception as error:
             response, reason = self._error_response(request, error)
@@ -390,7 +390,7 @@ class HttpServer:
             if timer is not None:
                 timer.end_request()
         if not response.prepared:  # its header may be replaced by the client's before it goes out
-            request[REQUEST_ID] = response.headers.get(ID_HEADER, "")
+            request.setdefault(REQUEST_ID, response.headers.get(ID_HEADER, ""))
         self._on_response(request, response.status)
         self._log_request(request, response.status, monotonic() - begun_s, reason)
         return response
@@ -398,15 +398,16 @@ class HttpServer:
     async def _keep_id(self, request: web.Request, response: web.StreamResponse) -> None:
         """A client that names its request finds that name in the response."""
         request.setdefault(REQUEST_ID, response.headers.get(ID_HEADER, ""))
-        if given := client_id(request):
-            response.headers[ID_HEADER] = given
+        if identity := client_id(request) or request[REQUEST_ID]:
+            response.headers[ID_HEADER] = identity
 
     def _log_request(self, request: web.Request, status: int, seconds: float, reason: str) -> None:
         """One line; what is only read, and polls, are for debugging unless they fail."""
-        reason = reason or request.get(STREAM_FAILURE, "")
+        reason = reason or request.get(FAILURE, "")
         is_poll = request.path in self.limits.open_paths
         is_quiet = is_poll or (status < 400 and request.method in ("GET", "HEAD"))
-        level = logging.WARNING if status >= 500 or STREAM_FAILURE in request else logging.INFO
+        has_failed = status >= 500 or (status == 200 and FAILURE in request)
+        level = logging.WARNING if has_failed else logging.INFO
         level = logging.DEBUG if is_quiet else level
         if not _log.isEnabledFor(level):
             return
@@ -483,10 +484,10 @@ class HttpServer:
         response = api_error.response()
         if status in (408, 413, 415):
             response.force_close()
-        return response, _log_reason(api_error)
+        return response, log_reason(api_error)
 
 
-def _log_reason(error: ApiError) -> str:
+def log_reason(error: ApiError) -> str:
     """Of a refusal only code and field, since the message may quote what a client sent."""
     detail = error.message if error.status >= 500 else error.param
     return " ".join(word for word in (error.code, detail) if word)
@@ -501,7 +502,7 @@ def client_id(request: web.Request) -> str:
 def _unknown_path(request: web.Request, error: web.HTTPException) -> ApiError:
     where = f"{request.method} {request.path!a}"
     if error.status == 404:
-        remedy = "GET /openapi.json lists what is"
+        remedy = "see GET /openapi.json"
         if request.path.startswith(_CHAT_APIS):
             remedy = "use POST /v1/chat/completions"
         return ApiError(404, f"{where} is not served here; {remedy}", code="unknown_url")
@@ -729,7 +730,7 @@ class EventStream:
 
     async def fail(self, error: ApiError) -> web.StreamResponse:
         """Ends a stream that has begun with the error as its last event, without [DONE]."""
-        self._request[STREAM_FAILURE] = _log_reason(error)
+        self._request[FAILURE] = log_reason(error)
         return await self.end(data_event(error.body()))
 
     async def _send(self, data: bytes, *, is_last: bool) -> web.StreamResponse:

@@ -160,14 +160,14 @@ class ServerMetrics(Collector):
 # What every request counts is plain numbers here: the library's own counters take a lock each time.
 
 _ROUTER_COUNTERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "requests": ("responses by path and status", ("path", "status")),
-    "handoffs": ("attempts with prefill and decode", ()),
-    "local_prefills": ("prompts not handed off by reason", ("reason",)),
-    "retries": ("attempts again before anything was streamed", ()),
-    "resumes": ("streams that were resumed elsewhere", ()),
-    "failures": ("failed attempts by cause", ("cause",)),
-    "given_up": ("requests that failed for good by cause", ("cause",)),
-    "disconnects": ("clients that left before the end", ()),
+    "requests": ("Responses by path and status.", ("path", "status")),
+    "handoffs": ("Attempts with a hand-over from prefill to decode.", ()),
+    "local_prefills": ("Prompts that were not handed over, by reason.", ("reason",)),
+    "retries": ("Retries before the first token was streamed.", ()),
+    "resumes": ("Streams that were resumed on another instance.", ()),
+    "failures": ("Failed attempts by cause.", ("cause",)),
+    "given_up": ("Requests that failed after all retries, by cause.", ("cause",)),
+    "disconnects": ("Clients that disconnected before the end.", ()),
 }
 """By name: a text, and the names of labels after `model_name`."""
 
@@ -202,9 +202,11 @@ class RouterMetrics(Collector):
         self._local_prefill_max = local_prefill_max
         self._counts = {name: collections.Counter[tuple[str, ...]]() for name in _ROUTER_COUNTERS}
         self.added = CheapHistogram(
-            "baton_router_added_seconds", "time that the router adds before a response begins", _ADDED_S
+            "baton_router_added_seconds", "Time that the router adds before a response begins.", _ADDED_S
         )
-        self.waits = CheapHistogram("baton_router_wait_seconds", "time until an instance had room", _WAIT_S)
+        self.waits = CheapHistogram(
+            "baton_router_wait_seconds", "Time that a request waited for an instance with room.", _WAIT_S
+        )
 
     def count(self, name: str, model: str, *labels: str) -> None:
         """One more of a counter of _ROUTER_COUNTERS."""
@@ -234,7 +236,7 @@ class RouterMetrics(Collector):
         for name, (text, more) in _ROUTER_COUNTERS.items():
             counter = CounterMetricFamily(f"baton_router_{name}", text, labels=["model_name", *more])
             # A counter that begins at 0 shows its first increment in rates.
-            counts = dict.fromkeys([] if more else [(model,) for model in models], 0)
+            counts: dict[tuple[str, ...], int] = {} if more else {(model,): 0 for model in models}
             for values, number in {**counts, **self._counts[name]}.items():
                 counter.add_metric(values, number)
             yield counter
@@ -245,10 +247,10 @@ class RouterMetrics(Collector):
         def gauge(name: str, text: str, *more: str) -> GaugeMetricFamily:
             return GaugeMetricFamily(f"baton_router_{name}", text, labels=[*labels, *more])
 
-        states = gauge("instance_state", "1 for the current state", "state")
-        in_flight = gauge("in_flight", "requests given to it")
-        tokens = gauge("load_tokens", "tokens in flight there")
-        unpaired = gauge("unpaired", "1: all instances of the other role have another model")
+        states = gauge("instance_state", "1 for the current state.", "state")
+        in_flight = gauge("in_flight", "Requests of this router that the instance is answering.")
+        tokens = gauge("load_tokens", "Tokens in flight at the instance.")
+        unpaired = gauge("unpaired", "1: no instance of the other role has the same model and settings.")
         alone = self._fleet.unpaired()
         for instance in self._fleet.instances.values():
             key = [instance.name, instance.model, instance.role.value]
@@ -258,7 +260,7 @@ class RouterMetrics(Collector):
             tokens.add_metric(key, instance.load_tokens)
             unpaired.add_metric(key, float(instance in alone))
         yield from (states, in_flight, tokens, unpaired)
-        thresholds = gauge("local_threshold_tokens", "prompts up to this length are prefilled on decode")
+        thresholds = gauge("local_threshold_tokens", "Prompts up to this length are prefilled by decode.")
         prefills = self._fleet.able(Role.PREFILL)
         for decode in self._fleet.able(Role.DECODE):
             same = [instance for instance in prefills if decode.needs in instance.gives]

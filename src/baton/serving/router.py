@@ -52,10 +52,12 @@ from baton.serving.http import (
     CALLER,
     DONE,
     EVENT_STREAM,
+    FAILURE,
     ID_HEADER,
     JSON_HEADERS,
     NO_STORE,
     PROMPT_TOKENS_HEADER,
+    REQUEST_ID,
     ROUTE,
     STATUSES,
     VALUE_CHARACTERS_MAX,
@@ -70,6 +72,7 @@ from baton.serving.http import (
     data_event,
     failure,
     json_response,
+    log_reason,
     read_error,
     route_pattern,
     router_key,
@@ -453,6 +456,7 @@ class ProxiedRequest:
         self._request = request
         http_request[MODEL] = router.fleet.model_name(request.model)
         self._id = ("chatcmpl-" if request.path == CHAT_PATH else "cmpl-") + secrets.token_hex(16)
+        http_request[REQUEST_ID] = self._id
         self._created = int(time.time())
         self._stream = EventStream(http_request, self._id, WRITE_S_MAX)
         self._progress = router.wire.progress(request, self._id, self._created)
@@ -668,6 +672,7 @@ class ProxiedRequest:
         if failed.raw is None or self._progress.has_begun or error.retry_after_s is not None:
             raise error
         self._count_failure(error)
+        self._http_request[FAILURE] = log_reason(error)
         return web.Response(body=failed.raw, status=error.status, headers=JSON_HEADERS)
 
     def _missing_end(self, failed: AttemptFailed) -> bytes:
@@ -904,7 +909,8 @@ class RouteChooser:
                     )
                 ]
         known = [instance for instance in self._fleet.instances.values() if instance.model]
-        names = {name for instance in known for name in instance.models}
+        servers = [instance for instance in known if instance.role is not Role.PREFILL]
+        names = {name for instance in servers or known for name in instance.models}
         if wanted is not None and any(instance.serves(wanted) for instance in known):
             return []
         fingerprints = {instance.fingerprint for instance in known}
@@ -1275,7 +1281,7 @@ class UpstreamRequest:
         elif not self.is_waiting:
             return
         elif min(silent_s, unheard_s) > limits.silence_s_max:
-            text = f"{self.instance.name} has not answered anything for {unheard_s:.0f} s"
+            text = f"{self.instance.name} has not responded for {unheard_s:.0f} s"
             self.fail(UpstreamError(text, "DEADLINE"))
         elif stuck_s > stuck_s_max:
             text = f"{self.instance.name} has made no progress for {stuck_s:.0f} s"

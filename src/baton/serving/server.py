@@ -39,6 +39,7 @@ from baton.serving.http import (
     ID_HEADER,
     NO_STORE,
     PROMPT_TOKENS_HEADER,
+    REQUEST_ID,
     ApiError,
     Credentials,
     EventStream,
@@ -231,6 +232,7 @@ class Server:
         instance, model = self._serving()
         body = read(await request.read())
         parsed = await parse_request(body, request[CALLER], model)
+        request[REQUEST_ID] = parsed.id
         generation = Generation(parsed, instance, self._observer, self.open.discard)
         self.open.add(generation)
         generation.start(self._bridge)

@@ -32,7 +32,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"growth_tokens": -1}, "growth_tokens is -1; give a count from 0"),
     ({"generation_config": "vllm"}, "generation_config 'vllm' is not known; use auto or none"),
     ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype 'fp8_e5m2' .* use fp32, bf16, fp16, fp8"),
-    ({"dtype": "fp8"}, "dtype 'fp8' is not one the engine computes in; use fp32, bf16, fp16"),
+    ({"dtype": "fp8"}, r"dtype 'fp8' is not supported; use auto, bfloat16 \(bf16\), float16 \(fp16\)"),
     ({"kv_layout": "nhd.fused"}, "kv_layout 'nhd.fused' is not known; use hnd.fused or hnd.apart"),
     ({"staging_mb": -1}, "staging_mb is -1"),
     ({"packing": "always"}, "packing 'always' is not known; use convert or cost"),
