@@ -79,16 +79,15 @@ ENDPOINT_PROCESS = option(
 QUEUE_TIMEOUT = option(
     None,
     "S",
-    "seconds in a queue after which a request is refused with 503 (default: none; it waits as long as its "
-    "client)",
+    "seconds that a request may wait in a queue before it is refused with 503 (default: no limit)",
     sets="queue_s_max",
     min=0.001,
 )
 LOCAL_PREFILL_MAX = option(
     None,
     "N",
-    "most prompt tokens that a decode instance prefills itself where that is sooner; 0: always hand over "
-    "(default: one chunk of decode)",
+    "longest prompt, in tokens, that a decode instance prefills itself if that is faster; 0: always hand "
+    "over (default: one chunk of decode)",
     min=0,
 )
 DRAIN_S = option(30.0, "S", "seconds to finish running requests after SIGTERM", min=0)
@@ -159,7 +158,7 @@ class EngineOptions:
     staging_mb: int = option(
         0,
         "N",
-        "staging buffer of each rank in MiB, to convert KV caches in; 0: from the KV cache size",
+        "staging buffer of each rank for KV cache conversion, in MiB; 0: from the KV cache size",
         min=0,
     )
     packing: str = option(
@@ -213,7 +212,7 @@ class ServerOptions:
 
     tls_cert: Path | None = option(None, "FILE", "PEM certificate, to serve over TLS")
     tls_key: Path | None = option(None, "FILE", "PEM key of the certificate")
-    tls_ca: Path | None = option(None, "FILE", "PEM authority that peers are verified by")
+    tls_ca: Path | None = option(None, "FILE", "PEM certificate authority to verify peers with")
     log_level: Level = option("info", None, "least severe messages that are logged")
     log_format: Form = option("text", None, "log lines as text or as one JSON object each, on stderr")
 
@@ -242,7 +241,7 @@ class DeploymentOptions:
     api_key_file: Path | None = API_KEY_FILE
     engine: Engine = ENGINE
     vllm: str | None = option(
-        None, "PROGRAM", "the vllm program (default: BATON_VLLM, beside this Python, or on the path)"
+        None, "PROGRAM", "the vllm program (default: BATON_VLLM, beside this Python, or on PATH)"
     )
     vllm_args: tuple[str, ...] = argument("[-- VLLM-ARGS]", ())
     instance: InstanceOptions

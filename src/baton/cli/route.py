@@ -59,7 +59,7 @@ def route(
     local: Local = LOCAL,
     local_prefill_max: int | None = LOCAL_PREFILL_MAX,
     first_token: Side | None = like(
-        FIRST_TOKEN, None, "which side streams the first token (default: as the instances are set)"
+        FIRST_TOKEN, None, "which side streams the first token (default: as set on the instances)"
     ),
     in_flight: int = option(256, "N", "maximum running requests per instance", min=1),
     waiting: int = option(1024, "N", "maximum waiting requests; more are refused with 429", min=0),
@@ -73,7 +73,7 @@ def route(
     drain_s: float = DRAIN_S,
     api_key_file: Path | None = API_KEY_FILE,
     secret_file: Path | None = SECRET_FILE,
-    print_key: bool = flag("print the key that instances trust a stock PD router by, and exit"),
+    print_key: bool = flag("print the API key for a stock PD router, and exit"),
     server: ServerOptions,
 ) -> None:
     """Route requests until interrupted; SIGTERM drains first. Instances may come and go."""

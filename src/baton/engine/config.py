@@ -26,7 +26,14 @@ from baton.plan.overlap import LayerTimes, choose
 from baton.protocol.instance import PACKING, ROLES
 from baton.protocol.timings import Timings
 from baton.settings import Tls
-from baton.transport import Place, Reach, capabilities_of, parse_transport, transport_names
+from baton.transport import (
+    Place,
+    Reach,
+    capabilities_of,
+    check_library,
+    parse_transport,
+    transport_names,
+)
 
 if TYPE_CHECKING:
     from baton.checkpoint.base import Checkpoint
@@ -245,6 +252,7 @@ def check_config(config: EngineConfig) -> None:
     name, _ = parse_transport(config.transport)
     if name not in transport_names():
         raise ConfigError(f"transport {name!r} is not known; use {', '.join(transport_names())}")
+    check_library(name)
     if config.device not in DEVICES:
         raise ConfigError(f"device {config.device!r} is not known; use auto, cpu or cuda")
     if config.generation_config not in GENERATION_CONFIGS:

@@ -478,7 +478,7 @@ class HttpServer:
                 api_error = ApiError(500, str(error), code="ENGINE")
             case _:
                 _log.error("%s %s failed", request.method, route_pattern(request), exc_info=error)
-                internal = ApiError(500, "an internal error; its trace is in the log")
+                internal = ApiError(500, "internal error; the traceback is in the server's log")
                 return internal.response(), "internal error"
         status = api_error.status
         response = api_error.response()
@@ -632,7 +632,7 @@ class OpenRequests(Generic[T]):
             async with asyncio.timeout(wait_s):
                 await self._emptied.wait()
         except TimeoutError:
-            _log.warning("%d requests were left after %g s", len(self), wait_s)
+            _log.warning("%d requests were still running after %g s of draining", len(self), wait_s)
 
 
 class Program(Protocol):

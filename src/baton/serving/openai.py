@@ -524,7 +524,9 @@ class ServedModel:
             text = "the model has no chat template; send the prompt to /v1/completions"
             raise ApiError(400, text, param="messages", code="unsupported")
         if options.get("tools") and not tokenizer.has_template_word("tools"):
-            raise bad_field("tools", options["tools"], "the model's chat template takes none; leave them out")
+            raise bad_field(
+                "tools", options["tools"], "the model's chat template does not support tools; leave them out"
+            )
         num_characters = sum(len(str(message.get("content", ""))) for message in messages)
         self._check_characters(num_characters, "messages")
         arguments = dict(options)

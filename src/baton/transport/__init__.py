@@ -63,6 +63,7 @@ __all__ = [
     "Transport",
     "Unknown",
     "capabilities_of",
+    "check_library",
     "open_transport",
     "option_names",
     "parse_transport",
@@ -98,6 +99,13 @@ def capabilities_of(name: str) -> Capabilities:
     """What a transport can do, without opening it."""
     capabilities: Capabilities = importlib.import_module(f"{__name__}.{name}").TRANSPORT.capabilities
     return capabilities
+
+
+def check_library(name: str) -> None:
+    """Raises ConfigError if the library that a transport works through is not installed."""
+    module = importlib.import_module(f"{__name__}.{name}")
+    if hasattr(module, "check_library"):
+        module.check_library()
 
 
 def parse_transport(text: str) -> tuple[str, dict[str, str]]:

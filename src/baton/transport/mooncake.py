@@ -39,7 +39,7 @@ from baton.transport.base import Capabilities, Place, Reach
 from baton.transport.common.listener import check_address
 from baton.transport.common.regions import Memory
 from baton.transport.library import LibraryTransport
-from baton.transport.library.base import Limits, import_native
+from baton.transport.library.base import Limits, check_installed, import_native
 
 _ADDRESS = struct.Struct("<Q")
 _NO_DEVICE = "none"
@@ -71,6 +71,14 @@ class MooncakeConfig:
             raise ConfigError(f"mooncake host '{self.host}': use a name or an IPv4 address")
 
 
+LIBRARY = ("mooncake.engine",)
+
+
+def check_library() -> None:
+    """Raises ConfigError if it is not installed."""
+    check_installed(LIBRARY)
+
+
 class Mooncake:
     """The imported library."""
 
@@ -79,7 +87,7 @@ class Mooncake:
 
     def __init__(self, config: MooncakeConfig) -> None:
         self.config = config
-        self.module = import_native(("mooncake.engine",))
+        self.module = import_native(LIBRARY)
         self.log_level = _find_log_level()
 
     def open_receiver(self, name: str) -> EngineReceiver:

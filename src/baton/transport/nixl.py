@@ -32,10 +32,11 @@ from baton.transport.base import Capabilities, Place, Reach
 from baton.transport.common.listener import check_address
 from baton.transport.common.regions import Memory
 from baton.transport.library import LibraryTransport
-from baton.transport.library.base import Limits, import_native
+from baton.transport.library.base import Limits, check_installed, import_native
 
 _TARGET = struct.Struct("<Q?I")
 """An address, whether it is CUDA memory, and the device."""
+LIBRARY = ("nixl_cu13._bindings", "nixl_cu12._bindings")
 _SAFE_TLS = "TLS=^cuda_ipc"
 _SLEEP_US = 100_000
 """How long the progress thread may sleep; events on its sockets wake it earlier."""
@@ -57,6 +58,11 @@ class NixlConfig:
         check_address("nixl", self.host, self.port)
 
 
+def check_library() -> None:
+    """Raises ConfigError if it is not installed."""
+    check_installed(LIBRARY)
+
+
 class Nixl:
     """The imported library."""
 
@@ -65,7 +71,7 @@ class Nixl:
 
     def __init__(self, config: NixlConfig) -> None:
         self.config = config
-        self.bindings: Any = import_native(("nixl_cu13._bindings", "nixl_cu12._bindings"))
+        self.bindings: Any = import_native(LIBRARY)
         names = vars(self.bindings).items()
         self.errors: tuple[type[Exception], ...] = tuple(
             value for name, value in names if name.startswith("nixl") and name.endswith("Error")

@@ -121,6 +121,18 @@ def test_a_gpu_that_is_not_there() -> None:
         derive_sizes(EngineConfig(str(tiny("llama")), device="cuda"))
 
 
+@pytest.mark.parametrize("name", ["mooncake", "nixl"])
+def test_a_library_that_is_not_installed_is_missed_before_anything_starts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(str(tiny("llama")), transport=name)
+    monkeypatch.setattr(f"baton.transport.{name}.LIBRARY", ("json.decoder",))
+    check_config(config)
+    monkeypatch.setattr(f"baton.transport.{name}.LIBRARY", ("no_such_library.engine",))
+    with pytest.raises(ConfigError, match=r"no_such_library\.engine is not installed"):
+        check_config(config)
+
+
 def test_cuda_ipc_on_a_cpu() -> None:
     with pytest.raises(ConfigError, match="cuda_ipc moves CUDA memory; use shm with device 'cpu'"):
         derive_sizes(EngineConfig(str(tiny("llama")), transport="cuda_ipc"))

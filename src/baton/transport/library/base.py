@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import importlib.util
 import struct
 import sys
 from dataclasses import dataclass
@@ -118,8 +119,18 @@ def import_native(names: tuple[str, ...]) -> ModuleType:
             if _load_unpacked(Path(sys.prefix) / "native"):
                 return import_native((name,))
             causes.append(f"{name}: {cause}")
+    raise _missing(names, causes)
+
+
+def check_installed(names: tuple[str, ...]) -> None:
+    """Raises ConfigError if none of these modules is installed; imports nothing."""
+    if not any(importlib.util.find_spec(name.partition(".")[0]) for name in names):
+        raise _missing(names, [f"{name} is not installed" for name in names])
+
+
+def _missing(names: tuple[str, ...], causes: list[str]) -> ConfigError:
     remedy = REMEDIES.get(names[0].partition(".")[0])
-    raise ConfigError(", ".join(causes) + (f"; install it with: {remedy}" if remedy else ""))
+    return ConfigError(", ".join(causes) + (f"; install it with: {remedy}" if remedy else ""))
 
 
 _loaded: dict[Path, ctypes.CDLL] = {}
