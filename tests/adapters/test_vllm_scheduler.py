@@ -30,6 +30,23 @@ def test_a_prompt_leaves_in_chunks_without_its_last_token(side: SchedulerSide) -
     assert step(side, cached={"r": (300, 1, None)}).chunks == []
 
 
+def test_prefill_leaves_the_last_token_out_where_layers_are_recurrent() -> None:
+    """Otherwise its state would be that of the whole prompt. What is handed over is the same prompt."""
+    side, decode = SchedulerSide((0,), "127.0.0.1:1", 30.0, has_states=True), SchedulerSide((0,), "", 30.0)
+    tokens = list(range(3, 43))
+    sent, loaded = request("r", [*tokens], prefill_params("t")), request("q", [*tokens], decode_params("t"))
+    sent.max_tokens, sent._all_token_ids = 100, [*tokens]
+    side.add_request(sent)
+    assert (sent.prompt_token_ids, sent._all_token_ids) == (tokens[:-1], tokens[:-1])
+    assert (sent.num_prompt_tokens, sent.max_tokens) == (39, 1)
+    (chunk,) = step(side, {"r": (0, 39, [3, 8, 4])}).chunks
+    assert chunk.tokens == (0, 39)
+    decode.add_request(loaded)
+    decode.allocated(loaded, ([5, 9, 2],), decode.num_to_load(loaded, 0))
+    assert step(decode).loads[0].transfer == chunk.transfer
+    assert loaded.num_prompt_tokens == len(loaded.prompt_token_ids) == 40
+
+
 def test_a_prefix_hit_is_sent_with_the_first_chunk_of_the_request(side: SchedulerSide) -> None:
     side.add_request(request("r", PROMPT, prefill_params("t")))
     (chunk,) = step(side, new={"r": (256, 44, [7, 8, 3])}).chunks

@@ -340,9 +340,3 @@ def test_a_cache_that_cannot_be_handed_over_is_refused(cache: torch.Tensor, prob
     group = SimpleNamespace(layer_names=["layers.0"], kv_cache_spec=FullAttentionSpec())
     with pytest.raises(ConfigError, match=problem):
         describe_layers({"layers.0": cache}, [group], BLOCKS)
-
-
-def test_recurrent_layers_are_refused() -> None:
-    group = SimpleNamespace(layer_names=["layers.0"], kv_cache_spec=type("MambaSpec", (), {})())
-    with pytest.raises(ConfigError, match="MambaSpec"):
-        describe_layers({"layers.0": torch.zeros(BLOCKS, 1, 1, 8)}, [group], BLOCKS)

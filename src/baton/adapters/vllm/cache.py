@@ -7,6 +7,9 @@ layers lie. Cache groups may overlay each other: a block id belongs to one group
 A page is a block of one head and is never taken apart (granule = block): what is inside is the business of
 vLLM's kernel. So both sides need the same block size and the same kernel.
 
+A recurrent layer keeps one block for each request: the state of a convolution, whose channels are parts that
+tensor parallelism cuts by themselves (like x, B and C of Mamba 2), and behind it the state of each head.
+
 With `split_kv` K and V are components of their own and tokens move one by one, as in engines of other kinds.
 vLLM does not say where a kernel puts a token inside of a block, so the kernel is asked: it stores numbers in
 a block beside the cache. Most keep them at fixed strides; one that packs them in another way is refused.
@@ -17,6 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, TypeAlias
 
 import torch
@@ -24,7 +28,7 @@ import torch
 from baton.adapters.common import DTYPES, WorkerMesh, memory_of
 from baton.errors import ConfigError
 from baton.plan import Cache, Component, Spec, Storage, TensorView, declare, parse_layout
-from baton.plan.cache import Dim, Full, Window
+from baton.plan.cache import Dim, Extent, Full, State, Units, Window
 from baton.plan.ranges import merged
 
 Store: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -37,7 +41,7 @@ _LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 @dataclass(frozen=True, slots=True)
 class CacheLayer:
-    """The cache of one attention layer, as a worker has registered it."""
+    """The cache of one attention layer, or a part of one or of a state, as a worker has registered it."""
 
     name: str
     """vLLM's name of the layer."""
@@ -48,6 +52,7 @@ class CacheLayer:
     num_heads: int
     """On this rank; 0 if every rank has all of it."""
     block_tokens: int
+    """0: it is a state, one for each request."""
     channels: int
     dtype: str
     window: int
@@ -57,15 +62,23 @@ class CacheLayer:
     buffer: str
     buffer_bytes: int
     part: str = ""
-    """k or v, where they are split."""
+    """k or v where they are split, or the part of a state."""
+    num_taps: int = 0
+    """How many inputs of each channel a convolution keeps."""
+    num_units: int = 0
+    """Of all ranks, where some have the same ones; 0: each has its own."""
+
+    @property
+    def is_state(self) -> bool:
+        return not self.block_tokens
 
     @property
     def component(self) -> str:
         """The name of its component: layers of one kind, shape and cache group have one together."""
-        if self.part:
+        if self.part and not self.is_state:
             return self.part
         kind = _LAYER_NUMBER.sub(".*.", self.name, count=1).strip(".")
-        return f"{kind}/{self.group}/{self.channels}"
+        return f"{kind}/{self.group}/{self.part or self.channels}"
 
 
 def group_name(group: int) -> str:
@@ -81,8 +94,24 @@ def layer_index(name: str) -> int:
     return int(match[1])
 
 
+@dataclass(frozen=True, slots=True)
+class StateForm:
+    """What vLLM does not say of a recurrent state in its spec."""
+
+    num_groups: int = 1
+    """Of B and C of Mamba 2, in the whole model."""
+    has_channels_first: bool = False
+    """Whether the state of a convolution is channels by taps, and not taps by channels."""
+
+
+STATE_FORM = StateForm()
+
+
 def describe_layers(
-    kv_caches: Mapping[str, torch.Tensor], groups: Sequence[Any], num_blocks: int
+    kv_caches: Mapping[str, torch.Tensor],
+    groups: Sequence[Any],
+    num_blocks: int,
+    state_form: StateForm = STATE_FORM,
 ) -> tuple[CacheLayer, ...]:
     """The layers that vLLM has registered, by number; ConfigError on a cache that cannot be handed over.
 
@@ -93,17 +122,32 @@ def describe_layers(
         for name in group.layer_names:
             if name in kv_caches:
                 cache = kv_caches[name]
-                layer = _describe(name, cache, number, group.kv_cache_spec, num_blocks)
+                spec = layer_spec(name, group.kv_cache_spec)
+                if is_state(spec):
+                    described = _describe_state(name, cache, number, spec, state_form)
+                else:
+                    described = (_describe(name, cache, number, spec, num_blocks),)
                 storage = cache.untyped_storage()
-                layers.append(
+                layers += [
                     replace(layer, buffer=buffers[storage.data_ptr()], buffer_bytes=storage.nbytes())
-                )
+                    for layer in described
+                ]
     unknown = sorted(set(kv_caches) - {layer.name for layer in layers})
     if unknown:
         raise ConfigError(f"layer {unknown[0]!r} is in no KV cache group; its cache cannot be handed over")
     if not layers:
         raise ConfigError("this worker has no KV cache to hand over")
-    return tuple(sorted(layers, key=lambda layer: (layer.index, layer.name)))
+    return tuple(sorted(layers, key=lambda layer: (layer.index, layer.name, layer.part)))
+
+
+def layer_spec(name: str, group_spec: Any) -> Any:
+    """The KV cache spec of a layer, from that of its group."""
+    return getattr(group_spec, "kv_cache_specs", {}).get(name, group_spec)
+
+
+def is_state(spec: Any) -> bool:
+    """Whether a KV cache spec is that of a recurrent layer."""
+    return type(spec).__name__ == "MambaSpec"
 
 
 def buffer_names(kv_caches: Mapping[str, torch.Tensor]) -> dict[int, str]:
@@ -112,8 +156,7 @@ def buffer_names(kv_caches: Mapping[str, torch.Tensor]) -> dict[int, str]:
     return {address: f"cache.{number}" for number, address in enumerate(addresses)}
 
 
-def _describe(name: str, cache: torch.Tensor, group: int, group_spec: Any, num_blocks: int) -> CacheLayer:
-    spec = getattr(group_spec, "kv_cache_specs", {}).get(name, group_spec)
+def _describe(name: str, cache: torch.Tensor, group: int, spec: Any, num_blocks: int) -> CacheLayer:
     kind = type(spec).__name__
     if "Attention" not in kind and "SlidingWindow" not in kind:
         raise ConfigError(f"layer {name}: caches of kind {kind} cannot be handed over yet")
@@ -147,12 +190,95 @@ def _describe(name: str, cache: torch.Tensor, group: int, group_spec: Any, num_b
     )
 
 
+def _describe_state(
+    name: str, cache: torch.Tensor, group: int, spec: Any, form: StateForm
+) -> tuple[CacheLayer, ...]:
+    """The parts of a recurrent layer's state; `cache` is its blocks as bytes."""
+    if spec.mamba_cache_mode != "none":
+        raise ConfigError(
+            f"layer {name}: a recurrent state cannot be handed over with a prefix cache; start vLLM with "
+            "--no-enable-prefix-caching"
+        )
+    convs = _conv_parts(name, spec, form)
+    if spec.num_speculative_blocks or spec.tp_replicated or len(spec.shapes) > 2:
+        raise ConfigError(
+            f"layer {name}: states of drafts, of the whole model on each rank, and with a replay buffer "
+            "cannot be handed over yet"
+        )
+    layers: list[CacheLayer] = []
+    start = int(cache.storage_offset()) * cache.element_size()
+    page_bytes = cache.stride(0) * cache.element_size()
+    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+        item, parts = dtype.itemsize, convs
+        if dtype not in DTYPES or start % item or page_bytes % item:
+            raise ConfigError(f"layer {name}: a state of {dtype} in blocks of {page_bytes} bytes")
+        if layers or not convs:
+            parts = [("state", shape[0], prod(shape[1:]), 0)]
+            num_taps, tap, channel = 0, 0, 1
+        else:
+            num_channels = sum(units * channels for _, units, channels, _ in convs)
+            num_taps = prod(shape) // num_channels
+            tap, channel = (1, num_taps) if form.has_channels_first else (num_channels, 1)
+        first = start
+        for part, units, channels, num_units in parts:
+            sizes = (cache.shape[0], units, channels, *([num_taps] if num_taps else []))
+            strides = (page_bytes // item, channels * channel, channel, *([tap] if num_taps else []))
+            layers.append(
+                CacheLayer(
+                    name=name,
+                    index=layer_index(name),
+                    group=group,
+                    num_blocks=cache.shape[0],
+                    num_heads=units,
+                    block_tokens=0,
+                    channels=channels,
+                    dtype=DTYPES[dtype],
+                    window=0,
+                    view=TensorView(first, sizes, strides, item),
+                    buffer="",
+                    buffer_bytes=0,
+                    part=part,
+                    num_taps=num_taps,
+                    num_units=num_units,
+                )
+            )
+            first += units * channels * channel * item
+        start += prod(shape) * item
+    return tuple(layers)
+
+
+def _conv_parts(name: str, spec: Any, form: StateForm) -> list[tuple[str, int, int, int]]:
+    """What the channels of a convolution are: parts of units of channels, and units of the whole model."""
+    kind, shapes = spec.mamba_type.name, spec.shapes
+    # vLLM keeps taps by channels, or the other way round.
+    num_channels = shapes[0][0 if form.has_channels_first else 1]
+    match kind:
+        case "LINEAR":
+            return []
+        case "SHORT_CONV" | "MAMBA1":
+            return [("conv", num_channels, 1, 0)]
+        case "MAMBA2":
+            heads, channels, size = shapes[1]
+            groups = (num_channels - heads * channels) // 2 // size
+            return [
+                ("conv.x", heads, channels, 0),
+                ("conv.B", groups, size, form.num_groups),
+                ("conv.C", groups, size, form.num_groups),
+            ]
+        case "GDN_ATTN":
+            heads, channels, size = shapes[1]
+            keys = (num_channels - heads * channels) // 2 // size
+            return [("conv.q", keys, size, 0), ("conv.k", keys, size, 0), ("conv.v", heads, channels, 0)]
+        case _:
+            raise ConfigError(f"layer {name}: states of kind {kind} cannot be handed over yet")
+
+
 def split_layer(layer: CacheLayer, cache: torch.Tensor, store: Store) -> tuple[CacheLayer, CacheLayer]:
     """K and V of a layer by themselves; ConfigError where other engines cannot have them so."""
-    if layer.window or layer.group or not layer.num_heads or layer.dtype == "fp8":
+    if layer.is_state or layer.window or layer.group or not layer.num_heads or layer.dtype == "fp8":
         raise ConfigError(
-            f"split_kv: layer {layer.name} has a sliding window, several cache groups, latents or an fp8 "
-            "cache, which engines of other kinds keep in other ways; leave split_kv out"
+            f"split_kv: layer {layer.name} has a state, a sliding window, several cache groups, latents or "
+            "an fp8 cache, which engines of other kinds keep in other ways; leave split_kv out"
         )
     key, value = (_split(layer, part, _stored_places(cache, store, part)) for part in ("k", "v"))
     return key, value
@@ -214,16 +340,17 @@ def make_spec(stages: Sequence[Sequence[CacheLayer]], mesh: WorkerMesh) -> Spec:
     for layer in layers:
         parts.setdefault(layer.component, []).append(layer)
     components = [_component(name, parts[name], mesh) for name in sorted(parts)]
-    blocks = {(layer.block_tokens, layer.num_blocks) for layer in layers}
+    blocks = {layer.block_tokens for layer in layers if not layer.is_state}
     if len(blocks) > 1:
-        sizes_text = ", ".join(str(tokens) for tokens, _ in sorted(blocks))
+        sizes_text = ", ".join(map(str, sorted(blocks)))
         raise ConfigError(f"KV cache groups with blocks of {sizes_text} tokens cannot be handed over yet")
-    block_tokens, num_blocks = blocks.pop()
+    block_tokens = max(blocks, default=1)
+    is_split = any(layer.part and not layer.is_state for layer in layers)
     storage = Storage(
         page_tokens=block_tokens,
         dtype=layers[0].dtype,
-        granule=1 if layers[0].part else block_tokens,
-        num_pages_default=num_blocks,
+        granule=1 if is_split else block_tokens,
+        num_pages_default=layers[0].num_blocks,
     )
     spec = Spec(layout, Cache(num_layers, tuple(components)), storage)
     placements = []
@@ -234,8 +361,11 @@ def make_spec(stages: Sequence[Sequence[CacheLayer]], mesh: WorkerMesh) -> Spec:
                 raise ConfigError(f"{name}: its layers lie in several allocations; that is not supported yet")
             if held:
                 view = held[0].view
-                num_named = len(view.shape) if held[0].part else len(view.shape) - 2
-                axes = ("page", "unit", "token", "channel")[:num_named]
+                if held[0].is_state:
+                    axes = ("page", "unit", "channel", "tap")[: len(view.shape)]
+                else:
+                    num_named = len(view.shape) if held[0].part else len(view.shape) - 2
+                    axes = ("page", "unit", "token", "channel")[:num_named]
                 placements.append(
                     declare(
                         spec,
@@ -256,12 +386,16 @@ def _component(name: str, layers: Sequence[CacheLayer], mesh: WorkerMesh) -> Com
         raise ConfigError(f"{name}: layers with unlike heads, dtypes or windows in one cache group")
     layer = layers[0]
     # Without the last token of the prompt, a window reaches one token less far back.
-    extent = Window(max(1, layer.window - 1)) if layer.window else Full()
+    extent: Extent = Window(max(1, layer.window - 1)) if layer.window else Full()
+    units, dims = mesh.units(layer.num_heads), [Dim("channel", layer.channels)]
+    if layer.is_state:
+        extent, units = State(), Units(layer.num_units or layer.num_heads * mesh.tp_size)
+        dims += [Dim("tap", layer.num_taps)] if layer.num_taps else []
     return Component(
         name=name,
         layers=merged([(layer.index, layer.index + 1) for layer in layers]),
-        units=mesh.units(layer.num_heads),
-        dims=(Dim("channel", layer.channels),),
+        units=units,
+        dims=tuple(dims),
         extent=extent,
         group=group_name(layer.group),
         bundle=name,

@@ -6,6 +6,7 @@ Data-parallel engines share no group: each is an instance of its own, with a por
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Iterable
 from functools import partial
@@ -29,8 +30,11 @@ from baton.adapters.common import (
     open_endpoint,
 )
 from baton.adapters.vllm.cache import (
+    StateForm,
     Store,
     describe_layers,
+    is_state,
+    layer_spec,
     make_pools,
     make_spec,
     split_layer,
@@ -76,7 +80,13 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             sockets = self._sockets()
             address = f"{sockets.host}:{sockets.port}" if sockets.port else ""
             num_left = 0 if self._config.split_kv else 1
-            self._scheduler = SchedulerSide(self._groups, address, self._config.offer_s / 4, num_left)
+            self._scheduler = SchedulerSide(
+                self._groups,
+                address,
+                self._config.offer_s / 4,
+                num_left,
+                has_states=_has_states(kv_cache_config),
+            )
         else:
             self._transport = self._config.open_transport()
             self._allocation: CacheAllocation | None = None
@@ -170,7 +180,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Opens this worker's endpoint over vLLM's memory."""
         cache, pp, tp = self._kv_cache_config, get_pp_group(), get_tp_group()
-        layers = describe_layers(kv_caches, cache.kv_cache_groups, cache.num_blocks)
+        form = _state_form(self._vllm_config) if _has_states(cache) else StateForm()
+        layers = describe_layers(kv_caches, cache.kv_cache_groups, cache.num_blocks, form)
         if self._config.split_kv:
             layers = tuple(
                 part
@@ -270,6 +281,23 @@ def _check_supported(vllm_config: VllmConfig) -> None:
             raise ConfigError(f"{name} of size {size}: the KV cache cannot be handed over yet; use size 1")
     if parallel.enable_dbo:
         raise ConfigError("dual batch overlap calls each layer twice in a step; start without --enable-dbo")
+
+
+def _has_states(cache: KVCacheConfig) -> bool:
+    """Whether some layers are recurrent."""
+    return any(
+        is_state(layer_spec(name, group.kv_cache_spec))
+        for group in cache.kv_cache_groups
+        for name in group.layer_names
+    )
+
+
+def _state_form(vllm_config: VllmConfig) -> StateForm:
+    mamba = importlib.import_module("vllm.model_executor.layers.mamba.mamba_utils")
+    config = vllm_config.model_config.hf_text_config
+    # The names that models give it.
+    known = (getattr(config, name, 0) for name in ("mamba_n_groups", "n_groups", "mamba_ngroups"))
+    return StateForm(next(filter(None, known), 1), mamba.is_conv_state_dim_first())
 
 
 def _fingerprint(vllm_config: VllmConfig, weights: str) -> str:

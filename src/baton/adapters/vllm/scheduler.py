@@ -13,6 +13,8 @@ its prefix cache, and so has the logits of the first output token. Prefill's own
 
 Engines of other kinds hand over all of the prompt, and so does vLLM with `split_kv`: its scheduler then
 computes the last token again. With sliding windows it cannot: the block that this token needs may be gone.
+
+A recurrent state has to be the one before the last token. So prefill computes a prompt without it, and ends.
 """
 
 from __future__ import annotations
@@ -89,7 +91,15 @@ class WindowPins:
 class SchedulerSide:
     """Every request of one engine that is part of a hand-over."""
 
-    def __init__(self, groups: Sequence[int], address: str, renew_s: float, num_left: int = 1) -> None:
+    def __init__(
+        self,
+        groups: Sequence[int],
+        address: str,
+        renew_s: float,
+        num_left: int = 1,
+        *,
+        has_states: bool = False,
+    ) -> None:
         self.pins: WindowPins | None = None
         """Where there are windows."""
         self._groups = tuple(groups)
@@ -100,6 +110,8 @@ class SchedulerSide:
         """How often the other sides of prompts in the queue are told that it moves."""
         self._num_left = num_left
         """Tokens at the end of a prompt that are not handed over."""
+        self._has_states = has_states
+        """Whether layers are recurrent."""
         self._renewed_s = 0.0
         self._has_moved = False
         """Whether anything was computed since."""
@@ -125,6 +137,8 @@ class SchedulerSide:
             self._incoming[name] = PromptTransfer(transfer, params["source"])
         else:
             self._outgoing[name] = PromptTransfer(transfer)
+            if self._has_states:
+                _leave_last_token(request)
 
     # Decode.
 
@@ -244,6 +258,13 @@ def _problem(params: dict[str, Any], request: Any) -> str:
     if request.prompt_token_ids is None:
         return "the prompt consists of embeddings"
     return ""
+
+
+def _leave_last_token(request: Any) -> None:
+    """Has prefill compute a prompt without its last token, as vLLM's NixlConnector does."""
+    del request.prompt_token_ids[-1], request._all_token_ids[-1]
+    request.num_prompt_tokens -= 1
+    request.max_tokens = 1
 
 
 def _digest(request: Any) -> bytes:

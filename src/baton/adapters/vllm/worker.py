@@ -260,7 +260,8 @@ class WorkerSide:
             source=load.source,
             digest=Digest(transfer.num_tokens, transfer.digest),
             pages={self._rank: self._pages(load.blocks)},
-            held=dict.fromkeys(self._group_names, load.num_held),
+            # Of states nothing can be held, and vLLM has no prefix cache then.
+            held=dict.fromkeys(self._group_names, load.num_held) if load.num_held else {},
             is_verified=self._is_verified,
         )
         try:
