@@ -38,6 +38,10 @@ Pages = Mapping[str, Sequence[int] | Ints]
 class CheckedPages(dict[str, Ints]):
     """A page table that was read and checked once, for several offers; do not change it."""
 
+    def ids(self) -> dict[str, list[int]]:
+        """The same as lists."""
+        return {group: ids.tolist() for group, ids in self.items()}
+
 
 @dataclass(frozen=True, slots=True)
 class Digest:
@@ -190,8 +194,11 @@ class Handle:
         self.release()
 
 
-class OfferedChunk(msgspec.Struct, frozen=True, eq=False):
-    """A chunk as the engine offered it, with the page table of that moment."""
+class OfferedChunk(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """A chunk as the engine offered it, with the page table of that moment.
+
+    There is one for each layer of each prompt: without `gc=False` the collector runs inside of a step.
+    """
 
     index: int
     layers: tuple[int, int]
@@ -311,7 +318,7 @@ class Sending(Handle):
             for part_layers, part_tokens in parts:
                 chunk = OfferedChunk(self._num_chunks, part_layers, part_tokens, table, fence)
                 self._num_chunks += 1
-                self._reading[chunk.index] = lambda: {group: ids.tolist() for group, ids in table.items()}
+                self._reading[chunk.index] = table.ids
                 self._post(partial(self._driver.chunk_ready, self, chunk))
 
     def queued(self) -> None:
