@@ -47,6 +47,20 @@ MODELS = {
             "initializer_range": 0.05,
         },
     ),
+    "falcon_h1": (
+        "FalconH1Config",
+        "FalconH1ForCausalLM",
+        {
+            "mamba_d_ssm": 512,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 64,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 64,
+            "mamba_d_conv": 4,
+            "mamba_chunk_size": 64,
+            "initializer_range": 0.05,
+        },
+    ),
     "deepseek_v2": (
         "DeepseekV2Config",
         "DeepseekV2ForCausalLM",

@@ -9,7 +9,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from tests.vllm.servers import Server, new_transfer, run_client, running
+from tests.vllm.servers import Server, check_free, new_transfer, run_client, running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 NUM_TOKENS = 8
@@ -43,6 +43,7 @@ def test_either_engine_prefills(pair: tuple[Server, ...]) -> None:
         got = await asyncio.gather(
             *(hand_off(session, prompt, engine) for prompt in prompts for engine in (0, 1))
         )
+        await check_free(session, prefill)  # then the traces are written
         return right, got
 
     right, got = run_client(ask_all)

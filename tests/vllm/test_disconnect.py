@@ -13,8 +13,10 @@ from tests.vllm.servers import (
     check_free,
     check_right,
     new_transfer,
+    pass_on,
     random_prompts,
     run_client,
+    until_blocks,
 )
 
 pytestmark = pytest.mark.vllm
@@ -72,25 +74,11 @@ class Handoff:
         await check_free(self.session, self.prefill, self.decode)
 
 
-async def until_blocks(session: aiohttp.ClientSession, server: Server) -> None:
-    """A request has blocks, so that it is past the queue."""
-    async with asyncio.timeout(FREE_S_MAX):
-        while not await server.metric(session, "kv_cache_usage_perc"):
-            await asyncio.sleep(0.05)
-
-
 async def until_ended(session: aiohttp.ClientSession, server: Server) -> None:
     """No request runs."""
     async with asyncio.timeout(FREE_S_MAX):
         while await server.metric(session, "num_requests_running"):
             await asyncio.sleep(0.05)
-
-
-async def pass_on(session: aiohttp.ClientSession, server: Server) -> None:
-    """The API server has passed on what came before: its event loop has gone round."""
-    for _ in range(5):
-        status, _ = await server.get(session, "/v1/models")
-        assert status == 200
 
 
 def test_decodes_client_leaves_before_prefill_has_come(pair: tuple[Server, Server]) -> None:

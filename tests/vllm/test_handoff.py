@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import pytest
 from tests.vllm.conftest import LENGTHS, NUM_TOKENS
-from tests.vllm.servers import Server, hand_off, run_client
+from tests.vllm.servers import Server, check_free, hand_off, new_transfer, pass_on, run_client, until_blocks
 
 pytestmark = pytest.mark.vllm
 PAIRS = [("tp2", "tp1"), ("tp1", "tp2"), ("tp2", "tp2"), ("pp2", "tp1"), ("tp1", "pp2"), ("pp2", "tp2")]
@@ -68,18 +68,26 @@ def test_a_cold_prefix_that_is_computed_in_the_same_step_is_right(servers: dict[
         some = [[*shared, *(500 + number * 7 + i for i in range(40))] for number in range(6)]
         right = [await decode.ask(session, prompt, NUM_TOKENS, salt="alone") for prompt in some]
         salt = uuid.uuid4().hex
-        # While this one is computed, the others gather in the queue.
-        busy = asyncio.ensure_future(prefill.ask(session, [7] * 1800, 1, salt=salt))
-        await asyncio.sleep(0.02)
+        # All are there when the engine goes on; while it computes the first one, the others gather.
+        with prefill.frozen():
+            busy = asyncio.ensure_future(prefill.ask(session, [7] * 1800, 1, salt=salt))
+            await pass_on(session, prefill)
+            transfers = [new_transfer(prefill.source) for _ in some]
+            prefills = [
+                asyncio.ensure_future(prefill.ask(session, prompt, 1, sent, salt))
+                for prompt, (sent, _) in zip(some, transfers, strict=True)
+            ]
+            await pass_on(session, prefill)
         got = await asyncio.gather(
             *(
-                hand_off(session, prefill, decode, prompt, NUM_TOKENS, salt=salt, first="prefill")
-                for prompt in some
+                decode.ask(session, prompt, NUM_TOKENS, wanted, salt)
+                for prompt, (_, wanted) in zip(some, transfers, strict=True)
             )
         )
-        await busy
+        await asyncio.gather(busy, *prefills)
         # A poisoned prefix cache would show in the next answer.
         again = await decode.ask(session, some[0], NUM_TOKENS, salt=salt)
+        await check_free(session, prefill)  # then the traces are written
         return some, right, [*got, again]
 
     some, right, got = run_client(ask_all)
@@ -90,16 +98,27 @@ def test_a_cold_prefix_that_is_computed_in_the_same_step_is_right(servers: dict[
 
 
 def test_layers_leave_before_the_forward_ends(servers: dict[str, Server]) -> None:
+    """Of some prompts at least: a busy machine may compute all four layers before it runs another thread."""
     prefill, decode = servers["tp1"], servers["tp2"]
-    prompt = [11] * 1500
-    status, _ = run_client(
-        lambda session: hand_off(session, prefill, decode, prompt, 2, salt=uuid.uuid4().hex, first="decode")
-    )
-    assert status == 200
-    last = prefill.traces()[-1]
-    step = last["steps"][min(last["steps"], key=int)]
-    early = [copy for copy in last["copies"] if copy["submitted_s"] < step["ended_s"]]
-    assert early, f"nothing left before the end of the forward at {step['ended_s']}: {last['copies']}"
+    prompts = [[start] * 1500 for start in range(11, 17)]
+
+    async def ask_granted(session: aiohttp.ClientSession) -> None:
+        for prompt in prompts:
+            await check_free(session, decode)
+            sent, wanted = new_transfer(prefill.source)
+            salt = uuid.uuid4().hex
+            decoding = asyncio.ensure_future(decode.ask(session, prompt, 2, wanted, salt))
+            await until_blocks(session, decode)
+            assert (await prefill.ask(session, prompt, 1, sent, salt))[0] == 200
+            assert (await decoding)[0] == 200
+        await check_free(session, prefill)
+
+    run_client(ask_granted)
+    early = []
+    for line in prefill.traces()[-len(prompts) :]:
+        step = line["steps"][min(line["steps"], key=int)]
+        early += [copy for copy in line["copies"] if copy["submitted_s"] < step["ended_s"]]
+    assert early, f"nothing left before the end of a forward: {prefill.traces()[-1]}"
 
 
 def test_a_proxy_that_waits_for_prefill_passes_its_parameters_on(
@@ -123,15 +142,4 @@ def test_a_proxy_that_waits_for_prefill_passes_its_parameters_on(
 
 
 def test_all_blocks_are_free_when_nothing_runs(servers: dict[str, Server]) -> None:
-    async def usage(session: aiohttp.ClientSession) -> dict[str, float]:
-        return {name: await server.metric(session, "kv_cache_usage_perc") for name, server in servers.items()}
-
-    async def until_free(session: aiohttp.ClientSession) -> dict[str, float]:
-        for _ in range(100):
-            used = await usage(session)
-            if not any(used.values()):
-                return used
-            await asyncio.sleep(0.2)
-        return used
-
-    assert run_client(until_free) == dict.fromkeys(servers, 0.0)
+    run_client(lambda session: check_free(session, *servers.values()))

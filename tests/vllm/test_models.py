@@ -1,4 +1,4 @@
-"""Models with other caches than Llama's, between real vLLM servers: experts, windows, latents; and shm."""
+"""Models with other caches than Llama's, between real vLLM servers: experts, windows, latents, states."""
 
 import asyncio
 import random
@@ -20,7 +20,7 @@ LENGTHS = (2, 40, 128, 129, 255, 256, 257, 258, 383, 384, 385, 500, 511, 512, 51
 """With a window of 256 tokens, blocks of 128 leave it at every place."""
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "gemma3", "deepseek_v2", "llama over shm"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "gemma3", "deepseek_v2", "falcon_h1", "llama over shm"])
 def pair(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Server, ...]]:
     """Every chunk is verified: decode compares a checksum of the bytes in its memory with prefill's."""
     name, _, transport = request.param.partition(" over ")
@@ -32,7 +32,9 @@ def pair(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Server,
         "offer_s": STEP_S_MAX,
         "progress_s": STEP_S_MAX,
     }
-    with running(*(Server(layout, model, folder, options=options) for layout in ("tp1", "tp2"))) as started:
+    args = ("--no-enable-prefix-caching",) if name == "falcon_h1" else ()
+    servers = (Server(layout, model, folder, options=options, args=args) for layout in ("tp1", "tp2"))
+    with running(*servers) as started:
         yield started
 
 

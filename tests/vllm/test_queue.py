@@ -12,8 +12,8 @@ from tests.vllm.servers import FREE_S_MAX, Server, check_free, hand_off, random_
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long]
 OFFER_S = 20.0
-NUM_BEFORE = 12
-"""Requests that the queue is full of: more than enough for the time that is waited."""
+NUM_BEFORE = 60
+"""Requests that the queue is full of: more than a quick machine computes in the time that is waited."""
 NUM_TOKENS_LONG = 1900
 
 
