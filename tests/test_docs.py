@@ -47,7 +47,10 @@ def test_the_readme_opens_with_the_two_commands() -> None:
 
 
 def baton_commands(page: str) -> Iterator[tuple[bool, list[str]]]:
-    """Every `baton` command of a page, and whether the shell has found the program by then."""
+    """Every `baton` command of a page, and whether the shell has found the program by then.
+
+    Those in sentences come last: a reader has set up the shell.
+    """
     is_found = False
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
         if language not in ("", "bash"):
@@ -57,6 +60,8 @@ def baton_commands(page: str) -> Iterator[tuple[bool, list[str]]]:
             if re.search(r"(^|[;&|(] *)(\S*/)?baton ", line):
                 for words in in_shell(line):
                     yield is_found, words
+    for command in inline_commands(page):
+        yield from ((True, words) for words in in_shell(command))
 
 
 def hidden(page: str) -> list[list[str]]:
@@ -166,17 +171,27 @@ RUN_BY = {
         "tests/serve/test_hosts.py::test_the_answer_is_that_of_one_machine_and_the_cable_can_be_seen"
     ),
     "baton route --engine vllm": "tests/vllm/test_router.py::test_the_tokens_are_those_of_plain_vllm",
+    "baton route --print-key": "tests/serve/test_hosts.py::test_a_stock_router_has_the_key_of_a_router",
+    "baton drain": "tests/serving/test_tls.py::test_chat_and_drain_verify_the_server",
+    "baton doctor": "tests/cli/test_doctor.py::test_one_line_for_each_part_and_exit_0",
+    "baton bench transport": "tests/bench/test_transport.py::test_results_table_and_picture",
+    "baton bench plan": "tests/bench/test_plan.py::test_each_target_is_measured_and_judged",
+    "baton bench engine": "tests/bench/test_engine.py::test_table_record_and_picture",
+    "baton bench serve": "tests/bench/serve/test_own_deployment.py::test_own_deployment",
     "baton plan": "tests/test_docs.py::test_plans_on_a_page_can_be_made",
     "baton generate": "tests/test_docs.py::test_commands_that_end_run_as_written",
     "baton bench handoff": "tests/test_docs.py::test_commands_that_end_run_as_written",
     "baton sim": "tests/test_docs.py::test_commands_that_end_run_as_written",
-    "curl": "tests/serving/test_server.py::test_what_is_told_of_requests",
+    "curl": "tests/serving/test_server.py::test_the_curl_commands_of_the_pages_run",
+    "curl -sS": "tests/cli/test_registry.py::test_the_shell_example_of_the_page_runs",
+    "curl -sSN": "tests/cli/test_registry.py::test_the_shell_example_of_the_page_runs",
     "python -m sglang_router.launch_router": (
         "tests/serve/test_hosts.py::test_a_stock_router_has_the_key_of_a_router"
     ),
     "python -m sglang.launch_server": (
         "tests/sglang/test_handoff.py::test_the_answers_are_those_of_one_server"
     ),
+    "python examples/library.py": "tests/test_docs.py::test_the_example_of_the_library_runs",
     "python examples/sglang_prefill.py": "tests/sglang/test_vllm.py::test_the_example_prints_the_answer",
     "vllm serve": "tests/vllm/test_handoff.py::test_the_tokens_are_those_of_plain_vllm",
     ".venv/bin/python benchmarks/interference.py": (
@@ -194,6 +209,8 @@ NOT_RUN = {
     "python3 -m venv": "by make setup",
     "pip install": "by make setup, from the checkout",
     "systemctl": "there is no systemd in a container; test_deploy.py reads the units",
+    "docker build": "by hand, with buildah (docs/log.md, 2026-11-19); test_deploy.py reads the Dockerfile",
+    "hf download": "it needs the Hub; test_opening.py has the error that names it",
     ".venv/bin/python benchmarks/router.py": (
         "by hand: it needs a quiet machine; test_suites.py has its figures"
     ),
@@ -208,20 +225,43 @@ PROGRAMS = {
     "vllm",
     "systemctl",
     "ask",
+    "docker",
+    "hf",
     ".venv/bin/python",
 }
-ENDING = ("sim", "generate", "bench handoff")
-PAGES = [ROOT / "README.md", *(page for page in (ROOT / "docs").glob("*.md") if page.name != "log.md")]
+SHELL = {"echo", "export", "local", "openssl"}
+"""Words of the shell itself, and what makes secrets in the examples that tests run."""
+PROCESSES = ("baton prefill-0", "baton rank N")
+"""Names in process lists."""
+ENDING = ("sim ", "generate ", "bench handoff ")
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *(page for page in (ROOT / "docs").glob("*.md") if page.name != "log.md"),
+]
 
 
-def shell_commands(text: str) -> Iterator[str]:
-    """Commands in the code blocks of a page, in one line each, without variables before them and prompts."""
+def shell_lines(text: str) -> Iterator[tuple[str, str]]:
+    """The lines of a page's code blocks, with their language, without variables before them and prompts."""
     for _, language, block in re.findall(r"^( *)```(\w*)\n(.*?)^\1```", text, re.MULTILINE | re.DOTALL):
         lines = block.replace("\\\n", " ").splitlines() if language in ("", "bash", "console") else ()
         for line in lines:
-            command = re.sub(r"^(\$ |[A-Z_]+=('[^']*'|\S+) )*", "", line.strip()).split(" #")[0].strip()
-            if command.split(" ")[0] in PROGRAMS:
-                yield " ".join(command.split())
+            command = re.sub(r"^(\$ |[A-Z_]+=('[^']*'|\S+)( |$))*", "", line.strip()).split(" #")[0].strip()
+            yield language, " ".join(command.split())
+
+
+def inline_commands(text: str) -> Iterator[str]:
+    """Commands in the sentences of a page, with at least a verb or an argument."""
+    for command in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text):
+        program, *rest = command.split(" ")
+        if program in PROGRAMS and rest and "..." not in rest and command not in PROCESSES:
+            yield command
+
+
+def shell_commands(text: str) -> Iterator[str]:
+    """All commands of a page, in one line each."""
+    yield from (line for _, line in shell_lines(text) if line.split(" ")[0] in PROGRAMS)
+    yield from inline_commands(text)
 
 
 def run_by(command: str) -> str:
@@ -232,14 +272,42 @@ def run_by(command: str) -> str:
 
 def test_every_command_is_run_by_a_test() -> None:
     commands = [command for page in PAGES for command in shell_commands(page.read_text())]
-    assert len(commands) > 60
+    assert len(commands) > 150
     assert [command for command in commands if not run_by(command)] == []
     assert {run_by(command) for command in commands} == {*RUN_BY, *NOT_RUN}, "a command is gone"
     for test in RUN_BY.values():
         file, _, name = test.partition("::")
         assert re.search(rf"^def {name}\(", (ROOT / file).read_text(), re.MULTILINE), test
-    text = "```bash\nX='a b' baton frob --hard \\\n  now  # slowly\n```\n"
-    assert [(each, run_by(each)) for each in shell_commands(text)] == [("baton frob --hard now", "")]
+    text = "```bash\nX='a b' baton frob --hard \\\n  now  # slowly\n```\nor `baton frib`, not `baton`\n"
+    assert [(each, run_by(each)) for each in shell_commands(text)] == [
+        ("baton frob --hard now", ""),
+        ("baton frib", ""),
+    ]
+
+
+def test_no_program_is_passed_over() -> None:
+    """In blocks of bash: others may show output. A line that begins with a sign goes on with a command."""
+    firsts = {
+        line.split(" ")[0]
+        for page in PAGES
+        for language, line in shell_lines(page.read_text())
+        if language == "bash"
+    }
+    assert {word for word in firsts if re.fullmatch(r"[.\w][\w./-]*", word)} - PROGRAMS == SHELL
+
+
+def test_targets_of_make_exist() -> None:
+    targets = set(re.findall(r"^([a-z][\w.-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    commands = [command for page in PAGES for command in shell_commands(page.read_text())]
+    named = {word for command in commands if command.startswith("make ") for word in command.split()[1:]}
+    assert len(named) > 15
+    assert named <= targets
+
+
+def test_the_example_of_the_library_runs() -> None:
+    done = run("examples/library.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("every byte is equal\n")
 
 
 def ending_commands() -> list[str]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import subprocess
 import time
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from tests.serve.speaking import oracle_text
 from tests.serving.live import Live, live, until
 from tests.serving.streams import half_read
+from tests.test_docs import PAGES, shell_commands
 
 from baton.serving import server as serving
 from baton.serving.openai import ChatRequest, CompletionRequest, GenerateRequest
@@ -153,6 +157,23 @@ def test_what_is_told_of_requests(served: Live):
     assert served.ask("/v1/timelines").json["data"][0]["id"] == name
     assert served.ask("/v1/timelines/nobody").status == 404
     assert served.ask(f"/v1/timelines/{name}?format=x").status == 400
+
+
+def test_the_curl_commands_of_the_pages_run(served: Live, tmp_path: Path):
+    """With this server's URL and the id of a request; those of the registry's page are run in its tests."""
+    name = served.ask("/v1/completions", {"prompt": FOX, "max_tokens": 2}).json["id"]
+    (tmp_path / "api-keys").write_text("key\n")
+    pages = [page for page in PAGES if page.name != "registry.md"]
+    found = {command for page in pages for command in shell_commands(page.read_text())}
+    commands = sorted(command for command in found if command.startswith("curl "))
+    assert len(commands) >= 4
+    for command in commands:
+        here = re.sub(r"(http://)?(localhost|[\d.]+):8000", served.url, command)
+        words = ["bash", "-c", re.sub(r"cmpl-\w+", name, here).replace("curl ", "curl --fail -sS ", 1)]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+        assert (done.returncode, done.stderr) == (0, ""), command
+        written = tmp_path / "trace.json"
+        assert json.loads(written.read_text() if ">" in command else done.stdout), command
 
 
 def test_reports_for_routers(served: Live):
