@@ -173,6 +173,17 @@ def test_only_instances_of_one_model_are_paired():
         assert route.names == ("e", "p")
 
 
+def test_what_instances_are_matched_by_is_made_once_for_each_report():
+    found = instance("p", P)
+    first = found.served
+    assert found.served is first
+    found.health.info = msgspec.structs.replace(found.health.info, has_draft=True)
+    drafted = found.served
+    assert drafted.gives[0] == first.gives[0] != drafted.gives[1] == found.needs
+    found.roster = msgspec.structs.replace(found.roster, fingerprint="g")
+    assert found.served.gives != drafted.gives
+
+
 def test_models_are_routed_by_name():
     found = choosing(
         instance("p", P, "f1"), instance("d", D, "f1"), instance("b", Role.BOTH, "f2", model="/models/other")

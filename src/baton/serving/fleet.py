@@ -315,6 +315,20 @@ class OpenRequest(Protocol):
         """Ends it where it takes too long; the instance last answered a poll so long ago."""
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What requests and instances are matched by, made of one report of an instance."""
+
+    roster: Roster
+    info: ServerInfo
+    names: frozenset[str]
+    """That clients may ask for: each name, and the last part of a path."""
+    samples_as: str
+    """Equal on instances that give the same request the same tokens."""
+    gives: tuple[str, ...]
+    """The caches that it can hand over; with drafts also those that have the draft layer's part."""
+
+
 class FleetInstance:
     """One instance, through all its epochs."""
 
@@ -339,6 +353,7 @@ class FleetInstance:
         self.absent_s: float | None = None
         """Since when the registry does not list it."""
         self._woken = asyncio.Event()
+        self._served: ServedModel | None = None
 
     @property
     def coordinator(self) -> str:
@@ -353,20 +368,20 @@ class FleetInstance:
         return self.health.info.pairs_by or self.roster.fingerprint
 
     @property
-    def samples_as(self) -> str:
-        """Equal on instances that give the same request the same tokens."""
-        return f"{self.fingerprint} {sorted((self.health.info.sampling_defaults or {}).items())}"
-
-    @property
-    def gives(self) -> tuple[str, ...]:
-        """The caches that it can hand over; with drafts also those that have the draft layer's part."""
-        model = self.samples_as
-        return (model, model + _DRAFTED) if self.health.info.has_draft else (model,)
+    def served(self) -> ServedModel:
+        """Of the latest report. It is made once, since it is read of every instance for every request."""
+        served, roster, info = self._served, self.roster, self.health.info
+        if served is None or served.info is not info or served.roster is not roster:
+            names = {part for own in self.models for part in (own, own.rstrip("/").rpartition("/")[2])}
+            samples_as = f"{self.fingerprint} {sorted((info.sampling_defaults or {}).items())}"
+            gives = (samples_as, samples_as + _DRAFTED) if info.has_draft else (samples_as,)
+            served = self._served = ServedModel(roster, info, frozenset(names), samples_as, gives)
+        return served
 
     @property
     def needs(self) -> str:
         """The cache that it has to receive, as prefill instances name it in `gives`."""
-        return self.gives[-1]
+        return self.served.gives[-1]
 
     @property
     def num_dp_groups(self) -> int:
@@ -386,7 +401,7 @@ class FleetInstance:
 
     def serves(self, model: str) -> bool:
         """Whether a client means this model: by its name, or by the last part of a path."""
-        return any(model in (own, own.rstrip("/").rpartition("/")[2]) for own in self.models)
+        return model in self.served.names
 
     @property
     def is_able(self) -> bool:
@@ -506,7 +521,7 @@ class FleetInstance:
 
 
 def _caches(prefills: Iterable[FleetInstance]) -> set[str]:
-    return {cache for instance in prefills for cache in instance.gives}
+    return {cache for instance in prefills for cache in instance.served.gives}
 
 
 class Fleet:
@@ -595,7 +610,7 @@ class Fleet:
         if not all(sides):
             return []
         given, needed = _caches(sides[0]), {each.needs for each in sides[1]}
-        lone_prefills = [each for each in sides[0] if needed.isdisjoint(each.gives)]
+        lone_prefills = [each for each in sides[0] if needed.isdisjoint(each.served.gives)]
         return lone_prefills + [each for each in sides[1] if each.needs not in given]
 
     def unpaired_text(self) -> str:
@@ -606,7 +621,7 @@ class Fleet:
         remedy = "serve the same checkpoint on both sides, from any path"
         prefills = [each for each in self.instances.values() if each.role is Role.PREFILL]
         decodes = [each for each in alone if each.role is Role.DECODE]
-        if any(decode.samples_as == each.samples_as for decode in decodes for each in prefills):
+        if any(decode.served.samples_as == each.served.samples_as for decode in decodes for each in prefills):
             reason = "decode with --draft needs prefill with --draft"
             remedy = "give it to both sides, or to prefill alone"
         elif any(decode.fingerprint == each.fingerprint for decode in decodes for each in prefills):

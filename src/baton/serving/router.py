@@ -894,7 +894,7 @@ class RouteChooser:
         """
         able = self._fleet.able()
         if wanted is not None:
-            named = [instance for instance in able if instance.serves(wanted)]
+            named = {instance for instance in able if instance.serves(wanted)}
             fingerprints = {instance.fingerprint for instance in named}
             has_server = any(instance.role is not Role.PREFILL for instance in named)
             if named:
@@ -930,7 +930,7 @@ class RouteChooser:
         """The servers that answer alone by their role, or have a prefill instance of their model."""
         if self._mode is LocalMode.ALWAYS:
             return list(servers)
-        given = {cache for instance in prefills for cache in instance.gives}
+        given = {cache for instance in prefills for cache in instance.served.gives}
         return [server for server in servers if server.role is Role.BOTH or server.needs in given]
 
     def _pair(
@@ -939,7 +939,8 @@ class RouteChooser:
         server = choice.choose(servers, self._decode_policy)
         if server.role is Role.BOTH or self._mode is LocalMode.ALWAYS:
             return choice.route(server, None, "" if server.role is Role.BOTH else "always")
-        same = [instance for instance in prefills if server.needs in instance.gives]
+        needs = server.needs
+        same = [instance for instance in prefills if needs in instance.served.gives]
         prefill = choice.choose(same, self._prefill_policy)
         can_be_local = self._mode is LocalMode.AUTO and not choice.names_prefill
         reason = choice.local_reason(prefill, server) if can_be_local else ""
