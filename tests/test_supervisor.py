@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -157,10 +158,10 @@ def folder(tmp_path: Path) -> Path:
     return found
 
 
-def test_a_supervisor_restarts_on_the_same_port_and_cleans_up(folder: Path) -> None:
+def test_a_supervisor_restarts_on_the_same_port() -> None:
     lines: list[str] = []
     environment = {**os.environ, "BATON_SECRET": "s" * 32}
-    found = Supervisor(environment, str(folder), lambda name, line: lines.append(f"{name}: {line}"))
+    found = Supervisor(environment, lambda name, line: lines.append(f"{name}: {line}"))
     registry = found.start(Service("registry", ("registry",), "registry at "))
     assert found.wait_until(lambda: registry.is_listening, LIMIT_S)
     registry.was_ready, first, url = True, registry.process, registry.url
@@ -171,12 +172,33 @@ def test_a_supervisor_restarts_on_the_same_port_and_cleans_up(folder: Path) -> N
     assert any("registry: was ended by signal 9; restarting it" in line for line in lines)
     found.close([["registry"]])
     assert not registry.is_running
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_a_folder_is_guarded_before_it_exists_and_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_guarded: bool
+) -> None:
+    folder, begin, existed = tmp_path / "run", subprocess.Popen, []
+
+    def popen(argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        existed.append(folder.exists())
+        return begin(argv, **options)
+
+    monkeypatch.setattr(supervisor.subprocess, "Popen", popen)
+    found = Supervisor({}, lambda name, line: None, str(folder))
+    (folder / "deeper").mkdir()
+    assert existed == [False]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    if not is_guarded:
+        found._guard.kill()
+        found._guard.wait(LIMIT_S)
+    found.close([])
     assert not folder.exists()
 
 
-def test_a_client_that_connects_while_the_router_is_restarted_waits_for_it(folder: Path) -> None:
+def test_a_client_that_connects_while_the_router_is_restarted_waits_for_it() -> None:
     environment = {**os.environ, "BATON_SECRET": "s" * 32}
-    found = Supervisor(environment, str(folder), lambda name, line: None)
+    found = Supervisor(environment, lambda name, line: None)
     words = ("route", "--registry", "http://127.0.0.1:9")
     router = found.start(Service("router", words, "routing at ", host="127.0.0.1"))
     try:
@@ -199,9 +221,9 @@ def test_a_client_that_connects_while_the_router_is_restarted_waits_for_it(folde
         socket.create_connection((parts.hostname, parts.port), timeout=LIMIT_S)
 
 
-def test_misuse_of_a_service_is_raised_in_the_waiting_thread(folder: Path) -> None:
+def test_misuse_of_a_service_is_raised_in_the_waiting_thread() -> None:
     environment = {**os.environ, "BATON_SECRET": "short"}
-    found = Supervisor(environment, str(folder), lambda name, line: None)
+    found = Supervisor(environment, lambda name, line: None)
     found.start(Service("registry", ("registry",), "registry at "))
     try:
         with pytest.raises(ConfigError, match="registry: variable BATON_SECRET has 5 bytes"):

@@ -263,9 +263,9 @@ def take_environment(environment: dict[str, str]) -> None:
     os.environ.update(environment)
 
 
-def service_environment(secret: str, folder: str) -> dict[str, str]:
-    """The environment of a supervised service: the secret, which no command line shows, and a folder."""
-    return {**os.environ, SECRET_VARIABLE: secret, "TMPDIR": folder, "PYTHONUNBUFFERED": "1"}
+def service_environment(secret: str) -> dict[str, str]:
+    """The environment of a supervised service, with the secret, which no command line shows."""
+    return {**os.environ, SECRET_VARIABLE: secret, "PYTHONUNBUFFERED": "1"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ A service that imports for seconds is forked from a process that has the modules
 
 No child outlives its parent. The kernel signals a child when the thread that started it ends
 (PR_SET_PDEATHSIG), so the thread of a supervised service lives as long as the service. If the parent of a
-supervisor is killed, a guard process kills the services that ignore that signal, and removes their folder.
+supervisor is killed, a guard process kills the services that ignore that signal, and removes the folder of
+those that need one.
 """
 
 from __future__ import annotations
@@ -458,10 +459,14 @@ class SupervisedService:
 class Supervisor:
     """Keeps services running until it is closed, or until one of them has failed for good."""
 
-    def __init__(self, env: Mapping[str, str], folder: str, on_line: Callable[[str, str], None]) -> None:
-        """`folder` is removed at the end. `on_line` gets a service's name and a line of it or about it."""
+    def __init__(self, env: Mapping[str, str], on_line: Callable[[str, str], None], folder: str = "") -> None:
+        """`on_line` gets a service's name and a line of it or about it.
+
+        `folder` is made, and removed at the end. The guard knows it before it exists, and removes it if this
+        process is killed.
+        """
         self.services: dict[str, SupervisedService] = {}
-        self._env, self._on_line = env, on_line
+        self._env, self._on_line, self._folder = env, on_line, folder
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
         self._failure: BatonError | None = None
@@ -474,6 +479,8 @@ class Supervisor:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        if folder:
+            os.mkdir(folder, mode=0o700)
 
     @property
     def is_closing(self) -> bool:
@@ -530,6 +537,8 @@ class Supervisor:
         with suppress(OSError):
             self._guard.stdin.close()
         self._guard.wait(GUARD_S_MAX)
+        if self._folder:  # the guard may have been killed
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _end(self, group: Sequence[SupervisedService]) -> None:
         for number, wait_s in (
@@ -641,7 +650,7 @@ def guard(folder: str, end_s_max: float = 2 * END_S_MAX) -> None:
     """Reads process ids from stdin, a line each, with a minus where one has ended.
 
     When stdin ends, so has the parent: ends the other processes and what is left of their groups, and removes
-    the folder.
+    the folder, if one is named.
     """
     # The signals that end the parent's terminal or session must not end the guard.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -663,7 +672,8 @@ def guard(folder: str, end_s_max: float = 2 * END_S_MAX) -> None:
         while running and monotonic() < limit_s:
             ended, _, _ = select.select(list(running), [], [], max(0.0, limit_s - monotonic()))
             running.difference_update(ended)
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _group_members(groups: set[int]) -> list[int]:

@@ -238,13 +238,14 @@ class DeploymentProcesses:
         self.options = options
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         self._shows_logs = shows_logs
-        # vLLM makes Unix sockets in it, whose paths have at most 107 characters.
-        is_long = options.is_vllm and len(tempfile.gettempdir()) > FOLDER_CHARS_MAX
-        folder = tempfile.mkdtemp(prefix="baton-up-", dir="/tmp" if is_long else None)
-        environment = settings.service_environment(secrets.token_hex(32), folder)
+        environment, folder = settings.service_environment(secrets.token_hex(32)), ""
         if options.is_vllm:
-            environment |= settings.vllm_environment()
-        self._supervisor = Supervisor(environment, folder, self._on_line)
+            # It makes Unix sockets there, whose paths have at most 107 characters. Baton makes no files.
+            place = tempfile.gettempdir()
+            place = place if len(place) <= FOLDER_CHARS_MAX else "/tmp"
+            folder = f"{place}/baton-up-{secrets.token_hex(4)}"
+            environment |= settings.vllm_environment() | {"TMPDIR": folder}
+        self._supervisor = Supervisor(environment, self._on_line, folder)
 
     def __enter__(self) -> Self:
         return self

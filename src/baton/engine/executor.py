@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 import socket
 import subprocess
 import tempfile
@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from time import monotonic, sleep
 
 import msgspec
@@ -111,17 +110,18 @@ class Executor:
     """All workers of an instance, and the address of their coordinator once they are up."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="baton-")
-        self.rendezvous = str(Path(self._folder) / "ranks")
-        """A path that does not exist yet, through which torch.distributed connects the workers."""
+        self._rendezvous = -1
+        """A file without a name, which nobody has to remove: torch.distributed connects the workers by it."""
         self.up = WorkerReady(0)
         self.workers: list[WorkerProcess] = []
         self.is_closed = False
 
     def start(self, config: WorkerConfig, num_ranks: int, progress: Callable[[str], None]) -> None:
         """Starts the workers, whose configs differ by the rank alone, and waits until all are up."""
+        self._rendezvous = os.memfd_create("baton-rendezvous")
+        config = replace(config, rendezvous=f"/proc/{os.getpid()}/fd/{self._rendezvous}")
         for rank in range(num_ranks):
-            self.workers.append(WorkerProcess(replace(config, rank=rank, rendezvous=self.rendezvous)))
+            self.workers.append(WorkerProcess(replace(config, rank=rank)))
         first, *others = self.workers
         self.up = self._wait_up(first)
         for worker in others:
@@ -157,7 +157,8 @@ class Executor:
         for worker in self.workers:
             worker.close()
         self.workers = []
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._rendezvous >= 0:
+            os.close(self._rendezvous)
         self.is_closed = True
 
     def _wait_up(self, worker: WorkerProcess) -> WorkerReady:

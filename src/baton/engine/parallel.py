@@ -223,7 +223,7 @@ def connect(
     with guarded("the rendezvous", range(layout.num_ranks)):
         dist.init_process_group(
             backend,
-            init_method=f"file://{rendezvous.resolve()}",
+            init_method=f"file://{rendezvous.absolute()}",
             rank=rank,
             world_size=layout.num_ranks,
             timeout=timedelta(seconds=timeout_s),
