@@ -175,13 +175,13 @@ def test_only_instances_of_one_model_are_paired():
 
 def test_what_instances_are_matched_by_is_made_once_for_each_report():
     found = instance("p", P)
-    first = found.served
-    assert found.served is first
+    first = found.identity
+    assert found.identity is first
     found.health.info = msgspec.structs.replace(found.health.info, has_draft=True)
-    drafted = found.served
+    drafted = found.identity
     assert drafted.gives[0] == first.gives[0] != drafted.gives[1] == found.needs
     found.roster = msgspec.structs.replace(found.roster, fingerprint="g")
-    assert found.served.gives != drafted.gives
+    assert found.identity.gives != drafted.gives
 
 
 def test_models_are_routed_by_name():

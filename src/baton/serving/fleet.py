@@ -316,7 +316,7 @@ class OpenRequest(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
+class InstanceIdentity:
     """What requests and instances are matched by, made of one report of an instance."""
 
     roster: Roster
@@ -353,7 +353,7 @@ class FleetInstance:
         self.absent_s: float | None = None
         """Since when the registry does not list it."""
         self._woken = asyncio.Event()
-        self._served: ServedModel | None = None
+        self._identity: InstanceIdentity | None = None
 
     @property
     def coordinator(self) -> str:
@@ -368,20 +368,20 @@ class FleetInstance:
         return self.health.info.pairs_by or self.roster.fingerprint
 
     @property
-    def served(self) -> ServedModel:
+    def identity(self) -> InstanceIdentity:
         """Of the latest report. It is made once, since it is read of every instance for every request."""
-        served, roster, info = self._served, self.roster, self.health.info
-        if served is None or served.info is not info or served.roster is not roster:
+        identity, roster, info = self._identity, self.roster, self.health.info
+        if identity is None or identity.info is not info or identity.roster is not roster:
             names = {part for own in self.models for part in (own, own.rstrip("/").rpartition("/")[2])}
             samples_as = f"{self.fingerprint} {sorted((info.sampling_defaults or {}).items())}"
             gives = (samples_as, samples_as + _DRAFTED) if info.has_draft else (samples_as,)
-            served = self._served = ServedModel(roster, info, frozenset(names), samples_as, gives)
-        return served
+            identity = self._identity = InstanceIdentity(roster, info, frozenset(names), samples_as, gives)
+        return identity
 
     @property
     def needs(self) -> str:
         """The cache that it has to receive, as prefill instances name it in `gives`."""
-        return self.served.gives[-1]
+        return self.identity.gives[-1]
 
     @property
     def num_dp_groups(self) -> int:
@@ -401,7 +401,7 @@ class FleetInstance:
 
     def serves(self, model: str) -> bool:
         """Whether a client means this model: by its name, or by the last part of a path."""
-        return model in self.served.names
+        return model in self.identity.names
 
     @property
     def is_able(self) -> bool:
@@ -521,7 +521,7 @@ class FleetInstance:
 
 
 def _caches(prefills: Iterable[FleetInstance]) -> set[str]:
-    return {cache for instance in prefills for cache in instance.served.gives}
+    return {cache for instance in prefills for cache in instance.identity.gives}
 
 
 class Fleet:
@@ -610,7 +610,7 @@ class Fleet:
         if not all(sides):
             return []
         given, needed = _caches(sides[0]), {each.needs for each in sides[1]}
-        lone_prefills = [each for each in sides[0] if needed.isdisjoint(each.served.gives)]
+        lone_prefills = [each for each in sides[0] if needed.isdisjoint(each.identity.gives)]
         return lone_prefills + [each for each in sides[1] if each.needs not in given]
 
     def unpaired_text(self) -> str:
@@ -621,7 +621,8 @@ class Fleet:
         remedy = "serve the same checkpoint on both sides, from any path"
         prefills = [each for each in self.instances.values() if each.role is Role.PREFILL]
         decodes = [each for each in alone if each.role is Role.DECODE]
-        if any(decode.served.samples_as == each.served.samples_as for decode in decodes for each in prefills):
+        sampled = {each.identity.samples_as for each in prefills}
+        if any(decode.identity.samples_as in sampled for decode in decodes):
             reason = "decode with --draft needs prefill with --draft"
             remedy = "give it to both sides, or to prefill alone"
         elif any(decode.fingerprint == each.fingerprint for decode in decodes for each in prefills):

@@ -263,7 +263,7 @@ class RouterMetrics(Collector):
         thresholds = gauge("local_threshold_tokens", "Prompts up to this length are prefilled by decode.")
         prefills = self._fleet.able(Role.PREFILL)
         for decode in self._fleet.able(Role.DECODE):
-            same = [instance for instance in prefills if decode.needs in instance.served.gives]
+            same = [instance for instance in prefills if decode.needs in instance.identity.gives]
             if same:
                 lengths = (local_threshold(prefill, decode, self._local_prefill_max) for prefill in same)
                 thresholds.add_metric([decode.name, decode.model, decode.role.value], max(lengths))

@@ -930,7 +930,7 @@ class RouteChooser:
         """The servers that answer alone by their role, or have a prefill instance of their model."""
         if self._mode is LocalMode.ALWAYS:
             return list(servers)
-        given = {cache for instance in prefills for cache in instance.served.gives}
+        given = {cache for instance in prefills for cache in instance.identity.gives}
         return [server for server in servers if server.role is Role.BOTH or server.needs in given]
 
     def _pair(
@@ -940,7 +940,7 @@ class RouteChooser:
         if server.role is Role.BOTH or self._mode is LocalMode.ALWAYS:
             return choice.route(server, None, "" if server.role is Role.BOTH else "always")
         needs = server.needs
-        same = [instance for instance in prefills if needs in instance.served.gives]
+        same = [instance for instance in prefills if needs in instance.identity.gives]
         prefill = choice.choose(same, self._prefill_policy)
         can_be_local = self._mode is LocalMode.AUTO and not choice.names_prefill
         reason = choice.local_reason(prefill, server) if can_be_local else ""
