@@ -454,7 +454,6 @@ class ProxiedRequest:
         self._router = router
         self._http_request = http_request
         self._request = request
-        http_request[MODEL] = router.fleet.model_name(request.model)
         self._id = ("chatcmpl-" if request.path == CHAT_PATH else "cmpl-") + secrets.token_hex(16)
         http_request[REQUEST_ID] = self._id
         self._created = int(time.time())
@@ -510,11 +509,15 @@ class ProxiedRequest:
 
     @property
     def _model(self) -> str:
+        """As metrics name it; the fleet is searched for it only where no instance was chosen."""
+        if MODEL not in self._http_request:
+            self._http_request[MODEL] = self._router.fleet.model_name(self._request.model)
         return self._http_request[MODEL]
 
     def _count_failure(self, error: ApiError) -> None:
+        model = self._model  # the response is counted by it, failure or not
         if self._is_failure(error):
-            self._router.metrics.count("given_up", self._model, _cause(error))
+            self._router.metrics.count("given_up", model, _cause(error))
 
     def _is_failure(self, error: ApiError) -> bool:
         """Whether the request failed; one that was refused, as wrong or for lack of room, did not."""
@@ -530,8 +533,8 @@ class ProxiedRequest:
             num_streamed = self._progress.num_tokens if self._progress.has_begun else 0
             constraints = RouteConstraints(self._avoid, is_strict, num_streamed)
             route = await router.queue.route(self._request, constraints)
-            if not self._http_request[MODEL]:  # no instance had said what it serves
-                self._http_request[MODEL] = router.fleet.model_name(self._request.model)
+            if route.server.role is not Role.PREFILL:  # whose own name need not be that of /v1/models
+                self._http_request[MODEL] = route.server.model
             waited_s = monotonic() - asked_s
             metrics.waits.observe(waited_s, self._model)
             self._began_s += waited_s
