@@ -47,14 +47,17 @@ from baton.transport import NOW, open_transport
 LAYERS, HEADS, CHANNELS, SLOTS = 3, 12, 8, 256
 WHOLE, UNEVEN = [range(LAYERS)], [range(2), range(2, LAYERS)]
 LAYOUTS = {
-    "tp1": (WHOLE, 1),
-    "tp2": (WHOLE, 2),
-    "tp3": (WHOLE, 3),
-    "tp4": (WHOLE, 4),
-    "pp2": (UNEVEN, 1),
-    "pp2.tp2": (UNEVEN, 2),
+    "tp1": (WHOLE, 1, 1),
+    "tp2": (WHOLE, 1, 2),
+    "tp3": (WHOLE, 1, 3),
+    "tp4": (WHOLE, 1, 4),
+    "cp2": (WHOLE, 2, 1),
+    "cp2.tp2": (WHOLE, 2, 2),
+    "pp2": (UNEVEN, 1, 1),
+    "pp2.tp2": (UNEVEN, 1, 2),
+    "pp2.cp3": (UNEVEN, 3, 1),
 }
-"""The layers of each pipeline stage, and the TP size."""
+"""The layers of each pipeline stage, and the CP and TP sizes."""
 WINDOW = 33
 CONVOLUTION = (12, 12, 24)
 """Channels of q, k and v."""
@@ -73,10 +76,6 @@ class MHATokenToKVPool:
         self.k_buffer = [torch.randn(shape) for _ in layers]
         self.v_buffer = [torch.randn(shape) for _ in layers]
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [*self.k_buffer, *self.v_buffer]
-
 
 class MLATokenToKVPool:
     """The same with latents, which every rank has."""
@@ -84,10 +83,6 @@ class MLATokenToKVPool:
     def __init__(self, page_size: int, num_heads: int, layers: range) -> None:
         self.page_size, self.start_layer = page_size, layers.start
         self.kv_buffer = [torch.randn(SLOTS + page_size, 1, CHANNELS) for _ in layers]
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return self.kv_buffer
 
 
 class DSATokenToKVPool(MLATokenToKVPool):
@@ -99,10 +94,6 @@ class DSATokenToKVPool(MLATokenToKVPool):
         self.index_k_with_scale_buffer = [
             torch.randint(0, 256, (count, page_size * 12), dtype=torch.uint8) for count in rows
         ]
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        return [*self.kv_buffer, *self.index_k_with_scale_buffer]
 
 
 class SWAKVPool:
@@ -146,6 +137,7 @@ class Side:
         self,
         name: str,
         stages: list[range],
+        cp: int,
         tp: int,
         page_size: int,
         kind: Any,
@@ -154,19 +146,23 @@ class Side:
     ) -> None:
         self.page_size, self.address = page_size, ""
         self.managers: list[Any] = []
-        self.stages = [[kind(page_size, HEADS // tp, layers) for _ in range(tp)] for layers in stages]
-        self.rows = [np.zeros((ROWS, ROW), np.uint8) for _ in range(tp * len(stages))]
-        for pools in self.stages if issubclass(kind, MLATokenToKVPool) else ():
-            for pool in pools[1:]:
-                for tensor, replica in zip(pools[0].tensors, pool.tensors, strict=True):
-                    replica.copy_(tensor)
+        ranks = [[kind(page_size, HEADS // tp, layers) for _ in range(cp * tp)] for layers in stages]
+        self.stages = [pools[:tp] for pools in ranks]
+        """Of the first CP rank; what the others have is the same."""
+        self.rows = [np.zeros((ROWS, ROW), np.uint8) for _ in range(cp * tp * len(stages))]
+        num_unlike = 1 if issubclass(kind, MLATokenToKVPool) else tp
+        for pools in ranks:
+            for index, pool in enumerate(pools):
+                given = make_pools(pools[index % num_unlike])
+                for buffer, memory in make_pools(pool).items():
+                    memory[:] = given[buffer]
         first: Endpoint | None = None
-        for rank, pool in enumerate(pool for pools in self.stages for pool in pools):
-            stage = rank // tp
-            mesh = WorkerMesh(stage, rank % tp, len(stages), tp, HEADS)
+        for rank, pool in enumerate(pool for pools in ranks for pool in pools):
+            stage, index = divmod(rank, cp * tp)
+            mesh = WorkerMesh(stage, index % tp, len(stages), tp, HEADS, index // tp, cp)
             config = EndpointConfig(
                 instance=name,
-                spec=make_spec([describe_pool(pools[rank % tp], WINDOW, tp) for pools in self.stages], mesh),
+                spec=make_spec([describe_pool(pools[index], WINDOW, tp) for pools in ranks], mesh),
                 rank=mesh.rank,
                 secret=b"a secret of the tests",
                 coordinator=first.address if first else None,
@@ -179,7 +175,7 @@ class Side:
                 endpoint=endpoint,
                 caches={(cache.layer, cache.is_state): cache.layer for cache in describe_pool(pool, 1)},
                 metadata=MetadataRows([self.rows[rank].ctypes.data], [ROW]),
-                has_aux=mesh.tp == 0 and stage == len(stages) - 1,
+                has_aux=index == 0 and stage == len(stages) - 1,
                 pages=self.pages,
                 fence=lambda: NOW,
                 trace=trace,
@@ -340,12 +336,20 @@ def prefill(
         ("tp1", "pp2.tp2", HybridLinearKVPool, 1),
         ("tp3", "tp2", HybridLinearKVPool, 16),
         ("pp2", "tp4", HybridLinearKVPool, 1),
+        ("cp2", "tp1", MHATokenToKVPool, 1),
+        ("cp2.tp2", "tp3", MHATokenToKVPool, 16),
+        ("pp2.cp3", "pp2.tp2", MHATokenToKVPool, 1),
+        ("cp2.tp2", "tp1", MLATokenToKVPool, 16),
+        ("pp2.cp3", "tp2", DSATokenToKVPool, 16),
+        ("cp2", "tp2", SWAKVPool, 16),
+        ("cp2.tp2", "pp2", HybridLinearKVPool, 1),
     ],
 )
 def test_every_byte_arrives(pair: Pair, source_layout: str, target_layout: str, kind: Any, page: int) -> None:
     """The row of metadata is that of the last stage's first rank."""
     source, target = pair(source_layout, target_layout, kind, page)
-    source.rows[-len(source.stages[0])][1] = [1, 2, 3, 4, 5]
+    stages, cp, tp = LAYOUTS[source_layout]
+    source.rows[(len(stages) - 1) * cp * tp][1] = [1, 2, 3, 4, 5]
     for room, hooks in ((1, True), (2, False)):
         sent, wanted, senders, receivers = begin(source, target, room)
         prefill(source, sent, senders, [20, 50], hooks=hooks)
@@ -354,6 +358,18 @@ def test_every_byte_arrives(pair: Pair, source_layout: str, target_layout: str, 
         for one, other in zip(source.content(sent), target.content(wanted), strict=True):
             assert torch.equal(one, other)
         assert all(rows[2].tolist() == [1, 2, 3, 4, 5] for rows in target.rows)
+
+
+def test_context_parallel_ranks_share_the_work(pair: Pair) -> None:
+    """All of them have every token; each sends some, and the aux record comes from one."""
+    source, target = pair("cp2.tp2", "tp1")
+    sent, wanted, senders, receivers = begin(source, target, 1)
+    prefill(source, sent, senders, [50])
+    poll_until(senders, SUCCESS)
+    poll_until(receivers, SUCCESS)
+    assert all(sender._sending.copies for sender in senders)
+    num_bytes = sum(copy.num_bytes for sender in senders for copy in sender._sending.copies)
+    assert num_bytes == sum(part.nbytes for part in target.content(wanted))
 
 
 def test_a_window_is_written_and_nothing_before_it(pair: Pair) -> None:

@@ -52,14 +52,17 @@ MAMBA = {"head_dim": 8, "state_size": 4, "conv_kernel": 4, "num_heads": 4}
 class Side:
     """The pools of a server's TP ranks, and the row and slots of one request."""
 
-    def __init__(self, name: str, make: Callable[[int, int], Any], page: int, tp: int, groups: int) -> None:
-        self.num_groups = groups
-        self.ranks = [make(page, tp) for _ in range(tp)]
+    def __init__(
+        self, name: str, make: Callable[[int, int], Any], page: int, tp: int, groups: int, cp: int = 1
+    ) -> None:
+        self.num_groups, self.tp = groups, tp
+        self.ranks = [make(page, tp) for _ in range(cp * tp)]
         self.endpoints: list[Endpoint] = []
         for rank, (pool, _, _) in enumerate(self.ranks):
+            mesh = WorkerMesh(0, rank % tp, 1, tp, HEADS, rank // tp, cp)
             config = EndpointConfig(
                 instance=name,
-                spec=make_spec([describe_pool(pool, WINDOW, tp, groups)], WorkerMesh(0, rank, 1, tp, HEADS)),
+                spec=make_spec([describe_pool(pool, WINDOW, tp, groups)], mesh),
                 rank=rank,
                 secret=b"a secret of the tests",
                 coordinator=self.endpoints[0].address if rank else None,
@@ -76,9 +79,10 @@ class Side:
         return page_tables(scheduler, self.endpoints[rank].config.spec.cache.groups, request, TOKENS)
 
     def fill(self) -> None:
+        """Context-parallel ranks have the same."""
         for rank, (pool, _, _) in enumerate(self.ranks):
             for number, memory in enumerate(make_pools(pool).values()):
-                chance = torch.Generator().manual_seed(100 * rank + number)
+                chance = torch.Generator().manual_seed(100 * (rank % self.tp) + number)
                 memory[:] = torch.randint(0, 256, (memory.size,), generator=chance).to(torch.uint8).numpy()
         if self.num_groups == 1:
             first, *others = [pool.mamba_pool.mamba_cache.conv[0][:, :, -8:] for pool, _, _ in self.ranks]
@@ -88,7 +92,8 @@ class Side:
     def content(self) -> list[torch.Tensor]:
         """What the request has, all heads and channels."""
         pool, requests, allocator = self.ranks[0]
-        slots, pools = requests.req_to_token[ROW, :TOKENS].long(), [pool for pool, _, _ in self.ranks]
+        slots = requests.req_to_token[ROW, :TOKENS].long()
+        pools = [pool for pool, _, _ in self.ranks[: self.tp]]
         if type(pool).__name__ in BUFFERS:
             return in_slots(pools, slots)
         found = in_slots([pool.full_kv_pool for pool in pools], slots)
@@ -249,16 +254,26 @@ CASES: dict[str, tuple[Callable[[int, int], Any], int, int]] = {
     "mamba 2, 4 groups": (states(mamba2), 2, 1),
     "mamba 2, 1 group": (states(lambda tp: mamba2(tp, 1)), 2, 1),
     "mamba 2, 1 group, scattered": (states(lambda tp: mamba2(tp, 1)), 1, 2),
+    "heads, context parallel": (plain(heads(MHATokenToKVPool)), 1, 1),
+    "latents, context parallel": (
+        plain(lambda page: MLATokenToKVPool(page_size=page, **LATENT_SIZES, **COMMON)),
+        1,
+        1,
+    ),
+    "windows, context parallel": (windows, 1, 2),
+    "gated delta net, context parallel": (states(gated_delta_net), 2, 1),
     "unknown": (states(mamba2), 2, 2),
     "unknown, unlike tp": (states(mamba2), 2, 1),
     "fp4": (plain(heads(MHATokenToKVPoolFP4)), 1, 1),
 }
 """How to make a rank, and the TP sizes of the two sides."""
 GROUPS = {"mamba 2, 4 groups": 4, "mamba 2, 1 group": 1, "mamba 2, 1 group, scattered": 1}
+PREFILL_CP = 2
+"""The context-parallel ranks of prefill, where the name has them."""
 
 
-def hand_off(make: Callable[[int, int], Any], source_tp: int, target_tp: int, groups: int) -> str:
-    source = Side("prefill", make, 1, source_tp, groups)
+def hand_off(make: Callable[[int, int], Any], source_tp: int, target_tp: int, groups: int, cp: int) -> str:
+    source = Side("prefill", make, 1, source_tp, groups, cp)
     try:
         target = Side("decode", make, PAGE, target_tp, groups)
         try:
@@ -325,7 +340,8 @@ def main() -> None:
     for name, (make, source_tp, target_tp) in CASES.items():
         try:
             with get_parallel().override(attn_dcp_size=1):
-                results[name] = hand_off(make, source_tp, target_tp, GROUPS.get(name, 0))
+                cp = PREFILL_CP if name.endswith("context parallel") else 1
+                results[name] = hand_off(make, source_tp, target_tp, GROUPS.get(name, 0), cp)
         except ConfigError as error:
             results[name] = f"refused: {error}"
     print(json.dumps(results))

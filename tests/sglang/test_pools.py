@@ -26,5 +26,5 @@ def test_pools_arrive_whole_or_are_refused() -> None:
     results = json.loads(ended.stdout.splitlines()[-1])
     for name, text in REFUSED.items():
         assert results.pop(name).startswith(text)
-    assert len(results) == 14
+    assert len(results) == 18
     assert results == dict.fromkeys(results, "equal")

@@ -53,15 +53,19 @@ class WorkerMesh:
     pp_size: int
     tp_size: int
     num_kv_heads: int
+    cp: int = 0
+    cp_size: int = 1
+    """Ranks with the same tokens and heads, each of a TP group of its own."""
 
     @staticmethod
-    def of(pp: Any, tp: Any, num_kv_heads: int) -> WorkerMesh:
+    def of(pp: Any, tp: Any, num_kv_heads: int, cp: Any = None) -> WorkerMesh:
         """From the engine's process groups: vLLM and SGLang have the same class for them."""
-        return WorkerMesh(pp.rank_in_group, tp.rank_in_group, pp.world_size, tp.world_size, num_kv_heads)
+        mesh = WorkerMesh(pp.rank_in_group, tp.rank_in_group, pp.world_size, tp.world_size, num_kv_heads)
+        return replace(mesh, cp=cp.rank_in_group, cp_size=cp.world_size) if cp is not None else mesh
 
     @property
     def rank(self) -> int:
-        return self.pp * self.tp_size + self.tp
+        return (self.pp * self.cp_size + self.cp) * self.tp_size + self.tp
 
     def units(self, num_heads: int) -> Units | None:
         """The heads of a cache of which a rank has so many; none: every rank has all of it."""
@@ -259,13 +263,14 @@ def open_endpoint(
     spec: Spec,
     pools: Mapping[str, Any],
     transport: Transport,
-    groups: tuple[Any, Any],
+    groups: Sequence[Any],
     **identity: Any,
 ) -> Endpoint:
     """This rank's endpoint. The first rank hosts the coordinator; the others learn of it over the engine's
-    process groups, of pipeline and tensor parallelism. `identity`: what else an EndpointConfig has."""
-    pp, tp = groups
-    rank = pp.rank_in_group * tp.world_size + tp.rank_in_group
+    process groups, the outermost axis first. `identity`: what else an EndpointConfig has."""
+    rank = 0
+    for group in groups:
+        rank = rank * group.world_size + group.rank_in_group
     hosting = EndpointConfig(
         spec=spec,
         rank=rank,
@@ -276,8 +281,10 @@ def open_endpoint(
         **identity,
     )
     endpoint = Endpoint(hosting, pools, transport) if rank == 0 else None
-    known = (endpoint.address, endpoint.config.epoch) if endpoint else None
-    coordinator, epoch = pp.broadcast_object(tp.broadcast_object(known, src=0), src=0)
+    known: Any = (endpoint.address, endpoint.config.epoch) if endpoint else None
+    for group in reversed(groups):
+        known = group.broadcast_object(known, src=0)
+    coordinator, epoch = known
     if endpoint is None:
         endpoint = Endpoint(replace(hosting, coordinator=coordinator, epoch=epoch), pools, transport)
     elif not endpoint.wait_ready(ATTACH_S_MAX):

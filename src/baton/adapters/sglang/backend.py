@@ -174,8 +174,8 @@ def open_transfers(queue: Any, kv_args: Any, role: str) -> Transfers:
     scheduler, pool, parallel = queue.scheduler, queue.token_to_kv_pool, get_parallel()
     config = ConnectorConfig.parse(sglang_options(), "BATON_SGLANG")
     _check_supported(queue, kv_args)
-    tp, pp = parallel.attn_tp_group, parallel.pp_group
-    mesh = WorkerMesh.of(pp, tp, scheduler.model_config.get_total_num_kv_heads())
+    pp, cp, tp = parallel.pp_group, parallel.attn_cp_group, parallel.attn_tp_group
+    mesh = WorkerMesh.of(pp, tp, scheduler.model_config.get_total_num_kv_heads(), cp)
     model = scheduler.model_config.hf_text_config
     num_groups = getattr(model, MAMBA2.get(model.model_type, ""), 0)
     caches = describe_pool(pool, scheduler.sliding_window_size or 0, mesh.tp_size, num_groups)
@@ -185,7 +185,7 @@ def open_transfers(queue: Any, kv_args: Any, role: str) -> Transfers:
         raise ConfigError(f"transport {transport.name!r} needs memory of its own; use tcp with SGLang")
     spec = make_spec(gather_stages(caches, pp), mesh)
     endpoint = open_endpoint(
-        *(config, spec, make_pools(pool), transport, (pp, tp)),
+        *(config, spec, make_pools(pool), transport, (pp, cp, tp)),
         instance=config.instance or f"sglang-{role}-{get_serving().port}-dp{dp}",
         role=role,
         url=config.url,
@@ -198,7 +198,7 @@ def open_transfers(queue: Any, kv_args: Any, role: str) -> Transfers:
         endpoint=endpoint,
         caches={(cache.layer, cache.is_state): cache.layer for cache in caches},
         metadata=MetadataRows(kv_args.aux_data_ptrs, kv_args.aux_item_lens),
-        has_aux=mesh.tp == 0 and mesh.pp == mesh.pp_size - 1,
+        has_aux=mesh.tp == mesh.cp == 0 and mesh.pp == mesh.pp_size - 1,
         pages=partial(page_tables, scheduler, spec.cache.groups),
         fence=fences(torch.device(pool.device).type == "cuda", lambda: scheduler.forward_stream),
         policy=config.overlap,
@@ -236,7 +236,10 @@ def _check_supported(queue: Any, kv_args: Any) -> None:
     is_hierarchical = getattr(scheduler, "enable_decode_hicache", False)
     query = envs.SGLANG_DISAGGREGATION_FORCE_QUERY_PREFILL_DP_RANK
     refused = {
-        f"context parallelism of size {parallel.attn_cp_size}": parallel.attn_cp_size > 1,
+        # Its queues agree on polls within attention TP only.
+        f"context parallelism of size {parallel.attn_cp_size} at decode": parallel.attn_cp_size > 1
+        and disagg.disaggregation_mode == "decode",
+        "context parallelism that shares its group with TP": parallel.enable_cp_tp_group_sharing,
         f"decode context parallelism of size {parallel.attn_dcp_size}": parallel.attn_dcp_size > 1,
         "speculative decoding with a draft cache": queue.draft_token_to_kv_pool is not None,
         f"state of kind {', '.join(states)}": bool(states),

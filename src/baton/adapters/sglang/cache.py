@@ -267,7 +267,8 @@ def make_spec(stages: Sequence[Sequence[LayerCache]], mesh: WorkerMesh) -> Spec:
     starts = [0, *(min(cache.layer for cache in stage) for stage in stages[1:])]
     ends = [*starts[1:], max(cache.layer for cache in caches) + 1]
     sizes = [end - start for start, end in zip(starts, ends, strict=True)]
-    layout = parse_layout(f"pp{mesh.pp_size}:{'-'.join(map(str, sizes))}.tp{mesh.tp_size}")
+    cp = f".cp{mesh.cp_size}:mirror" if mesh.cp_size > 1 else ""
+    layout = parse_layout(f"pp{mesh.pp_size}:{'-'.join(map(str, sizes))}{cp}.tp{mesh.tp_size}")
     components = tuple(_component(cache, mesh) for cache in sorted(caches, key=lambda cache: cache.name))
     num_pages: dict[str, int] = {}
     for cache in caches:
