@@ -33,12 +33,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("sglang")
 
 
-@pytest.fixture(scope="session")
-def llama(folder: Path) -> Path:
-    path = folder / "llama"
-    command = [str(VENV / "bin/python"), str(ROOT / "tests/vllm/models.py"), "llama", str(path)]
+def make_model(name: str, folder: Path) -> Path:
+    path = folder / name
+    command = [str(VENV / "bin/python"), str(ROOT / "tests/vllm/models.py"), name, str(path)]
     assert subprocess.run(command, env=environment(), timeout=MODELS_S_MAX, check=False).returncode == 0
     return path
+
+
+@pytest.fixture(scope="session")
+def llama(folder: Path) -> Path:
+    return make_model("llama", folder)
 
 
 @pytest.fixture(scope="session")
@@ -63,8 +67,11 @@ def servers(folder: Path, llama: Path) -> Iterator[dict[str, SglangServer]]:
 
 @pytest.fixture(scope="session")
 def answers(servers: dict[str, SglangServer], prompts: list[list[int]]) -> list[Any]:
+    return ask_plain(servers["plain"], prompts)
+
+
+def ask_plain(plain: SglangServer, prompts: list[list[int]]) -> list[Any]:
     """Tokens and log-probabilities of one server without a hand-over, which ends then."""
-    plain = servers["plain"]
 
     async def ask_all(session: aiohttp.ClientSession) -> Any:
         return await asyncio.gather(*(plain.generate(session, prompt, NUM_TOKENS) for prompt in prompts))

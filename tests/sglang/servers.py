@@ -47,13 +47,14 @@ class SglangServer(Server):
     """A server that prefills, decodes, or does both without a hand-over (mode null)."""
 
     mode: str = "null"
+    module: str = "sglang.launch_server"
     venv: Path = VENV
     bootstrap_port: int = field(default_factory=free_port)
 
     def start(self) -> None:
         self.trace.mkdir(exist_ok=True)
         command = [
-            *(str(self.venv / "bin/python"), "-m", "sglang.launch_server", "--model-path", str(self.model)),
+            *(str(self.venv / "bin/python"), "-m", self.module, "--model-path", str(self.model)),
             *("--host", self.address, "--port", str(self.port), "--device", "cpu", "--dtype", "float32"),
             *("--attention-backend", "torch_native", "--disable-cuda-graph", "--disable-overlap-schedule"),
             *("--max-total-tokens", "16000", "--max-running-requests", "24", "--sleep-on-idle"),

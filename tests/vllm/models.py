@@ -1,4 +1,4 @@
-"""Tiny models with random weights, saved as vLLM reads them; run by the Python that has vLLM.
+"""Tiny models with random weights, saved as vLLM and SGLang read them; run by a Python that has either.
 
 python tests/vllm/models.py llama FOLDER
 """
@@ -59,6 +59,15 @@ MODELS = {
             "mamba_d_conv": 4,
             "mamba_chunk_size": 64,
             "initializer_range": 0.05,
+        },
+    ),
+    "mellum": (
+        "MellumConfig",
+        "MellumForCausalLM",
+        {
+            "sliding_window": 64,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense"] * 4,
         },
     ),
     "deepseek_v2": (
