@@ -26,6 +26,8 @@ LAYOUTS = {
     "tp1": (),
     "tp2": ("--tp-size", "2"),
     "pp2": ("--pp-size", "2"),
+    # Without --enable-prefill-cp, which attention on CPUs has no part in: each rank computes all tokens.
+    "cp2": ("--tp-size", "2", "--attn-cp-size", "2"),
     "dp2": ("--dp-size", "2"),
 }
 
