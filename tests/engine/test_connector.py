@@ -23,7 +23,7 @@ from baton.engine.cost_model import CostModel
 from baton.errors import LocalProtocolError
 from baton.plan import parse_layout
 from baton.protocol.outcomes import Cause, Failed, Stage, Why
-from baton.session import Digest, Sending
+from baton.session import CheckedPages, Digest, Sending
 
 PAGES = {"full": [3, 4]}
 CAUSE = Cause(Why.PEER_LOST, Stage.COPY, "there")
@@ -55,8 +55,8 @@ class StubDriver:
 
     calls: list[str]
 
-    def read_pages(self, pages: Any) -> Any:
-        return pages
+    def read_pages(self, pages: Any) -> CheckedPages:
+        return CheckedPages(pages)
 
     def chunk_ready(self, sending: Sending, offered: Any) -> None:
         self.calls.append(f"ready {offered.layers} {offered.tokens}")
