@@ -10,10 +10,12 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import astuple
 from tests.session.handoff_world import (
     AUX,
     CACHE,
@@ -31,8 +33,8 @@ from tests.session.handoff_world import (
 from baton.errors import ConfigError, LocalProtocolError
 from baton.plan.ownership import buffers
 from baton.protocol.outcomes import Failed, Finished, Ready, Waiting, Why
-from baton.session import EndpointConfig, SocketConfig
-from baton.session.process import FenceName, TransportConfig
+from baton.session import EndpointConfig, Sending, SocketConfig
+from baton.session.process import Call, Changed, EndpointServer, FenceName, HostWait, TransportConfig
 from baton.session.remote import EndpointProcess, RemoteEndpoint, RemoteSendings
 from baton.transport import Fence, HostFence
 
@@ -134,7 +136,7 @@ def test_a_fence_that_is_passed_over_is_found() -> None:
 def test_withdrawn_pages_are_free_and_come_out_of_others() -> None:
     with worlds(remote("tp2"), remote(), transport="tcp") as world:
         found = cut_in_half(world)
-        for _ in range(2):  # the second time nothing was offered in between
+        for _ in range(20):  # nothing is offered in between: each looks like the one before
             withdrawals = [sending.withdraw() for sending in found.sendings.values()]
             assert all(withdrawal.wait(PATIENCE_S) for withdrawal in withdrawals)
             assert not any(sending.reading() for sending in found.sendings.values())
@@ -144,6 +146,92 @@ def test_withdrawn_pages_are_free_and_come_out_of_others() -> None:
         found.offer_all()
         found.commit()
         found.check_ready()
+
+
+def check_stale_word(world: World) -> None:
+    """The process is stopped and cannot end the second withdrawal; what it said of the first comes again."""
+    found = cut_in_half(world)
+    endpoint, sending = world.source.first, found.sendings[0]
+    told: list[Changed] = []
+    update = endpoint._update
+
+    def keep(event: Changed) -> None:
+        told.append(event)
+        update(event)
+
+    endpoint._update = keep
+    assert sending.withdraw().wait(PATIENCE_S)
+    [stale] = [event for event in told if event.withdrawn is not None]
+    sending.resume()
+    found.move_source_pages()
+    process = endpoint._process.process
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        found.offer((0, 2), (0, 21))
+        second = sending.withdraw()
+        update(stale)
+        assert not second.is_quiet, "pages are given away that may still be read"
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    assert second.wait(PATIENCE_S)
+    sending.resume()
+    found.offer_all()
+    found.commit()
+    found.check_ready()
+
+
+@pytest.mark.slow
+def test_what_is_said_of_a_withdrawal_does_not_end_the_next() -> None:
+    with worlds(remote(), remote(), transport="shm") as world:
+        check_stale_word(world)
+
+
+class BelievesAll(RemoteSendings):
+    """Takes whatever is said of a withdrawal for the last one."""
+
+    def is_last_withdrawal(self, sending: Sending, number: int) -> bool:
+        return True
+
+
+@pytest.mark.slow
+def test_a_withdrawal_that_ends_with_the_one_before_is_found() -> None:
+    world = World(remote(), remote(), transport="shm")
+    world.source.first._sendings.__class__ = BelievesAll
+    try:
+        with pytest.raises(AssertionError, match="given away"):
+            check_stale_word(world)
+    finally:
+        world.close()
+
+
+@pytest.mark.slow
+def test_a_withdrawal_ends_with_a_transfer_that_the_process_has_released() -> None:
+    """What the engine says of a transfer that is over reaches nobody."""
+    with worlds(remote(), remote(), transport="shm") as world:
+        found = cut_in_half(world)
+        sending = found.sendings[0]
+        world.source.first._sendings._send = lambda call: None
+        found.offer((0, 1), (0, 4))
+        withdrawal = sending.withdraw()
+        found.receiving.abort("the client left")
+        assert sending.wait_released(PATIENCE_S)
+        assert withdrawal.wait(PATIENCE_S)
+        assert not sending.reading()
+
+
+def test_an_event_is_opened_also_for_a_transfer_that_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its handle comes once, with the first chunk that names it; the next chunk may be another transfer's."""
+    opened: list[tuple[int, bytes]] = []
+    event = SimpleNamespace(from_ipc_handle=lambda device, handle: opened.append((device, handle)))
+    monkeypatch.setattr(
+        "baton.session.process.torch", lambda: SimpleNamespace(cuda=SimpleNamespace(Event=event))
+    )
+    server = EndpointServer.__new__(EndpointServer)
+    server._handles, server._fences, server._events = {}, {}, {}
+    first, again = FenceName(4, True, 1, b"handle"), FenceName(4, True, 1)
+    assert server._execute(Call("ready", ((0, 1), (0, 4), None), 7, astuple(first))) is None
+    assert opened == [(1, b"handle")]
+    assert isinstance(server._fence(astuple(again)), HostWait)
 
 
 @pytest.mark.slow

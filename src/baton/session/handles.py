@@ -424,6 +424,13 @@ class Sending(Handle):
         super().conclude(outcome)
         self.end_withdrawal_if_settled()
 
+    def release(self) -> None:
+        super().release()
+        # A withdrawal that its driver did not hear of any more: nothing is read.
+        if (withdrawal := self._withdrawal) is not None and not withdrawal.is_quiet:
+            withdrawal.end(())
+            self.on_change(self)
+
     def end_withdrawal(
         self, landed: tuple[Rectangle, ...], dropped: tuple[Rectangle, ...], is_committed: bool
     ) -> None:

@@ -132,6 +132,8 @@ class Changed(msgspec.Struct, frozen=True):
     reading: tuple[int, ...] = ()
     withdrawn: Withdrawn | None = None
     """Once a withdrawal is quiet: how `Sending.end_withdrawal` was called."""
+    withdrawal: int = 0
+    """The number of that withdrawal, which the engine gave it."""
     copies: tuple[CopyTiming, ...] = ()
     is_released: bool = False
 
@@ -217,6 +219,8 @@ class EndpointServer:
         """A handle may change before its key is known."""
         self._tables: dict[Handle, CheckedPages] = {}
         """The table of the last offer."""
+        self._withdrawals: dict[Handle, int] = {}
+        """The number of the last withdrawal."""
         self._fences: dict[int, HostFence] = {}
         self._events: dict[int, Any] = {}
         self.endpoint = Endpoint(hello.config, pools, transport, on_end=self._over)
@@ -262,9 +266,11 @@ class EndpointServer:
             case Call(_, _, None):
                 return getattr(self.endpoint, call.method)(*call.arguments)
             case Call(_, _, int(key)):
+                # Also where the transfer is over: the handle of an event comes once, and others will use it.
+                awaited = self._fence(call.fence)
                 # Where it was released, the engine does not know yet.
                 if (handle := self._handles.get(key)) is not None:
-                    self._call_handle(handle, call)
+                    self._call_handle(handle, call, awaited)
         return None
 
     def _open(self, key: int, handle: Handle) -> None:
@@ -273,8 +279,10 @@ class EndpointServer:
             self._sent[key] = Changed(key)
         self._changed(handle)
 
-    def _call_handle(self, handle: Handle, call: Call) -> None:
+    def _call_handle(self, handle: Handle, call: Call, fence: Fence) -> None:
         if isinstance(handle, Sending) and call.method != "abort":
+            if not isinstance(handle.state, Waiting):
+                return  # it has ended, which the engine does not know yet
             # What follows a withdrawal that is over resumes it, unless it ends the transfer.
             if (withdrawal := handle.withdrawal) is not None and withdrawal.is_quiet:
                 handle.resume()
@@ -282,11 +290,14 @@ class EndpointServer:
                 layers, tokens, table = call.arguments
                 if table is not None:
                     self._tables[handle] = handle.read_pages(table)
-                handle.ready(layers, tokens, self._tables[handle], self._fence(call.fence))
+                handle.ready(layers, tokens, self._tables[handle], fence)
+                return
+            if call.method == "withdraw":
+                # Before it can become quiet, so that what is told of it has its number.
+                (self._withdrawals[handle],) = call.arguments
+                handle.withdraw()
                 return
         getattr(handle, call.method)(*call.arguments)
-        if call.method == "withdraw":
-            self._changed(handle)  # a second withdrawal without an offer in between
 
     def _fence(self, fields: tuple[Any, ...] | None) -> Fence:
         if fields is None:
@@ -312,6 +323,7 @@ class EndpointServer:
             if handle.is_released:
                 del self._handles[key], self._keys[handle], self._sent[key]
                 self._tables.pop(handle, None)
+                self._withdrawals.pop(handle, None)
                 if isinstance(handle, Sending):
                     change = msgspec.structs.replace(change, copies=tuple(handle.copies))
             self._wire.send(change)
@@ -321,6 +333,8 @@ class EndpointServer:
         if not isinstance(handle, Sending):
             early = handle.early if isinstance(handle, Receiving) else None
             return Changed(key, early=early, outcome=outcome, is_released=handle.is_released)
+        # The number first: with it, the withdrawal before is already resumed.
+        number = self._withdrawals.get(handle, 0)
         withdrawal = handle.withdrawal
         is_withdrawn = withdrawal is not None and withdrawal.is_quiet and outcome is None
         is_read_watched = outcome is not None or withdrawal is not None
@@ -334,6 +348,7 @@ class EndpointServer:
             num_offered=num_offered,
             reading=reading,
             withdrawn=handle.withdrawn() if is_withdrawn else None,
+            withdrawal=number if is_withdrawn else 0,
             is_released=handle.is_released,
         )
 

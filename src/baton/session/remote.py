@@ -163,6 +163,8 @@ class RemoteSendings:
         self._last_table = CheckedPages()
         self._events = EventPool()
         self._used: dict[Sending, list[tuple[int, int, Any]]] = {}
+        self._withdrawals: dict[Sending, int] = {}
+        """The number of the last one: a sending may be withdrawn several times."""
         self._fence_numbers = itertools.count()
 
     def add(self, sending: Sending, key: int) -> None:
@@ -172,6 +174,7 @@ class RemoteSendings:
         """It was released: nobody waits for its events."""
         self._keys.pop(sending, None)
         self._tables.pop(sending, None)
+        self._withdrawals.pop(sending, None)
         self._events.give_back(self._used.pop(sending, []))
 
     def read_pages(self, pages: Pages) -> CheckedPages:
@@ -203,7 +206,12 @@ class RemoteSendings:
         self._call(sending, "abort", text)
 
     def withdraw(self, sending: Sending) -> None:
-        self._call(sending, "withdraw")
+        number = self._withdrawals[sending] = self._withdrawals.get(sending, 0) + 1
+        self._call(sending, "withdraw", number)
+
+    def is_last_withdrawal(self, sending: Sending, number: int) -> bool:
+        """Whether what the process says of a withdrawal is meant for the last one."""
+        return self._withdrawals.get(sending) == number
 
     def _call(
         self, sending: Sending, method: str, *arguments: object, fence: FenceName | None = None
@@ -422,7 +430,7 @@ class RemoteEndpoint(EndpointBase):
             handle.is_granted, handle.is_target_full = event.is_granted, event.is_target_full
             handle.copies.extend(event.copies)
             handle.release_chunks(event.num_offered, event.reading)
-            if event.withdrawn is not None:
+            if event.withdrawn is not None and self._sendings.is_last_withdrawal(handle, event.withdrawal):
                 handle.end_withdrawal(*event.withdrawn)
             if before != (handle.is_granted, handle.is_target_full) and event.outcome is None:
                 self._changed(handle)
