@@ -13,6 +13,7 @@ from time import monotonic
 
 import pytest
 from tests.engine.tiny import oracle
+from tests.ports import free_port
 from tests.serve.deployment import (
     Part,
     deployment,
@@ -37,8 +38,6 @@ from tests.serve.resources import (
     slope_per_s,
 )
 from tests.serve.speaking import EOS, NUM_TEXT_IDS, tokenizer
-
-from baton.supervisor import free_port
 
 
 def test_the_oracle_is_transformers_up_to_the_end_of_the_answer() -> None:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp.connector import Connection
+from tests.ports import free_port
 from tests.serving.router_world import run, until
 
 from baton.errors import ConfigError
@@ -240,8 +241,7 @@ def test_broken_answers_to_posts_are_errors(answer: bytes):
 
 def test_a_closed_port_is_told_apart():
     async def body() -> None:
-        async with Listener([]) as url:
-            pass
+        url = f"http://127.0.0.1:{free_port()}"
         async with client() as upstream:
             for asked in (fetch(upstream.session, f"{url}/x", 60.0), posted(upstream, url)):
                 with pytest.raises(UpstreamError) as raised:

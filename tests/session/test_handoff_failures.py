@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.plan.world import make_cache
+from tests.ports import free_port
 from tests.session.handoff_world import (
     AUX,
     CACHE,
@@ -296,8 +296,7 @@ def test_an_id_that_ended_a_moment_ago_is_refused() -> None:
 
 @pytest.mark.parametrize("source", ["nobody", "closed"])
 def test_a_source_that_is_not_there(source: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        closed = f"127.0.0.1:{found.getsockname()[1]}"
+    closed = f"127.0.0.1:{free_port()}"
     with worlds(Side(), Side("tp2")) as world:
         alone = world.transfer()
         alone.receive(source=closed if source == "closed" else source)
@@ -636,9 +635,7 @@ def test_a_target_rank_that_is_closed(reach: Callable[[Transfer], None], rank: i
 
 @pytest.mark.parametrize("way", ["address", "name"])
 def test_a_source_that_was_restarted(way: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    source = Side("tp2", options={"sockets": SocketConfig(port=port)})
+    source = Side("tp2", options={"sockets": SocketConfig(port=free_port())})
     with worlds(source, Side(options={"embed_registry": 0})) as world:
         for attempt in range(2):
             found = world.transfer()

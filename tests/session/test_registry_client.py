@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from itertools import pairwise
 
 import pytest
+from tests.ports import free_port
 from tests.session.registry_world import SECRET, RegistryProcess, ask, member, put, registry, run, until
 
 from baton.errors import ConfigError
@@ -156,7 +157,7 @@ def test_an_address_that_is_none(url: str) -> None:
 def test_the_wrong_secret_is_said_and_heals() -> None:
     async def body() -> None:
         first = RegistryServer(b"another secret")
-        await first.start(port=0)
+        await first.start(port=free_port())
         async with RegistryClient(first.url, SECRET) as client:
             kept = client.register(member(layout="tp1"))
             await until(lambda: "MAC does not match" in kept.trouble)
@@ -196,7 +197,7 @@ def test_an_answer_that_no_registry_gives_is_an_error_with_advice(said: bytes) -
 def test_members_register_again_with_a_registry_that_forgot() -> None:
     async def body() -> None:
         first = RegistryServer(SECRET)
-        await first.start(port=0)
+        await first.start(port=free_port())
         async with RegistryClient(first.url, SECRET) as keeper, RegistryClient(first.url, SECRET) as router:
             for rank in (0, 1):
                 await keeper.register(member(rank=rank, layout="dp2", ttl_s=3.0)).wait()
@@ -211,7 +212,7 @@ def test_members_register_again_with_a_registry_that_forgot() -> None:
 def test_a_restart_that_any_call_notices_is_answered_at_once() -> None:
     async def body() -> None:
         first = RegistryServer(SECRET)
-        await first.start(port=0)
+        await first.start(port=free_port())
         async with RegistryClient(first.url, SECRET) as client:
             await client.register(member(layout="tp1", ttl_s=3600.0)).wait()
             await first.close()
@@ -225,7 +226,7 @@ def test_a_restart_that_any_call_notices_is_answered_at_once() -> None:
 @pytest.mark.slow
 def test_kill_9_and_a_new_process_on_the_same_port() -> None:
     async def body(processes: ExitStack) -> None:
-        first = processes.enter_context(RegistryProcess())
+        first = processes.enter_context(RegistryProcess(free_port()))
         async with (
             RegistryClient(first.url, SECRET) as one,
             RegistryClient(first.url, SECRET) as two,

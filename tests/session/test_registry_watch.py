@@ -9,6 +9,7 @@ import time
 
 import msgspec
 import pytest
+from tests.ports import free_port
 from tests.session.registry_world import SECRET, ask, member, put, registry, run, until
 
 from baton.session.registry import (
@@ -164,9 +165,8 @@ async def drain(raw: socket.socket) -> bytes:
 
 def test_a_watch_comes_back_after_a_restart_and_begins_with_the_topology() -> None:
     async def body() -> None:
-        first = RegistryServer(SECRET)
-        await first.start(port=0)
-        port = int(first.address.rsplit(":", 1)[1])
+        first, port = RegistryServer(SECRET), free_port()
+        await first.start(port=port)
         async with RegistryClient(first.url, SECRET) as client:
             seen, reading = follow(client)
             await put(first, member(layout="tp1"))
