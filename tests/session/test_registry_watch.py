@@ -10,7 +10,7 @@ import time
 import msgspec
 import pytest
 from tests.ports import free_port
-from tests.session.registry_world import SECRET, ask, member, put, registry, run, until
+from tests.session.registry_world import LIMIT_S, SECRET, ask, member, put, registry, run, until
 
 from baton.session.registry import (
     Change,
@@ -188,7 +188,7 @@ def test_a_watch_comes_back_after_a_restart_and_begins_with_the_topology() -> No
 def test_closing_ends_open_watches_at_once_and_a_closed_client_stops_watching(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(registry_server, "SHUTDOWN_S", 60.0)
+    monkeypatch.setattr(registry_server, "SHUTDOWN_S", 10 * LIMIT_S)
 
     async def body() -> None:
         server = RegistryServer(SECRET)
@@ -197,9 +197,7 @@ def test_closing_ends_open_watches_at_once_and_a_closed_client_stops_watching(
         seen, reading = follow(client)
         raw = await open_watch(server)
         await until(lambda: server.num_watchers == 2 and bool(seen))
-        began = time.monotonic()
-        await server.close()
-        assert time.monotonic() - began < 30.0  # below the time that aiohttp gives a request to end
+        await server.close()  # long before the time is over that aiohttp gives a request to end
         assert (await drain(raw)).endswith(b"0\r\n\r\n")
         raw.close()
         await client.close()
