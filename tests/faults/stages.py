@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -149,6 +150,19 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def shared_segments() -> set[str]:
-    """Named segments of shared memory on this machine."""
-    return set(os.listdir("/dev/shm"))
+def named_segments(pid: int, folder: str = "/dev/shm/") -> set[str]:
+    """Shared memory of a process that has a name, and would stay when the process is killed."""
+    root = Path(f"/proc/{pid}")
+    try:
+        lines = (root / "maps").read_text().splitlines()
+        found = {line.split(None, 5)[5] for line in lines if folder in line}
+        for fd in (root / "fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                found.add(os.readlink(fd))
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return set()
+    return {
+        name.removeprefix(folder)
+        for name in found
+        if name.startswith(folder) and not name.endswith(" (deleted)")
+    }

@@ -495,7 +495,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_copy_that_fails(fault: str, transport: str) -> None:
     sabotage = Sabotage(1, **FAULTS[fault])
-    timings = {"timings": replace(TIMINGS, copy_s=1.0)}
+    timings = {"timings": replace(TIMINGS, copy_s=3.0)}
     with worlds(Side("tp2", wrap=sabotage, options=timings), Side("pp2"), transport=transport) as world:
         found = world.transfer()
         found.receive()

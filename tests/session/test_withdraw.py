@@ -260,7 +260,7 @@ def test_a_withdrawal_waits_for_the_copies_that_move(fault: str) -> None:
     def wrap(rank: int, transport: Transport) -> Any:
         return Stubborn(sabotage(rank, transport))
 
-    timings = {"timings": replace(TIMINGS, copy_s=0.5)}
+    timings = {"timings": replace(TIMINGS, copy_s=3.0)}
     with worlds(Side("tp2", wrap=wrap, options=timings), Side("pp2")) as world:
         found = world.transfer()
         granted(found)
