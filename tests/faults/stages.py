@@ -20,7 +20,7 @@ from baton.bench.handoff.workload import PrefillTiming, SideSpec, Workload, own_
 from baton.protocol.timings import Timings
 
 TIMINGS = Timings(
-    beat_s=0.1, silence_s=2.5, offer_s=60.0, progress_s=4.0, total_s=30.0, copy_s=3.0, redial_s_max=0.5
+    beat_s=0.1, silence_s=6.0, offer_s=60.0, progress_s=12.0, total_s=60.0, copy_s=6.0, redial_s_max=0.5
 )
 SETTLE_S_MAX = 60.0
 MODEL = "paged:layers=4,heads=4,dim=32"

@@ -187,7 +187,7 @@ def test_idle_connections_are_not_kept_for_long(monkeypatch: pytest.MonkeyPatch)
 
 def test_idle_connections_are_closed_where_no_request_follows(monkeypatch: pytest.MonkeyPatch):
     async def body() -> None:
-        monkeypatch.setattr(fleet, "IDLE_S_MAX", 0.2)
+        monkeypatch.setattr(fleet, "IDLE_S_MAX", 2.0)
         listener = Listener([OK] * 4)
         async with listener as url, client() as upstream:
             await asyncio.gather(*(posted(upstream, url) for _ in range(3)))
