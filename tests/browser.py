@@ -71,8 +71,19 @@ class Tab:
                 return dict(told["result"])
 
     async def goto(self, url: str) -> None:
-        await self.send("Page.navigate", url=url)
+        """Waits for the new document, even where the old one had the same address."""
+        begun = await self.send("Page.navigate", url=url)
+        assert not begun.get("errorText"), begun
+        while (await self.send("Page.getFrameTree"))["frameTree"]["frame"]["loaderId"] != begun["loaderId"]:
+            await asyncio.sleep(0.05)
         await self.until(f"location.href === {json.dumps(url)}")
+
+    async def leave(self, script: str) -> None:
+        """Runs an expression that makes the tab load another page, and waits until that is there."""
+        await self.value("window.isOld = true")
+        with suppress(NavigatedError):
+            await self.value(script)
+        await self.until("!window.isOld")
 
     async def value(self, script: str) -> Any:
         """What a JavaScript expression evaluates to."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,34 @@ RELOAD = "(location.reload(), new Promise(() => {}))"
 
 async def respond(_: web.Request) -> web.Response:
     return web.Response(text="<title>again</title>", content_type="text/html")
+
+
+def numbered(pages: Iterator[int]) -> web.Application:
+    """Each time it is asked it sends a page of another title, and late."""
+
+    async def respond_late(_: web.Request) -> web.Response:
+        await asyncio.sleep(0.3)
+        return web.Response(text=f"<title>{next(pages)}</title>", content_type="text/html")
+
+    app = web.Application()
+    app.router.add_get("/", respond_late)
+    return app
+
+
+@pytest.mark.slow
+@needs_browser
+def test_the_next_page_is_waited_for_at_the_same_address(tmp_path: Path):
+    async def body() -> None:
+        async with TestServer(numbered(count())) as server, browser(tmp_path) as tab:
+            url = str(server.make_url("/"))
+            for number in (0, 1):
+                await tab.goto(url)
+                assert await tab.value("document.title") == str(number)
+            for number, script in enumerate(("location.reload()", RELOAD), 2):
+                await tab.leave(script)
+                assert await tab.value("document.title") == str(number)
+
+    run(body)
 
 
 @pytest.mark.slow

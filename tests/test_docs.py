@@ -37,7 +37,7 @@ def test_the_readme_shows_real_output() -> None:
     (example,) = (block for block in blocks("README.md", "") if block.startswith("$ baton plan"))
     command, shown = example.split("\n", 1)
     words = [sys.executable, "-m", "baton", *command.split()[2:]]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout == shown
 
 

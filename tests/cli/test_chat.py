@@ -7,7 +7,6 @@ import os
 import pty
 import select
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.cli.endpoint import Endpoint, endpoint
+from tests.ports import free_port
 
 from baton.cli import main
 
@@ -78,8 +78,7 @@ def test_the_key_comes_from_a_private_file(piped, served, tmp_path: Path) -> Non
 
 
 def test_nothing_listens(piped) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = free_port()
     code, out, err = piped(f"http://127.0.0.1:{port}", "hi\n")
     assert (code, out) == (1, "")
     assert err == (

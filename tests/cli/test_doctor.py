@@ -16,7 +16,7 @@ from baton.transport import transport_names
 @pytest.mark.slow
 def test_one_line_for_each_part_and_exit_0() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "baton", "doctor"], capture_output=True, text=True, timeout=180, check=False
+        [sys.executable, "-m", "baton", "doctor"], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

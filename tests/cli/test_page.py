@@ -88,7 +88,7 @@ def browse(folder: Path, page: str, fragment: str = "") -> Document:
     path.write_text(page, encoding="utf-8")
     command = [BROWSER, *OPTIONS, "--dump-dom", f"--user-data-dir={folder / 'profile'}"]
     command += [path.as_uri() + fragment]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=300, check=True)
     document = Document(done.stdout)
     root = document.elements[0]
     assert root["data-error"] is None

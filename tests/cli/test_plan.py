@@ -186,7 +186,7 @@ def test_the_installed_command(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "baton", "plan", SPEC, "--from", "tp2", "--to", "tp1", "--tokens", "9"]
     page = tmp_path / "plan.html"
     done = subprocess.run(
-        [*words, "--html", str(page)], capture_output=True, text=True, timeout=60, check=True
+        [*words, "--html", str(page)], capture_output=True, text=True, timeout=300, check=True
     )
     assert "Routes" in done.stdout
     assert page.read_text().lstrip().lower().startswith("<!doctype html>")

@@ -43,7 +43,7 @@ def run(*words: str) -> tuple[int, set[str], str, str]:
         [sys.executable, "-c", SCRIPT, *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env=environment,
     )

@@ -52,7 +52,7 @@ def fails(*options: str, secret: str | None = SECRET.decode()) -> tuple[int, str
     environment = {key: value for key, value in os.environ.items() if key != "BATON_SECRET"}
     environment |= {} if secret is None else {"BATON_SECRET": secret}
     words = [sys.executable, "-m", "baton", "registry", *options]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     return done.returncode, done.stderr
@@ -120,7 +120,9 @@ def test_the_python_example_of_the_page_runs() -> None:
     with RegistryProcess() as process:
         environment = {**os.environ, "BATON_SECRET": SECRET.decode()}
         words = [sys.executable, "-c", example("python", process.url)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False, env=environment)
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=300, check=False, env=environment
+        )
     assert done.stderr == ""
     (answer,) = done.stdout.splitlines()
     assert answer.startswith("False (Missing(instance='prefill-0', ranks=(1,)")

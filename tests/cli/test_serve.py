@@ -99,7 +99,7 @@ def test_the_model_goes_by_its_served_name() -> None:
 def test_a_silence_of_less_than_some_beats_is_refused() -> None:
     words = [sys.executable, "-m", "baton", "serve", "--model", str(tiny("llama")), "--port", "0"]
     done = subprocess.run(
-        [*words, "--silence-s", "0.5"], capture_output=True, text=True, timeout=120, check=False
+        [*words, "--silence-s", "0.5"], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 2, done
     assert "silence_s is 0.5; give at least 1 s" in done.stderr

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -19,7 +20,7 @@ from baton.bench.handoff.workload import PrefillTiming, SideSpec, Workload, own_
 from baton.protocol.timings import Timings
 
 TIMINGS = Timings(
-    beat_s=0.1, silence_s=2.5, offer_s=60.0, progress_s=4.0, total_s=30.0, copy_s=3.0, redial_s_max=0.5
+    beat_s=0.1, silence_s=6.0, offer_s=60.0, progress_s=12.0, total_s=60.0, copy_s=6.0, redial_s_max=0.5
 )
 SETTLE_S_MAX = 60.0
 MODEL = "paged:layers=4,heads=4,dim=32"
@@ -149,6 +150,19 @@ def is_alive(pid: int) -> bool:
     return state != "Z"
 
 
-def shared_segments() -> set[str]:
-    """Named segments of shared memory on this machine."""
-    return set(os.listdir("/dev/shm"))
+def named_segments(pid: int, folder: str = "/dev/shm/") -> set[str]:
+    """Shared memory of a process that has a name, and would stay when the process is killed."""
+    root = Path(f"/proc/{pid}")
+    try:
+        lines = (root / "maps").read_text().splitlines()
+        found = {line.split(None, 5)[5] for line in lines if folder in line}
+        for fd in (root / "fd").iterdir():
+            with suppress(OSError):  # closed meanwhile
+                found.add(os.readlink(fd))
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return set()
+    return {
+        name.removeprefix(folder)
+        for name in found
+        if name.startswith(folder) and not name.endswith(" (deleted)")
+    }

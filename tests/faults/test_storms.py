@@ -13,7 +13,7 @@ from tests.faults.stages import (
     assert_hands_over,
     assert_nothing_under_way,
     is_alive,
-    shared_segments,
+    named_segments,
     workload_of,
 )
 
@@ -24,14 +24,14 @@ NUM_SLOTS, NUM_ROUNDS = 50, 10
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[FaultFleet]:
-    segments = shared_segments()
     workload = replace(workload_of("shm", 0.0), num_tokens=64, num_slots=NUM_SLOTS)
     # Ranks that run the load on their own may be seconds apart, on two slow cores: that is no failure.
     with FaultFleet(workload, replace(TIMINGS, progress_s=15.0)) as found:
         pids = [rank.pid for side in found.sides.values() for rank in side]
         yield found
+        pids += [rank.pid for side in found.sides.values() for rank in side]
+        assert not {name for pid in pids for name in named_segments(pid)}
     assert not [pid for pid in pids if is_alive(pid)]
-    assert shared_segments() <= segments
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.ports import free_port
 from tests.serve.hosts import Host
 from tests.serve.parts import END_S_MAX, Answer, Part, ask, children, is_rank, until
 from tests.serve.speaking import Expected, encode, model, oracle_text, tokenizer
 
 from baton.settings import Tls
-from baton.supervisor import free_port
 
 __all__ = [
     "Answer",

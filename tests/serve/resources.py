@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
+from tests.faults.stages import named_segments
 from tests.serve.deployment import Deployment
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -39,7 +39,7 @@ class Snapshot:
     pids: Mapping[str, int]
     pages: Mapping[str, Mapping[str, int]]
     segments: frozenset[str]
-    """Names in /dev/shm that no living process has open or mapped."""
+    """Shared memory that has a name, and would stay when its process is killed."""
 
     def total(self, what: str) -> int:
         """Over all processes."""
@@ -72,22 +72,8 @@ def snapshot(world: Deployment) -> Snapshot:
     pids = processes(world)
     held = {name: found for name, pid in pids.items() if (found := _held(pid)) is not None}
     pages = {part.name: server_pages(world, part.name) for part in world.instances if part.is_alive}
-    return Snapshot(monotonic(), held, pids, pages, left_segments())
-
-
-def left_segments(folder: str = _SHM) -> frozenset[str]:
-    """Files of a folder in memory that nobody uses any more; SGLang leaves some, which may run beside."""
-    # First: what comes later is somebody's.
-    names = {name for name in os.listdir(folder) if not name.startswith("sgl")}
-    used = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is another user's
-            maps = (process / "maps").read_text().splitlines()
-            used |= {line.split(None, 5)[5] for line in maps if folder in line}
-            for fd in (process / "fd").iterdir():
-                with suppress(OSError):
-                    used.add(os.readlink(fd))
-    return frozenset(name for name in names if folder + name not in used)
+    segments = frozenset(name for pid in pids.values() for name in named_segments(pid))
+    return Snapshot(monotonic(), held, pids, pages, segments)
 
 
 def server_pages(world: Deployment, name: str) -> dict[str, int]:

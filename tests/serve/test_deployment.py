@@ -13,6 +13,8 @@ from time import monotonic
 
 import pytest
 from tests.engine.tiny import oracle
+from tests.faults.stages import named_segments
+from tests.ports import free_port
 from tests.serve.deployment import (
     Part,
     deployment,
@@ -32,13 +34,10 @@ from tests.serve.resources import (
     Snapshot,
     _held,
     growth,
-    left_segments,
     lost_pages,
     slope_per_s,
 )
 from tests.serve.speaking import EOS, NUM_TEXT_IDS, tokenizer
-
-from baton.supervisor import free_port
 
 
 def test_the_oracle_is_transformers_up_to_the_end_of_the_answer() -> None:
@@ -95,14 +94,20 @@ def test_what_leaks_is_named(last: Snapshot, finding: str) -> None:
     assert growth([snap(0.0), snap(1.0)]) == []
 
 
-def test_segments_that_nobody_uses_are_named(tmp_path: Path) -> None:
+def test_segments_of_a_process_that_have_names(tmp_path: Path) -> None:
     folder = f"{tmp_path}/"
-    for name in ("left", "open", "mapped"):
+    for name in ("of nobody", "open", "mapped", "gone"):
         (tmp_path / name).write_bytes(b"x")
-    with (tmp_path / "open").open() as _, (tmp_path / "mapped").open("r+b") as file, mmap(file.fileno(), 0):
+    with (
+        (tmp_path / "open").open(),
+        (tmp_path / "gone").open(),
+        (tmp_path / "mapped").open("r+b") as file,
+        mmap(file.fileno(), 0),
+    ):
         file.close()
-        assert left_segments(folder) == {"left"}
-    assert left_segments(folder) == {"left", "open", "mapped"}
+        (tmp_path / "gone").unlink()
+        assert named_segments(os.getpid(), folder) == {"open", "mapped"}
+    assert named_segments(os.getpid(), folder) == set()
 
 
 def test_pages_that_are_held_are_named() -> None:

@@ -13,12 +13,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.ports import free_port
 from tests.serve.deployment import Deployment, Part, deployment, model, oracle_text, until
 from tests.serve.hosts import Host, NoHosts, two_hosts
 
 from baton.engine.trace import RequestTrace
 from baton.observe import covered_s
-from baton.supervisor import free_port
 
 pytestmark = pytest.mark.serve
 

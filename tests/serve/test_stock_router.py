@@ -13,6 +13,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from tests.ports import free_port
 from tests.serve.clients import Load
 from tests.serve.deployment import Answer, Deployment, Part, ask, deployment, oracle_text, until
 from tests.serve.judging import Fate, form_of_error
@@ -20,8 +21,6 @@ from tests.serve.parts import START_S_MAX
 from tests.serve.questions import Catalogue
 from tests.serve.resources import lost_pages, server_pages
 from tests.serve.speaking import chat_ids, encode
-
-from baton.supervisor import free_port
 
 MODULE = "sglang_router"
 PREFILL, DECODE = ("tp2", "pp2"), ("tp1", "cp2:stripe32")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Self
 
 import pytest
-from tests.faults.stages import is_alive
+from tests.faults.stages import is_alive, named_segments
 from tests.serve.parts import ask, children, until
 from tests.serve.speaking import chat_ids, model, oracle_text
 
@@ -289,15 +289,6 @@ def rest(response: http.client.HTTPResponse) -> bytes:
         return cut.partial
     except OSError:
         return b""
-
-
-def named_segments(pid: int) -> set[str]:
-    """Shared memory that has a name, and would stay when its process is killed."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return set()
-    return {line.split("/dev/shm/")[1] for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
 
 
 def test_an_instance_that_cannot_start_is_told_at_once(tmp_path, started) -> None:

@@ -9,12 +9,16 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from time import monotonic
 from typing import Any
 
 import aiohttp
+import pytest
 from tests.serving.peers import Peer, Rooms
 from tests.session.registry_world import SECRET, registry
 
+from baton.serving import fleet
+from baton.serving import router as routing
 from baton.serving.fleet import FleetInstance
 from baton.serving.http import Credentials
 from baton.serving.router import LocalMode, Router, RouterConfig, RouterLimits
@@ -36,6 +40,18 @@ def run(body: Callable[[], Awaitable[None]]) -> None:
 def without_model(line: str) -> str:
     """A line of /metrics without the label `model_name`."""
     return re.sub(r'(?<=[{,])model_name="[^"]*",?', "", line).replace(",}", "}").replace("{}", "")
+
+
+class Clock:
+    """The router's clock: a test that waits for a deadline of minutes puts it forward."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._ahead_s = 0.0
+        for module in (routing, fleet):
+            monkeypatch.setattr(module, "monotonic", lambda: monotonic() + self._ahead_s)
+
+    def advance(self, duration_s: float) -> None:
+        self._ahead_s += duration_s
 
 
 async def until(holds: Callable[[], Any]) -> None:
@@ -161,10 +177,15 @@ class World:
 
 @asynccontextmanager
 async def world(
-    num_prefill: int = 1, num_decode: int = 1, limits: RouterLimits | None = None, **more: Any
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    limits: RouterLimits | None = None,
+    *,
+    registry_port: int = 0,
+    **more: Any,
 ) -> AsyncIterator[World]:
     """A world of peers p0, p1, ..., d0, d1, ...; without local prefills unless it is asked for."""
-    async with registry() as server:
+    async with registry(port=registry_port) as server:
         config = RouterConfig(server.url, poll_s=0.1, local=LocalMode.NEVER, limits=limits or RouterLimits())
         config = replace(config, **{"prefill_policy": "round_robin", "decode_policy": "round_robin", **more})
         router = Router(config, SECRET, Credentials((), SECRET))

@@ -21,7 +21,7 @@ CHAT = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture
 def client(served: Live) -> OpenAI:
-    return OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120)
+    return OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=300)
 
 
 def test_models(served: Live, client: OpenAI):

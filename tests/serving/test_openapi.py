@@ -41,7 +41,7 @@ BAD = [(path, method) for path, method in GOOD if method == "post" or path == "/
 
 @pytest.fixture(scope="module")
 def schema(served: Live):
-    return schemathesis.openapi.from_url(f"{served.url}/openapi.json", timeout=60)
+    return schemathesis.openapi.from_url(f"{served.url}/openapi.json", timeout=300)
 
 
 def hold(operation: Any, mode: GenerationMode) -> None:
@@ -56,7 +56,7 @@ def hold(operation: Any, mode: GenerationMode) -> None:
         phases=[Phase.explicit, Phase.generate],
     )
     def holds(case: schemathesis.Case) -> None:
-        response = case.call(timeout=120)
+        response = case.call(timeout=300)
         if "text/event-stream" not in response.headers["content-type"]:
             case.validate_response(response, checks=CHECKS)
 

@@ -518,7 +518,7 @@ async def check_asks_for_the_key(tab: Tab, url: str) -> None:
     )
     assert KEY not in await tab.value(stores), "the key is kept"
     assert await tab.value("Object.values(sessionStorage)") == [KEY]
-    await tab.value("document.querySelector('#forget').click()")
+    await tab.leave("document.querySelector('#forget').click()")
     await tab.until(is_asking)
     assert await tab.value("sessionStorage.length") == 0
 

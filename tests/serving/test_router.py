@@ -9,8 +9,9 @@ from typing import Any
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.ports import free_port
 from tests.serving.peers import Fault, expected
-from tests.serving.router_world import run, until, world
+from tests.serving.router_world import Clock, run, until, world
 from tests.session.registry_world import SECRET, registry
 
 from baton import __version__
@@ -97,8 +98,8 @@ def test_draining_router_finishes_what_it_has_and_takes_nothing_new():
 
 def test_registry_that_is_away_or_has_forgotten_everybody_changes_nothing():
     async def body() -> None:
-        async with world() as w:
-            port = int(w.registry.url.rpartition(":")[2])
+        port = free_port()
+        async with world(registry_port=port) as w:
             await w.registry.close()
             assert (await w.stream(PROMPT)).texts == RIGHT
             async with registry(port=port):  # a new one, that nobody has told anything yet
@@ -116,9 +117,8 @@ def _seen(fleet: Any) -> bool:
 
 def test_router_that_starts_before_the_registry_waits_for_it():
     async def body() -> None:
-        async with registry() as gone:
-            url, port = gone.url, int(gone.url.rpartition(":")[2])
-        router = Router(RouterConfig(url), SECRET, Credentials((), SECRET))
+        port = free_port()
+        router = Router(RouterConfig(f"http://127.0.0.1:{port}"), SECRET, Credentials((), SECRET))
         await router.start("127.0.0.1", 0)
         assert "registry has not answered" in router.fleet.missing()
         async with registry(port=port):
@@ -299,9 +299,13 @@ def test_requests_in_the_queue_hear_at_once_that_no_instance_is_left():
     run(body)
 
 
-def test_a_request_in_the_queue_of_an_instance_that_computes_is_not_given_up():
+def test_a_request_in_the_queue_of_an_instance_that_computes_is_not_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    clock = Clock(monkeypatch)
+
     async def body() -> None:
-        async with world(1, 1, RouterLimits(first_s_max=0.3)) as w:
+        async with world(1, 1, RouterLimits(first_s_max=600.0)) as w:
             w.d0.gate.clear()
             asking = asyncio.create_task(w.post(PROMPT))
             await until(lambda: w.d0.seen)
@@ -310,6 +314,11 @@ def test_a_request_in_the_queue_of_an_instance_that_computes_is_not_given_up():
                 before_s = health.moved_s
                 w.p0.told = {"load": {"num_steps": number}}
                 await until(lambda before_s=before_s: health.moved_s > before_s)
+                clock.advance(400.0)
+                for each in w.router.fleet.instances.values():  # two polls: the first looks at deadlines
+                    for _ in range(2):
+                        heard_s = each.health.heard_s
+                        await until(lambda each=each, heard_s=heard_s: each.health.heard_s > heard_s)
                 assert not asking.done()
             w.d0.gate.set()
             assert (await asking)[0] == 200

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from tests.ports import free_port
 from tests.serve.parts import Answer
 from tests.serve.speaking import encode, model, oracle_text
 from tests.serving.live import Live, live, until
 from tests.serving.streams import half_read, heard
 
 from baton.serving.http import EventSplitter
-from baton.supervisor import free_port
 
 pytestmark = pytest.mark.serve
 

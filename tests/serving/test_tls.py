@@ -96,7 +96,7 @@ def test_chat_and_drain_verify_the_server(world: Deployment, tls: Tls):
     def baton(*words: str, given: str = "") -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "baton", *words]
         return subprocess.run(
-            command, env=environment, input=given, capture_output=True, text=True, check=False, timeout=180
+            command, env=environment, input=given, capture_output=True, text=True, check=False, timeout=300
         )
 
     chatted = baton("chat", "--url", world.url, "--max-tokens", "4", "--tls-ca", tls.authority, given=FOX)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp.connector import Connection
+from tests.ports import free_port
 from tests.serving.router_world import run, until
 
 from baton.errors import ConfigError
@@ -186,7 +187,7 @@ def test_idle_connections_are_not_kept_for_long(monkeypatch: pytest.MonkeyPatch)
 
 def test_idle_connections_are_closed_where_no_request_follows(monkeypatch: pytest.MonkeyPatch):
     async def body() -> None:
-        monkeypatch.setattr(fleet, "IDLE_S_MAX", 0.2)
+        monkeypatch.setattr(fleet, "IDLE_S_MAX", 2.0)
         listener = Listener([OK] * 4)
         async with listener as url, client() as upstream:
             await asyncio.gather(*(posted(upstream, url) for _ in range(3)))
@@ -240,8 +241,7 @@ def test_broken_answers_to_posts_are_errors(answer: bytes):
 
 def test_a_closed_port_is_told_apart():
     async def body() -> None:
-        async with Listener([]) as url:
-            pass
+        url = f"http://127.0.0.1:{free_port()}"
         async with client() as upstream:
             for asked in (fetch(upstream.session, f"{url}/x", 60.0), posted(upstream, url)):
                 with pytest.raises(UpstreamError) as raised:

@@ -7,6 +7,7 @@ and every byte that no transfer was granted has to be as it was. Who holds which
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import os
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 from tests.plan.world import Held, holdings, make_cache, needed, put, raw_values
 
 from baton.plan import Cache, Prompt, Spec, Storage, parse_layout
@@ -32,19 +34,32 @@ from baton.protocol.timings import Timings
 from baton.session.endpoint import Endpoint, EndpointConfig
 from baton.session.handles import Handle, Receiving, Request, Sending, prompt_digest
 from baton.session.links import SocketConfig
+from baton.session.loop import DriverPorts
 from baton.session.process import TransportConfig
 from baton.session.remote import EndpointProcess, RemoteEndpoint
 from baton.sim.families import draw_placements
 from baton.transport import Transport, open_transport
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 """How long a test waits for what has to come; never for what must not."""
 SECRET = b"a secret of these tests, 32 bytes"
-TIMINGS = Timings(beat_s=0.02, silence_s=PATIENCE_S, ask_again_s=0.02, redial_s=0.01, redial_s_max=0.05)
+TIMINGS = Timings(beat_s=0.02, silence_s=10 * PATIENCE_S, ask_again_s=0.02, redial_s=0.01, redial_s_max=0.05)
 AUX = Aux(tokens=(11,), logprobs=({11: -0.5},), sampler_position=1, cached_tokens=3, fields={"seed": 7})
 NHD: Order = ("layer", "page", "token", "unit")
 CACHE = make_cache(4, (Paged(4, 3, 2), ((0, 4),)))
 """Grouped-query attention: 4 layers, 4 heads, keys of 3 and values of 2 channels."""
+
+
+class Clock:
+    """Of the sessions in this process: a test that waits for a deadline of minutes puts it forward."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._ahead_s = 0.0
+        for owner, name in ((DriverPorts, "now"), (asyncio.BaseEventLoop, "time")):
+            monkeypatch.setattr(owner, name, lambda _: time.monotonic() + self._ahead_s)
+
+    def advance(self, duration_s: float) -> None:
+        self._ahead_s += duration_s
 
 
 @dataclass(frozen=True)

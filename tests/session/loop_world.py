@@ -17,7 +17,7 @@ from baton.session.links import Link, SocketConfig
 from baton.session.loop import DriverLoop, DriverPorts
 from baton.transport.base import Completion
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 """How long a test waits for what has to come; never for what must not."""
 
 

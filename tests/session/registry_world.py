@@ -21,7 +21,7 @@ from baton.session.registry import Member, RegistryConfig, RegistryServer, Role
 from baton.session.registry.messages import sign
 
 SECRET = b"a secret for tests only"
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 
 
 def member(instance: str = "p0", rank: int = 0, epoch: int = 1, layout: str = "tp2", **more: Any) -> Member:

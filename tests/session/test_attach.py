@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.ports import free_port
 from tests.session.handoff_world import (
     CACHE,
     PATIENCE_S,
@@ -23,7 +24,6 @@ from baton.errors import LocalProtocolError, TransportError
 from baton.plan.ownership import buffers
 from baton.protocol.outcomes import Failed
 from baton.session import Endpoint, EndpointConfig, SocketConfig, prompt_digest
-from baton.supervisor import free_port
 from baton.transport import open_transport
 
 SPEC = Side("tp2").spec(CACHE)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.plan.world import make_cache
+from tests.ports import free_port
 from tests.session.handoff_world import (
     AUX,
     CACHE,
@@ -21,6 +20,7 @@ from tests.session.handoff_world import (
     PATIENCE_S,
     SECRET,
     TIMINGS,
+    Clock,
     Instance,
     Job,
     Side,
@@ -40,9 +40,6 @@ from baton.session.handles import Digest, prompt_digest
 from baton.session.links import SocketConfig
 from baton.session.registry import RegistryClient, RegistryError
 from baton.transport import Batch, Completion, Done, HostFence, Region, Ticket, Transport
-
-TOLD_S_MAX = 30.0
-"""Far less than the silence after which a peer counts as lost: somebody said something."""
 
 
 @pytest.fixture(autouse=True)
@@ -296,8 +293,7 @@ def test_an_id_that_ended_a_moment_ago_is_refused() -> None:
 
 @pytest.mark.parametrize("source", ["nobody", "closed"])
 def test_a_source_that_is_not_there(source: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        closed = f"127.0.0.1:{found.getsockname()[1]}"
+    closed = f"127.0.0.1:{free_port()}"
     with worlds(Side(), Side("tp2")) as world:
         alone = world.transfer()
         alone.receive(source=closed if source == "closed" else source)
@@ -499,7 +495,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_copy_that_fails(fault: str, transport: str) -> None:
     sabotage = Sabotage(1, **FAULTS[fault])
-    timings = {"timings": replace(TIMINGS, copy_s=1.0)}
+    timings = {"timings": replace(TIMINGS, copy_s=3.0)}
     with worlds(Side("tp2", wrap=sabotage, options=timings), Side("pp2"), transport=transport) as world:
         found = world.transfer()
         found.receive()
@@ -536,11 +532,15 @@ def test_a_transfer_that_the_other_side_never_speaks_of() -> None:
             assert found.cause().why is Why.DEADLINE
 
 
-def test_a_transfer_that_stops_moving() -> None:
-    timings = {"timings": replace(TIMINGS, progress_s=0.3)}
-    with worlds(Side("tp2"), Side(options=timings)) as world:
+def test_a_transfer_that_stops_moving(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    timings = {"timings": replace(TIMINGS, progress_s=PATIENCE_S)}
+    with worlds(
+        Side("tp2", options={"timings": replace(TIMINGS, progress_s=300.0)}), Side(options=timings)
+    ) as world:
         found = world.transfer()
         copying(found)
+        clock.advance(PATIENCE_S + 1.0)
         cause = found.cause()
         assert (cause.why, cause.stage, cause.instance) == (Why.DEADLINE, Stage.COPY, "d0")
         world.hand_off()
@@ -597,10 +597,8 @@ def test_a_source_rank_that_is_closed(reach: Callable[[Transfer], None], rank: i
     try:
         found = world.transfer()
         reach(found)
-        began = time.monotonic()
         world.source.endpoints[rank].close()
-        outcome = found.receiving.wait(PATIENCE_S)
-        assert time.monotonic() - began < TOLD_S_MAX
+        outcome = found.receiving.wait(PATIENCE_S)  # long before its silence would tell
         assert isinstance(outcome, Failed)
         assert outcome.cause.why is Why.PEER_LOST
         assert outcome.cause.instance == "p0"
@@ -622,7 +620,7 @@ def test_a_target_rank_that_is_closed(reach: Callable[[Transfer], None], rank: i
         reach(found)
         world.target.endpoints[rank].close()
         for sending in found.sendings.values():
-            outcome = sending.wait(TOLD_S_MAX)
+            outcome = sending.wait(PATIENCE_S)
             assert isinstance(outcome, Failed)
             assert outcome.cause.why is Why.PEER_LOST
             assert outcome.cause.instance == "d0"
@@ -636,9 +634,7 @@ def test_a_target_rank_that_is_closed(reach: Callable[[Transfer], None], rank: i
 
 @pytest.mark.parametrize("way", ["address", "name"])
 def test_a_source_that_was_restarted(way: str) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    source = Side("tp2", options={"sockets": SocketConfig(port=port)})
+    source = Side("tp2", options={"sockets": SocketConfig(port=free_port())})
     with worlds(source, Side(options={"embed_registry": 0})) as world:
         for attempt in range(2):
             found = world.transfer()

@@ -251,7 +251,7 @@ loop._thread.join(20)
 
 def test_instance_ends_by_default_with_one_line_and_status_1():
     done = subprocess.run(
-        [sys.executable, "-c", LOUD], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", LOUD], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 1
     assert done.stderr == "baton: this instance ends: rank 3 died\n"

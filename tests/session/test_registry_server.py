@@ -366,7 +366,7 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
     certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
     words = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 1 -subj /CN=registry"
     names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run([openssl, *words.split(), *names], check=True, capture_output=True, timeout=30)
+    subprocess.run([openssl, *words.split(), *names], check=True, capture_output=True, timeout=300)
     return certificate, key
 
 

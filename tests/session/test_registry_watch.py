@@ -9,7 +9,8 @@ import time
 
 import msgspec
 import pytest
-from tests.session.registry_world import SECRET, ask, member, put, registry, run, until
+from tests.ports import free_port
+from tests.session.registry_world import LIMIT_S, SECRET, ask, member, put, registry, run, until
 
 from baton.session.registry import (
     Change,
@@ -164,9 +165,8 @@ async def drain(raw: socket.socket) -> bytes:
 
 def test_a_watch_comes_back_after_a_restart_and_begins_with_the_topology() -> None:
     async def body() -> None:
-        first = RegistryServer(SECRET)
-        await first.start(port=0)
-        port = int(first.address.rsplit(":", 1)[1])
+        first, port = RegistryServer(SECRET), free_port()
+        await first.start(port=port)
         async with RegistryClient(first.url, SECRET) as client:
             seen, reading = follow(client)
             await put(first, member(layout="tp1"))
@@ -188,7 +188,7 @@ def test_a_watch_comes_back_after_a_restart_and_begins_with_the_topology() -> No
 def test_closing_ends_open_watches_at_once_and_a_closed_client_stops_watching(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(registry_server, "SHUTDOWN_S", 60.0)
+    monkeypatch.setattr(registry_server, "SHUTDOWN_S", 10 * LIMIT_S)
 
     async def body() -> None:
         server = RegistryServer(SECRET)
@@ -197,9 +197,7 @@ def test_closing_ends_open_watches_at_once_and_a_closed_client_stops_watching(
         seen, reading = follow(client)
         raw = await open_watch(server)
         await until(lambda: server.num_watchers == 2 and bool(seen))
-        began = time.monotonic()
-        await server.close()
-        assert time.monotonic() - began < 30.0  # below the time that aiohttp gives a request to end
+        await server.close()  # long before the time is over that aiohttp gives a request to end
         assert (await drain(raw)).endswith(b"0\r\n\r\n")
         raw.close()
         await client.close()

@@ -16,6 +16,7 @@ from tests.session.handoff_world import (
     NHD,
     PATIENCE_S,
     TIMINGS,
+    Clock,
     Job,
     Side,
     Transfer,
@@ -259,7 +260,7 @@ def test_a_withdrawal_waits_for_the_copies_that_move(fault: str) -> None:
     def wrap(rank: int, transport: Transport) -> Any:
         return Stubborn(sabotage(rank, transport))
 
-    timings = {"timings": replace(TIMINGS, copy_s=0.5)}
+    timings = {"timings": replace(TIMINGS, copy_s=3.0)}
     with worlds(Side("tp2", wrap=wrap, options=timings), Side("pp2")) as world:
         found = world.transfer()
         granted(found)
@@ -351,12 +352,16 @@ def test_an_answer_that_ends_after_a_withdrawal() -> None:
             found.offer((0, 4), (0, 21))
 
 
-def test_the_deadlines_run_on_while_a_transfer_is_withdrawn() -> None:
-    timings = {"timings": replace(TIMINGS, progress_s=0.3)}
-    with worlds(Side(), Side(options=timings)) as world:
+def test_the_deadlines_run_on_while_a_transfer_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    timings = {"timings": replace(TIMINGS, progress_s=PATIENCE_S)}
+    with worlds(
+        Side(options={"timings": replace(TIMINGS, progress_s=300.0)}), Side(options=timings)
+    ) as world:
         found = world.transfer()
         copying(found)
         withdraw(found)
+        clock.advance(PATIENCE_S + 1.0)
         cause = found.cause()
         assert (cause.why, cause.stage, cause.instance) == (Why.DEADLINE, Stage.COPY, "d0")
 

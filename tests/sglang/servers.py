@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from tests.ports import free_port
 from tests.serve.parts import until
 from tests.vllm.servers import START_S_MAX, Server, run_client
-
-from baton.supervisor import free_port
 
 ROOT = Path(__file__).parents[2]
 VENV = ROOT / ".venv-sglang"

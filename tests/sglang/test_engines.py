@@ -11,14 +11,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tests.ports import free_port
 from tests.serve.parts import Part, until
 from tests.sglang.conftest import LENGTHS, NUM_TOKENS
 from tests.sglang.servers import DEADLINES, ROOT, SglangServer, environment, generate
 from tests.sglang.test_handoff import differing
 from tests.sglang.test_router import check_routed, is_installed
 from tests.vllm.servers import ANSWER_S_MAX, START_S_MAX, run_client
-
-from baton.supervisor import free_port
 
 pytestmark = pytest.mark.sglang
 

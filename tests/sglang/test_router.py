@@ -8,13 +8,12 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tests.ports import free_port
 from tests.serve.parts import until
 from tests.sglang.conftest import LENGTHS, NUM_TOKENS
 from tests.sglang.servers import SglangServer, read_answer
 from tests.sglang.test_handoff import is_alike
 from tests.vllm.servers import END_S_MAX, run_client
-
-from baton.supervisor import free_port
 
 MODULE = "sglang_router"
 START_S_MAX = 300.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from tests.ports import free_port
 from tests.transport.faulty import Faulty, FaultyConfig
 from tests.transport.host_ipc import HostIpc
 
@@ -71,5 +71,4 @@ def restart_options(subject: str) -> dict[str, Any]:
     """Options under which a second target gets the addresses of the first."""
     if not any(name in subject for name in ("tcp", "mooncake", "nixl")):
         return {}
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return {"port": server.getsockname()[1]}
+    return {"port": free_port()}

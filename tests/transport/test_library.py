@@ -211,9 +211,9 @@ def test_batch_is_split_into_posts_of_which_few_are_in_flight(scene: Scene):
 
 def test_deadline_counts_from_progress(scene: Scene):
     scene.library.hold()
-    ticket = scene.send(deadline_s=1.0)
+    ticket = scene.send(deadline_s=3.0)
     for _ in range(SIZE // POST_BYTES):
-        time.sleep(0.15)
+        time.sleep(0.4)
         scene.library.gate.release()
     assert isinstance(scene.ending(ticket), Done)
 

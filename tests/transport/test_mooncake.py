@@ -5,9 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import random
 import select
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.ports import free_port
 from tests.transport.contract import completions, one_span, spans_of
 from tests.transport.ends import End, device_tensor
 
@@ -257,17 +256,6 @@ def start() -> Iterator[Callable[..., Child]]:
         child.end()
 
 
-def free_ports(count: int) -> tuple[int, int]:
-    """Neighbouring ports of which the library may have its choice."""
-    for _ in range(100):
-        first = random.randrange(15000, 17000 - count)  # another worker may be looking for some too
-        with suppress(OSError):
-            for port in range(first, first + count):
-                socket.create_server(("0.0.0.0", port)).close()
-            return first, first + count - 1
-    raise AssertionError("no free ports from 15000 to 17000")
-
-
 @pytest.mark.parametrize("is_under_way", [True, False], ids=["under way", "queued"])
 def test_successor_with_the_same_addresses_gets_nothing(
     library: Mooncake, start: Callable[..., Child], is_under_way: bool
@@ -330,7 +318,8 @@ def replace_target(
     start: Callable[..., Child], send: Callable[[dict[str, Any]], Callable[[], None]], *, has_same_port: bool
 ) -> int | None:
     """Kills a target while something is sent to it; answers what its successor got, if there could be one."""
-    ports = free_ports(4)
+    first = free_port(4)
+    ports = first, first + 3  # the library has its choice of them
     target = start("target", ports=ports)
     told = target.hear()
     successor = start("successor", ports=ports, port=told["data_port"] if has_same_port else 0)

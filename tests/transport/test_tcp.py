@@ -16,6 +16,7 @@ from baton.transport import (
     Done,
     FailedQuiet,
     FailedUnknown,
+    HostFence,
     Invitation,
     Quiet,
     Ranges,
@@ -224,6 +225,8 @@ def test_revocation_reaches_the_source_as_quiet():
         source = world.source.load(16 * MIB, 1)
         link = world.link(world.target(), 16 * MIB)
         tickets = [link.send(source, one_span(16 * MIB)) for _ in range(30)]
+        # However late this thread is, the last are not sent: their fence never comes.
+        tickets += [link.send(source, one_span(MIB), fence=HostFence()) for _ in range(2)]
         time.sleep(0.05)
         assert isinstance(link.target.call("revoke", link.writer), Quiet)
         ended = list(completions(world.source, tickets).values())

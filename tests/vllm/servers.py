@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from tests.ports import free_port
 from tests.serve.parts import until
-
-from baton.supervisor import free_port
 
 ROOT = Path(__file__).parents[2]
 VENV = ROOT / ".venv-vllm"

@@ -7,6 +7,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tests.ports import free_port
 from tests.vllm.servers import (
     Server,
     check_free,
@@ -16,8 +17,6 @@ from tests.vllm.servers import (
     random_prompts,
     run_client,
 )
-
-from baton.supervisor import free_port
 
 pytestmark = pytest.mark.vllm
 NUM_TOKENS = 8

@@ -30,6 +30,10 @@ class Script:
     keys: list[str] = field(default_factory=list)
     num_at_once: int = 0
     num_at_once_max: int = 0
+    num_together: int = 0
+    """So many requests have to be under way at once before the first of them is answered."""
+    num_sent: int = 0
+    """Parts of answers."""
 
 
 @contextmanager
@@ -114,6 +118,8 @@ async def _answer(script: Script, request: web.Request, body: Any, odd: str) -> 
 
     if is_chat:
         await event({"id": "chat", "choices": [{"delta": {"role": "assistant", "content": ""}}]})
+    while script.num_at_once_max < script.num_together:
+        await asyncio.sleep(0.005)
     await asyncio.sleep(script.first_s)
     num = body["max_tokens"]
     for number in range(num):
@@ -126,6 +132,7 @@ async def _answer(script: Script, request: web.Request, body: Any, odd: str) -> 
         if number == num // 2 and odd == "error":
             await event({"error": {"message": "a peer was lost", "code": "PEER_LOST"}})
         await event(chunk(" word"))
+        script.num_sent += 1
     details = {"cached_tokens": 3}
     usage = {"prompt_tokens": 7, "completion_tokens": num, "prompt_tokens_details": details}
     await event({"id": "x", "choices": [], "usage": usage})

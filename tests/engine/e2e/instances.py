@@ -55,7 +55,7 @@ CROSSINGS = [
 """Pairs of layouts, each axis on either side, for families that keep tokens in their own way."""
 
 
-SILENCE_S = 30.0
+SILENCE_S = 120.0
 """A machine that others use may stand still for seconds, and no rank of it is lost then."""
 
 

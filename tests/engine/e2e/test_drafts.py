@@ -320,7 +320,7 @@ def test_from_the_command_line() -> None:
     options = ["--draft", "--prefill", "tp1", "--decode", "tp2", "--max-tokens", str(num_tokens)]
     command = ["generate", "--model", str(drafted(FAMILY)), *options, " ".join(map(str, asked))]
     done = subprocess.run(
-        [sys.executable, "-m", "baton", *command], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-m", "baton", *command], capture_output=True, text=True, timeout=300, check=True
     )
     answer = oracle(drafted(FAMILY), [asked], num_tokens)[0]
     stop = next((at + 1 for at, token in enumerate(answer) if token == CONFIG["eos_token_id"]), num_tokens)

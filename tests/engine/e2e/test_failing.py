@@ -34,9 +34,9 @@ from baton.protocol.outcomes import Why
 
 pytestmark = pytest.mark.engine
 
-TOLD_S_MAX = 20.0
-SILENT_S_MAX = 15.0
-"""A stopped process is known by its silence alone, and after the 30 s of the others too late."""
+TOLD_S_MAX = 60.0
+SILENT_S_MAX = 60.0
+"""A stopped process is known by its silence alone, and after the two minutes of the others too late."""
 ROOT = Path(__file__).parents[3]
 NUM_TOKENS = 2000
 """So many that a request is under way for as long as a test looks."""
@@ -113,7 +113,7 @@ def test_a_killed_prefill_rank(pool: InstancePool, folder: Path, layout: str, ra
 
 
 def test_a_stopped_rank(pool: InstancePool, folder: Path) -> None:
-    instance = pool.instance(Side(str(folder), "pp2", name="halting").but(silence_s=2.0))
+    instance = pool.instance(Side(str(folder), "pp2", name="halting").but(silence_s=5.0))
     listener = Listener(instance, greedy(prompt(40), NUM_TOKENS))
     assert isinstance(listener.until(OutputChunk), OutputChunk)
     pids = instance.pids
@@ -144,7 +144,7 @@ def test_ranks_end_with_their_parent(folder: Path) -> None:
         assert len(pids) == 2
         assert not any(is_gone(pid) for pid in pids)
         parent.kill()
-        until(lambda: all(is_gone(pid) for pid in pids), "the ranks are gone", 10.0)
+        until(lambda: all(is_gone(pid) for pid in pids), "the ranks are gone")
 
 
 def check_other_lives(instance: Instance, folder: Path) -> None:

@@ -29,6 +29,7 @@ from tests.engine.e2e.instances import (
 )
 from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.tiny import tiny
+from tests.ports import free_port
 
 from baton.engine.commands import Command, Step
 from baton.engine.deployment import Pair
@@ -38,7 +39,6 @@ from baton.engine.requests import OutputChunk, RequestError, RequestFinished
 from baton.errors import EngineError, FullError
 from baton.protocol.outcomes import Why
 from baton.session.registry import RegistryClient, Roster, Topology
-from baton.supervisor import free_port
 
 pytestmark = pytest.mark.engine
 
