@@ -1328,5 +1328,7 @@ class UpstreamRequest:
             text = f"{name} has been unhealthy for {unhealthy_s:.0f} s: {health.trouble}"
             self.fail(UpstreamError(text, "DEADLINE"))
         elif self.queue_s_max is not None and silent_s > self.queue_s_max:
-            error = failure("QUEUE_TIMEOUT", f"no token from {name} within {silent_s:.1f} s (--queue-timeout)")
+            error = failure(
+                "QUEUE_TIMEOUT", f"no token from {name} within {silent_s:.1f} s (--queue-timeout)"
+            )
             self.fail(AttemptFailed(error, name))
