@@ -18,7 +18,7 @@ from tests.faults.stages import is_alive
 from tests.serve.parts import ask, until
 
 from baton.cli import main, start
-from baton.cli.deployment import router_service, vllm_services
+from baton.cli.deployment import make_vllm_servers, router_service, vllm_services
 from baton.cli.options import DeploymentOptions
 from baton.cli.parser import parse
 from baton.cli.vllm_servers import parse_sizes, plan_servers
@@ -152,6 +152,17 @@ def test_command_lines():
         servers[1].url,
     )
     assert route[5:7] == ("--engine", "vllm")
+    assert "--queue-timeout" not in route
+
+
+def test_the_queue_timeout_is_the_routers(program: Path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    line = f"--engine vllm --vllm {program} --model m --prefill tp1 --decode tp1 --queue-timeout 9"
+    options = parse(DeploymentOptions, line.split())
+    servers = make_vllm_servers(options)
+    assert "--queue-timeout 9.0" in " ".join(router_service(options, None, servers).arguments)
+    for service in vllm_services(options, servers):
+        assert "queue" not in " ".join(service.arguments), "vLLM has no such option"
 
 
 @pytest.fixture

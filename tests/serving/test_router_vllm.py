@@ -281,6 +281,94 @@ def test_a_client_that_leaves_ends_both_legs():
     run(body)
 
 
+IMPATIENT = {"first_s_max": 0.2, "stall_s_max": 0.2, "silence_s_max": 0.6}
+
+
+async def polled(world: VllmWorld, times: int) -> None:
+    """Waits until each instance has answered as many more polls, after each of which requests are checked."""
+    for instance in world.router.fleet.instances.values():
+        for _ in range(times):
+            heard_s = instance.health.heard_s
+            await until(lambda instance=instance, heard_s=heard_s: instance.health.heard_s > heard_s)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_request_in_vllms_own_queue_waits_for_its_first_token(side: str, is_stream: bool):
+    async def body() -> None:
+        async with vllm_world(limits=RouterLimits(**IMPATIENT)) as world:
+            peer = (world.prefills if side == "prefill" else world.decodes)[0]
+            peer.faults = [Fault(is_silent=True) if is_stream and side == "decode" else Fault(is_held=True)]
+            ask = {"prompt": "hello", "max_tokens": 4}
+            asking = asyncio.create_task(world.stream(ask) if is_stream else world.post(ask))
+            await until(lambda: peer.seen)
+            await polled(world, 8)
+            assert not asking.done()
+            peer.gate.set()
+            answer = await asking
+            text = answer.texts[0] if is_stream else answer[1]["choices"][0]["text"]
+            assert text == expected("hello", 4)
+            assert len(peer.seen) == 1, "it was not sent again"
+            assert await world.metric("baton_router_failures_total") == 0
+
+    run(body)
+
+
+def test_after_the_first_token_a_stream_that_stalls_goes_on_elsewhere():
+    async def body() -> None:
+        async with vllm_world(1, 2, limits=RouterLimits(**IMPATIENT)) as world:
+            world.decodes[0].faults = [Fault(is_silent=True, after=2)]
+            found = await world.stream({"prompt": "hello", "max_tokens": 4})
+            assert (found.texts, found.num_done) == ({0: expected("hello", 4)}, 1)
+            assert await world.metric('baton_router_failures_total{cause="DEADLINE"}') == 1
+            assert len(world.decodes[1].seen) == 1
+
+    run(body)
+
+
+def test_what_waits_at_a_server_that_is_not_healthy_any_more_goes_elsewhere():
+    async def body() -> None:
+        async with vllm_world(1, 2, limits=RouterLimits(**IMPATIENT)) as world:
+            broken = world.decodes[0]
+            broken.faults = [Fault(is_silent=True)]
+            asking = asyncio.create_task(world.stream({"prompt": "hello", "max_tokens": 4}))
+            await until(lambda: broken.seen)
+            broken.health = 503
+            found = await asking
+            assert (found.texts, found.num_done) == ({0: expected("hello", 4)}, 1)
+            assert len(world.decodes[1].seen) == 1
+
+    run(body)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_the_queue_timeout_bounds_the_wait_for_the_first_token(side: str, is_stream: bool):
+    async def body() -> None:
+        limits = RouterLimits(queue_s_max=0.3)
+        async with vllm_world(1, 2, limits=limits, prefill_policy="round_robin") as world:
+            peer = (world.prefills if side == "prefill" else world.decodes)[0]
+            peer.faults = [Fault(is_held=True)]
+            asking = asyncio.create_task(
+                world.post({"prompt": "hello", "max_tokens": 4, "stream": is_stream})
+            )
+            await until(lambda: peer.seen)
+            if side == "decode" and not is_stream:
+                # Its first token cannot be told from its last: this one may be decoding.
+                await polled(world, 6)
+                assert not asking.done()
+                peer.gate.set()
+                assert (await asking)[0] == 200
+                return
+            status, answer = await asking
+            assert (status, answer["error"]["code"]) == (503, "QUEUE_TIMEOUT")
+            assert "(--queue-timeout)" in answer["error"]["message"]
+            await until(lambda: peer.seen[0].is_gone)
+            assert sum(len(each.seen) for each in world.decodes) == 1, "it is not tried again"
+
+    run(body)
+
+
 def test_data_parallel_engines_are_named_by_header_and_port():
     async def body() -> None:
         async with vllm_world(dp=3, prefill_policy="round_robin") as world:

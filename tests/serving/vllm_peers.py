@@ -60,7 +60,9 @@ class Fault:
     is_error: bool = False
     """The stream ends with vLLM's error event, else it is cut."""
     is_held: bool = False
-    """Nothing comes until the client has gone."""
+    """Nothing comes until the client has gone, or the peer's gate opens."""
+    is_silent: bool = False
+    """The headers of a stream come, and nothing else before the gate opens; after as many events, if any."""
 
 
 @dataclass
@@ -80,6 +82,8 @@ class VllmPeer:
         self.key = key
         self.faults: list[Fault] = []
         self.seen: list[Seen] = []
+        self.gate = asyncio.Event()
+        self.health = 200
         self.hides_ids = False
         """As vLLM does for a client that does not want to see reasoning."""
         self._transfers = transfers
@@ -108,7 +112,7 @@ class VllmPeer:
         await self._runner.cleanup()
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.Response()
+        return web.Response(status=self.health)
 
     async def _models(self, request: web.Request) -> web.Response:
         self._check_key(request)
@@ -133,7 +137,8 @@ class VllmPeer:
         is_chat, is_stream = request.path.endswith("chat/completions"), bool(body.get("stream"))
         fault = self.faults.pop(0) if self.faults else None
         if fault is not None and fault.is_held:
-            await asyncio.Event().wait()
+            await self.gate.wait()
+            fault = None
         if fault is not None and fault.status:
             if fault.is_late:
                 await until(lambda: body["kv_transfer_params"]["transfer_id"] in self._transfers)
@@ -163,14 +168,16 @@ class VllmPeer:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         events = list(maker.events(choices, usage))
-        for event in events[: fault.after if fault else None]:
+        for place, event in enumerate(events[: fault.after if fault and not fault.is_silent else None]):
+            if fault is not None and fault.is_silent and place == fault.after:
+                await self.gate.wait()
             await response.write(b"data: %s\n\n" % event)
             await asyncio.sleep(0)
-        if fault is not None and not fault.is_error:
+        if fault is not None and not fault.is_error and not fault.is_silent:
             assert request.transport is not None
             request.transport.close()
             return response
-        if fault is not None:
+        if fault is not None and fault.is_error:
             failed = {"message": "Internal server error", "type": "x", "param": None, "code": 500}
             await response.write(b"data: %s\n\n" % json.dumps({"error": failed}).encode())
         await response.write(b"data: [DONE]\n\n")

@@ -155,7 +155,8 @@ def make_vllm_servers(options: DeploymentOptions) -> list[VllmServer]:
     """The servers of vLLM; raises on options that they cannot have."""
     if not options.decode:
         raise ConfigError("--engine vllm needs --decode: without it there is nothing to hand over")
-    names = set(options.instance.given) - {"model", "transport", "overlap", "verify"}
+    # --queue-timeout is the router's.
+    names = set(options.instance.given) - {"model", "transport", "overlap", "verify", "queue_timeout"}
     names |= set() if options.local_prefill_max is None else {"local_prefill_max"}
     for name in sorted(names):
         option = f"--{name.replace('_', '-')}"

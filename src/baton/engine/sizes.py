@@ -30,7 +30,7 @@ from baton.plan.dtypes import item_bytes
 from baton.plan.models.config import read_cache
 from baton.plan.ownership import box, buffers
 from baton.plan.printer import human_bytes
-from baton.plan.ranges import Ranges
+from baton.plan.ranges import Ranges, size
 from baton.session import SocketConfig
 from baton.session.registry import RegistryError, check_instance, check_registry, check_url
 
@@ -42,6 +42,8 @@ STATE_SLOTS_MIN, STATE_SLOTS_MAX = 4, 64
 """Slots for recurrent state, if their number is not given."""
 STAGING_BYTES_MAX = {"cpu": 4 << 30, "cuda": 256 << 20}
 """Of a rank, if staging_mb is not given. The host commits its memory when it is first used, a GPU at once."""
+ROW_WIDTHS = 16
+"""What a layer takes for a row while it computes it, in float32 vectors of the hidden size."""
 
 
 def find_device(device: str) -> str:
@@ -149,6 +151,20 @@ class PoolSizes:
         """What one more page takes on a rank; 0 where it holds states only."""
         return self.num_bytes(2 * self.page_tokens, rank) - self.num_bytes(self.page_tokens, rank)
 
+    def guess_bytes(self, dtype: str, rank: int) -> int:
+        """What recurrent layers keep of one guess of every slot, on a rank: their input rows in this dtype.
+
+        Such a row has the channels of the convolution and two numbers for each head, as in Qwen3-Next and
+        Qwen3.5, whose drafts are the only ones beside recurrent layers.
+        """
+        num_values = 0
+        for component in self._spec.cache.components:
+            if not component.extent.has_tokens:
+                held = box(self._spec, component, rank, "this")
+                width = 2 if component.name == "ssm" else component.dims[0].size
+                num_values += size(held.layers) * (held.units[1] - held.units[0]) * width
+        return self._num_slots * num_values * item_bytes(dtype)
+
 
 def gpu_rooms(
     config: EngineConfig,
@@ -166,8 +182,10 @@ def gpu_rooms(
     layout = parse_layout(config.layout)
     devices = [gpu_of(config.base_gpu_id, rank, len(gpus)) for rank in range(layout.num_ranks)]
     other = CONTEXT_BYTES * (1 + config.is_offloaded) + STAGING_BYTES_MAX["cuda"] + WORKSPACE_BYTES
-    # Sampling works on a few copies of the logits, in float32.
-    other += 4 * config.sequences_max * architecture.vocab_size * 4
+    # Sampling works on a few copies of the logits, in float32. Each guess is a row more, with logits.
+    num_guesses = config.sequences_max * config.draft_tokens
+    other += 4 * (config.sequences_max + num_guesses) * architecture.vocab_size * 4
+    other += num_guesses * ROW_WIDTHS * architecture.hidden_size * 4
     context_max = config.context_max or architecture.max_positions
     weights: dict[tuple[int, int], int] = {}
     """By the layers of a stage: its first rank has the largest share."""
@@ -184,9 +202,9 @@ def gpu_rooms(
             devices.count(device),
             config.gpu_memory_utilization,
             weights[cut.layers],
-            other,
+            other + config.draft_tokens * pool.guess_bytes(config.dtype, rank),
         )
-        rooms.append(replace(room, other=other + min(gathered, max(0, room.cache_bytes) // 8)))
+        rooms.append(replace(room, other=room.other + min(gathered, max(0, room.cache_bytes) // 8)))
     return rooms
 
 

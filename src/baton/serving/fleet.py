@@ -296,6 +296,8 @@ class InstanceHealth:
     trouble: str = "not polled yet"
     heard_s: float = field(default_factory=monotonic)
     """When it last answered a poll."""
+    healthy_s: float = field(default_factory=monotonic)
+    """When a poll last found it healthy."""
     moved_s: float = -inf
     """When it was last found to have computed something."""
     info: ServerInfo = field(default_factory=ServerInfo)
@@ -798,3 +800,5 @@ class FleetWatcher:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             status, health.trouble = 0, f"its {info_path} cannot be read: {error}"
         health.is_healthy = status == 200
+        if health.is_healthy:
+            health.healthy_s = health.heard_s

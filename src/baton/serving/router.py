@@ -139,7 +139,8 @@ class RouterLimits:
     num_waiting_max: int = 1024
     """Requests that wait in the router until an instance has room, as long as their clients do."""
     queue_s_max: float | None = None
-    """How long one waits there; None: no limit."""
+    """How long one waits there, and how long a first token takes in the queue of an instance that does not
+    report what it computes; None: no limit."""
     recover_s_max: float = 1.0
     """How long requests wait for an instance to appear where none is able."""
     num_attempts_max: int = 4
@@ -153,7 +154,8 @@ class RouterLimits:
     """An upstream request without progress is ended after this, if its instance answers no polls either."""
     first_s_max: float = 300.0
     """A response that has not begun after this is given up, if the instances of its attempt have computed
-    nothing for so long either; else they have it in a queue that moves."""
+    nothing for so long either; else they have it in a queue that moves. Where instances do not report what
+    they compute, a request waits for its first token as long as they are healthy."""
     stall_s_max: float = 60.0
     """A response that has begun and not grown for this long is resumed elsewhere."""
 
@@ -561,7 +563,8 @@ class ProxiedRequest:
         source = None if route.prefill is None else route.prefill.coordinator
         requests = router.wire.requests(request, self._progress, source)
         stream_filter = requests.stream_filter
-        attempt = Attempt(router, route, requests)
+        queue_s_max = None if self._progress.has_begun else router.config.limits.queue_s_max
+        attempt = Attempt(router, route, requests, queue_s_max)
         self._http_request[ROUTE] = route.text
         record = self._record = AttemptRecord(route.names, route.local_reason)
         router.log.add(self._id, record)
@@ -1022,28 +1025,41 @@ class _Choice:
 class Attempt:
     """The requests of one attempt."""
 
-    def __init__(self, router: Router, route: ChosenRoute, requests: UpstreamRequests) -> None:
+    def __init__(
+        self,
+        router: Router,
+        route: ChosenRoute,
+        requests: UpstreamRequests,
+        queue_s_max: float | None = None,
+    ) -> None:
         self.route = route
-        self.server = self._request(router, route.server, route.server_tokens, route.local_tokens)
-        """To the instance that answers."""
-        self.prompt_tokens = 0
-        """As the prefill instance counted them; 0 while it has not reported."""
         self._router = router
         self._requests = requests
+        self._queue_s_max = queue_s_max
+        self.server = self._request(route.server, route.server_tokens, route.local_tokens)
+        """To the instance that answers."""
+        if requests.stream_filter is not None:  # else its first token cannot be told from its last
+            self.server.queue_s_max = queue_s_max
+        self.prompt_tokens = 0
+        """As the prefill instance counted them; 0 while it has not reported."""
         self._prefill: UpstreamRequest | None = None
         self._is_over = False
 
     def _request(
-        self, router: Router, instance: FleetInstance, num_tokens: int, num_local_tokens: int = 0
+        self, instance: FleetInstance, num_tokens: int, num_local_tokens: int = 0
     ) -> UpstreamRequest:
-        limits, instances = router.config.limits, self.route.instances
-        return UpstreamRequest(router.client, instance, limits, instances, num_tokens, num_local_tokens)
+        router, instances = self._router, self.route.instances
+        limits = router.config.limits
+        request = UpstreamRequest(router.client, instance, limits, instances, num_tokens, num_local_tokens)
+        request.has_progress_reports = router.wire.has_progress_reports
+        return request
 
     async def send(self) -> RawResponseMessage:
         """Sends both requests; returns the response's headers, or raises AttemptFailed or UpstreamError."""
         router, prefill, requests = self._router, self.route.prefill, self._requests
         if prefill is not None and requests.num_jobs:
-            self._prefill = self._request(router, prefill, self.route.prefill_tokens)
+            self._prefill = self._request(prefill, self.route.prefill_tokens)
+            self._prefill.queue_s_max = self._queue_s_max
             task = asyncio.create_task(self._run_prefill(self._prefill))
             router.prefill_tasks.add(task)
             task.add_done_callback(router.prefill_tasks.discard)
@@ -1061,6 +1077,8 @@ class Attempt:
                 self.prompt_tokens = _prompt_tokens(response, kept)
             else:
                 failed = self._refused(instance, response, kept)
+        except AttemptFailed as error:
+            failed = error
         except UpstreamError as error:
             failed = _lost(instance, error)
         finally:
@@ -1158,6 +1176,12 @@ class UpstreamRequest:
         """Whether the instance is to blame for silence: more is wanted, and nothing has come."""
         self.expires_s = float("inf")
         """When it is ended, whatever its progress."""
+        self.has_progress_reports = True
+        """Whether its instances report what they compute, so that a queue that stands still can be seen."""
+        self.queue_s_max: float | None = None
+        """Without such reports: how long its first token may take."""
+        self._has_data = False
+        """Whether a part of the body has come: a server may send the headers before the first token."""
         self._progress_s = monotonic()
         """Since when the current wait lasts."""
         self._client = client
@@ -1227,7 +1251,9 @@ class UpstreamRequest:
             if content.is_eof():  # the rest is there
                 return content.read_nowait()
             self.is_waiting, self._progress_s = True, monotonic()
-            return await content.readany()
+            data = await content.readany()
+            self._has_data = True
+            return data
         except (aiohttp.ClientError, OSError) as error:
             raise self._error or UpstreamError.of(error) from None
         finally:
@@ -1274,19 +1300,35 @@ class UpstreamRequest:
 
     def check(self, now_s: float, unheard_s: float) -> None:
         """Ends it if it has expired or made no progress for too long; called after each poll."""
-        limits, silent_s = self._limits, now_s - self._progress_s
-        if self.response is not None:
-            stuck_s, stuck_s_max = silent_s, limits.stall_s_max
-        else:
-            idle_s = now_s - max((instance.health.moved_s for instance in self._instances), default=-inf)
-            stuck_s, stuck_s_max = min(silent_s, idle_s), limits.first_s_max
+        limits, silent_s, name = self._limits, now_s - self._progress_s, self.instance.name
         if now_s > self.expires_s:
             self.close()
         elif not self.is_waiting:
             return
         elif min(silent_s, unheard_s) > limits.silence_s_max:
-            text = f"{self.instance.name} has not responded for {unheard_s:.0f} s"
+            text = f"{name} has not responded for {unheard_s:.0f} s"
             self.fail(UpstreamError(text, "DEADLINE"))
-        elif stuck_s > stuck_s_max:
-            text = f"{self.instance.name} has made no progress for {stuck_s:.0f} s"
+        elif not self.has_progress_reports and not self._has_data:
+            self._check_queued(now_s, silent_s)
+        else:
+            if self.response is not None:
+                stuck_s, stuck_s_max = silent_s, limits.stall_s_max
+            else:
+                idle_s = now_s - max((instance.health.moved_s for instance in self._instances), default=-inf)
+                stuck_s, stuck_s_max = min(silent_s, idle_s), limits.first_s_max
+            if stuck_s > stuck_s_max:
+                text = f"{name} has made no progress for {stuck_s:.0f} s"
+                self.fail(UpstreamError(text, "DEADLINE"))
+
+    def _check_queued(self, now_s: float, silent_s: float) -> None:
+        """It may be in a queue that moves, of an instance that does not report it: health alone counts."""
+        health, name = self.instance.health, self.instance.name
+        unhealthy_s = now_s - health.healthy_s
+        if min(silent_s, unhealthy_s) > self._limits.silence_s_max:
+            text = f"{name} has been unhealthy for {unhealthy_s:.0f} s: {health.trouble}"
             self.fail(UpstreamError(text, "DEADLINE"))
+        elif self.queue_s_max is not None and silent_s > self.queue_s_max:
+            error = failure(
+                "QUEUE_TIMEOUT", f"no token from {name} within {silent_s:.1f} s (--queue-timeout)"
+            )
+            self.fail(AttemptFailed(error, name))

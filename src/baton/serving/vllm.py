@@ -140,6 +140,8 @@ class VllmWire:
 
     info_path = "/v1/models"
     key_remedy = "give the router the servers' key in VLLM_API_KEY"
+    has_progress_reports = False
+    """vLLM's servers do not say whether they compute."""
 
     def __init__(self) -> None:
         self._context: dict[str, int] = {}

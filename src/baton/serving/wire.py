@@ -53,6 +53,8 @@ class BatonWire:
 
     info_path = "/server_info"
     key_remedy = "give both the same secret"
+    has_progress_reports = True
+    """Whether instances report what they compute, so that a queue that stands still can be seen."""
 
     def __init__(self, first_token: Literal["", "prefill", "decode"] = "") -> None:
         self._first_token = first_token

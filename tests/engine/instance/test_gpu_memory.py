@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.engine.drafts import drafted, drafted_hybrid
 from tests.engine.tiny import tiny
 
 from baton.checkpoint.opening import open_checkpoint
@@ -63,9 +66,9 @@ def on_card(monkeypatch: pytest.MonkeyPatch):
     """Sizes of an instance on invented cards."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
-    def derive(*cards: GpuMemory, **options: Any) -> sizes.EngineSizes:
+    def derive(*cards: GpuMemory, model: str = "", **options: Any) -> sizes.EngineSizes:
         monkeypatch.setattr(sizes, "read_gpus", lambda: list(cards))
-        return derive_sizes(EngineConfig(str(tiny("llama")), device="cuda", **options))
+        return derive_sizes(EngineConfig(model or str(tiny("llama")), device="cuda", **options))
 
     return derive
 
@@ -108,6 +111,47 @@ def test_what_is_asked_for_is_given_or_refused(on_card) -> None:
         on_card(CARD, gpu_memory_utilization=0.05)
     with pytest.raises(ConfigError, match="shows no GPU"):
         on_card()
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "family", "layout", "guess_bytes"),
+    [
+        # 100 sequences: 4 copies of 131 logits and 16 rows of 48 numbers, of 4 bytes each.
+        (drafted, "deepseek_v3", "tp1", 100 * (4 * 131 + 16 * 48) * 4),
+        # 103 logits, rows of 48. 3 recurrent layers keep, for 64 slots, 3 heads of 10 for q and for k, 6 of 6
+        # for v, and 2 numbers for each of the 6.
+        (
+            drafted_hybrid,
+            "qwen3_next",
+            "tp1",
+            100 * (4 * 103 + 16 * 48) * 4 + 64 * 3 * (2 * 30 + 36 + 12) * 4,
+        ),
+        # Half of the layers on each stage: the first one has two recurrent layers.
+        (
+            drafted_hybrid,
+            "qwen3_next",
+            "pp2",
+            100 * (4 * 103 + 16 * 48) * 4 + 64 * 2 * (2 * 30 + 36 + 12) * 4,
+        ),
+    ],
+)
+def test_every_guess_of_drafts_is_counted(
+    on_card, checkpoint: Callable[[str], Path], family: str, layout: str, guess_bytes: int
+) -> None:
+    model, others = checkpoint(family), {}
+    for num_guesses in (1, 4):
+        options: dict[str, Any] = {"layout": layout, "sequences_max": 100, "draft_tokens": num_guesses}
+        config = EngineConfig(str(model), device="cuda", **options)
+        found = on_card(CARD, model=str(model), **options)
+        others[num_guesses] = _rooms(found, CARD, config)[1][0].other
+    assert others[4] - others[1] == 3 * guess_bytes
+
+
+def test_guesses_leave_less_for_the_pool(on_card) -> None:
+    model = str(drafted("deepseek_v3"))
+    # Of 2 ** 19 sequences each guess takes 2.8 GB more.
+    one, two = (on_card(CARD, model=model, sequences_max=1 << 19, draft_tokens=num) for num in (1, 2))
+    assert one.pool_tokens > two.pool_tokens
 
 
 def test_memory_that_others_hold_is_not_counted_on(on_card) -> None:
