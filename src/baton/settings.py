@@ -97,8 +97,8 @@ def vllm_command(given: str | None) -> str:
     command = shutil.which(named or (str(beside) if beside.exists() else "vllm"))
     if command is None:
         raise ConfigError(
-            f"vLLM command {named or 'vllm'!r} is not there; install vLLM beside Baton, or name its program "
-            f"with --vllm or {VLLM_VARIABLE}"
+            f"vLLM command {named or 'vllm'!r} does not exist; install vLLM beside Baton, or name its "
+            f"program with --vllm or {VLLM_VARIABLE}"
         )
     return command
 

@@ -34,7 +34,7 @@ def test_table_record_and_picture(tmp_path: Path, monkeypatch, capsys) -> None:
     out = capsys.readouterr().out
     assert "compute-only" in out
     assert "cost: tth at most " in out
-    slower = [line for line in out.splitlines() if " loses to off at " in line]
+    slower = [line for line in out.splitlines() if " is slower than off at " in line]
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "tokens identical: 8 of 8" in out
     found = json.loads(path.read_text())

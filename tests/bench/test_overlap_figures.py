@@ -105,7 +105,7 @@ def test_a_policy_that_loses_to_off_is_named() -> None:
     lines = summary_lines(rows)
     assert lines[0].startswith("cost: tth at most ")
     assert lines[0].endswith(" times compute-only (4096 tokens, 1 GB/s)")
-    assert lines[-1].startswith("cost loses to off at 4096 tokens, 1 GB/s: tth ")
+    assert lines[-1].startswith("cost is slower than off at 4096 tokens, 1 GB/s: tth ")
     heads = [str(column.header) for column in table_of(rows, "t").columns]
     assert heads[3:6] == ["tth", "tth/compute", "against off"]
 
@@ -113,4 +113,4 @@ def test_a_policy_that_loses_to_off_is_named() -> None:
 def test_it_says_when_no_policy_loses() -> None:
     fast = told([(0, 1), (1, 2)], [(1.0, 2.0), (2.0, 3.0)])
     rows = rows_of(CASE, {"off": [OverlapRound(OFF, 2.0)], "fixed:1": [OverlapRound(fast, 2.0)]})
-    assert summary_lines(rows)[-1] == "no policy loses to off"
+    assert summary_lines(rows)[-1] == "no policy is slower than off"

@@ -348,7 +348,7 @@ def test_adaptive_settings(option: str, num_tokens: int, size: int) -> None:
         ("adaptive", 4, 9216, "4 layers are not split"),
         ("adaptive:min_iters=1", 80, 9216, "ask for one group"),
         ("fixed:8", 6, 64, "a group has 8 layers, and there are 6"),
-        ("cost", 6, 64, "one group is done soonest"),
+        ("cost", 6, 64, "one group finishes first"),
         ("off", 6, 64, "layers are not grouped"),
         ("cost", 1, 64, "there is one layer"),
     ],

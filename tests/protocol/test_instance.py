@@ -27,7 +27,7 @@ SERVING = replace(FORMING, state=S.SERVING, ranks=frozenset({0, 1}))
 BUSY = replace(SERVING, is_idle=False)
 DRAINING = replace(BUSY, state=S.DRAINING, cause="upgrade")
 ENDED = replace(SERVING, state=S.ENDED, cause="upgrade")
-TOO_MUCH = "30% of a rank's pages are in quarantine; start the instance anew"
+TOO_MUCH = "30% of a rank's pages are in quarantine; restart the instance"
 LOST = "rank 1 was lost: killed"
 
 

@@ -417,7 +417,7 @@ KINDS = ["admission", "compute", "copy", "exposed", "prefill", "queue", "step"]
 def test_a_browser_draws_the_page_and_keeps_up(tmp_path: Path):
     async def body() -> None:
         async with world(1, 1) as w, browser(tmp_path) as tab:
-            w.p0.unpipelined = ["cost: one group is done soonest"]
+            w.p0.unpipelined = ["cost: one group finishes first"]
             w.d0.told = {"pages": {"free": 40, "used": 60, "total": 100}}
             w.d0.faults = [Fault(status=503, code="OUT_OF_PAGES")]
             await w.stream(PROMPT)
@@ -429,7 +429,7 @@ def test_a_browser_draws_the_page_and_keeps_up(tmp_path: Path):
             cells = "[...document.querySelectorAll('.matrix [data-bytes]')].map(e => Number(e.dataset.bytes))"
             assert await tab.value(cells) == [4 * 65536 * (1 + target) for target in range(3)] * 2
             await tab.until("document.querySelector('#points circle')")
-            assert "one group is done soonest" in await tab.value("document.querySelector('#why').innerText")
+            assert "one group finishes first" in await tab.value("document.querySelector('#why').innerText")
             assert "OUT_OF_PAGES" in await tab.value("document.querySelector('#failures').innerText")
             rows = "[...document.querySelectorAll('#instances tr')].map(e => e.dataset.instance)"
             assert await tab.value(rows) == ["d0", "p0"]

@@ -305,7 +305,7 @@ def model_fingerprint(model: str, config: Mapping[str, Any], changes: Mapping[st
             raise ConfigError(f"{model} is neither a folder nor a file here")
         described: list[Any] = [open_checkpoint(str(path.resolve())).fingerprint()]
     except ConfigError as error:
-        logger.warning("baton: the weights are not compared, give their fingerprint: %s", error)
+        logger.warning("baton: the weights are not compared; set fingerprint to compare them: %s", error)
         described = [{key: value for key, value in config.items() if not key.startswith("_name")}]
     described += sorted((key, value) for key, value in changes.items() if value)
     if len(described) == 1 and isinstance(described[0], str):

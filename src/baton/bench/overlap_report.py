@@ -238,11 +238,11 @@ def summary_lines(rows: Sequence[OverlapRow]) -> list[str]:
     slower = losses(rows)
     for row, off in slower:
         lines.append(
-            f"{row.policy} loses to off at {case_text(row.case)}: "
+            f"{row.policy} is slower than off at {case_text(row.case)}: "
             f"tth {_ms(row.tth_s)} against {_ms(off.tth_s)}"
         )
     if any(row.policy != OFF for row in rows) and not slower:
-        lines.append("no policy loses to off")
+        lines.append("no policy is slower than off")
     return lines
 
 

@@ -41,8 +41,8 @@ def _open_folder(folder: Path) -> Checkpoint:
     former = [file.name for file in files if file.suffix in _FORMER_WEIGHTS]
     if (folder / CONFIG).is_file() and former and not has_safetensors:
         raise ConfigError(
-            f"folder {folder} has its weights in {former[0]}, which is not read; "
-            "fetch them as safetensors, or save them so"
+            f"folder {folder} has its weights in {former[0]}, which cannot be read; "
+            "fetch or save them as safetensors"
         )
     return SafetensorsFolder.open(folder)
 

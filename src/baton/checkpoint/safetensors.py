@@ -214,7 +214,7 @@ def _check_scales(name: str, tensors: Mapping[str, StoredTensor], block: tuple[i
     if scales is None or scales.shape != wanted or scales.kind == _FP8:
         found = f"is {scales.kind} {scales.shape}" if scales else "is missing"
         raise ConfigError(
-            f"{stored.file}: {name}{_SCALES} {found}, {wanted} is wanted for blocks of {block}; "
+            f"{stored.file}: {name}{_SCALES} {found}, {wanted} is expected for blocks of {block}; "
             "the files are incomplete or belong to another config: fetch the checkpoint again"
         )
 

@@ -161,7 +161,7 @@ def handoff(
     repeat: int = like(REPEAT, 3, "hand-overs; each is compared byte by byte"),
     verify: bool = flag("use end-to-end checksums"),
     control: bool = flag("measure the control time of tiny transfers instead"),
-    sweep: bool = flag("measure every policy from little compute to much instead"),
+    sweep: bool = flag("measure every policy with compute from short to long instead"),
     out: Path | None = option(None, "DIR", "folder for the results (default: benchmarks/results)"),
 ) -> int:
     """Hand a KV cache over between real processes at the pace of a prefill, and compare every byte."""

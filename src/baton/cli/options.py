@@ -54,8 +54,8 @@ LINK = option(
 OVERLAP = option(
     "cost",
     "POLICY",
-    "layer-group policy: cost, fixed:N, off or adaptive; adaptive takes settings, as "
-    "adaptive:min_tokens=3072 and, after commas, max_iters=10, min_iters=4, saturation=3",
+    "layer-group policy: cost, fixed:N, off or adaptive; adaptive takes settings: "
+    "adaptive:min_tokens=3072,max_iters=10,min_iters=4,saturation=3",
     sets="policy",
 )
 FIRST_TOKEN = option(
@@ -101,7 +101,7 @@ LOCAL = option("auto", None, "which prompts a decode instance prefills itself")
 ENGINE = option("baton", None, "what the instances run: Baton's own engine, or vLLM")
 PORT = option(8000, "PORT", "port; 0: any free port", min=0, max=65_535)
 HOST = option(settings.LOOPBACK, "ADDRESS", "address to bind")
-URL_TLS_CA = option(None, "FILE", "PEM authority of an https URL (default: the system's)")
+URL_TLS_CA = option(None, "FILE", "PEM CA certificate to verify an https URL with (default: the system's)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ class EngineOptions:
     silence_s: float = option(3.0, "S", "seconds without a heartbeat until a rank or peer is lost")
     progress_s: float = option(30.0, "S", "seconds without progress until a KV transfer fails")
     transfer_timeout: float = option(
-        600.0, "S", "seconds until a KV transfer fails, with the prefill that it follows", sets="total_s"
+        600.0, "S", "seconds until a KV transfer fails, prefill included", sets="total_s"
     )
     ungranted_share: float = option(
         0.5,
@@ -198,8 +198,8 @@ class InstanceOptions(EngineOptions):
     tool_call_parser: ToolCallParser = option(
         "auto",
         None,
-        "form of the model's tool calls: auto (by its chat template), none (they stay text), or a name as in "
-        "vLLM",
+        "format of the model's tool calls: auto (by its chat template), none (they stay text), or a name as "
+        "in vLLM",
         sets=None,
     )
     first_token: Side = FIRST_TOKEN
@@ -212,7 +212,7 @@ class ServerOptions:
 
     tls_cert: Path | None = option(None, "FILE", "PEM certificate, to serve over TLS")
     tls_key: Path | None = option(None, "FILE", "PEM key of the certificate")
-    tls_ca: Path | None = option(None, "FILE", "PEM certificate authority to verify peers with")
+    tls_ca: Path | None = option(None, "FILE", "PEM CA certificate to verify peers with")
     log_level: Level = option("info", None, "least severe messages that are logged")
     log_format: Form = option("text", None, "log lines as text or as one JSON object each, on stderr")
 

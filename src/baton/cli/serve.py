@@ -26,7 +26,7 @@ def serve(
     *,
     role: Literal["prefill", "decode", "both"] = option("both", None, "what the instance does"),
     layout: str | None = option(
-        None, "LAYOUT", "parallel layout, like pp2.tp2 (default: made of -tp, -pp and -dp)"
+        None, "LAYOUT", "parallel layout, like pp2.tp2 (default: from -tp, -pp and -dp)"
     ),
     tensor_parallel_size: int = option(1, "N", "tensor parallel size", "-tp", min=1),
     pipeline_parallel_size: int = option(1, "N", "pipeline parallel size", "-pp", min=1),
@@ -39,7 +39,7 @@ def serve(
         None, "URL", "registry to join, so that routers and peers find the instance"
     ),
     bootstrap_port: int = like(PORT, 0, "port of the coordinator; 0: any free port"),
-    name: str | None = option(None, "NAME", "instance name (default: made of role, host and port)"),
+    name: str | None = option(None, "NAME", "instance name (default: from role, host and port)"),
     drain_s: float = DRAIN_S,
     api_key_file: Path | None = API_KEY_FILE,
     secret_file: Path | None = SECRET_FILE,

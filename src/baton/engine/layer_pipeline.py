@@ -387,7 +387,7 @@ class LayerPipeline:
             return whole
         pipelined = [part for part in self.slices if part.transfer.command.is_pipelined]
         if not pipelined:
-            self.unpipelined = "the request asked for none"
+            self.unpipelined = "the request switched it off"
             return whole
         # The layers of a step are grouped once for all prompts in it, by the policy of the first one.
         policy = pipelined[0].transfer.command.policy or self._policy

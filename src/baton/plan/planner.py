@@ -168,7 +168,7 @@ def check_component(source: Spec, target: Spec, component: Component) -> None:
     if given is None:
         names = list(source.cache.by_name)
         known = ", ".join(names if len(names) < 4 else [names[0], names[1], "...", names[-1]])
-        reason = f"the target needs it, the source does not cache it but {known}"
+        reason = f"the target needs it, but the source does not cache it; it caches {known}"
         if component.layers[0][0] >= target.cache.num_layers:
             reason += "; run drafts on both sides, or not on the target's"
         elif source.storage.granule != target.storage.granule:

@@ -252,7 +252,7 @@ def _loads(report: Report) -> str:
     lines = []
     for name, totals, group in (
         ("sent by source rank", report.bytes_by_source, plan.source.layout.group(plan.source_dp)),
-        ("got by target rank", report.bytes_by_target, plan.target.layout.group(plan.target_dp)),
+        ("received by target rank", report.bytes_by_target, plan.target.layout.group(plan.target_dp)),
     ):
         lines.append(f"  {name}: {_by_load(totals, group)}")
     idle = text(from_ids(report.idle_sources)) if report.idle_sources else "none"

@@ -151,7 +151,7 @@ def _count(record: InstanceRecord, event: WorkCounted, now: float) -> Step:
     after = replace(record, is_idle=event.num_transfers == 0)
     if event.quarantined_share <= QUARANTINE_SHARE_MAX:
         return after, ()
-    text = f"{event.quarantined_share:.0%} of a rank's pages are in quarantine; start the instance anew"
+    text = f"{event.quarantined_share:.0%} of a rank's pages are in quarantine; restart the instance"
     return _drain(after, DrainRequested(text), now)
 
 

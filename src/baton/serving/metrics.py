@@ -72,9 +72,9 @@ class ServerMetrics(Collector):
         self.itl = latency("inter_token_latency", "From one token of a choice to its next.")
         self.e2e = latency("e2e_request_latency", "Arrival of a request to the end of its last choice.")
         self.queue = latency(
-            "request_queue_time", "Arrival of a request to its first step, or at a target to its pages."
+            "request_queue_time", "Arrival of a request to its first step, or on a target to its pages."
         )
-        self.tth = latency("tth", "Arrival of a request to the verdict of its hand-over, at a target.")
+        self.tth = latency("tth", "Arrival of a request to the outcome of its hand-over, on a target.")
         self.requests = counter("requests", "Responses by endpoint and status.", "endpoint", "status")
         self.tokens = counter("tokens", "Tokens of requests.", "kind")
         self.failures = counter("failures", "Failed requests.", "cause")
@@ -86,7 +86,7 @@ class ServerMetrics(Collector):
             buckets=_LATENCIES_S,
         )
         self._exposed = counter(
-            "exposed_seconds", "End of prefill compute to the last byte copied, summed up."
+            "exposed_seconds", "Total time from the end of prefill compute to the last byte copied."
         )
         self._efficiency = Histogram(
             "baton_handoff_efficiency",
@@ -96,13 +96,13 @@ class ServerMetrics(Collector):
         )
         self._route_bytes = counter("route_bytes", "Bytes handed over.", "source_rank", "target_rank")
         self._unpipelined = counter(
-            "unpipelined", "Hand-overs that were not cut into groups of layers.", "reason"
+            "unpipelined", "Hand-overs that were not split into layer groups.", "reason"
         )
         self._pages = gauge("pages", "Pages by state.", "state")
         self._running = gauge("num_requests_running", "Running requests.")
         self._waiting = gauge("num_requests_waiting", "Waiting requests.")
         self._in_flight = gauge("tokens_in_flight", "Tokens of all requests so far.")
-        self._ready = gauge("ready", "1 where requests can be served and handed off.")
+        self._ready = gauge("ready", "1 if requests can be served and handed over.")
         self._starts = gauge("instance_starts", "How often the instance was started.")
         self._rates = gauge("tokens_per_second", "Recently measured rate.", "phase")
         self._drafts = gauge("draft_tokens", "Tokens that were drafted and accepted.", "kind")

@@ -217,11 +217,11 @@ class VllmWire:
         others = sorted(set(fields) - _SAMPLED - _RENDERED - _REPLACED - {"n"})
         others = [name for name in others if _value(fields, name) not in _NEUTRAL]
         if others:
-            return f"vLLM would not go on in the same way with {', '.join(others)}"
+            return f"vLLM cannot continue the stream unchanged with {', '.join(others)}"
         if not _is_text(_value(fields, "messages") or ()):
             return "its prompt is not text alone"
         if self._num_left(request, progress) < 1:
-            return "nothing is left of its max_tokens"
+            return "its max_tokens are used up"
         return ""
 
     def status(self, status: int) -> int:

@@ -113,7 +113,7 @@ def test_weights_missing(folder: Path):
     assert "no .safetensors file" in refusal(folder)
     assert f"dummy:{folder}" in refusal(folder)
     (folder / "pytorch_model.bin").write_bytes(b"x")
-    assert "pytorch_model.bin, which is not read" in refusal(folder)
+    assert "pytorch_model.bin, which cannot be read" in refusal(folder)
 
 
 def test_several_files_without_an_index(sharded: Path):

@@ -158,7 +158,7 @@ def test_missing_and_misshapen_scales_are_named(tmp_path: Path) -> None:
         save_file(
             others | ({} if scales is None else {f"{name}_scale_inv": scales}), fp8 / "model.safetensors"
         )
-        with pytest.raises(ConfigError, match=re.escape(f"{name}_scale_inv {problem}, (5, 4) is wanted")):
+        with pytest.raises(ConfigError, match=re.escape(f"{name}_scale_inv {problem}, (5, 4) is expected")):
             open_checkpoint(str(fp8))
 
 

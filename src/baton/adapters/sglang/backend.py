@@ -121,7 +121,9 @@ class BatonManager(BaseKVManager):
                 requests.put(url, json=row, timeout=ANSWER_S_MAX).raise_for_status()
                 return
             except requests.RequestException as error:
-                logger.warning("baton: the bootstrap server at %s does not take us yet: %s", url, error)
+                logger.warning(
+                    "baton: the bootstrap server at %s does not accept this server yet: %s", url, error
+                )
                 time.sleep(REGISTER_AGAIN_S)
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
@@ -166,7 +168,7 @@ def _get_route(bootstrap_addr: str, dp: int, rank: int) -> Any:
         answer.raise_for_status()
         return answer.json()
     except requests.RequestException as error:
-        raise ConfigError(f"the prefill server at {bootstrap_addr} cannot be asked: {error}") from None
+        raise ConfigError(f"cannot reach the prefill server at {bootstrap_addr}: {error}") from None
 
 
 def open_transfers(queue: Any, kv_args: Any, role: str) -> Transfers:

@@ -278,7 +278,7 @@ def split_layer(layer: CacheLayer, cache: torch.Tensor, store: Store) -> tuple[C
     if layer.is_state or layer.window or layer.group or not layer.num_heads or layer.dtype == "fp8":
         raise ConfigError(
             f"split_kv: layer {layer.name} has a state, a sliding window, several cache groups, latents or "
-            "an fp8 cache, which engines of other kinds keep in other ways; leave split_kv out"
+            "an fp8 cache, which other engines store differently; leave split_kv out"
         )
     key, value = (_split(layer, part, _stored_places(cache, store, part)) for part in ("k", "v"))
     return key, value
@@ -383,7 +383,7 @@ def make_spec(stages: Sequence[Sequence[CacheLayer]], mesh: WorkerMesh) -> Spec:
 def _component(name: str, layers: Sequence[CacheLayer], mesh: WorkerMesh) -> Component:
     shapes = {(layer.num_heads, layer.channels, layer.dtype, layer.window) for layer in layers}
     if len(shapes) > 1:
-        raise ConfigError(f"{name}: layers with unlike heads, dtypes or windows in one cache group")
+        raise ConfigError(f"{name}: layers with different heads, dtypes or windows in one cache group")
     layer = layers[0]
     # Without the last token of the prompt, a window reaches one token less far back.
     extent: Extent = Window(max(1, layer.window - 1)) if layer.window else Full()

@@ -136,8 +136,8 @@ class WorkerSide:
         for transfer, withdrawal in withdrawals:
             if not withdrawal.wait(QUIET_S_MAX):
                 raise BatonError(
-                    f"transfer {transfer}: blocks of a preempted request are read for more than "
-                    f"{QUIET_S_MAX:g} s; the worker cannot go on"
+                    f"transfer {transfer}: blocks of a preempted request are still read after "
+                    f"{QUIET_S_MAX:g} s; the worker cannot continue"
                 )
 
     def begin_step(self, step: StepMetadata) -> None:

@@ -58,7 +58,7 @@ def cost_groups(times: LayerTimes, num_tokens: int, option: str | None) -> Group
 
 
 def _why_cost(num_layers: int, num_tokens: int, option: str | None) -> str:
-    return "one group is done soonest"
+    return "one group finishes first"
 
 
 POLICIES = {"cost": GroupPolicy("cost", cost_groups, _why_cost)}

@@ -394,7 +394,7 @@ class RegistryClient:
     def _restarted(self) -> None:
         if self._is_closed:
             return
-        log.warning("registry %s has started anew; registering again", self._connection.url)
+        log.warning("registry %s has restarted; registering again", self._connection.url)
         for registration in self._kept:
             registration.wake()
 
