@@ -11,11 +11,11 @@ from baton.transport import open_transport
 LAYERS, HEADS, CHANNELS, PAGE_TOKENS, NUM_PAGES = 4, 2, 8, 16, 32
 CACHE = Cache(LAYERS, Paged(HEADS, CHANNELS).components(((0, LAYERS),)))
 STORAGE = Storage(page_tokens=PAGE_TOKENS, dtype="fp32", num_pages_default=NUM_PAGES)
-SECRET = b"only who knows this exchanges caches"
+SECRET = b"peers without this secret are refused"
 
 
 class Rank:
-    """An endpoint and its pools; in earnest a process of its own. The first of an instance coordinates it."""
+    """An endpoint and its pools; in production a process of its own. Rank 0 hosts the coordinator."""
 
     def __init__(self, instance: str, spec: Spec, rank: int, first: "Rank | None") -> None:
         transport = open_transport("shm")
@@ -43,13 +43,13 @@ digest = prompt_digest(prompt)
 pages = {0: {"tokens": target_pages}}
 receiving = decode.endpoint.receive(Request("t1", prefill[0].endpoint.address, digest, pages))
 sendings = [rank.endpoint.send("t1", digest) for rank in prefill]
-for layer in range(LAYERS):  # each layer leaves as soon as it is there
+for layer in range(LAYERS):  # each layer is sent as soon as it is computed
     for rank, sending in zip(prefill, sendings, strict=True):
         for part in rank.cache.values():
             part[layer, source_pages] = np.random.rand(*part[layer, source_pages].shape)
         sending.ready((layer, layer + 1), (0, len(prompt)), {"tokens": source_pages})
 for sending, aux in zip(sendings, (Aux(tokens=(42,)), None), strict=True):
-    sending.commit(aux)  # the rank that sampled gives the first token
+    sending.commit(aux)  # the rank that sampled passes the first token
 print("target:", receiving.wait(10))
 for head, rank in enumerate(prefill):
     for name, part in rank.cache.items():

@@ -1,11 +1,11 @@
-"""A prompt that SGLang prefills and another engine decodes; docs/sglang.md says how to start the two.
+"""SGLang prefills a prompt and another engine decodes it; docs/sglang.md says how to start the two.
 
 python examples/sglang_prefill.py --prefill http://127.0.0.1:30000 --source 127.0.0.1:9000 \
     --decode http://127.0.0.1:30001 --engine baton "Once upon a time"
 
-Both servers get the same request at once, as from a router: the room names the transfer, and `--source` is
-where Baton's coordinator inside of SGLang listens. SGLang answers with the first token, the other with them
-all.
+Both servers get the same request at once, as from a router. The room is the id of the transfer, and
+`--source` is the address of Baton's coordinator inside SGLang. SGLang answers with the first token, the other
+engine with all of them.
 """
 
 import argparse
@@ -24,12 +24,12 @@ def ask(url: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def decode_on_baton(url: str, body: dict[str, Any], source: str) -> str:
-    """Baton takes SGLang's requests, and asks the bootstrap address for the prompt."""
+    """Baton accepts requests of SGLang's form, and gets the prompt from the bootstrap address."""
     return str(ask(f"{url}/generate", body)["text"])
 
 
 def decode_on_vllm(url: str, body: dict[str, Any], source: str) -> str:
-    """vLLM is told by the parameters of its connector."""
+    """vLLM gets the transfer and its source in kv_transfer_params."""
     params = {"do_remote_prefill": True, "transfer_id": str(body["bootstrap_room"]), "source": source}
     model = ask(f"{url}/v1/models")["data"][0]["id"]
     sampling = {"temperature": 0, "max_tokens": body["sampling_params"]["max_new_tokens"]}
@@ -42,10 +42,10 @@ ENGINES = {"baton": decode_on_baton, "vllm": decode_on_vllm}
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--prefill", required=True, help="URL of SGLang")
-    parser.add_argument("--source", required=True, help="HOST:PORT of its coordinator")
-    parser.add_argument("--decode", required=True, help="URL of the server that decodes")
-    parser.add_argument("--engine", choices=ENGINES, default="baton", help="what it is")
+    parser.add_argument("--prefill", required=True, help="URL of the SGLang server")
+    parser.add_argument("--source", required=True, help="HOST:PORT of Baton's coordinator in SGLang")
+    parser.add_argument("--decode", required=True, help="URL of the decode server")
+    parser.add_argument("--engine", choices=ENGINES, default="baton", help="engine of the decode server")
     parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("prompt")
     args = parser.parse_args()
