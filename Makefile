@@ -1,19 +1,19 @@
-# Everything runs from .venv, which the first target that needs it makes; nothing is installed elsewhere.
+# Everything runs from .venv, which the first target that needs it creates; nothing is installed elsewhere.
 SHELL := bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
 JOBS ?= 2
-# Of tests that wait as much as they compute there may be more at a time than there are cores.
+# Tests wait as much as they compute, so more of them run at a time than there are cores.
 WAITERS = $(shell echo $$(($(JOBS) * 3 / 2)))
 WAITERS_ALL = $(shell echo $$(($(JOBS) * 2)))
 EXAMPLES ?= 5000
 SEEDS ?= 20000
-# test-all begins with vLLM's tests until this time, in seconds of the clock.
+# test-all skips vLLM's tests after this time (Unix time).
 VLLM_UNTIL ?= 9999999999
 BIN := .venv/bin
 
-# The work is many small arrays: a thread pool per process only gets in the way.
+# The work is on many small arrays, where a thread pool per process only costs time.
 export OMP_NUM_THREADS := 1
 # Without bytecode, pytest rewrites the assertions of every test file in every process again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -49,14 +49,14 @@ setup-sglang: .venv-sglang/.stamp  ## make .venv-sglang with SGLang for CPUs and
 	tools/setup_sglang.sh
 	touch $@
 
-demo: setup  ## a real model, prefilled in one layout, decoded in another: timed, and its tokens proven
+demo: setup  ## a real model, prefilled in one layout, decoded in another: timed, every token checked
 	$(BIN)/baton demo
 
 serve: setup  ## the demo deployment behind an OpenAI endpoint, until Ctrl-C
 	$(BIN)/baton up --model demo --prefill pp2 --decode tp3
 
-# What tests use and Python cannot bring: system libraries of two transports, and a browser. Each says so
-# in a line where it cannot be had, and the tests that need it are skipped with the reason.
+# What tests use and pip cannot install: system libraries of two transports, and a browser. If one cannot be
+# installed, a line says so, and the tests that need it are skipped with the reason.
 .venv/.extras: .venv/.stamp tools/native.sh tools/browser.sh
 	tools/native.sh
 	tools/browser.sh
@@ -92,7 +92,7 @@ test-sglang: setup setup-sglang  ## hand-overs between real SGLang servers on th
 test-sglang-all: setup setup-sglang  ## the same with pipeline stages and data-parallel groups
 	$(BIN)/pytest -q -rs -m sglang tests/sglang
 
-# NIXL is installed without what it depends on: that is torch for CUDA.
+# NIXL is installed without its dependencies, because these include torch for CUDA.
 bench-vllm: setup setup-vllm  ## vLLM with our connector beside NixlConnector
 	.venv-vllm/bin/python -m pip install --quiet --no-deps nixl-cu13==1.5.1 nixl==1.5.1
 	PYTHONPATH=. $(BIN)/python benchmarks/vllm_nixl.py
@@ -123,7 +123,7 @@ site: setup  ## build docs/ as a web site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
-docs: setup  ## write again the pages that code generates
+docs: setup  ## regenerate the pages that are generated from code
 	$(BIN)/python tools/models_page.py > docs/models.md.new
 	mv docs/models.md.new docs/models.md
 	$(BIN)/python tools/protocol_page.py docs/protocol.md
