@@ -28,6 +28,7 @@ from baton.supervisor import (
     Supervisor,
 )
 from tests.faults.stages import is_alive
+from tests.ports import free_port
 
 LIMIT_S = 120.0
 SAYING = "import time; print('talking at http://127.0.0.1:1', flush=True); time.sleep(600)"
@@ -200,7 +201,7 @@ def test_a_client_that_connects_while_the_router_is_restarted_waits_for_it() -> 
     environment = {**os.environ, "BATON_SECRET": "s" * 32}
     found = Supervisor(environment, lambda name, line: None)
     words = ("route", "--registry", "http://127.0.0.1:9")
-    router = found.start(Service("router", words, "routing at ", host="127.0.0.1"))
+    router = found.start(Service("router", words, "routing at ", free_port(), host="127.0.0.1"))
     try:
         assert found.wait_until(lambda: router.is_listening, LIMIT_S)
         router.was_ready, first = True, router.process

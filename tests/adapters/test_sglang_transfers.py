@@ -64,7 +64,7 @@ CONVOLUTION = (12, 12, 24)
 ROW, ROWS = 5, 4
 CACHED = 7
 """Tokens of every prompt that prefill has already."""
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 class MHATokenToKVPool:
@@ -142,7 +142,7 @@ class Side:
         page_size: int,
         kind: Any,
         trace: Path | None = None,
-        timings: Timings = Timings(),  # noqa: B008
+        timings: Timings = Timings(silence_s=WAIT_S),  # noqa: B008
     ) -> None:
         self.page_size, self.address = page_size, ""
         self.managers: list[Any] = []

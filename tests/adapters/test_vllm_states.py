@@ -15,7 +15,7 @@ from baton.adapters.vllm.cache import StateForm, describe_layers, make_pools, ma
 from baton.adapters.vllm.metadata import CachedChunk, Load, StepMetadata, Transfer
 from baton.adapters.vllm.worker import WorkerSide
 from baton.errors import ConfigError
-from baton.session import Endpoint, EndpointConfig, prompt_digest
+from baton.session import Endpoint, EndpointConfig, Timings, prompt_digest
 from baton.transport import NOW, open_transport
 
 BLOCKS, HEADS, TOKENS, CHANNELS = 12, 4, 16, 8
@@ -23,7 +23,7 @@ PAGE_BYTES = HEADS * TOKENS * CHANNELS * 4
 TAPS = 3
 NUM_TOKENS = 40
 STATE, ATTENTION = "model.layers.0.mixer", "model.layers.1.self_attn.attn"
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 class MambaSpec:
@@ -117,6 +117,7 @@ class Engine:
                 secret=b"a secret of the tests",
                 coordinator=first.address if first else None,
                 epoch=first.config.epoch if first else 0,
+                timings=Timings(silence_s=WAIT_S),
             )
             endpoint = Endpoint(config, make_pools(caches), open_transport("tcp"))
             first = first or endpoint

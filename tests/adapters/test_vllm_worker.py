@@ -23,11 +23,11 @@ from baton.adapters.vllm.metadata import (
 )
 from baton.adapters.vllm.worker import TransferResults, WorkerSide
 from baton.errors import ConfigError
-from baton.session import Endpoint, EndpointConfig, Failed, prompt_digest
+from baton.session import Endpoint, EndpointConfig, Failed, Timings, prompt_digest
 from baton.transport import NOW, open_transport
 
 LAYERS, HEADS, TOKENS, CHANNELS, BLOCKS = 4, 4, 16, 8, 24
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 class FullAttentionSpec:
@@ -66,6 +66,7 @@ class Engine:
                 secret=b"a secret of the tests",
                 coordinator=first.address if first else None,
                 epoch=first.config.epoch if first else 0,
+                timings=Timings(silence_s=WAIT_S),
             )
             layers = stages[mesh.pp]
             endpoint = Endpoint(config, make_pools(caches), open_transport("tcp"))

@@ -9,7 +9,6 @@ import tempfile
 from dataclasses import replace
 from mmap import mmap
 from pathlib import Path
-from time import monotonic
 
 import pytest
 from tests.engine.tiny import oracle
@@ -156,12 +155,10 @@ def test_a_part_starts_again_on_its_port_and_ends_by_its_pid(tmp_path: Path) -> 
 @pytest.mark.serve
 def test_a_deployment_answers_like_the_oracle_and_leaves_nothing() -> None:
     with deployment(prefill=["tp2"], decode=["pp2"]) as world:
-        begun_s = monotonic()
         body = {"model": world.model, "prompt": "the quick brown fox", "max_tokens": 12, "temperature": 0}
         answer = world.ask("/v1/completions", body)
         assert answer.status == 200, answer.text
         assert answer.json["choices"][0]["text"] == oracle_text("the quick brown fox", 12).text
-        assert monotonic() - begun_s < 120
         pids = [part.pid for part in world.parts] + [
             pid for part in world.instances for pid in part.rank_pids
         ]

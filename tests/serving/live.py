@@ -19,7 +19,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.instance import Instance
 from baton.serving.server import Server, ServerConfig
 
-WAIT_S_MAX = 120.0
+WAIT_S_MAX = 300.0
 POOL_TOKENS = 1024
 CONTEXT = 512
 

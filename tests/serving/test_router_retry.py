@@ -7,7 +7,7 @@ import json
 
 import pytest
 from tests.serving.peers import Fault, expected
-from tests.serving.router_world import Clock, read_stream, run, until, world
+from tests.serving.router_world import LIMIT_S, Clock, read_stream, run, until, world
 
 from baton.serving.router import RouterLimits
 
@@ -155,7 +155,7 @@ def test_instance_that_has_ended_is_given_up_at_once():
             asking = asyncio.create_task(w.stream(PROMPT))
             await until(lambda: w.d0.seen)
             await w.d0.stop()
-            found = await asking
+            found = await asyncio.wait_for(asking, LIMIT_S / 2)  # and not by its deadline
             assert (found.texts, found.num_done) == ({0: RIGHT}, 1)
 
     run(body)
@@ -168,7 +168,7 @@ def test_new_epoch_ends_what_the_former_one_was_given():
             asking = asyncio.create_task(w.stream(PROMPT))
             await until(lambda: w.d0.seen)
             w.d0.epoch += 1
-            found = await asking
+            found = await asyncio.wait_for(asking, LIMIT_S / 2)
             assert found.texts == {0: RIGHT}
             assert await w.metric('baton_router_failures_total{cause="PEER_LOST"}') == 1
 

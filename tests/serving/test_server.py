@@ -6,7 +6,6 @@ import json
 import random
 import re
 import subprocess
-import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -35,11 +34,9 @@ def test_a_client_that_leaves_frees_everything(served: Live, is_stream: bool):
         else:
             until(lambda: served.instance.load().num_running, "it is computed")
         num_generated = served.metric("baton_inter_token_latency_seconds_count")
-    begun_s = time.monotonic()
     until(served.is_idle, "every page is back")
     # It was not computed to its end: that would have been 1200 tokens.
     assert served.metric("baton_inter_token_latency_seconds_count") - num_generated < 900
-    assert time.monotonic() - begun_s < 60
 
 
 def test_a_client_that_does_not_read_is_dropped(served: Live, monkeypatch: pytest.MonkeyPatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -129,11 +128,9 @@ def test_a_source_that_is_not_there_is_a_bad_gateway(pair: tuple[Live, Live]):
         "bootstrap_port": free_port(),
         "bootstrap_room": secrets.randbits(63),
     }
-    begun_s = time.monotonic()
     for is_stream in (False, True):
         answer = pair[1].ask("/v1/completions", {"prompt": FOX, "stream": is_stream, **room})
         assert (answer.status, answer.json["error"]["code"]) == (502, "PEER_LOST"), answer.text
-    assert time.monotonic() - begun_s < 60
     assert pair[1].metric('baton_failures_total{cause="PEER_LOST"}') == 2
     until(pair[1].is_idle, "its pages are back")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.serve.deployment import secret_file, serve_part
+from tests.serve.parts import START_S_MAX
 from tests.serve.speaking import oracle_text
 from tests.serving.live import Live, live, until
 from tests.serving.streams import half_read, heard
@@ -92,7 +93,7 @@ def test_a_server_drains_and_ends_with_0(tmp_path: Path):
         assert part.output.splitlines()[0] == f"serving at {part.url}"
         part.send(signal.SIGTERM)
         assert part.process is not None
-        assert part.process.wait(120) == 0
+        assert part.process.wait(START_S_MAX) == 0
     assert all(not Path(f"/proc/{pid}").exists() for pid in part.rank_pids)
 
 
@@ -101,7 +102,7 @@ def test_misuse_is_one_line_and_2(tmp_path: Path):
     part = serve_part(tmp_path, "alone", "prefill", "tp1", host="0.0.0.0")
     part.start()
     assert part.process is not None
-    assert part.process.wait(120) == 2
+    assert part.process.wait(START_S_MAX) == 2
     assert part.output.startswith("baton: host '0.0.0.0'")
 
 
@@ -110,5 +111,5 @@ def test_a_wrong_layout_ends_the_server(tmp_path: Path):
     part = serve_part(tmp_path, "alone", "both", "pp9")
     part.start()
     assert part.process is not None
-    assert part.process.wait(120) == 2
+    assert part.process.wait(START_S_MAX) == 2
     assert "pp9" in part.output or "stages" in part.output

@@ -426,8 +426,7 @@ def without_leaks() -> Iterator[None]:
     if fds() | threads() <= before:
         return
     gc.collect()
-    left = (fds() | threads()) - before
-    assert not left, left
+    until(lambda: fds() | threads() <= before, lambda: f"{(fds() | threads()) - before} are left")
 
 
 def fds() -> set[str]:

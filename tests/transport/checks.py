@@ -210,10 +210,10 @@ def fence_is_waited_for(world: World) -> None:
     buffer = world.source.buffers[source.number]
     link = world.link(world.target(), MIB)
     fence = HostFence()
-    ticket = link.send(source, one_span(MIB), fence=fence, deadline_s=0.2)
+    ticket = link.send(source, one_span(MIB), fence=fence, deadline_s=1.0)
     ready = link.send(source, one_span(10))
     expect_done(world.source, [ready])
-    time.sleep(0.4)
+    time.sleep(1.2)
     assert not link.content()[10:].any()
     buffer[:] = 77
     fence.set()
@@ -326,7 +326,7 @@ def nothing_is_left_after_200_connections(world: World) -> None:
     before = usages()
     for _ in range(200):
         cycle()
-    after, limit_s = usages(), time.monotonic() + 20.0
+    after, limit_s = usages(), time.monotonic() + HANGS_S
     # The last connections are closed by threads that may not have run yet, before as after.
     while any(new.num_fds > old.num_fds for old, new in zip(before, after, strict=True)):
         assert time.monotonic() < limit_s, f"{after} after {before}"
@@ -590,11 +590,12 @@ def revoked_peer_is_quiet(world: World) -> None:
 
 def ask_again(link: Link) -> Quiet:
     """A living source that hears of its revocation leaves by itself."""
-    for _ in range(200):
+    limit_s = time.monotonic() + HANGS_S
+    while time.monotonic() < limit_s:
         if isinstance(result := link.target.call("revoke", link.writer), Quiet):
             return result
         time.sleep(0.01)
-    raise AssertionError("a living source did not leave within 2 s of its revocation")
+    raise AssertionError(f"a living source did not leave within {HANGS_S:.0f} s of its revocation")
 
 
 @check(Variant("SaysQuiet", side="target", subject="shm"))
@@ -636,7 +637,9 @@ def submit_is_cheap(world: World) -> None:
     spans = spans_of(offsets, np.random.default_rng(1).permutation(offsets), np.full(count, 100))
     for fence in (None, HostFence()):
         best_s = 1.0
-        for _ in range(10):
+        for _ in range(50):  # others take the caches, now and then
+            if best_s <= SUBMIT_CPU_S_MAX:
+                break
             how = {"fence": fence} if fence else {}
             started_s = time.thread_time()
             ticket = link.send(source, spans, deadline_s=30.0, **how)
@@ -652,8 +655,12 @@ def idle_costs_nothing(world: World) -> None:
     source = world.source.load(MIB, 2)
     link = world.link(world.target(), MIB)
     expect_done(world.source, [link.send(source, one_span(MIB))])
-    before = [world.source.usage(), link.target.call("usage")]
-    time.sleep(1.0)
-    after = [world.source.usage(), link.target.call("usage")]
-    for old, new in zip(before, after, strict=True):
-        assert new.cpu_s - old.cpu_s < IDLE_CPU_S_MAX, f"{new.cpu_s - old.cpu_s:.3f} s of CPU in 1 s idle"
+    used_s = IDLE_CPU_S_MAX
+    for _ in range(10):  # the same process may have had something else to do
+        before = [world.source.usage(), link.target.call("usage")]
+        time.sleep(1.0)
+        after = [world.source.usage(), link.target.call("usage")]
+        used_s = max(new.cpu_s - old.cpu_s for old, new in zip(before, after, strict=True))
+        if used_s < IDLE_CPU_S_MAX:
+            return
+    raise AssertionError(f"{used_s:.3f} s of CPU in 1 s idle")

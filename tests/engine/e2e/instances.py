@@ -36,7 +36,7 @@ from baton.transport import open_transport
 SECRET = b"tests of the engine, end to end."
 NUM_RANKS_MAX = 16
 """Processes that are alive at a time, for the machine's memory."""
-WAIT_S_MAX = 60.0
+WAIT_S_MAX = 180.0
 
 
 CROSSINGS = [
