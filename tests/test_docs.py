@@ -376,6 +376,10 @@ def test_the_site_builds_and_has_every_page(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     built = {path.stem for path in tmp_path.glob("*.html")} - {"404"}
     assert built == {path.stem for path in (ROOT / "docs").glob("*.md")}
+    for page in (ROOT / "docs").glob("*.md"):
+        shown = (tmp_path / f"{page.stem}.html").read_text()
+        diagrams = re.findall(r"^```mermaid$", page.read_text(), re.MULTILINE)
+        assert shown.count('<pre class="mermaid">') == len(diagrams), "diagrams are drawn"
     index = (tmp_path / "index.html").read_text()
     sources = re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"?(https?://[^\" >]*)", index)
     assert sources == [], "the pages need nothing from outside"
