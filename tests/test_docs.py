@@ -197,6 +197,9 @@ RUN_BY = {
     ".venv/bin/python benchmarks/pipelining.py": (
         "tests/bench/serve/test_suites_deployed.py::test_pipelining_to_its_end"
     ),
+    ".venv/bin/python benchmarks/router.py": (
+        "tests/bench/serve/test_suites_deployed.py::test_router_to_its_end"
+    ),
     "ask": "tests/cli/test_registry.py::test_the_shell_example_of_the_page_runs",
 }
 """By the beginning of a command in the documents: the test that runs it or, where it names hosts, sizes or
@@ -208,9 +211,6 @@ NOT_RUN = {
     "systemctl": "there is no systemd in a container; test_deploy.py reads the units",
     "docker build": "by hand, with buildah (docs/log.md, 2026-11-19); test_deploy.py reads the Dockerfile",
     "hf download": "it needs the Hub; test_opening.py has the error that names it",
-    ".venv/bin/python benchmarks/router.py": (
-        "by hand: it needs a quiet machine; test_suites.py has its figures"
-    ),
 }
 PROGRAMS = {
     "baton",
@@ -301,6 +301,42 @@ def test_targets_of_make_exist() -> None:
     assert named <= targets
 
 
+def test_recipes_of_make_are_commands_that_there_are() -> None:
+    """Without running them: the options of `baton` are read, and other files are there."""
+    targets = set(re.findall(r"^([a-z][\w.-]*):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    made = [f"--assume-old={stamp}" for stamp in (".venv/.stamp", ".venv/.extras")]
+    assert len(targets) > 15
+    commands: list[list[str]] = []
+    for target in sorted(targets - {"help"}):
+        done = subprocess.run(
+            ["make", "--dry-run", "--always-make", *made, target],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, (target, done.stderr)
+        lines = re.sub(r"\$\([^()]*\)", "1", done.stdout.replace("\\\n", " ")).splitlines()
+        commands += [shlex.split(line, comments=True)[1:] for line in lines if "/baton " in line]
+        files = re.findall(r"(?<![\w./-])(?:tools|tests|benchmarks)/[\w./]+", done.stdout)
+        assert [name for name in files if not (ROOT / name).exists()] == []
+    assert len(commands) > 8
+    assert [problem for words in commands for problem in problems(words)] == []
+
+
+def test_benchmarks_on_the_pages_have_their_options() -> None:
+    commands: dict[str, set[str]] = {}
+    for command in [command for page in PAGES for command in shell_commands(page.read_text())]:
+        if match := re.match(r"\.venv/bin/python (benchmarks/\w+\.py)", command):
+            commands.setdefault(match[1], set()).update(re.findall(r" (--[a-z-]+)", command))
+    assert len(commands) >= 3
+    for script, options in commands.items():
+        done = run(script, "--help")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert [option for option in options if option not in done.stdout] == []
+
+
 def test_the_example_of_the_library_runs() -> None:
     done = run("examples/library.py")
     assert (done.returncode, done.stderr) == (0, "")
@@ -340,6 +376,10 @@ def test_the_site_builds_and_has_every_page(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     built = {path.stem for path in tmp_path.glob("*.html")} - {"404"}
     assert built == {path.stem for path in (ROOT / "docs").glob("*.md")}
+    for page in (ROOT / "docs").glob("*.md"):
+        shown = (tmp_path / f"{page.stem}.html").read_text()
+        diagrams = re.findall(r"^```mermaid$", page.read_text(), re.MULTILINE)
+        assert shown.count('<pre class="mermaid">') == len(diagrams), "diagrams are drawn"
     index = (tmp_path / "index.html").read_text()
     sources = re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=\"?(https?://[^\" >]*)", index)
     assert sources == [], "the pages need nothing from outside"

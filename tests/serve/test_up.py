@@ -18,6 +18,7 @@ from typing import Self
 import pytest
 from tests.faults.stages import is_alive, named_segments
 from tests.serve.parts import ask, children, until
+from tests.serve.resources import left_segments
 from tests.serve.speaking import chat_ids, model, oracle_text
 
 pytestmark = pytest.mark.serve
@@ -240,12 +241,13 @@ ENDS = {
 
 @pytest.mark.parametrize("how", ENDS)
 def test_nothing_outlives_it(tmp_path, started, how: str) -> None:
+    before = left_segments()
     up = Up(tmp_path, "--prefill", "tp1", "--decode", "tp1", "--port", "0")
     started.append(up)
     if "starts" in how:
         until(lambda: len(up.everyone()) >= 5, "the parts are started", LIMIT_S)
     else:
-        up.url()
+        answer(up.url())  # with memory for a hand-over
     everyone = up.everyone()
     # Whoever kills all of them at once leaves nothing either.
     assert not {name for pid in everyone for name in named_segments(pid)}
@@ -265,6 +267,7 @@ def test_nothing_outlives_it(tmp_path, started, how: str) -> None:
         assert stream is None or b"[DONE]" not in rest(stream), "it waited for the request"
     until(lambda: not {pid for pid in everyone if is_alive(pid)}, "all have ended", LIMIT_S)
     assert up.leftovers() == []
+    assert left_segments() <= before, "shared memory with a name"
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from tests.serving.live import Live, live, until
 from tests.serving.streams import half_read
 from tests.test_docs import PAGES, shell_commands
 
+from baton.cli.options import InstanceOptions
+from baton.cli.parser import engine_fields, parse
 from baton.serving import server as serving
 from baton.serving.openai import ChatRequest, CompletionRequest, GenerateRequest
 
@@ -192,6 +194,20 @@ def test_reports_for_routers(served: Live):
         assert served.ask(path).json["is_generation"] is True
     for path in ("/health", "/health_generate"):
         assert served.ask(path).status == 200
+
+
+def test_without_a_prefix_cache_every_prompt_is_computed_whole():
+    body = {"prompt": list(range(1, 100)), "max_tokens": 2, "temperature": 0}
+    texts = []
+    for words, is_cached in (((), True), (("--no-prefix-caching",), False)):
+        options = parse(InstanceOptions, ("--model", "m", *words))
+        with live(has_prefix_cache=engine_fields(options)["has_prefix_cache"]) as own:
+            answers = [own.ask("/v1/completions", body).json for _ in range(2)]
+        cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+        assert cached[0] == 0
+        assert (cached[1] > 0) is is_cached
+        texts += [answer["choices"][0]["text"] for answer in answers]
+    assert len(set(texts)) == 1
 
 
 def test_what_waits_for_longer_than_the_queue_timeout_is_refused():

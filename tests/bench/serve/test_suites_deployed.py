@@ -11,6 +11,7 @@ from typing import Any
 import interference
 import pipelining
 import pytest
+import router
 from interference import COMBINED, PAIR, SHIPPED
 from suite import SuiteOptions
 from tests.bench.serve.test_own_deployment import processes_with
@@ -77,3 +78,17 @@ def test_pipelining_to_its_end(
     assert all(
         words in shown for words in ("TTFT (ms), mean", "throughput", "dialogues (16 sessions", "stress")
     )
+
+
+def test_router_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(router, "NUM_TURNS", 20)
+    monkeypatch.setattr(router, "BURST_S", 0.3)
+    figures = run(router, tmp_path, monkeypatch)["figures"]
+    shown = capsys.readouterr().out
+    assert set(figures) == set(router.KINDS)
+    for kind, each in figures.items():
+        assert {router.DIRECT, router.OURS} <= set(each["requests_per_s"])
+        assert all(rate > 0 for rate in each["requests_per_s"].values())
+        assert f"{kind}: our router adds" in shown
