@@ -104,7 +104,7 @@ class ServerMetrics(Collector):
         self._running = gauge("num_requests_running", "Running requests.")
         self._waiting = gauge("num_requests_waiting", "Waiting requests.")
         self._in_flight = gauge("tokens_in_flight", "Tokens of all requests so far.")
-        self._ready = gauge("ready", "1 where requests can be served and handed off.")
+        self._ready = gauge("ready", "1 where requests can be served and handed over.")
         self._starts = gauge("instance_starts", "How often the instance was started.")
         self._rates = gauge("tokens_per_second", "Recently measured rate.", "phase")
         self._drafts = gauge("draft_tokens", "Tokens that were drafted and accepted.", "kind")

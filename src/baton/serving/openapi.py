@@ -102,7 +102,7 @@ def _paths() -> dict[str, Any]:
         "/version": _get("The version of Baton.", set(), _json(any_object)),
         "/v1/models": _get("The served models.", set(), _json("ModelList")),
         "/v1/models/{id}": model,
-        "/health": _get("Whether it can serve and hand off.", {"503"}, _json("HealthBody")),
+        "/health": _get("Whether it can serve and hand over.", {"503"}, _json("HealthBody")),
         "/health_generate": _get("The same.", {"503"}, _json("HealthBody")),
         "/server_info": _get("State and load, for routers.", set(), _json(any_object)),
         "/get_server_info": _get("The same.", set(), _json(any_object)),
