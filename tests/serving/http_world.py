@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import ClientSession, web
 
-from baton.errors import EngineError
+from baton.errors import LAST_WORDS, EngineError
 from baton.serving.http import CALLER, ApiError, Credentials, HttpLimits, HttpServer, failure
 
 API_KEY = "sk-a-key-of-a-client"
@@ -29,7 +29,7 @@ async def _fail(request: web.Request) -> web.Response:
         case "bug":
             raise RuntimeError("a bug with sk-a-key-of-a-client in it")
         case "engine":
-            raise EngineError("a rank ended; look at its log")
+            raise EngineError(f"a rank ended{LAST_WORDS}OSError: /srv/private")
         case "lost":
             raise failure("PEER_LOST", "prefill-0 has ended")
         case "loading":

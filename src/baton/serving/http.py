@@ -30,7 +30,7 @@ from aiohttp import ClientPayloadError, web
 from msgspec import Meta
 
 from baton import __version__
-from baton.errors import BatonError
+from baton.errors import BatonError, for_clients
 from baton.settings import BACKLOG, is_loopback, take_listener
 
 HOST = "127.0.0.1"
@@ -474,7 +474,7 @@ class HttpServer:
             case web.HTTPException():
                 api_error = _unknown_path(request, error)
             case BatonError():
-                api_error = ApiError(500, str(error), code="ENGINE")
+                api_error = ApiError(500, for_clients(str(error)), code="ENGINE")
             case _:
                 _log.error("%s %s failed", request.method, route_pattern(request), exc_info=error)
                 internal = ApiError(500, "internal error; the traceback is in the server's log")
