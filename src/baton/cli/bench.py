@@ -237,6 +237,9 @@ def overlap(
     png: Path | None = PNG,
 ) -> int:
     """Measure what layer pipelining hides: time to hand-over by policy, against compute alone."""
+    from baton.cli.checks import check_first
+
+    check_first(model, [prefill, decode])
     _check_transports(transport)
     from baton.bench import overlap as overlap_bench
 
@@ -278,6 +281,9 @@ def engine(
     png: Path | None = PNG,
 ) -> None:
     """Measure prefill and decode against transformers on the same checkpoint."""
+    from baton.cli.checks import check_first
+
+    check_first(model, [])
     from baton.bench import engine as engine_bench
 
     options = engine_bench.EngineBenchOptions(
@@ -322,6 +328,10 @@ def serve(
     png: Path | None = PNG,
 ) -> int:
     """Send load to an OpenAI endpoint and measure what clients see."""
+    if url is None:
+        from baton.cli.checks import check_first
+
+        check_first(model or "demo", [*prefill.split(","), *(decode.split(",") if decode != "none" else ())])
     from baton.bench.serve import load as serve_bench
     from baton.bench.serve import report as serve_report
     from baton.bench.serve.client import OpenAIEndpoint, parse_slo
