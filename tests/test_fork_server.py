@@ -19,12 +19,45 @@ import msgspec
 import pytest
 
 from baton.engine.config import WORKER_MODULES
-from baton.errors import EngineError
-from baton.fork_server import ForkedProcess, ForkServer, ForkServerPool, SpawnRequest
+from baton.errors import EngineError, for_clients
+from baton.fork_server import ForkedProcess, ForkServer, ForkServerPool, SpawnRequest, ended_error, last_error
 
 ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "OMP_NUM_THREADS": "1"}
 LIMIT_S = 120.0
+
+
+WARNING = "/lib/resource_tracker.py:254: UserWarning: resource_tracker: 1 leaked semaphore objects"
+
+
+@pytest.mark.parametrize(
+    ("lines", "error"),
+    [
+        (
+            ["baton: layout 'tpp2': unknown axis", WARNING, "  warnings.warn("],
+            "baton: layout 'tpp2': unknown axis",
+        ),
+        (["Traceback (most recent call last):", "  f()", "OSError: no space", WARNING], "OSError: no space"),
+        (["torch.cuda.OutOfMemoryError: 2 GiB", "see the docs"], "torch.cuda.OutOfMemoryError: 2 GiB"),
+        (["Fatal Python error: Aborted", "Thread 0x1", "  File x"], "Fatal Python error: Aborted"),
+        (
+            ["2026-11-19 10:00:00,000 ERROR vllm: engine died", "bye"],
+            "2026-11-19 10:00:00,000 ERROR vllm: engine died",
+        ),
+        (["loading", "cannot go on", "10:00 WARNING slow"], "cannot go on"),
+        ([], "no message"),
+    ],
+)
+def test_the_last_error_is_quoted_not_a_warning_after_it(lines: list[str], error: str) -> None:
+    assert last_error(lines) == error
+
+
+def test_clients_are_not_shown_what_a_process_printed() -> None:
+    with tempfile.TemporaryFile() as output:
+        output.write(f"OSError: /srv/models/private\n{WARNING}\n".encode())
+        ended = str(ended_error("rank 0 of decode-0", 1, output))
+    assert ended == "rank 0 of decode-0 ended with exit code 1; its last words: OSError: /srv/models/private"
+    assert for_clients(ended) == "rank 0 of decode-0 ended with exit code 1"
 
 
 class Forked:

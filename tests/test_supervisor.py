@@ -60,6 +60,13 @@ def python(text: str) -> list[str]:
     return [sys.executable, "-c", text]
 
 
+def test_the_error_is_quoted_and_not_a_warning_after_it() -> None:
+    dying = "import sys, warnings; print('baton: no room', file=sys.stderr); warnings.warn('x'); sys.exit(1)"
+    ended = pytest.raises(ProcessError, match=r"one ended with exit code 1: baton: no room$")
+    with ChildProcess("one", python(dying)) as child, ended:
+        child.wait_line("talking at ", LIMIT_S)
+
+
 def test_a_ready_line_and_an_end() -> None:
     with ChildProcess("one", python(SAYING)) as child:
         assert child.wait_line("talking at ", LIMIT_S) == "http://127.0.0.1:1"

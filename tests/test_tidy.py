@@ -7,12 +7,15 @@ case that keeps it.
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TypeGuard, cast
 
 import pytest
 
@@ -34,14 +37,18 @@ OLD_WORDS = set(
 # Where a rule is broken on purpose: path or path::qualname, the rule, and why.
 ALLOWED: dict[tuple[str, str], str] = {
     ("baton/cli/bench.py", "local-import"): "torch takes seconds to import, which --help need not wait for",
+    ("baton/cli/checks.py", "local-import"): "as cli/bench.py, for NumPy",
     ("baton/cli/demo.py", "local-import"): "as cli/bench.py",
+    ("baton/cli/demo_model.py", "local-import"): "torch is imported after fork_early",
     ("baton/cli/deployment.py", "local-import"): "torch again, which a mistake need not wait for",
+    ("baton/cli/doctor.py", "local-import"): "as cli/bench.py, for NumPy",
     ("baton/cli/drain.py", "local-import"): "as cli/bench.py, for aiohttp",
     ("baton/cli/generate.py", "local-import"): "as cli/bench.py",
     ("baton/cli/plan.py", "local-import"): "as cli/bench.py, for NumPy",
     ("baton/cli/registry.py", "local-import"): "as cli/bench.py, for aiohttp",
     ("baton/cli/route.py", "local-import"): "as cli/bench.py, for aiohttp",
     ("baton/cli/serve.py", "local-import"): "as cli/bench.py",
+    ("baton/cli/sim.py", "local-import"): "as cli/bench.py, for NumPy",
     ("baton/cli/up.py", "local-import"): "as cli/bench.py",
     ("baton/checkpoint/names.py", "local-import"): "for `org/name` alone",
     ("baton/serving/http.py::HttpServer._middleware", "broad-except"): "the HTTP edge: what escapes is a 500",
@@ -154,6 +161,30 @@ def old_word(source: Source) -> Iterator[Finding]:
                 yield qualname, node.lineno, f"class {node.name}: '{word}'; use the field's word"
 
 
+def hand_over(source: Source) -> Iterator[Finding]:
+    """In sentences a hand-over, which is handed over; in names, of commands and metrics too, a handoff."""
+    texts = [(node.lineno, node.value) for _, node in source.nodes if is_sentence(node)]
+    tokens = tokenize.generate_tokens(io.StringIO(source.text).readline)
+    texts += [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+    for line, text in texts:
+        for word in hand_offs(text):
+            yield "", line, f"{word!r} in a sentence; write hand-over, or handed over"
+    for qualname, node in source.nodes:
+        name = getattr(node, "name", None) or getattr(node, "arg", None) or last_name(cast(ast.expr, node))
+        if isinstance(name, str) and re.search(r"hand_?over", name, re.IGNORECASE):
+            yield qualname, getattr(node, "lineno", 1), f"{name}: in names it is handoff"
+
+
+def is_sentence(node: ast.AST) -> TypeGuard[ast.Constant]:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
+
+
+def hand_offs(text: str) -> list[str]:
+    """Other spellings than hand-over, but for names of commands and modules, and code."""
+    text = re.sub(r"`[^`]*`|baton bench handoff", "", text)
+    return re.findall(r"(?i)(?<![\w./-])(?:hand-?offs?|handovers?|hand(?:s|ed|ing)? off)(?![\w.(/-])", text)
+
+
 def ends_of_a_copy(source: Source) -> Iterator[Finding]:
     yield from bound_names(source, {"src", "dst"}, "the ends of a copy are source and target")
 
@@ -186,6 +217,7 @@ RULES: dict[str, Callable[[Source], Iterator[Finding]]] = {
     "print": printing,
     "ascii": ascii_only,
     "old-word": old_word,
+    "hand-over": hand_over,
     "source-target": ends_of_a_copy,
     "roles-in-plan": roles_in_plan,
 }
@@ -279,6 +311,9 @@ CASES = [
     Case("print", "print(1)\n", "console.print(1)\n"),
     Case("ascii", "x = 1  # caf\u00e9\n", "x = '\\u00e9'\n"),
     Case("old-word", "class PrefillDesk: pass\n", "class EngineCore: pass\n"),
+    Case("hand-over", "x = 'one handoff more'\n", "x = 'one hand-over more, see baton.bench.handoff.run'\n"),
+    Case("hand-over", "x = 1  # handed off\n", "x = 1  # handed over by `baton bench handoff`\n"),
+    Case("hand-over", "def make_handover(): pass\n", "def make_handoff(): return x.handed_over\n"),
     Case("source-target", "def f(src_rank): pass", "def f(source_rank): pass"),
     Case("source-target", "self.dst = 1", "numpy.copyto(x, src=y)"),
     Case("source-target", "match x:\n    case [dst, *rest]: pass\n", "match x:\n    case [target]: pass\n"),
@@ -315,6 +350,13 @@ def test_the_tree_keeps_the_rules() -> None:
                     findings.append(f"{source.path}:{line} {qualname}: {name}: {text}")
     assert not findings, "\n".join(findings)
     assert used == set(ALLOWED), f"rows that excuse nothing: {set(ALLOWED) - used}"
+
+
+def test_pages_write_hand_over() -> None:
+    root = SOURCE_ROOT.parent
+    pages = [root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").rglob("*.md")]
+    texts = {page: re.sub(r"(?ms)^ *```.*?^ *```|\]\([^)]*\)", "", page.read_text("utf-8")) for page in pages}
+    assert {page.name: hand_offs(text) for page, text in texts.items() if hand_offs(text)} == {}
 
 
 def test_no_package_has_a_cycle_of_imports() -> None:

@@ -75,3 +75,12 @@ class FullError(EngineError):
     def __init__(self, text: str, retry_after_s: float) -> None:
         super().__init__(text)
         self.retry_after_s = retry_after_s
+
+
+LAST_WORDS = "; its last words: "
+"""Between how a process ended and what it printed."""
+
+
+def for_clients(text: str) -> str:
+    """The reason of an end without what the process printed, which may name files and settings."""
+    return text.partition(LAST_WORDS)[0]

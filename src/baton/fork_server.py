@@ -20,6 +20,7 @@ import gc
 import importlib
 import io
 import os
+import re
 import select
 import signal
 import socket
@@ -38,7 +39,7 @@ from typing import IO, NoReturn
 import msgspec
 
 from baton import settings
-from baton.errors import EngineError
+from baton.errors import LAST_WORDS, EngineError
 
 _STATUS = struct.Struct("<i")
 """On the status pipe: first the pid, then the exit code, negative for a signal."""
@@ -50,6 +51,12 @@ _NOT_READ = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONUNBUFFERED", "TORCHIND
 """Not these: every worker sets its number of threads itself, and PyTorch sets the last one when imported."""
 _SERVERS_MAX = 2
 _END_S_MAX = 1.0
+_ERROR = re.compile(
+    r"^baton: |^([\w.]+\.)?[A-Z]\w*(Error|Exception|Interrupt)(: |$)|^Fatal |^terminate called|"
+    r"\b(ERROR|CRITICAL|FATAL)\b|\"level\": ?\"(error|critical)\""
+)
+"""Messages of commands, last lines of tracebacks, crashes, log lines."""
+_WARNING = re.compile(r"\b\w*Warning: |\bWARN(ING)?\b|^\s*warnings\.warn\(|\"level\": ?\"warning\"")
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _SET_NAME = 15  # PR_SET_NAME
 _SERVER_NAME = "baton fork"
@@ -82,12 +89,18 @@ class SpawnRequest(msgspec.Struct, frozen=True):
     """What the end of the fork server sends it."""
 
 
+def last_error(lines: Sequence[str]) -> str:
+    """Of the output of a process that ended: its last error, or else its last line that is no warning."""
+    errors = [line for line in lines if _ERROR.search(line)]
+    others = [line for line in lines if line.strip() and not _WARNING.search(line)]
+    return (errors or others or ["no message"])[-1].strip()
+
+
 def ended_error(name: str, code: int | None, output: IO[bytes]) -> EngineError:
-    """Says that a process ended, with the last line of its output."""
+    """Says that a process ended, with the last error of its output."""
     output.seek(0)
-    lines = output.read().decode(errors="replace").strip().splitlines()
-    words = f"its last words: {lines[-1]}" if lines else "it left no message"
-    return EngineError(f"{name} {describe_exit(code)}; {words}")
+    lines = output.read().decode(errors="replace").splitlines()
+    return EngineError(f"{name} {describe_exit(code)}{LAST_WORDS}{last_error(lines)}")
 
 
 class _Forked(ABC):
@@ -251,7 +264,7 @@ class ForkServer:
         return process
 
     def ended_error(self) -> EngineError:
-        """Says that the server ended, with its last words."""
+        """Says that the server ended, with its last error."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S_MAX)
         return ended_error("the fork server", self._process.returncode, self._output)

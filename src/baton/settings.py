@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from baton.errors import ConfigError, EngineError
 
@@ -145,6 +146,17 @@ def check_binding(host: str, *, has_api_key: bool, has_secret: bool) -> None:
             f"host {host!r} ({', '.join(outside)}) can be reached from outside; "
             f"give {' and '.join(wanted)}, or listen on {LOOPBACK}"
         )
+
+
+def check_registry(url: str) -> None:
+    """Raises ConfigError on what is not the address of a registry."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number or too large, brackets that do not match
+        is_address = False
+    if not is_address or parts.path not in ("", "/") or parts.query or parts.fragment:
+        raise ConfigError(f"registry {url!r} is not an address; write http://host:port or https://host:port")
 
 
 def open_listener(host: str, port: int) -> socket.socket | None:

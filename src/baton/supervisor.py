@@ -39,7 +39,15 @@ from urllib.parse import urlsplit
 
 from baton import settings
 from baton.errors import BatonError, ConfigError, ProcessError
-from baton.fork_server import FORK_SERVERS, ForkedProcess, ForkServer, SpawnRequest, describe_exit, die_with
+from baton.fork_server import (
+    FORK_SERVERS,
+    ForkedProcess,
+    ForkServer,
+    SpawnRequest,
+    describe_exit,
+    die_with,
+    last_error,
+)
 from baton.settings import Tls
 
 ANSWER_S_MAX = 180.0
@@ -236,9 +244,9 @@ class ChildProcess:
         return self.popen.poll() is None
 
     @property
-    def last_line(self) -> str:
-        """The last line that it printed."""
-        return self._tail[-1] if self._tail else "it left no message"
+    def last_error(self) -> str:
+        """The last error that it printed, as far as its last lines go."""
+        return last_error(self._tail)
 
     @property
     def last_lines(self) -> list[str]:
@@ -262,7 +270,7 @@ class ChildProcess:
         with suppress(subprocess.TimeoutExpired):
             self.popen.wait(END_S_MAX)
         self._join_readers()
-        return ProcessError(f"{self.name} {describe_exit(self.popen.returncode)}: {self.last_line}")
+        return ProcessError(f"{self.name} {describe_exit(self.popen.returncode)}: {self.last_error}")
 
     def _join_readers(self) -> None:
         # A grandchild that inherited the pipe may keep it open, hence the limit.
@@ -274,7 +282,7 @@ class ChildProcess:
         """The next line of stdout."""
         line = self._next_line(monotonic() + timeout_s)
         if line is None:
-            raise ProcessError(f"{self.name} printed nothing for {timeout_s:g} s; {self.last_line}")
+            raise ProcessError(f"{self.name} printed nothing for {timeout_s:g} s; {self.last_error}")
         return line
 
     def wait_line(self, prefix: str, timeout_s: float = ANSWER_S_MAX) -> str:
@@ -283,7 +291,7 @@ class ChildProcess:
         while (line := self._next_line(limit_s)) is not None:
             if line.startswith(prefix):
                 return line.removeprefix(prefix)
-        raise ProcessError(f"{self.name} did not print {prefix!r} within {timeout_s:g} s; {self.last_line}")
+        raise ProcessError(f"{self.name} did not print {prefix!r} within {timeout_s:g} s; {self.last_error}")
 
     def _next_line(self, limit_s: float) -> str | None:
         """None when the time is up; raises if the process closed its stdout."""
@@ -303,7 +311,7 @@ class ChildProcess:
             if fetch_health(url)[0]:
                 return
             self.wait(0.1)
-        raise ProcessError(f"{self.name} at {url} was not ready within {timeout_s:g} s; {self.last_line}")
+        raise ProcessError(f"{self.name} at {url} was not ready within {timeout_s:g} s; {self.last_error}")
 
     def send(self, value: Any) -> None:
         """Writes one JSON line to its stdin."""
@@ -429,12 +437,12 @@ class SupervisedService:
             return list(words)
         return [service.program, *words] if service.program else baton_command(*words)
 
-    def ended(self, code: int, last_line: str, now_s: float) -> str:
+    def ended(self, code: int, error: str, now_s: float) -> str:
         """Counts an end; says that it is restarted, or raises the reason why it is not."""
-        name, last_line = self.service.name, last_line.removeprefix("baton: ")
+        name, error = self.service.name, error.removeprefix("baton: ")
         if code == 2:
-            raise ConfigError(f"{name}: {last_line}")
-        how = describe_exit(code) + (f" ({last_line})" if code >= 0 else "")
+            raise ConfigError(f"{name}: {error}")
+        how = describe_exit(code) + (f" ({error})" if code >= 0 else "")
         if not self.was_ready:
             raise ProcessError(f"{name} {how} before it was ready")
         self.ends_s.append(now_s)
@@ -588,7 +596,7 @@ class Supervisor:
                 self._notify()
                 continue
             try:
-                message = supervised.ended(process.popen.returncode, process.last_line, monotonic())
+                message = supervised.ended(process.popen.returncode, process.last_error, monotonic())
             except BatonError as error:
                 self._failure = error
                 self._notify()

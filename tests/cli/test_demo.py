@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.cli.models import speaking_model
 
-from baton.cli import demo, demo_cache, main
+from baton.cli import demo_cache, demo_model, main
 
 pytestmark = pytest.mark.engine
 
@@ -67,14 +67,14 @@ def test_two_layouts_one_answer(baton, model, tmp_path) -> None:
 
 
 def test_a_wrong_token_fails(baton, model, tmp_path, monkeypatch) -> None:
-    honest = demo.ask
+    honest = demo_model.ask
 
     def lying(client, name, question, *show):
         found = honest(client, name, question, *show)
         wrong = (found.tokens[0], found.tokens[1] ^ 1, *found.tokens[2:])
-        return replace(found, tokens=wrong) if name == demo.ON else found
+        return replace(found, tokens=wrong) if name == demo_model.ON else found
 
-    monkeypatch.setattr(demo, "ask", lying)
+    monkeypatch.setattr(demo_model, "ask", lying)
     code, out, _ = baton(*words(model, tmp_path / "out", prefill="tp1", decode="tp1"))
     assert code == 1
     same, _, whole = out.splitlines()[-1].removeprefix("tokens identical: ").partition(" of ")
@@ -84,9 +84,9 @@ def test_a_wrong_token_fails(baton, model, tmp_path, monkeypatch) -> None:
 
 def test_an_answer_that_ends_early_is_not_identical(model) -> None:
     """Counted against the longer of the two, so that nothing said is not everything right."""
-    assert demo.count_same([1, 2], [1, 2, 3]) == (2, 3)
-    assert demo.count_same([1, 2, 3], [1, 2]) == (2, 3)
-    assert demo.count_same([], [1]) == (0, 1)
+    assert demo_model.count_same([1, 2], [1, 2, 3]) == (2, 3)
+    assert demo_model.count_same([1, 2, 3], [1, 2]) == (2, 3)
+    assert demo_model.count_same([], [1]) == (0, 1)
 
 
 def test_no_tokenizer(baton, model, tmp_path) -> None:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from baton.bench import transport
-from baton.cli import doctor
+from baton.cli import doctor_checks
 from baton.transport import transport_names
 
 
@@ -33,7 +33,7 @@ def test_a_transport_that_garbles_is_not_ok(monkeypatch) -> None:
             return super().digest()
 
     monkeypatch.setattr(transport, "TransferTarget", Garbling)
-    finding = doctor.check_transport("memory")
+    finding = doctor_checks.check_transport("memory")
     assert not finding.is_ok
     assert "not the bytes that were sent" in finding.text
 
@@ -43,5 +43,5 @@ def test_a_missing_library_is_named(monkeypatch) -> None:
         raise ImportError("libx.so.1: cannot open shared object file")
 
     monkeypatch.setattr(transport, "open_transport", fail)
-    finding = doctor.check_transport("shm")
+    finding = doctor_checks.check_transport("shm")
     assert str(finding) == "shm no: libx.so.1: cannot open shared object file"

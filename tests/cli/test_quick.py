@@ -14,6 +14,7 @@ from typing import get_args
 import pytest
 
 from baton.checkpoint.names import KV_DTYPES
+from baton.cli import VERBS
 from baton.cli.options import InstanceOptions, RouterPolicy
 from baton.cli.parser import engine_fields
 from baton.cli.route import route
@@ -57,10 +58,7 @@ def run(*words: str) -> tuple[int, set[str], str, str]:
     [
         "--help",
         "--version",
-        *(
-            f"{verb} --help"
-            for verb in ("bench", "chat", "drain", "generate", "plan", "registry", "route", "serve", "up")
-        ),
+        *(f"{verb} --help" for verb in VERBS),
     ],
 )
 def test_help_imports_nothing_slow(words: str) -> None:
@@ -89,15 +87,33 @@ FIRST_MISTAKES = {
     "up --prefill tp1 --model llama-3-8b": "dummy:llama-3-8b",
     f"{UP} --prefill tp2,tpp2 --decode tp1": "tpp2",
     f"{UP} --prefill tp2 --dtype nonsense": "dtype 'nonsense'",
+    "generate hi --model no/model": "there is no model 'no/model' here",
+    "generate hi --model demo --decode tpp2": "tpp2",
+    "bench serve --model no/model": "there is no model 'no/model' here",
+    "bench overlap --model no/model": "there is no model 'no/model' here",
+    "bench engine --model no/model": "there is no model 'no/model' here",
+    "bench serve --decode tpp2": "tpp2",
+    "demo --model no/model": "there is no model 'no/model' here",
+    "demo --prefill tpp2": "tpp2",
+    f"{SERVE} --registry nowhere": "registry 'nowhere' is not an address; write http://host:port",
+    "route --registry http://127.0.0.1:99999": "is not an address; write http://host:port",
 }
 """Those that people make, found before anything slow is imported."""
+BAD_TRANSPORTS = {
+    "pigeon": "transport 'pigeon' is not known; use cuda_ipc, memory, mooncake, nixl, shm, tcp",
+    "tcp:colour=red": "transport 'tcp' has no option 'colour'; it has host, port, num_streams",
+    "tcp:num_streams=many": "num_streams is 'many'; give a whole number",
+    "tcp:num_streams=0": "tcp num_streams 0: use 1 to",
+    "shm:num_slots=-1": "shm num_slots -1: use 1 or more",
+}
+ON_TRANSPORTS = (SERVE, f"{UP} --prefill tp1 --decode tp2", "generate hi --model demo", "bench overlap")
 MISTAKES = {
     f"{SERVE} --kv-layout nhd": "kv_layout 'nhd'",
     f"{SERVE} --overlap adaptive:x=1": "adaptive:x=1",
-    f"{SERVE} --transport pigeon": "transport 'pigeon'",
     f"{SERVE} --role reader": "reader",
     f"{SERVE} --host 0.0.0.0": "API key",
     f"{UP} --prefill tp2 --decode tp1 --decode-args '--colour red'": "--colour",
+    f"{UP} --prefill tp2 --decode tp1 --decode-args '--transport tcp:colour=red'": "'colour'",
     f"{ROUTE} --policy fastest": "round_robin",
     f"{ROUTE} --host 0.0.0.0": "API key",
 }
@@ -113,6 +129,15 @@ def test_a_mistake_is_found_before_torch_is_imported(words: str) -> None:
     assert not modules & set(slow)
 
 
+@pytest.mark.parametrize("transport", BAD_TRANSPORTS)
+@pytest.mark.parametrize("verb", ON_TRANSPORTS)
+def test_a_transport_that_cannot_be_is_found_before_torch_is_imported(verb: str, transport: str) -> None:
+    code, modules, out, err = run(*verb.split(), "--transport", transport)
+    assert (code, out) == (2, "")
+    assert BAD_TRANSPORTS[transport] in err
+    assert not modules & {"torch", "aiohttp", "transformers", "rich", "baton.engine.config"}
+
+
 @pytest.mark.parametrize("words", [SERVE, f"{UP} --prefill tp1", ROUTE, "registry"])
 def test_a_port_in_use_is_found_before_torch_is_imported(words: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -124,9 +149,9 @@ def test_a_port_in_use_is_found_before_torch_is_imported(words: str) -> None:
 
 
 def test_the_check_sees_what_is_imported() -> None:
-    _, modules, _, _ = run("doctor", "--help")
+    _, modules, _, _ = run("doctor")
     assert "numpy" in modules
-    _, modules, _, _ = run(*SERVE.split(), "--registry", "nowhere")
+    _, modules, _, _ = run(*SERVE.split(), "--name", "two words", "--registry", "http://127.0.0.1:9")
     assert {"torch", "aiohttp"} <= modules
 
 

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 from aiohttp import ClientSession, web
 
-from baton.errors import EngineError
-from baton.serving.http import CALLER, ApiError, Credentials, HttpLimits, HttpServer
+from baton.errors import LAST_WORDS, EngineError
+from baton.serving.http import CALLER, ApiError, Credentials, HttpLimits, HttpServer, failure
 
 API_KEY = "sk-a-key-of-a-client"
 SECRET = b"a secret of all the instances"
@@ -29,7 +29,11 @@ async def _fail(request: web.Request) -> web.Response:
         case "bug":
             raise RuntimeError("a bug with sk-a-key-of-a-client in it")
         case "engine":
-            raise EngineError("a rank ended; look at its log")
+            raise EngineError(f"a rank ended{LAST_WORDS}OSError: /srv/private")
+        case "lost":
+            raise failure("PEER_LOST", "prefill-0 has ended")
+        case "loading":
+            raise failure("LOADING", "it is not ready; ask again soon")
         case _:
             raise ApiError(429, "full; ask again", code="QUEUE_FULL", retry_after_s=3)
 

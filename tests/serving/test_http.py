@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -103,7 +105,7 @@ def test_failures_are_told_in_one_line_and_bugs_keep_their_words(caplog: pytest.
                 assert "RuntimeError" not in await response.text()
             async with http.get("/fail/engine") as response:
                 assert response.status == 500
-                assert "a rank ended" in (await problem_of(response))["message"]
+                assert (await problem_of(response))["message"] == "a rank ended"
             async with http.post("/echo", data=b"a very private prompt", headers={"Content-Encoding": "br"}):
                 pass
 
@@ -116,16 +118,20 @@ def test_failures_are_told_in_one_line_and_bugs_keep_their_words(caplog: pytest.
 
 
 def test_a_request_is_one_line_with_its_path_and_the_names_that_it_has(caplog: pytest.LogCaptureFixture):
+    ids: list[str] = []
+
     async def play():
         async with site() as found, client(found) as http:
             async with http.post("/echo", data=b"x", headers={"X-Request-Id": "mine-7"}) as response:
                 assert response.headers["X-Request-Id"] == "mine-7"
             async with http.post("/echo", data=b"x", headers={"X-Request-Id": "no spaces here"}) as response:
-                assert "X-Request-Id" not in response.headers
+                own = response.headers["X-Request-Id"]
+                assert re.fullmatch("req-[0-9a-f]{32}", own)
+                ids.append(own)
             async with http.get("/nothing/here", headers={"X-Request-Id": "mine-8"}) as response:
                 assert (response.status, response.headers["X-Request-Id"]) == (404, "mine-8")
-            async with http.get("/caller"):
-                pass
+            async with http.get("/caller") as response:
+                assert response.headers["X-Request-Id"] not in ("", *ids)
 
     with caplog.at_level(logging.INFO, logger="baton.serving.http"):
         asyncio.run(play())
@@ -138,7 +144,39 @@ def test_a_request_is_one_line_with_its_path_and_the_names_that_it_has(caplog: p
         ("GET", "/nothing/here", 404, "mine-8"),
     ]
     assert records[0].getMessage().startswith("POST /echo: 200 in ")
-    assert records[2].getMessage().endswith(" s, client_id mine-8, reason unknown_url")
+    assert records[1].fields["request"] == ids[0]
+    assert re.search(r" s, request req-\w+, client_id mine-8, reason unknown_url$", records[2].getMessage())
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "options"),
+    [
+        ("/echo", 401, {"headers": {"Authorization": "Bearer wrong-key"}}),
+        ("/nothing/here", 404, {}),
+        ("/caller", 405, {}),
+        ("/echo", 413, {"data": b"x" * (HttpLimits().body_bytes_max + 1)}),
+        ("/echo", 415, {"headers": {"Content-Encoding": "br"}}),
+        ("/fail/full", 429, {}),
+        ("/fail/lost", 502, {}),
+        ("/fail/loading", 503, {}),
+        ("/fail/bug", 500, {}),
+    ],
+)
+def test_every_error_has_an_id_which_is_in_its_log_line(
+    caplog: pytest.LogCaptureFixture, path: str, status: int, options: dict[str, Any]
+):
+    method = "GET" if path.startswith("/fail") else "POST"
+
+    async def play() -> str:
+        async with site() as found, client(found) as http, http.request(method, path, **options) as response:
+            assert response.status == status
+            return response.headers["X-Request-Id"]
+
+    with caplog.at_level(logging.INFO, logger="baton.serving.http"):
+        identity = asyncio.run(play())
+    (line,) = [record for record in caplog.records if "fields" in vars(record)]
+    assert identity
+    assert (line.fields["status"], line.fields["request"]) == (status, identity)
 
 
 def test_responses_have_their_ids_and_failed_streams_their_cause_in_the_log(caplog: pytest.LogCaptureFixture):

@@ -7,7 +7,8 @@ import random
 import msgspec
 import pytest
 
-from baton.errors import ConfigError
+from baton.engine.config import EngineConfig
+from baton.errors import LAST_WORDS, ConfigError
 from baton.protocol.outcomes import Why
 from baton.serving.http import (
     DONE,
@@ -26,6 +27,7 @@ from baton.serving.http import (
     read_error,
     router_key,
 )
+from baton.serving.supervisor import InstanceSupervisor
 from baton.settings import check_binding
 
 SECRET = b"0123456789abcdef"
@@ -149,3 +151,12 @@ def test_private_fields_have_a_form():
     ):
         with pytest.raises(msgspec.ValidationError):
             msgspec.json.decode(wrong, type=RouterHints)
+
+
+def test_an_instance_that_is_restarted_does_not_say_what_its_rank_printed():
+    supervisor = InstanceSupervisor(EngineConfig("demo", name="decode-0"), lambda: None)
+    supervisor.stage = f"restarting: rank 0 ended with exit code 1{LAST_WORDS}OSError: /srv/private"
+    with pytest.raises(ApiError) as refused:
+        supervisor.running()
+    text = "decode-0 is not ready: restarting: rank 0 ended with exit code 1; ask again soon"
+    assert (refused.value.status, refused.value.message) == (503, text)

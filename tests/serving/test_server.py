@@ -136,12 +136,12 @@ def test_nonsense_never_becomes_a_failure_of_the_server(served: Live, seed: int)
 
 def test_what_is_told_of_requests(served: Live):
     until(served.is_idle, "nothing else runs")
-    before = served.metric('baton_tokens_total{kind="generated"}')
+    before = served.metric("baton_generation_tokens_total")
     expected = oracle_text(FOX, 5, ignore_eos=True)
     body = {"prompt": FOX, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
     answer = served.ask("/v1/completions", body)
     assert answer.json["choices"][0]["text"] == expected.text
-    assert served.metric('baton_tokens_total{kind="generated"}') == before + 5
+    assert served.metric("baton_generation_tokens_total") == before + 5
     assert served.metric('baton_requests_total{endpoint="/v1/completions",status="200"}') > 0
     assert served.metric('baton_pages{state="free"}') > 0
     name = answer.json["id"]

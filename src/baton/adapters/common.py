@@ -18,7 +18,7 @@ from baton.errors import ConfigError
 from baton.plan import Spec, overlap
 from baton.plan.cache import Units
 from baton.session import Endpoint, EndpointConfig, Failed, Handle, Sending, SocketConfig, Timings
-from baton.settings import secret, tls_files
+from baton.settings import check_registry, secret, tls_files
 from baton.transport import (
     NOW,
     CudaFence,
@@ -219,6 +219,9 @@ class ConnectorConfig:
                 "overlap 'cost' needs timings that the engine does not give; use fixed:N or adaptive"
             )
         overlap.choose(config.overlap, overlap.LayerTimes((0.0,), (0.0,), 0.0), 0)
+        parse_transport(config.transport)
+        if config.registry is not None:
+            check_registry(config.registry)
         return config
 
     def sockets(self, kv_role: str, kv_port: int, dp: int) -> SocketConfig:

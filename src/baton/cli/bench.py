@@ -66,20 +66,21 @@ def _result_path(name: str, path: Path | None) -> Path:
 
 def _check_transports(text: str | None) -> list[str]:
     """The transports of a comma-separated list, default all that work here; raises if one does not work."""
-    from baton.cli.doctor import check_transport
-    from baton.transport import parse_transport, transport_names
+    # It takes longer to import than a mistake may take.
+    from baton.transport import check_library, parse_transport, transport_names
+
+    bare = {name: parse_transport(name)[0] for name in text.split(",")} if text is not None else {}
+    for name in bare.values():
+        check_library(name)
+    from baton.cli.doctor_checks import check_transport
 
     if text is None:
         return [name for name in transport_names() if check_transport(name).is_ok]
-    names = text.split(",")
-    for name in names:
-        bare, _ = parse_transport(name)
-        if bare not in transport_names():
-            raise ConfigError(f"transport {bare!r} is not known; use {', '.join(transport_names())}")
-        finding = check_transport(bare)
+    for name in bare.values():
+        finding = check_transport(name)
         if not finding.is_ok:
             raise ConfigError(str(finding))
-    return names
+    return list(bare)
 
 
 @command
@@ -167,12 +168,12 @@ def handoff(
     """Hand a KV cache over between real processes at the pace of a prefill, and compare every byte."""
     if control and sweep:
         raise ConfigError("--control and --sweep are two measurements; give one of them")
+    _check_transports(transport)
     from baton.bench.handoff import control as control_bench
     from baton.bench.handoff import run as handoff_bench
     from baton.bench.handoff import sweep as sweep_bench
     from baton.bench.handoff.workload import SideSpec, Workload
 
-    _check_transports(transport)
     dtypes, storages = _both_sides(dtype), _both_sides(storage)
     workload = Workload(
         model,
@@ -236,6 +237,10 @@ def overlap(
     png: Path | None = PNG,
 ) -> int:
     """Measure what layer pipelining hides: time to hand-over by policy, against compute alone."""
+    from baton.cli.checks import check_first
+
+    check_first(model, [prefill, decode])
+    _check_transports(transport)
     from baton.bench import overlap as overlap_bench
 
     options = overlap_bench.OverlapOptions(
@@ -254,7 +259,6 @@ def overlap(
         transport=transport,
         has_endpoint_process=endpoint_process,
     )
-    _check_transports(transport)
     overlap_bench.check(options)
     with _progress() as progress:
         result = overlap_bench.run(options, lambda text: progress(options.num_steps, None, text))
@@ -277,6 +281,9 @@ def engine(
     png: Path | None = PNG,
 ) -> None:
     """Measure prefill and decode against transformers on the same checkpoint."""
+    from baton.cli.checks import check_first
+
+    check_first(model, [])
     from baton.bench import engine as engine_bench
 
     options = engine_bench.EngineBenchOptions(
@@ -321,6 +328,10 @@ def serve(
     png: Path | None = PNG,
 ) -> int:
     """Send load to an OpenAI endpoint and measure what clients see."""
+    if url is None:
+        from baton.cli.checks import check_first
+
+        check_first(model or "demo", [*prefill.split(","), *(decode.split(",") if decode != "none" else ())])
     from baton.bench.serve import load as serve_bench
     from baton.bench.serve import report as serve_report
     from baton.bench.serve.client import OpenAIEndpoint, parse_slo

@@ -14,14 +14,25 @@ from baton.cli.options import EngineOptions
 from baton.cli.parser import given, parse
 from baton.errors import ConfigError
 from baton.plan.layout import parse_layout
+from baton.settings import check_registry
 
 
-def check_first(model: str, layouts: Iterable[str], dtype: str) -> None:
-    """Raises on a model, layout or dtype that is none; others are left to `engine.config`."""
+def check_first(model: str, layouts: Iterable[str], dtype: str = "auto", registry: str | None = None) -> None:
+    """Raises on a model, layout, dtype or registry that is none; others are left to `engine.config`."""
     for layout in layouts:
         parse_layout(layout)
     check_model(model)
     check_dtype(dtype)
+    if registry is not None:
+        check_registry(registry)
+
+
+def check_transport(text: str) -> None:
+    """Raises on a transport or options that are none, and on one whose library is not installed."""
+    # It imports NumPy, which other checks do without: the options of a transport are in its module.
+    from baton.transport import check_library, parse_transport
+
+    check_library(parse_transport(text)[0])
 
 
 def side_words(option: str, text: str | None) -> list[str]:

@@ -46,10 +46,14 @@ def generate(
 
     PROMPT is text, or token ids if the model has no tokenizer.
     """
-    # Importing torch takes seconds, which --help does without.
+    # Importing torch takes seconds, which --help and mistakes do without.
+    from baton.cli.checks import check_first, check_same_transport, check_transport, side_options
+
+    layouts = [prefill] if decode is None else [prefill, decode]
+    check_first(model, layouts, engine.dtype)
+    check_transport(engine.transport)
     from rich.console import Console
 
-    from baton.cli.checks import check_same_transport, side_options
     from baton.cli.output import check_timeline, figures_text, size_lines, start_engine, write_timelines
     from baton.engine.config import EngineConfig
     from baton.engine.deployment import Deployment, PairRequest

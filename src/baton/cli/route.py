@@ -94,6 +94,8 @@ def route(
         )
     if is_vllm and first_token is not None:
         raise ConfigError(f"--first-token {first_token}: with vLLM decode has the first token; leave it out")
+    if registry is not None:
+        settings.check_registry(registry)
     secret = None if registry is None else settings.secret(secret_file)
     keys = settings.api_keys(api_key_file)
     settings.check_binding(host, has_api_key=bool(keys), has_secret=True)

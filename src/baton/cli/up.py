@@ -15,15 +15,16 @@ def up(options: DeploymentOptions) -> None:
     VLLM-ARGS, with --engine vllm, are options of `vllm serve`.
     """
     # What follows takes longer to import than --help may take.
-    from baton.cli.checks import check_first
+    from baton.cli.checks import check_first, check_transport
 
-    layouts = [layout for _, _, layout in options.layouts]
+    instance, layouts = options.instance, [layout for _, _, layout in options.layouts]
     if not options.is_vllm:
         if options.vllm or options.vllm_args:
             words = " ".join(options.vllm_args or ["--vllm"])
             raise ConfigError(f"{words!r} is for vLLM; give --engine vllm too, or leave it out")
-        check_first(options.instance.model, layouts, options.instance.dtype)
+        check_first(instance.model, layouts, instance.dtype)
     settings.check_port(options.host, options.port)
+    check_transport(instance.transport)
     from baton.cli.start import start
 
     start(options)

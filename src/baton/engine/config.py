@@ -25,14 +25,13 @@ from baton.plan import Cache, Layout, Spec, parse_layout
 from baton.plan.overlap import LayerTimes, choose
 from baton.protocol.instance import PACKING, ROLES
 from baton.protocol.timings import Timings
-from baton.settings import Tls
+from baton.settings import Tls, check_registry
 from baton.transport import (
     Place,
     Reach,
     capabilities_of,
     check_library,
     parse_transport,
-    transport_names,
 )
 
 if TYPE_CHECKING:
@@ -250,8 +249,6 @@ def check_config(config: EngineConfig) -> None:
     if not 0 < config.ungranted_share_max <= 1:
         raise ConfigError(f"ungranted_share_max is {config.ungranted_share_max}; give a share in (0, 1]")
     name, _ = parse_transport(config.transport)
-    if name not in transport_names():
-        raise ConfigError(f"transport {name!r} is not known; use {', '.join(transport_names())}")
     check_library(name)
     if config.device not in DEVICES:
         raise ConfigError(f"device {config.device!r} is not known; use auto, cpu or cuda")
@@ -272,6 +269,8 @@ def check_config(config: EngineConfig) -> None:
         )
     if config.role not in ROLES:
         raise ConfigError(f"role {config.role!r} is not known; use {', '.join(ROLES)}")
+    if config.registry is not None:
+        check_registry(config.registry)
     if config.tls is not None:
         config.tls.dialling()  # reads the files
     choose(config.policy, LayerTimes((0.0,), (0.0,), 0.0), 1)

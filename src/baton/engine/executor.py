@@ -80,7 +80,7 @@ class WorkerProcess:
             yield self.receive()
 
     def check_alive(self) -> None:
-        """Raises EngineError with its last words if it has ended and left no reply."""
+        """Raises EngineError with its last error if it has ended and left no reply."""
         if self.process.poll() is not None and not self.connection.poll():
             raise self.ended_error()
 
@@ -100,7 +100,7 @@ class WorkerProcess:
         self._output.close()
 
     def ended_error(self) -> EngineError:
-        """Says that the worker ended, with its last words."""
+        """Says that the worker ended, with its last error."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S_MAX)
         return ended_error(self.name, self.process.returncode, self._output)

@@ -1,7 +1,7 @@
 """An instance of a model: worker processes, and a thread that runs the engine core.
 
 The thread owns all state that changes. Callers reach it through a queue of calls, and it calls their event
-sinks. When a worker ends, the whole instance ends: every request fails with the worker's last words.
+sinks. When a worker ends, the whole instance ends: every request fails with the reason.
 """
 
 from __future__ import annotations

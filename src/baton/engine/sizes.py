@@ -32,7 +32,7 @@ from baton.plan.ownership import box, buffers
 from baton.plan.printer import human_bytes
 from baton.plan.ranges import Ranges, size
 from baton.session import SocketConfig
-from baton.session.registry import RegistryError, check_instance, check_registry, check_url
+from baton.session.registry import RegistryError, check_instance, check_url
 
 POOL_BYTES_DEFAULT = 512 << 20
 """KV cache on all ranks of a dp group together, if no pool size is given and it is not on a GPU."""
@@ -228,8 +228,6 @@ def check_machine(config: EngineConfig) -> None:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda: torch sees no GPU; use cpu")
     SocketConfig(config.host, config.port)
-    if config.registry is not None:
-        check_registry(config.registry)
     try:
         check_url(config.url)
         if config.registry is not None or config.embed_registry is not None:

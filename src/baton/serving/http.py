@@ -17,6 +17,7 @@ import hashlib
 import hmac
 import logging
 import re
+import secrets
 import signal
 import ssl
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,7 @@ from aiohttp import ClientPayloadError, web
 from msgspec import Meta
 
 from baton import __version__
-from baton.errors import BatonError
+from baton.errors import BatonError, for_clients
 from baton.settings import BACKLOG, is_loopback, take_listener
 
 HOST = "127.0.0.1"
@@ -389,17 +390,15 @@ class HttpServer:
         finally:
             if timer is not None:
                 timer.end_request()
-        if not response.prepared:  # its header may be replaced by the client's before it goes out
-            request.setdefault(REQUEST_ID, response.headers.get(ID_HEADER, ""))
+        _set_id(request, response)
         self._on_response(request, response.status)
         self._log_request(request, response.status, monotonic() - begun_s, reason)
         return response
 
     async def _keep_id(self, request: web.Request, response: web.StreamResponse) -> None:
         """A client that names its request finds that name in the response."""
-        request.setdefault(REQUEST_ID, response.headers.get(ID_HEADER, ""))
-        if identity := client_id(request) or request[REQUEST_ID]:
-            response.headers[ID_HEADER] = identity
+        _set_id(request, response)
+        response.headers[ID_HEADER] = client_id(request) or request[REQUEST_ID]
 
     def _log_request(self, request: web.Request, status: int, seconds: float, reason: str) -> None:
         """One line; what is only read, and polls, are for debugging unless they fail."""
@@ -475,7 +474,7 @@ class HttpServer:
             case web.HTTPException():
                 api_error = _unknown_path(request, error)
             case BatonError():
-                api_error = ApiError(500, str(error), code="ENGINE")
+                api_error = ApiError(500, for_clients(str(error)), code="ENGINE")
             case _:
                 _log.error("%s %s failed", request.method, route_pattern(request), exc_info=error)
                 internal = ApiError(500, "internal error; the traceback is in the server's log")
@@ -485,6 +484,16 @@ class HttpServer:
         if status in (408, 413, 415):
             response.force_close()
         return response, log_reason(api_error)
+
+
+def _set_id(request: web.Request, response: web.StreamResponse) -> None:
+    """Before the client's own id may replace it in the header; a response without one is given one."""
+    if not request.get(REQUEST_ID):
+        request[REQUEST_ID] = response.headers.get(ID_HEADER) or _new_id()
+
+
+def _new_id() -> str:
+    return f"req-{secrets.token_hex(16)}"
 
 
 def log_reason(error: ApiError) -> str:
@@ -591,6 +600,7 @@ class HeadTimer(asyncio.Protocol):
             text = f"the headers did not arrive within {self._limits.head_s_max:g} s; send them at once"
             body = ApiError(408, text, code="too_slow").body()
             head = "HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            head += f"{ID_HEADER}: {_new_id()}\r\n"
             self._transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         self._deadline_s = now_s + self._limits.idle_s_max
         self._transport.close()

@@ -76,7 +76,9 @@ class ServerMetrics(Collector):
         )
         self.tth = latency("tth", "Arrival of a request to the outcome of its hand-over, on a target.")
         self.requests = counter("requests", "Responses by endpoint and status.", "endpoint", "status")
-        self.tokens = counter("tokens", "Tokens of requests.", "kind")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.")
+        self.cached_tokens = counter("prompt_tokens_cached", "Those of them that a prefix hit gave.")
+        self.generation_tokens = counter("generation_tokens", "Generated tokens.")
         self.failures = counter("failures", "Failed requests.", "cause")
         self._stages = Histogram(
             "baton_handoff_seconds",

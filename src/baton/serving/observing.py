@@ -216,9 +216,9 @@ class RequestObserver:
     def finished(self, usage: Usage, since_s: float) -> None:
         """A response was written whole, so long after the request arrived."""
         self.metrics.e2e.observe(since_s)
-        self.metrics.tokens.labels("prompt").inc(usage.prompt_tokens)
-        self.metrics.tokens.labels("cached").inc(usage.prompt_tokens_details.cached_tokens)
-        self.metrics.tokens.labels("generated").inc(usage.completion_tokens)
+        self.metrics.prompt_tokens.inc(usage.prompt_tokens)
+        self.metrics.cached_tokens.inc(usage.prompt_tokens_details.cached_tokens)
+        self.metrics.generation_tokens.inc(usage.completion_tokens)
 
     def timelines(self) -> dict[str, Any]:
         """All requests, the latest first, without the work of their ranks."""

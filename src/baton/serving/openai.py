@@ -693,7 +693,10 @@ async def parse_request(body: RequestBody, caller: Caller, model: ServedModel) -
             raise ApiError(400, f"baton: {error}; leave it to the router", param="baton") from None
     for name in ("bootstrap_room", "bootstrap_host", "bootstrap_port"):
         if getattr(body, name) is not None and not caller.is_trusted:
-            text = f"{name} is accepted only from this machine or with the router's key; leave it out"
+            text = (
+                f"{name} is accepted only from this machine or with the router's key; a stock PD router on "
+                "another host sends the key that `baton route --print-key` prints, other clients leave it out"
+            )
             raise ApiError(403, text, param=name, code="room_not_allowed")
     if not hints.id:  # a router found this instance by its fingerprint; the name may be its peer's
         check_model(getattr(body, "model", None), model.name)

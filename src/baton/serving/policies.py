@@ -238,7 +238,7 @@ def local_reason(
     decode_new: int,
     local_prefill_max: int | None = None,
 ) -> str:
-    """Why a prompt is not handed off; empty where it is. Each side has `*_new` tokens to compute."""
+    """Why a prompt is not handed over; empty where it is. Each side has `*_new` tokens to compute."""
     costs = pair_costs(prefill, decode, local_prefill_max)
     if costs is None or decode_new + decode.num_local_tokens > costs.num_local_max:
         return ""

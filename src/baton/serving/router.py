@@ -3,7 +3,7 @@
 `Router._proxy` is the handler. It reads what routing needs (`read` of the wire) and leaves the rest to a
 `ProxiedRequest`, which makes attempts until one has answered. For each attempt the `RouteQueue` waits for
 room and the `RouteChooser` picks the instances. An `Attempt` is one `UpstreamRequest` to the instance that
-answers and, where the KV cache is handed off, one to the instance that prefills; both are sent at the same
+answers and, where the KV cache is handed over, one to the instance that prefills; both are sent at the same
 time. If prefill fails before decode has the cache, the other request is ended with that failure.
 
 Before anything was streamed, a failed attempt is made again from the start, on another pair if there is one,
@@ -821,7 +821,7 @@ class ChosenRoute(msgspec.Struct, frozen=True):
     server: FleetInstance
     prefill: FleetInstance | None
     local_reason: str
-    """Why it is not handed off; empty where it is."""
+    """Why it is not handed over; empty where it is."""
     server_tokens: int
     prefill_tokens: int
 

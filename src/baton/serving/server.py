@@ -28,7 +28,7 @@ from baton.engine.instance import Instance
 from baton.engine.load import EngineLoad
 from baton.engine.requests import OutputChunk, RequestError, RequestEvent, RequestFinished
 from baton.engine.sampling_params import STATED_DEFAULTS
-from baton.errors import ConfigError, ContextError, EngineError, FullError
+from baton.errors import ConfigError, ContextError, EngineError, FullError, for_clients
 from baton.protocol.outcomes import Cause, Stage, Why
 from baton.serving.http import (
     CALLER,
@@ -528,7 +528,7 @@ class Generation:
             raise self._error
 
     async def _settled(self) -> None:
-        """Until the instance has freed everything and each hand-off has its verdict."""
+        """Until the instance has freed everything and each hand-over has its verdict."""
         while self._numbers or self._error is not None:
             await self._wake()
 
@@ -554,7 +554,7 @@ class Generation:
                 self._add(prompt_index * self.parsed.n + event.index, event)
             case RequestError(cause, text):
                 code = cause.why.name if cause is not None else "QUEUE_TIMEOUT"
-                self._error = self._error or failure(code, text)
+                self._error = self._error or failure(code, for_clients(text))
                 self._observer.failed(self.recorded, job_index, code, text)
                 self._job_over(job_index)
             case RequestFinished(story):

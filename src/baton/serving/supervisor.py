@@ -16,7 +16,7 @@ from time import monotonic
 
 from baton.engine.config import EngineConfig, EngineSizes
 from baton.engine.instance import Instance
-from baton.errors import BatonError, ConfigError, EngineError, LayoutError
+from baton.errors import BatonError, ConfigError, EngineError, LayoutError, for_clients
 from baton.serving.http import failure
 
 FAILURES_MAX = 5
@@ -50,7 +50,7 @@ class InstanceSupervisor:
 
     @property
     def is_ready(self) -> bool:
-        """Whether requests can be served and handed off."""
+        """Whether requests can be served and handed over."""
         instance = self.instance
         return instance is not None and instance.is_running
 
@@ -58,7 +58,8 @@ class InstanceSupervisor:
         """The running instance; raises an ApiError with the stage while there is none."""
         instance = self.instance
         if instance is None or not instance.is_running:
-            raise failure("LOADING", f"{self.config.name} is not ready: {self.stage}; ask again soon")
+            text = f"{self.config.name} is not ready: {for_clients(self.stage)}; ask again soon"
+            raise failure("LOADING", text)
         return instance
 
     def start(self) -> None:

@@ -43,7 +43,7 @@ class UpstreamRequests:
     server_body: bytes
     prefill_body: bytes
     num_jobs: int
-    """Prompts that are handed off, where there is a prefill instance."""
+    """Prompts that are handed over, where there is a prefill instance."""
     stream_filter: StreamFilter | None
     """None where the response is not a stream."""
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import select
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
-from typing import Any
+from types import ModuleType
+from typing import Any, get_type_hints
 
 from baton.errors import ConfigError
 from baton.transport.base import (
@@ -77,22 +79,32 @@ SHARED = frozenset({"base", "common", "fences", "library", "packing", "throttled
 
 def open_transport(name: str, **options: Any) -> Transport:
     """Opens the transport of this name; the options are the fields of its config."""
-    known = option_names(name)
-    module = importlib.import_module(f"{__name__}.{name}")
-    for option in options:
-        if option not in known:
-            names = ", ".join(known) or "none"
-            raise ConfigError(f"transport '{name}' has no option '{option}'; it has {names}")
-    transport: Transport = module.TRANSPORT(module.CONFIG(**options))
+    module, _ = _module(name)
+    transport: Transport = module.TRANSPORT(_make_config(name, options))
     return transport
 
 
 def option_names(name: str) -> list[str]:
     """The fields of a transport's config."""
+    return list(_module(name)[1])
+
+
+def _module(name: str) -> tuple[ModuleType, dict[str, type]]:
+    """The module of a transport, and the types of its options; raises ConfigError on another name."""
     if name not in transport_names():
-        raise ConfigError(f"transport '{name}' is not known; write one of {', '.join(transport_names())}")
+        raise ConfigError(f"transport {name!r} is not known; use {', '.join(transport_names())}")
     module = importlib.import_module(f"{__name__}.{name}")
-    return [field.name for field in fields(module.CONFIG)]
+    hints = get_type_hints(module.CONFIG)
+    return module, {field.name: hints[field.name] for field in fields(module.CONFIG)}
+
+
+def _make_config(name: str, options: Mapping[str, Any]) -> Any:
+    module, types = _module(name)
+    for option in options:
+        if option not in types:
+            names = ", ".join(types) or "none"
+            raise ConfigError(f"transport {name!r} has no option {option!r}; it has {names}")
+    return module.CONFIG(**options)
 
 
 def capabilities_of(name: str) -> Capabilities:
@@ -108,15 +120,24 @@ def check_library(name: str) -> None:
         module.check_library()
 
 
-def parse_transport(text: str) -> tuple[str, dict[str, str]]:
-    """`nixl:ucx=TLS=tcp` is nixl with one option; semicolons separate options."""
+def parse_transport(text: str) -> tuple[str, dict[str, Any]]:
+    """`nixl:ucx=TLS=tcp` is nixl with one option; semicolons separate options.
+
+    Raises ConfigError on a transport, an option or a value that cannot be.
+    """
     name, _, rest = text.partition(":")
-    options = {}
+    types, options = _module(name)[1], dict[str, Any]()
     for part in rest.split(";") if rest else []:
         key, sign, value = part.partition("=")
         if not sign:
             raise ConfigError(f"transport {text!r}: write options as NAME=VALUE, joined by semicolons")
         options[key] = value
+        if types.get(key) is int:
+            try:
+                options[key] = int(value)
+            except ValueError:
+                raise ConfigError(f"transport {text!r}: {key} is {value!r}; give a whole number") from None
+    _make_config(name, options)
     return name, options
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.session.registry.client import Registration, RegistryClient, check_registry
+from baton.session.registry.client import Registration, RegistryClient
 from baton.session.registry.messages import (
     Change,
     ChangeKind,
@@ -33,6 +33,5 @@ __all__ = [
     "Roster",
     "Topology",
     "check_instance",
-    "check_registry",
     "check_url",
 ]

@@ -18,7 +18,6 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from baton.errors import ConfigError
 from baton.session.registry.messages import (
     BEAT_S,
     BOOT_HEADER,
@@ -34,6 +33,7 @@ from baton.session.registry.messages import (
     check_member,
     sign,
 )
+from baton.settings import check_registry
 
 CALL_S_MAX = 5.0
 CLOSE_S_MAX = 2.0
@@ -58,16 +58,6 @@ class RegistryCall:
     target: str
     body: bytes = b""
     call_s_max: float = CALL_S_MAX
-
-
-def check_registry(url: str) -> None:
-    """Raises ConfigError on what is not the address of a registry."""
-    try:
-        parsed = URL(url)
-    except ValueError:
-        parsed = URL()
-    if parsed.scheme not in ("http", "https") or not parsed.host or parsed.raw_path not in ("", "/"):
-        raise ConfigError(f"registry {url!r} is not an address; write http://host:port or https://host:port")
 
 
 class RegistryConnection:

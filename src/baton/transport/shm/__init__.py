@@ -58,6 +58,11 @@ class ShmConfig:
     slot_bytes: int = 32 << 20
     num_slots: int = 4
 
+    def __post_init__(self) -> None:
+        for name in ("slot_bytes", "num_slots"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"shm {name} {getattr(self, name)}: use 1 or more")
+
 
 class ShmTransport(UnixTransport[ShmConnection, ShmWriter]):
     """One opened shm transport."""
