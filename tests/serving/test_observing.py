@@ -90,7 +90,7 @@ def test_a_handoff_is_a_line_on_each_side(caplog: pytest.LogCaptureFixture):
         (
             "INFO",
             "hand-over 7 done: request cmpl-1, layout pp2, side source, bytes 150 B, groups 2, exposed 1 s, "
-            "efficiency 0.6",
+            "efficiency 0.6, not_pipelined cost: 3 groups",
         ),
         (
             "INFO",

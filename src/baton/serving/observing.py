@@ -32,7 +32,16 @@ _STAGE_LABELS = {
 }
 
 
-_HANDOFF_FIGURES = ("bytes", "groups", "exposed_s", "efficiency", "tth_s", "held_tokens", "cause")
+_HANDOFF_FIGURES = (
+    "bytes",
+    "groups",
+    "exposed_s",
+    "efficiency",
+    "tth_s",
+    "held_tokens",
+    "not_pipelined",
+    "cause",
+)
 """In the order of a log line."""
 _log = logging.getLogger("baton.serving.handoff")
 
@@ -178,7 +187,9 @@ class RequestObserver:
         if side is not Side.ALONE:
             self.metrics.add_handoff(story, figures)
         if side is not Side.ALONE and not is_failed:
-            self._log_handoff(recorded.parsed, job_index, {**handoff_sizes(side, story), **figures})
+            reasons = "; ".join(dict.fromkeys(story.unpipelined))
+            shown = {"not_pipelined": reasons} if reasons and side is Side.SOURCE else {}
+            self._log_handoff(recorded.parsed, job_index, {**handoff_sizes(side, story), **figures, **shown})
 
     def _log_handoff(self, parsed: ParsedRequest, job_index: int, figures: Mapping[str, float | str]) -> None:
         """One line on each side; transfer and request are the same in both."""
