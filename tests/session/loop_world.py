@@ -20,6 +20,7 @@ from baton.transport.base import Completion
 
 PATIENCE_S = 60.0
 """How long a test waits for what has to come; never for what must not."""
+PATIENT = SocketConfig(connect_s=PATIENCE_S, handshake_s=PATIENCE_S)
 
 
 class Recorder:
@@ -119,7 +120,7 @@ class Loops:
         """A started loop and a recorder per party."""
         ended = Ended()
         options = {"on_end": ended, "directory": NoDirectory(), **options}
-        loop = DriverLoop(config or SocketConfig(), **options)
+        loop = DriverLoop(config or PATIENT, **options)
         self.made.append(loop)
         self.ended[loop] = ended
         drivers = []

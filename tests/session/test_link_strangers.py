@@ -139,9 +139,9 @@ def test_peer_that_stops_in_its_handshake_hears_that_time_is_over(loops: Loops, 
 
 def test_drip_does_not_stretch_the_handshake(loops: Loops):
     loop, _ = loops.make(PREFILL, config=HASTY)
+    began, heard = time.monotonic(), b""
     sock = loops.connect(loop.address)
     sock.settimeout(0.02)
-    began, heard = time.monotonic(), b""
     for byte in dialled().begin(0.0):
         try:
             sock.sendall(bytes([byte]))

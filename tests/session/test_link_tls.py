@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.session.link_ends import DECODE, FIRST_WORDS, OFFERS, PREFILL, PRIVATE, dialled
-from tests.session.loop_world import PATIENCE_S, Loops, converse, hear, opened
+from tests.session.loop_world import PATIENCE_S, PATIENT, Loops, converse, hear, opened
 
 from baton.errors import ConfigError
 from baton.protocol.messages import Heartbeat
@@ -65,7 +65,7 @@ def loops() -> Iterator[Loops]:
 
 
 def over(tls: Tls, **options: float) -> SocketConfig:
-    return SocketConfig(tls=tls, **options)  # type: ignore[arg-type]
+    return replace(PATIENT, tls=tls, **options)
 
 
 def test_messages_pass_both_ways_over_tls(loops: Loops, certificates: dict[str, Tls]):
@@ -149,7 +149,7 @@ def test_bare_socket_gets_nowhere_with_tls(loops: Loops, certificates: dict[str,
 
 
 def test_tls_without_a_word_ends_at_its_deadline(loops: Loops, certificates: dict[str, Tls]):
-    loop, far = loops.make(PREFILL, config=over(certificates["here"], handshake_s=0.3))
+    loop, far = loops.make(PREFILL, config=over(certificates["here"], handshake_s=2.0))
     assert hear(loops.connect(loop.address)) == b""
     context = certificates["here"].dialling()
     with context.wrap_socket(loops.connect(loop.address), server_hostname="127.0.0.1") as secured:
