@@ -10,7 +10,7 @@ import pytest
 from baton.engine.config import EngineConfig
 from baton.errors import LAST_WORDS, ConfigError
 from baton.protocol.outcomes import Why
-from baton.serving.fleet import Fleet
+from baton.serving.fleet import Fleet, FleetInstance
 from baton.serving.http import (
     DONE,
     STATUSES,
@@ -166,7 +166,8 @@ def test_an_instance_that_is_restarted_does_not_say_what_its_rank_printed():
 
 
 def test_a_router_does_not_pass_on_what_a_rank_printed():
-    fleet = Fleet(parse_instance(Role.DECODE, "http://127.0.0.1:9"))
-    (instance,) = fleet.instances.values()
+    (roster,) = parse_instance(Role.DECODE, "http://127.0.0.1:9")
+    fleet, instance = Fleet(), FleetInstance(roster)
+    fleet.instances[instance.name], fleet.is_registry_known = instance, True
     instance.health.trouble = f"ended: rank 0 ended with exit code 1{LAST_WORDS}OSError: /srv/private"
     assert "(ended: rank 0 ended with exit code 1)" in fleet.missing()
