@@ -56,7 +56,7 @@ _ERROR = re.compile(
     r"\b(ERROR|CRITICAL|FATAL)\b|\"level\": ?\"(error|critical)\""
 )
 """Messages of commands, last lines of tracebacks, crashes, log lines."""
-_WARNING = re.compile(r"\b\w*Warning: |\bWARN(ING)?\b|^\s*warnings\.warn\(|\"level\": ?\"warning\"")
+_WARNING = re.compile(r"\b\w*Warning: |\bWARN(ING)?\b|\"level\": ?\"warning\"")
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _SET_NAME = 15  # PR_SET_NAME
 _SERVER_NAME = "baton fork"
@@ -91,8 +91,14 @@ class SpawnRequest(msgspec.Struct, frozen=True):
 
 def last_error(lines: Sequence[str]) -> str:
     """Of the output of a process that ended: its last error, or else its last line that is no warning."""
-    errors = [line for line in lines if _ERROR.search(line)]
-    others = [line for line in lines if line.strip() and not _WARNING.search(line)]
+    errors, others, is_quoted = [], [], False
+    for line in lines:
+        is_warning = _WARNING.search(line) is not None
+        if _ERROR.search(line):
+            errors.append(line)
+        elif line.strip() and not is_warning and not (is_quoted and line.startswith(" ")):
+            others.append(line)
+        is_quoted = is_warning  # the next line is the source that it is about
     return (errors or others or ["no message"])[-1].strip()
 
 

@@ -10,6 +10,7 @@ import pytest
 from baton.engine.config import EngineConfig
 from baton.errors import LAST_WORDS, ConfigError
 from baton.protocol.outcomes import Why
+from baton.serving.fleet import Fleet, FleetInstance
 from baton.serving.http import (
     DONE,
     STATUSES,
@@ -28,6 +29,8 @@ from baton.serving.http import (
     router_key,
 )
 from baton.serving.supervisor import InstanceSupervisor
+from baton.serving.vllm import parse_instance
+from baton.session.registry import Role
 from baton.settings import check_binding
 
 SECRET = b"0123456789abcdef"
@@ -160,3 +163,11 @@ def test_an_instance_that_is_restarted_does_not_say_what_its_rank_printed():
         supervisor.running()
     text = "decode-0 is not ready: restarting: rank 0 ended with exit code 1; ask again soon"
     assert (refused.value.status, refused.value.message) == (503, text)
+
+
+def test_a_router_does_not_pass_on_what_a_rank_printed():
+    (roster,) = parse_instance(Role.DECODE, "http://127.0.0.1:9")
+    fleet, instance = Fleet(), FleetInstance(roster)
+    fleet.instances[instance.name], fleet.is_registry_known = instance, True
+    instance.health.trouble = f"ended: rank 0 ended with exit code 1{LAST_WORDS}OSError: /srv/private"
+    assert "(ended: rank 0 ended with exit code 1)" in fleet.missing()

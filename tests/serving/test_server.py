@@ -146,6 +146,12 @@ def test_what_is_told_of_requests(served: Live):
     assert served.metric('baton_pages{state="free"}') > 0
     name = answer.json["id"]
     assert answer.headers["X-Request-Id"] == name
+    given = {**body, "baton": {"id": "cmpl-of-the-router"}}
+    refused = served.ask("/v1/completions", {**given, "max_tokens": 1 << 20})
+    assert (refused.status, refused.headers["X-Request-Id"]) == (400, "cmpl-of-the-router")
+    unread = served.ask("/v1/completions", {**given, "max_tokens": "many"})
+    assert "expected int, got str" in unread.json["error"]["message"]
+    assert unread.headers["X-Request-Id"].startswith("req-")
     found = served.ask(f"/v1/timelines/{name}").json
     assert found["jobs"][0]["side"] == "alone"
     figures = found["jobs"][0]["figures"]

@@ -25,7 +25,7 @@ import msgspec
 from aiohttp.connector import Connection
 from yarl import URL
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, for_clients
 from baton.plan.layout import parse_layout
 from baton.serving.http import read_error
 from baton.session.registry import Change, ChangeKind, RegistryClient, RegistryError, Role, Roster, Topology
@@ -668,7 +668,7 @@ class Fleet:
 
 
 def _described(instance: FleetInstance) -> str:
-    trouble = instance.health.trouble
+    trouble = for_clients(instance.health.trouble)
     return f"{instance.name} is {instance.state}" + (f" ({trouble})" if trouble else "")
 
 

@@ -442,7 +442,8 @@ def _wrong_field(message: str, body: bytes) -> ApiError:
     if missing := _MISSING.match(text):
         param = f"{param}.{missing[1]}".lstrip(".")
         return ApiError(400, f"{param} is missing; give it", param=param, code="missing_field")
-    remedy = text.replace("`", "").replace("Expected", "expected").replace("null", "nothing")
+    remedy = text.replace("`", "").replace("Expected", "expected")
+    remedy = remedy.replace(" | null", "").replace("null", "nothing")
     if not param:
         return ApiError(400, f"the body: {remedy}; send a JSON object", code="wrong_type")
     try:
@@ -683,14 +684,19 @@ class ParsedRequest:
         return [job.prompt_index * self.n + index for job in self.jobs for index in range(self.n)]
 
 
+def read_hints(body: RequestBody, caller: Caller) -> RouterHints:
+    """What a router adds to a body; nothing from callers that are not trusted."""
+    if not caller.is_trusted or bytes(body.baton) == b"null":
+        return RouterHints()
+    try:
+        return msgspec.json.decode(body.baton, type=RouterHints)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ApiError(400, f"baton: {error}; leave it to the router", param="baton") from None
+
+
 async def parse_request(body: RequestBody, caller: Caller, model: ServedModel) -> ParsedRequest:
     """Checks a body and turns it into jobs; an ApiError where it cannot be served."""
-    hints = RouterHints()
-    if caller.is_trusted and bytes(body.baton) != b"null":
-        try:
-            hints = msgspec.json.decode(body.baton, type=RouterHints)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise ApiError(400, f"baton: {error}; leave it to the router", param="baton") from None
+    hints = read_hints(body, caller)
     for name in ("bootstrap_room", "bootstrap_host", "bootstrap_port"):
         if getattr(body, name) is not None and not caller.is_trusted:
             text = (

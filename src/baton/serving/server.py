@@ -76,6 +76,7 @@ from baton.serving.openai import (
     Usage,
     check_model,
     parse_request,
+    read_hints,
     reader_of,
     response_format,
 )
@@ -231,6 +232,7 @@ class Server:
             raise self._draining()
         instance, model = self._serving()
         body = read(await request.read())
+        request[REQUEST_ID] = read_hints(body, request[CALLER]).id  # of a refusal too
         parsed = await parse_request(body, request[CALLER], model)
         request[REQUEST_ID] = parsed.id
         generation = Generation(parsed, instance, self._observer, self.open.discard)
