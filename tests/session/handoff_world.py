@@ -65,9 +65,10 @@ class Clock:
 
     def end_by_deadline(self, handle: Handle, deadline_s: float) -> None:
         """What a peer says of progress that was made before may come late, and begin the deadline anew."""
-        while handle.state == Waiting():
+        for _ in range(10):
             self.advance(deadline_s + 1.0)
-            handle.wait(5.0)
+            if handle.wait(PATIENCE_S / 10) != Waiting():
+                return
 
 
 @dataclass(frozen=True)
