@@ -32,7 +32,7 @@ from baton.plan.storage import HND, Order
 from baton.protocol.outcomes import Aux, Cause, Failed, Outcome, Ready
 from baton.protocol.timings import Timings
 from baton.session.endpoint import Endpoint, EndpointConfig
-from baton.session.handles import Handle, Receiving, Request, Sending, prompt_digest
+from baton.session.handles import Handle, Receiving, Request, Sending, Waiting, prompt_digest
 from baton.session.links import SocketConfig
 from baton.session.loop import DriverPorts
 from baton.session.process import TransportConfig
@@ -44,6 +44,8 @@ PATIENCE_S = 60.0
 """How long a test waits for what has to come; never for what must not."""
 SECRET = b"a secret of these tests, 32 bytes"
 TIMINGS = Timings(beat_s=0.02, silence_s=10 * PATIENCE_S, ask_again_s=0.02, redial_s=0.01, redial_s_max=0.05)
+PATIENT = replace(TIMINGS, progress_s=1e5, total_s=1e5)
+"""Without a deadline that a test could reach."""
 AUX = Aux(tokens=(11,), logprobs=({11: -0.5},), sampler_position=1, cached_tokens=3, fields={"seed": 7})
 NHD: Order = ("layer", "page", "token", "unit")
 CACHE = make_cache(4, (Paged(4, 3, 2), ((0, 4),)))
@@ -60,6 +62,13 @@ class Clock:
 
     def advance(self, duration_s: float) -> None:
         self._ahead_s += duration_s
+
+    def end_by_deadline(self, handle: Handle, deadline_s: float) -> None:
+        """What a peer says of progress that was made before may come late, and begin the deadline anew."""
+        for _ in range(10):
+            self.advance(deadline_s + 1.0)
+            if handle.wait(PATIENCE_S / 10) != Waiting():
+                return
 
 
 @dataclass(frozen=True)

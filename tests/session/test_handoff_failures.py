@@ -18,6 +18,7 @@ from tests.session.handoff_world import (
     CACHE,
     NHD,
     PATIENCE_S,
+    PATIENT,
     SECRET,
     TIMINGS,
     Clock,
@@ -534,13 +535,11 @@ def test_a_transfer_that_the_other_side_never_speaks_of() -> None:
 
 def test_a_transfer_that_stops_moving(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    timings = {"timings": replace(TIMINGS, progress_s=PATIENCE_S)}
-    with worlds(
-        Side("tp2", options={"timings": replace(TIMINGS, progress_s=300.0)}), Side(options=timings)
-    ) as world:
+    timings = {"timings": replace(PATIENT, progress_s=PATIENCE_S)}
+    with worlds(Side("tp2", options={"timings": PATIENT}), Side(options=timings)) as world:
         found = world.transfer()
         copying(found)
-        clock.advance(PATIENCE_S + 1.0)
+        clock.end_by_deadline(found.receiving, PATIENCE_S)
         cause = found.cause()
         assert (cause.why, cause.stage, cause.instance) == (Why.DEADLINE, Stage.COPY, "d0")
         world.hand_off()

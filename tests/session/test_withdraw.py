@@ -15,6 +15,7 @@ from tests.session.handoff_world import (
     AUX,
     NHD,
     PATIENCE_S,
+    PATIENT,
     TIMINGS,
     Clock,
     Job,
@@ -354,14 +355,12 @@ def test_an_answer_that_ends_after_a_withdrawal() -> None:
 
 def test_the_deadlines_run_on_while_a_transfer_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    timings = {"timings": replace(TIMINGS, progress_s=PATIENCE_S)}
-    with worlds(
-        Side(options={"timings": replace(TIMINGS, progress_s=300.0)}), Side(options=timings)
-    ) as world:
+    timings = {"timings": replace(PATIENT, progress_s=PATIENCE_S)}
+    with worlds(Side(options={"timings": PATIENT}), Side(options=timings)) as world:
         found = world.transfer()
         copying(found)
         withdraw(found)
-        clock.advance(PATIENCE_S + 1.0)
+        clock.end_by_deadline(found.receiving, PATIENCE_S)
         cause = found.cause()
         assert (cause.why, cause.stage, cause.instance) == (Why.DEADLINE, Stage.COPY, "d0")
 
