@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.serving.http import ApiError
-from baton.serving.wire import read_routable
+from baton.serving.wire import GENERATE_PATH, read_routable
 
 PATH = "/v1/completions"
 VALUES = st.recursive(
@@ -77,6 +77,57 @@ def test_prompts_are_counted(prompt: Any, num_prompts: int, is_list: bool, num_i
     assert (asked.num_prompts, asked.is_list, asked.num_choices) == (num_prompts, is_list, 3 * num_prompts)
     assert not num_ids or asked.prompt.num_tokens(1.0) == num_ids
     assert asked.prompt.is_ids == bool(num_ids)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_prompts", "is_list", "num_tokens"),
+    [
+        ({"text": "hello, you"}, 1, False, None),
+        ({"text": ["a", "b"]}, 2, True, None),
+        ({"text": None, "input_ids": [5, 6, 7]}, 1, False, 3),
+        ({"input_ids": [[5, 6], [7]]}, 2, True, 3),
+        ({"input_embeds": [[0.5, 1.0], [2, 3], [4, 5]]}, 1, False, 3),
+        ({"input_embeds": [[[0.5], [1]], [ [2] ]]}, 2, True, 3),
+        ({"input_embeds": [[0.5], 1]}, 1, False, 1),
+        ({"input_embeds": "x"}, 1, False, 1),
+        ({}, 1, False, None),
+    ],
+)  # fmt: skip
+def test_prompts_of_generate_are_counted(
+    prompt: dict[str, Any], num_prompts: int, is_list: bool, num_tokens: int | None
+):
+    params = {"n": 3, "max_new_tokens": 9}
+    asked = read_routable(GENERATE_PATH, json.dumps({**prompt, "sampling_params": params}).encode())
+    assert (asked.num_prompts, asked.is_list, asked.num_choices) == (num_prompts, is_list, 3 * num_prompts)
+    assert asked.num_tokens_max == 9
+    assert num_tokens is None or asked.prompt.num_tokens(1.0) == num_tokens
+    assert asked.prompt.is_ids == (num_tokens is not None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"text": "x"}, ""),
+        ({"text": "x", "return_logprob": False}, ""),
+        ({"text": "x", "return_logprob": True}, "log-probabilities of all tokens"),
+        ({"input_embeds": [[0.5]]}, "input embeddings"),
+    ],
+)
+def test_streams_of_generate_that_cannot_be_resumed(fields: dict[str, Any], problem: str):
+    asked = read_routable(GENERATE_PATH, json.dumps({**fields, "stream": True}).encode())
+    assert asked.is_stream
+    assert problem in asked.resume_problem
+    assert bool(problem) == bool(asked.resume_problem)
+
+
+def test_counts_of_generate_are_bounded():
+    for fields in ({"text": ["x"] * 5000}, {"input_ids": [[1]] * 5000}, {"input_embeds": [[[1]]] * 5000}):
+        with pytest.raises(ApiError, match="5000 prompts") as refused:
+            read_routable(GENERATE_PATH, json.dumps(fields).encode())
+        assert refused.value.param == next(iter(fields))
+    for params in ({"n": 1_000_000_000}, {"n": "x"}, [], 5):
+        raw = json.dumps({"text": "x", "sampling_params": params}).encode()
+        assert read_routable(GENERATE_PATH, raw).num_choices == 1
 
 
 def test_next_turn_of_a_dialogue_begins_with_the_last():

@@ -10,11 +10,13 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from time import monotonic, sleep
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from safetensors.torch import load_file
 from tests.engine.tiny import oracle_logprobs
 from tests.serve.deployment import Deployment, Part, deployment, oracle_text, router_part, serve_part, until
 from tests.serve.speaking import encode, model
@@ -72,18 +74,19 @@ def body(text: str, **more: Any) -> dict[str, Any]:
 class Reading(threading.Thread):
     """A client that streams; `lines` grows as events come."""
 
-    def __init__(self, world: Deployment, asked: dict[str, Any]) -> None:
+    def __init__(self, world: Deployment, asked: dict[str, Any], path: str = "/v1/completions") -> None:
         super().__init__(daemon=True)
         self.lines: list[bytes] = []
         self.status = 0
         self.ended_s = 0.0
         self._url = urlsplit(world.url)
         self._asked = asked
+        self._path = path
         self.start()
 
     def run(self) -> None:
         connection = http.client.HTTPConnection(str(self._url.hostname), self._url.port, timeout=LIMIT_S)
-        connection.request("POST", "/v1/completions", json.dumps(self._asked))
+        connection.request("POST", self._path, json.dumps(self._asked))
         response = connection.getresponse()
         self.status = response.status
         while line := response.readline():
@@ -95,19 +98,30 @@ class Reading(threading.Thread):
     def num_events(self) -> int:
         return sum(line.startswith(b"data: ") for line in self.lines)
 
-    def streamed(self) -> Streamed:
+    def read(self) -> bytes:
         self.join(LIMIT_S)
         assert not self.is_alive()
         assert self.status == 200, self.lines
-        return read_stream(b"".join(self.lines))
+        return b"".join(self.lines)
+
+    def streamed(self) -> Streamed:
+        return read_stream(self.read())
+
+    def generated(self) -> list[dict[str, Any]]:
+        """The events of a stream of /generate, up to its end."""
+        *events, end = self.read().decode().removesuffix("\n\n").split("\n\n")
+        assert end == "data: [DONE]"
+        return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 @contextmanager
-def decoding(world: Deployment, asked: dict[str, Any], num_events: int) -> Iterator[tuple[Reading, str]]:
+def decoding(
+    world: Deployment, asked: dict[str, Any], num_events: int, path: str = "/v1/completions"
+) -> Iterator[tuple[Reading, str]]:
     """A stream in the middle of its answer, and who decodes it; decode ranks stand still meanwhile."""
     pids = [pid for each in world.decode for pid in each.rank_pids]
     while True:
-        reading = Reading(world, asked)
+        reading = Reading(world, asked, path)
         until(lambda: reading.num_events > num_events or not reading.is_alive(), "some events", every_s=0.002)  # noqa: B023
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -120,7 +134,7 @@ def decoding(world: Deployment, asked: dict[str, Any], num_events: int) -> Itera
         finally:
             for pid in pids:
                 _continue(pid)
-        reading.streamed()
+        reading.read()
 
 
 def check(found: Streamed, texts: dict[int, str]) -> None:
@@ -161,6 +175,52 @@ def test_batch_goes_on_when_decode_is_killed_in_the_middle(world: Deployment):
     found = reading.streamed()
     check(found, {place * 2 + k: right(text) for place, text in enumerate(texts) for k in (0, 1)})
     assert [usage["completion_tokens"] for usage in found.usage] == [2 * len(texts) * NUM_TOKENS]
+
+
+def generate_body(**fields: Any) -> dict[str, Any]:
+    params = {"max_new_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    return {"sampling_params": params, "stream": True, **fields}
+
+
+def test_stream_of_generate_goes_on_when_decode_is_killed_in_the_middle(world: Deployment):
+    with decoding(world, generate_body(text=prompt()), 3, "/generate") as (reading, name):
+        num_resumes = _metric(world, "baton_router_resumes_total")
+        kill_rank(part(world, name))
+    events = reading.generated()
+    texts = [event["text"] for event in events]
+    assert all(after.startswith(before) for before, after in pairwise(texts))
+    assert texts[-1] == right(prompt())
+    assert len(events[-1]["output_ids"]) == NUM_TOKENS
+    (identity,) = {event["meta_info"]["id"] for event in events}
+    assert identity.startswith("gen-")
+    assert events[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": NUM_TOKENS}
+    assert _metric(world, "baton_router_resumes_total") > num_resumes
+
+
+def test_log_probabilities_of_generate_are_not_resumed(world: Deployment):
+    asked = generate_body(text=prompt(), return_logprob=True)
+    with decoding(world, asked, 3, "/generate") as (reading, name):
+        kill_rank(part(world, name))
+    lines = reading.read().decode()
+    assert "cannot be resumed: each event has the log-probabilities of all tokens so far" in lines
+    assert "[DONE]" not in lines
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_input_embeddings_are_handed_over_through_the_router(world: Deployment, is_stream: bool):
+    num_handoffs = _metric(world, "baton_router_handoffs_total")
+    table = load_file(model() / "model.safetensors")["model.embed_tokens.weight"].float()
+    rows = table[encode(prompt())].tolist()
+    asked = generate_body(input_embeds=rows, stream=is_stream)
+    if is_stream:
+        answer = Reading(world, asked, "/generate").generated()[-1]
+    else:
+        answer = world.ask("/generate", asked).json
+    assert answer["text"] == right(prompt())
+    assert answer["meta_info"]["prompt_tokens"] == len(rows)
+    several = world.ask("/generate", generate_body(input_embeds=[rows, rows], stream=False)).json
+    assert [each["text"] for each in several] == [right(prompt())] * 2
+    assert _metric(world, "baton_router_handoffs_total") >= num_handoffs + 2
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 from tests.serve.speaking import oracle_text
 from tests.serving.live import Live
 from tests.serving.streams import listen
 
+from baton.serving.http import EventSplitter
+
 pytestmark = pytest.mark.serve
 
 FOX = "the quick brown fox"
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 USAGE = {"stream_options": {"include_usage": True}}
 
 
@@ -70,6 +75,34 @@ def test_a_chat_has_one_role(served: Live):
     # Nothing had been said of it, so the role had not either.
     fresh = listen(served, CHAT, body, resume=[{"index": 0, "tokens": []}])
     assert (fresh.roles, fresh.choices[0].text) == ({0: 1}, whole.choices[0].text)
+
+
+def generated(served: Live, body: dict[str, Any], **private: Any) -> list[tuple[list[int], dict[str, Any]]]:
+    """The events of a stream of /generate: the tokens that each brings, and its data."""
+    answer = served.ask(GENERATE, {**body, "stream": True, "baton": {"tokens": True, **private}})
+    assert answer.status == 200, answer.text
+    *events, end = EventSplitter().feed(answer.body)
+    assert end.is_done
+    return [(list(event.note.tokens), json.loads(event.data)) for event in events]
+
+
+@pytest.mark.parametrize("has_stop", [False, True])
+def test_each_event_of_generate_has_the_whole_text_at_every_cut(served: Live, has_stop: bool):
+    stops = [oracle_text(FOX, 14, ignore_eos=True).text[-4:-1]] if has_stop else []
+    params = {"max_new_tokens": 14, "temperature": 0, "ignore_eos": True, "stop": stops}
+    body = {"text": FOX, "sampling_params": params}
+    events = generated(served, body)
+    assert len(events) > 4
+    sent: list[int] = []
+    for place, (tokens, data) in enumerate(events[:-1], start=1):
+        sent += tokens
+        assert data["output_ids"] == sent
+        rest = generated(served, body, resume=[{"index": 0, "tokens": sent}], id="gen-a")
+        assert rest[-1][1]["text"] == events[-1][1]["text"], place
+        assert rest[-1][1]["output_ids"] == events[-1][1]["output_ids"]
+        for name in ("finish_reason", "completion_tokens", "prompt_tokens"):
+            assert rest[-1][1]["meta_info"][name] == events[-1][1]["meta_info"][name]
+        assert rest[0][1]["text"].startswith(data["text"])
 
 
 def test_what_cannot_go_on_is_refused(served: Live):

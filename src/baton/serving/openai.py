@@ -1413,6 +1413,15 @@ class ResponseFormat(ABC):
         """How many alternatives each token gets; None: no log-probabilities at all."""
         return self.parsed.jobs[0].request.params.logprobs
 
+    def text_so_far(self, index: int) -> str:
+        """The text that a client has of a resumed choice."""
+        parsed, tokenizer = self.parsed, self.model.tokenizer
+        tokens = parsed.resumed.get(index, ())
+        if tokenizer is None or not tokens:
+            return ""
+        text = AnswerText(tokenizer, parsed.jobs[0].request.params, (), parsed.prompts[index // parsed.n])
+        return "".join(text.push(token) for token in tokens)
+
     def is_silent(self, delta: ChoiceDelta) -> bool:
         """Whether a client would see nothing of this delta, so that it can wait for the next one."""
         has_more = delta.finish or delta.is_first or self.num_top is not None or self.parsed.has_ids
@@ -1510,7 +1519,7 @@ class ChatFormat(ResponseFormat):
         parser = self._parsers.get(delta.index)
         if parser is None:
             parser = self._parsers[delta.index] = self._new_parser(self._call_form)
-            parser.push(self._text_so_far(delta.index))
+            parser.push(self.text_so_far(delta.index))
         delta.text, delta.calls = parser.push(delta.text)
         if delta.finish is not None:
             rest, calls = parser.finish()
@@ -1528,15 +1537,6 @@ class ChatFormat(ResponseFormat):
         parser = self._parsers.get(delta.index)
         has_calls = parser is not None and parser.num_calls
         return "tool_calls" if has_calls and delta.finish == "stop" else delta.finish
-
-    def _text_so_far(self, index: int) -> str:
-        """The text that a client has of a resumed choice."""
-        parsed, tokenizer = self.parsed, self.model.tokenizer
-        tokens = parsed.resumed.get(index, ())
-        if tokenizer is None or not tokens:
-            return ""
-        text = AnswerText(tokenizer, parsed.jobs[0].request.params, (), parsed.prompts[index // parsed.n])
-        return "".join(text.push(token) for token in tokens)
 
     def event(self, delta: ChoiceDelta) -> ChatChunk:
         content = Delta(delta.text, "assistant" if delta.is_first else UNSET, delta.calls or UNSET)
@@ -1584,7 +1584,9 @@ class GenerateFormat(ResponseFormat):
 
     def event(self, delta: ChoiceDelta) -> Generated:
         known = self._so_far.setdefault(delta.index, delta)
-        if known is not delta:
+        if known is delta:
+            known.text = self.text_so_far(delta.index) + delta.text
+        else:
             known.add(delta.text, delta.tokens, delta.finish)
         return self._generated(known, 0)
 

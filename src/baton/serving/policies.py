@@ -110,9 +110,13 @@ class RawPrompt(msgspec.Struct, frozen=True):
     is_ids: bool = False
     seed: bytes = b""
     """What the model sees before it."""
+    num_rows: int = 0
+    """Of input embeddings; `raw` is empty then, for no cache is shared with them."""
 
     def num_tokens(self, bytes_per_token: float) -> int:
-        """Counted where it is ids, else estimated."""
+        """Counted where it is ids or embeddings, else estimated."""
+        if self.num_rows:
+            return self.num_rows
         if self.is_ids:
             return self.raw.count(b",") + 1
         return max(1, round(len(self.raw) / bytes_per_token))

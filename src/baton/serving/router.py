@@ -83,6 +83,8 @@ from baton.serving.policies import Policy, PrefixIndex, TokenSize, local_reason
 from baton.serving.vllm import VllmWire
 from baton.serving.wire import (
     CHAT_PATH,
+    GENERATE_PATH,
+    ID_PREFIXES,
     BatonWire,
     RoutableRequest,
     StreamFilter,
@@ -239,6 +241,8 @@ class Router:
                 web.post("/drain", self._post_drain),
             ]
         )
+        if config.engine == "baton":  # vLLM's servers have no such path
+            self._http.app.add_routes([web.post(GENERATE_PATH, self._proxy)])
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open = OpenRequests[ProxiedRequest]()
 
@@ -456,7 +460,7 @@ class ProxiedRequest:
         self._router = router
         self._http_request = http_request
         self._request = request
-        self._id = ("chatcmpl-" if request.path == CHAT_PATH else "cmpl-") + secrets.token_hex(16)
+        self._id = ID_PREFIXES.get(request.path, "cmpl-") + secrets.token_hex(16)
         http_request[REQUEST_ID] = self._id
         self._created = int(time.time())
         self._stream = EventStream(http_request, self._id, WRITE_S_MAX)

@@ -20,6 +20,9 @@ from baton.serving.http import ApiError, EventSplitter, ResumedChoice, RouterHin
 from baton.serving.policies import RawPrompt
 
 CHAT_PATH = "/v1/chat/completions"
+GENERATE_PATH = "/generate"
+ID_PREFIXES = {CHAT_PATH: "chatcmpl-", GENERATE_PATH: "gen-"}
+"""Of a response, by path; `cmpl-` for others."""
 NUM_CHOICES_MAX = 4096
 ROOM_BITS = 63
 
@@ -98,7 +101,7 @@ class BatonWire:
 
     def resume_problem(self, request: RoutableRequest, progress: StreamProgress) -> str:
         """Why a stream that has begun cannot go on elsewhere; empty where it can."""
-        return ""
+        return request.resume_problem
 
     def status(self, status: int) -> int:
         """The status to act on where an instance answered with this one."""
@@ -138,7 +141,7 @@ def _baton_body(request: RoutableRequest, hints: RouterHints, source: str | None
 # brace. A client may not send those fields itself: with two of one name it would be for the reader to choose.
 
 
-class _Body(msgspec.Struct):
+class _AnyBody(msgspec.Struct):
     """The instance checks types: a value of a wrong type is passed on and refused there."""
 
     bootstrap_host: Any = msgspec.UNSET
@@ -150,10 +153,15 @@ class _Body(msgspec.Struct):
     routed_dp_rank: Any = None
     disagg_prefill_dp_rank: Any = None
     model: Any = None
+    stream: Any = False
+
+
+class _Body(_AnyBody):
+    """Of OpenAI's API."""
+
     prompt: msgspec.Raw = _EMPTY
     messages: msgspec.Raw = _EMPTY
     tools: msgspec.Raw = _EMPTY
-    stream: Any = False
     stream_options: Any = None
     n: Any = None
     echo: Any = None
@@ -162,7 +170,18 @@ class _Body(msgspec.Struct):
     max_completion_tokens: Any = None
 
 
+class _GenerateBody(_AnyBody):
+    """Of SGLang's /generate."""
+
+    text: msgspec.Raw = _EMPTY
+    input_ids: msgspec.Raw = _EMPTY
+    input_embeds: msgspec.Raw = _EMPTY
+    sampling_params: Any = None
+    return_logprob: Any = None
+
+
 _body_decoder = msgspec.json.Decoder(_Body)
+_generate_decoder = msgspec.json.Decoder(_GenerateBody)
 
 
 class RoutableRequest(msgspec.Struct, frozen=True):
@@ -182,6 +201,8 @@ class RoutableRequest(msgspec.Struct, frozen=True):
     wants_usage: bool
     can_hand_off: bool = True
     """False where its form allows no hand-over: one instance answers it alone."""
+    resume_problem: str = ""
+    """Why its stream cannot go on elsewhere once it has begun."""
     dp_rank: int | None = None
     """The DP group of the instance that answers."""
     dp_field: str = DP_RANK_FIELDS[0]
@@ -201,7 +222,7 @@ class RoutableRequest(msgspec.Struct, frozen=True):
 def read_routable(path: str, raw: bytes, private: Sequence[str] = _BOOTSTRAP_FIELDS) -> RoutableRequest:
     """Reads a body; an ApiError where it is not a JSON object or has fields that only a router may add."""
     try:
-        body = _body_decoder.decode(raw)
+        body = (_generate_decoder if path == GENERATE_PATH else _body_decoder).decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         text = f"the body cannot be read ({error}); send a JSON object"
         raise ApiError(400, text, code="no_json") from None
@@ -213,27 +234,66 @@ def read_routable(path: str, raw: bytes, private: Sequence[str] = _BOOTSTRAP_FIE
         fields = msgspec.json.decode(raw)
         fields.pop("baton", None)
         raw = msgspec.json.encode(fields)
-    num_prompts, is_list, prompt = _read_prompt(body)
-    n, options = _count(body.n) or 1, body.stream_options
-    is_echo_only = body.echo is True and body.max_tokens == 0
     dp_field = next((name for name in DP_RANK_FIELDS if getattr(body, name) is not None), DP_RANK_FIELDS[0])
+    fields = _read_generate(body) if isinstance(body, _GenerateBody) else _read_openai(body)
     return RoutableRequest(
         path=path,
         body=raw.rstrip(_SPACE)[:-1],
         model=body.model if isinstance(body.model, str) else None,
-        prompt=prompt,
-        num_prompts=num_prompts,
-        is_list=is_list,
-        n=n if n <= NUM_CHOICES_MAX else 1,  # which an instance refuses
-        num_tokens_max=1 if is_echo_only else _count(body.max_completion_tokens) or _count(body.max_tokens),
         is_stream=body.stream is True,
-        wants_usage=isinstance(options, dict) and options.get("include_usage") is True,
-        # The prompt's log-probabilities are computed where it is prefilled.
-        can_hand_off=not (body.echo is True and body.logprobs is not None),
         dp_rank=_rank(getattr(body, dp_field)),
         dp_field=dp_field,
         prefill_dp_rank=_rank(body.disagg_prefill_dp_rank),
+        **fields,
     )
+
+
+def _read_openai(body: _Body) -> dict[str, Any]:
+    """What only OpenAI's API has of a RoutableRequest."""
+    options = body.stream_options
+    num_tokens_max = _count(body.max_completion_tokens) or _count(body.max_tokens)
+    if body.echo is True and body.max_tokens == 0:
+        num_tokens_max = 1
+    messages = bytes(body.messages)
+    if messages:
+        # Without the closing bracket, the next turn of a chat begins with all of this one.
+        num_prompts, is_list = 1, False
+        prompt = RawPrompt(messages.rstrip(_SPACE)[:-1], seed=bytes(body.tools))
+    else:
+        num_prompts, is_list, prompt = _read_prompt(body.prompt, "prompt")
+    return {
+        "num_prompts": num_prompts,
+        "is_list": is_list,
+        "prompt": prompt,
+        "n": _num_choices(body.n),
+        "num_tokens_max": num_tokens_max,
+        "wants_usage": isinstance(options, dict) and options.get("include_usage") is True,
+        # The prompt's log-probabilities are computed where it is prefilled.
+        "can_hand_off": not (body.echo is True and body.logprobs is not None),
+    }
+
+
+def _read_generate(body: _GenerateBody) -> dict[str, Any]:
+    """What only /generate has of a RoutableRequest. The instance refuses several kinds of prompt together."""
+    params = body.sampling_params if isinstance(body.sampling_params, dict) else {}
+    problem = ""
+    if bytes(body.input_embeds) not in (b"", b"null"):
+        num_prompts, is_list, prompt = _read_embeddings(body.input_embeds)
+        problem = "its prompt came as input embeddings"
+    else:
+        name = "input_ids" if bytes(body.text) in (b"", b"null") else "text"
+        num_prompts, is_list, prompt = _read_prompt(getattr(body, name), name)
+    if body.return_logprob is True:
+        problem = "each event has the log-probabilities of all tokens so far"
+    return {
+        "num_prompts": num_prompts,
+        "is_list": is_list,
+        "prompt": prompt,
+        "n": _num_choices(params.get("n")),
+        "num_tokens_max": _count(params.get("max_new_tokens")),
+        "wants_usage": False,
+        "resume_problem": problem,
+    }
 
 
 def _rank(value: Any) -> int | None:
@@ -245,22 +305,43 @@ def _count(value: Any) -> int | None:
     return value if is_count else None
 
 
-def _read_prompt(body: _Body) -> tuple[int, bool, RawPrompt]:
-    messages = bytes(body.messages)
-    if messages:
-        # Without the closing bracket, the next turn of a chat begins with all of this one.
-        return 1, False, RawPrompt(messages.rstrip(_SPACE)[:-1], seed=bytes(body.tools))
-    raw = bytes(body.prompt).strip(_SPACE)
+def _num_choices(value: Any) -> int:
+    """Of each prompt; 1 for what an instance refuses."""
+    n = _count(value) or 1
+    return n if n <= NUM_CHOICES_MAX else 1
+
+
+def _read_prompt(value: msgspec.Raw, param: str) -> tuple[int, bool, RawPrompt]:
+    raw = bytes(value).strip(_SPACE)
     if not raw.startswith(b"["):
         return 1, False, RawPrompt(raw[:-1])
     inside = raw[1:-1].strip(_SPACE)
     if inside[:1] not in (b'"', b"["):
         return 1, False, RawPrompt(inside, is_ids=True)
     num_prompts = len(msgspec.json.decode(raw, type=list[msgspec.Raw]))
+    _check_prompts(num_prompts, param)
+    return max(1, num_prompts), True, RawPrompt(inside, is_ids=inside[:1] == b"[")
+
+
+def _read_embeddings(value: msgspec.Raw) -> tuple[int, bool, RawPrompt]:
+    """One row of numbers per token; several prompts are lists of rows."""
+    try:
+        rows = msgspec.json.decode(value, type=list[list[msgspec.Raw]])
+    except msgspec.DecodeError:
+        rows = []
+    are_many = bool(rows and rows[0]) and bytes(rows[0][0]).startswith(b"[")
+    num_rows = sum(map(len, rows)) if are_many else len(rows)
+    prompt = RawPrompt(b"", is_ids=True, num_rows=max(1, num_rows))
+    if not are_many:
+        return 1, False, prompt
+    _check_prompts(len(rows), "input_embeds")
+    return len(rows), True, prompt
+
+
+def _check_prompts(num_prompts: int, param: str) -> None:
     if num_prompts > NUM_CHOICES_MAX:
         text = f"{num_prompts} prompts; send at most {NUM_CHOICES_MAX} in a request"
-        raise ApiError(400, text, param="prompt")
-    return max(1, num_prompts), True, RawPrompt(inside, is_ids=inside[:1] == b"[")
+        raise ApiError(400, text, param=param)
 
 
 # ---- streams
