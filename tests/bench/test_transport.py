@@ -50,7 +50,7 @@ def test_misuse_is_one_line_and_code_2(monkeypatch, capsys, words: list[str], sa
 
 
 def test_options_of_a_transport() -> None:
-    assert parse_transport("nixl:ucx=TLS=tcp;port=1") == ("nixl", {"ucx": "TLS=tcp", "port": "1"})
+    assert parse_transport("nixl:ucx=TLS=tcp;port=1") == ("nixl", {"ucx": "TLS=tcp", "port": 1})
     with pytest.raises(ConfigError, match="NAME=VALUE"):
         parse_transport("nixl:fast")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -122,11 +123,13 @@ def test_a_prompt_that_is_too_long(baton, model, monkeypatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_start_is_a_failure(baton, model) -> None:
-    code, out, err = baton("generate", "--model", str(model), "--transport", "tcp:host=192.0.2.1", PROMPT)
+@pytest.mark.parametrize("sides", [(), ("--prefill", "tp1", "--decode", "tp1")])
+def test_a_rank_that_cannot_start_is_a_failure(baton, model, sides: tuple[str, ...]) -> None:
+    transport = "tcp:host=198.51.100.1"  # of no machine
+    code, out, err = baton("generate", "--model", str(model), "--transport", transport, *sides, PROMPT)
     assert (code, out) == (1, "")
-    assert err.splitlines()[-1].startswith("baton: rank 0 of instance: ")
-    assert "192.0.2.1" in err.splitlines()[-1]
+    last = err.splitlines()[-1]
+    assert re.match(r"baton: rank 0 of (instance|prefill|decode): cannot listen on 198\.51\.100\.1", last)
 
 
 def _started(*_: object) -> None:

@@ -153,6 +153,7 @@ def kill_rank(part: Part) -> None:
 
 
 def end_server(part: Part) -> None:
+    """Unlike a rank, which its server restarts only so often."""
     part.kill()
     part.start()
 
@@ -185,7 +186,7 @@ def generate_body(**fields: Any) -> dict[str, Any]:
 def test_stream_of_generate_goes_on_when_decode_is_killed_in_the_middle(world: Deployment):
     with decoding(world, generate_body(text=prompt()), 3, "/generate") as (reading, name):
         num_resumes = _metric(world, "baton_router_resumes_total")
-        kill_rank(part(world, name))
+        end_server(part(world, name))
     events = reading.generated()
     texts = [event["text"] for event in events]
     assert all(after.startswith(before) for before, after in pairwise(texts))
@@ -200,7 +201,7 @@ def test_stream_of_generate_goes_on_when_decode_is_killed_in_the_middle(world: D
 def test_log_probabilities_of_generate_are_not_resumed(world: Deployment):
     asked = generate_body(text=prompt(), return_logprob=True)
     with decoding(world, asked, 3, "/generate") as (reading, name):
-        kill_rank(part(world, name))
+        end_server(part(world, name))
     lines = reading.read().decode()
     assert "cannot be resumed: each event has the log-probabilities of all tokens so far" in lines
     assert "[DONE]" not in lines

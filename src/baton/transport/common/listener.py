@@ -175,17 +175,23 @@ class TcpListeningTransport(ListeningTransport[ConnectionT, WriterT]):
     """A transport whose targets listen on a TCP port."""
 
     def __init__(self, host: str, port: int) -> None:
-        super().__init__()
+        """Raises TransportError if the host is not an address of this machine."""
         self.host = host
         self.port = port
+        # It listens from the first invitation on, and a wrong address should not wait until then.
+        self._open_server(0).close()
+        super().__init__()
 
     def open_server(self) -> socket.socket:
+        return self._open_server(self.port)
+
+    def _open_server(self, port: int) -> socket.socket:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
-            return socket.create_server((self.host, self.port), family=family, backlog=128)
+            return socket.create_server((self.host, port), family=family, backlog=128)
         except OSError as cause:
             raise TransportError(
-                f"cannot listen on {self.host} port {self.port}: {cause}; "
+                f"cannot listen on {self.host} port {port}: {cause}; "
                 "choose another port, or an address of this machine"
             ) from None
 
