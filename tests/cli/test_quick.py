@@ -148,6 +148,14 @@ def test_a_port_in_use_is_found_before_torch_is_imported(words: str) -> None:
     assert not modules & {"torch", "aiohttp", "transformers", "numpy"}
 
 
+def test_a_host_of_another_machine_is_found_before_torch_is_imported() -> None:
+    code, modules, out, err = run(*SERVE.split(), "--transport", "tcp:host=198.51.100.1")
+    assert (code, out) == (1, "")
+    assert "cannot listen on 198.51.100.1" in err
+    assert len(err.splitlines()) == 1
+    assert not modules & {"torch", "aiohttp", "transformers", "baton.engine.config"}
+
+
 def test_the_check_sees_what_is_imported() -> None:
     _, modules, _, _ = run("doctor")
     assert "numpy" in modules

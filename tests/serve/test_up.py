@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -292,14 +293,24 @@ def rest(response: http.client.HTTPResponse) -> bytes:
 
 
 def test_an_instance_that_cannot_start_is_told_at_once(tmp_path, started) -> None:
-    up = Up(
-        tmp_path, "--prefill", "tp1", "--decode", "tp1", "--port", "0", "--transport", "tcp:host=198.51.100.1"
-    )
+    # A KV cache of terabytes, where its processes may have a quarter of one each.
+    sizes = ("--pool-tokens", "1000000000000", "--page-tokens", "1000000")
+    up = Up(tmp_path, "--prefill", "tp1", "--decode", "tp1", "--port", "0", *sizes)
+    resource.prlimit(up.process.pid, resource.RLIMIT_AS, (2**38, 2**38))
     started.append(up)
     assert up.ended() == 1
     last = up.err.splitlines()[-1]
-    assert re.match(
-        r"baton: (prefill|decode)-0 cannot start: rank 0 .* cannot listen on 198\.51\.100\.1", last
-    )
+    assert re.match(r"baton: (prefill|decode)-0 cannot start: rank 0 .* Cannot allocate memory", last)
+    assert up.out == ""
+    assert up.leftovers() == []
+
+
+def test_an_instance_that_refuses_its_options_is_told_at_once(tmp_path, started) -> None:
+    sides = ("--prefill", "tp1", "--decode", "tp1", "--transport", "tcp:host=198.51.100.1")
+    up = Up(tmp_path, *sides, "--port", "0")
+    started.append(up)
+    assert up.ended() == 1
+    last = up.err.splitlines()[-1]
+    assert re.match(r"baton: (prefill|decode)-0 ended with exit code 1 \(cannot listen on 198\.51\.100", last)
     assert up.out == ""
     assert up.leftovers() == []

@@ -35,6 +35,16 @@ def check_transport(text: str) -> None:
     check_library(parse_transport(text)[0])
 
 
+def check_transport_host(text: str) -> None:
+    """Raises if the host among a transport's options is not an address of this machine."""
+    from baton.transport import parse_transport
+    from baton.transport.common.listener import open_server
+
+    host = parse_transport(text)[1].get("host")
+    if host is not None:
+        open_server(host, 0).close()
+
+
 def side_words(option: str, text: str | None) -> list[str]:
     """The words of --prefill-args or --decode-args."""
     try:

@@ -179,25 +179,27 @@ class TcpListeningTransport(ListeningTransport[ConnectionT, WriterT]):
         self.host = host
         self.port = port
         # It listens from the first invitation on, and a wrong address should not wait until then.
-        self._open_server(0).close()
+        open_server(host, 0).close()
         super().__init__()
 
     def open_server(self) -> socket.socket:
-        return self._open_server(self.port)
-
-    def _open_server(self, port: int) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        try:
-            return socket.create_server((self.host, port), family=family, backlog=128)
-        except OSError as cause:
-            raise TransportError(
-                f"cannot listen on {self.host} port {port}: {cause}; "
-                "choose another port, or an address of this machine"
-            ) from None
+        return open_server(self.host, self.port)
 
     def address(self) -> str:
         assert self.listener is not None, "an invitation starts the listener"
         return f"{self.host}:{self.listener.server.getsockname()[1]}"
+
+
+def open_server(host: str, port: int) -> socket.socket:
+    """A socket that listens; raises TransportError where it cannot."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as cause:
+        raise TransportError(
+            f"cannot listen on {host} port {port}: {cause}; "
+            "choose another port, or an address of this machine"
+        ) from None
 
 
 def check_address(transport: str, host: str, port: int) -> None:
