@@ -148,8 +148,9 @@ def test_a_port_in_use_is_found_before_torch_is_imported(words: str) -> None:
     assert not modules & {"torch", "aiohttp", "transformers", "numpy"}
 
 
-def test_a_host_of_another_machine_is_found_before_torch_is_imported() -> None:
-    code, modules, out, err = run(*SERVE.split(), "--transport", "tcp:host=198.51.100.1")
+@pytest.mark.parametrize("verb", ON_TRANSPORTS[:3])
+def test_a_host_of_another_machine_is_found_before_torch_is_imported(verb: str) -> None:
+    code, modules, out, err = run(*verb.split(), "--transport", "tcp:host=198.51.100.1")
     assert (code, out) == (1, "")
     assert "cannot listen on 198.51.100.1" in err
     assert len(err.splitlines()) == 1

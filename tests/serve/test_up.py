@@ -303,14 +303,3 @@ def test_an_instance_that_cannot_start_is_told_at_once(tmp_path, started) -> Non
     assert re.match(r"baton: (prefill|decode)-0 cannot start: rank 0 .* Cannot allocate memory", last)
     assert up.out == ""
     assert up.leftovers() == []
-
-
-def test_an_instance_that_refuses_its_options_is_told_at_once(tmp_path, started) -> None:
-    sides = ("--prefill", "tp1", "--decode", "tp1", "--transport", "tcp:host=198.51.100.1")
-    up = Up(tmp_path, *sides, "--port", "0")
-    started.append(up)
-    assert up.ended() == 1
-    last = up.err.splitlines()[-1]
-    assert re.match(r"baton: (prefill|decode)-0 ended with exit code 1 \(cannot listen on 198\.51\.100", last)
-    assert up.out == ""
-    assert up.leftovers() == []

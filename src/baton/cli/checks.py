@@ -28,21 +28,15 @@ def check_first(model: str, layouts: Iterable[str], dtype: str = "auto", registr
 
 
 def check_transport(text: str) -> None:
-    """Raises on a transport or options that are none, and on one whose library is not installed."""
+    """Raises on a wrong transport or option, a missing library, and a host that is not of this machine."""
     # It imports NumPy, which other checks do without: the options of a transport are in its module.
     from baton.transport import check_library, parse_transport
-
-    check_library(parse_transport(text)[0])
-
-
-def check_transport_host(text: str) -> None:
-    """Raises if the host among a transport's options is not an address of this machine."""
-    from baton.transport import parse_transport
     from baton.transport.common.listener import open_server
 
-    host = parse_transport(text)[1].get("host")
-    if host is not None:
-        open_server(host, 0).close()
+    name, options = parse_transport(text)
+    check_library(name)
+    if "host" in options:
+        open_server(options["host"], 0).close()
 
 
 def side_words(option: str, text: str | None) -> list[str]:

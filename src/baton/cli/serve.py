@@ -49,7 +49,7 @@ def serve(
     """Serve a model over HTTP; as a prefill or decode instance it hands KV caches over to its peers."""
     # What follows takes longer to import than --help may take; torch waits until all is checked.
     from baton import settings
-    from baton.cli.checks import check_first, check_transport, check_transport_host
+    from baton.cli.checks import check_first, check_transport
 
     sizes = {"dp": data_parallel_size, "pp": pipeline_parallel_size, "tp": tensor_parallel_size}
     axes = [f"{axis}{size}" for axis, size in sizes.items() if size > 1]  # numbered as in vLLM
@@ -59,7 +59,6 @@ def serve(
     check_first(instance.model, [layout], instance.dtype, registry)
     settings.check_port(host, port)
     check_transport(instance.transport)
-    check_transport_host(instance.transport)
     import asyncio
 
     from baton.cli.logs import set_up_logs

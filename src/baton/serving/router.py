@@ -83,7 +83,6 @@ from baton.serving.policies import Policy, PrefixIndex, TokenSize, local_reason
 from baton.serving.vllm import VllmWire
 from baton.serving.wire import (
     CHAT_PATH,
-    GENERATE_PATH,
     ID_PREFIXES,
     BatonWire,
     RoutableRequest,
@@ -227,8 +226,7 @@ class Router:
         self._http.app.add_routes(
             [
                 *self._page.routes,
-                web.post("/v1/completions", self._proxy),
-                web.post(CHAT_PATH, self._proxy),
+                *(web.post(path, self._proxy) for path in self.wire.paths),
                 web.post("/tokenize", self._forward),
                 web.post("/detokenize", self._forward),
                 web.get("/health", self._get_health),
@@ -241,8 +239,6 @@ class Router:
                 web.post("/drain", self._post_drain),
             ]
         )
-        if config.engine == "baton":  # vLLM's servers have no such path
-            self._http.app.add_routes([web.post(GENERATE_PATH, self._proxy)])
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open = OpenRequests[ProxiedRequest]()
 

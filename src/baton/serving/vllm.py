@@ -23,6 +23,7 @@ from baton.serving.fleet import FleetInstance, ServerInfo, instance_base
 from baton.serving.http import ApiError, EventSplitter, SentEvent, TokenNote, bad_field, data_event
 from baton.serving.wire import (
     CHAT_PATH,
+    COMPLETION_PATH,
     NUM_CHOICES_MAX,
     RoutableRequest,
     StreamFilter,
@@ -32,7 +33,6 @@ from baton.serving.wire import (
 )
 from baton.session.registry import Role, Roster
 
-COMPLETION_PATH = "/v1/completions"
 COMPLETION_TOKENS = 16
 """vLLM's `max_tokens` of a completion that names none."""
 NUM_RANKS_MAX = 1024
@@ -138,6 +138,7 @@ class VllmProgress(StreamProgress):
 class VllmWire:
     """Servers of `vllm serve` with Baton's connector."""
 
+    paths = (COMPLETION_PATH, CHAT_PATH)
     info_path = "/v1/models"
     key_remedy = "give the router the servers' key in VLLM_API_KEY"
     has_progress_reports = False

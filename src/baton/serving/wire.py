@@ -19,6 +19,7 @@ from baton.serving.fleet import FleetInstance, ServerInfo
 from baton.serving.http import ApiError, EventSplitter, ResumedChoice, RouterHints, TokenNote
 from baton.serving.policies import RawPrompt
 
+COMPLETION_PATH = "/v1/completions"
 CHAT_PATH = "/v1/chat/completions"
 GENERATE_PATH = "/generate"
 ID_PREFIXES = {CHAT_PATH: "chatcmpl-", GENERATE_PATH: "gen-"}
@@ -54,6 +55,8 @@ class UpstreamRequests:
 class BatonWire:
     """Instances of `baton serve`; that of another engine has the same methods."""
 
+    paths = (COMPLETION_PATH, CHAT_PATH, GENERATE_PATH)
+    """Where clients ask for completions."""
     info_path = "/server_info"
     key_remedy = "give both the same secret"
     has_progress_reports = True
@@ -274,7 +277,7 @@ def _read_openai(body: _Body) -> dict[str, Any]:
 
 
 def _read_generate(body: _GenerateBody) -> dict[str, Any]:
-    """What only /generate has of a RoutableRequest. The instance refuses several kinds of prompt together."""
+    """What only /generate has of a RoutableRequest; of several kinds of prompt the instance accepts none."""
     params = body.sampling_params if isinstance(body.sampling_params, dict) else {}
     problem = ""
     if bytes(body.input_embeds) not in (b"", b"null"):
