@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from tests.engine.e2e.instances import stopped
 from tests.serve.speaking import oracle_text
 from tests.serving.live import Live, live, until
 from tests.serving.streams import half_read
@@ -227,24 +228,30 @@ def test_what_waits_for_longer_than_the_queue_timeout_is_refused():
 def test_a_full_queue_says_so_and_drains():
     with live(queue_max=2, sequences_max=1) as served:
         body = {**LONG, "max_tokens": 200, "stream": True}
-        with ExitStack() as stack:
+        with stopped(served.instance), ExitStack() as stack:
             for _ in range(3):
                 stack.enter_context(half_read(served, "/v1/completions", body))
-            until(lambda: served.instance.load().num_waiting >= 2, "two wait")
+            until(lambda: served.instance.load().num_waiting == 2, "two wait")
             answer = served.ask("/v1/completions", body)
             assert (answer.status, answer.json["error"]["code"]) == (429, "QUEUE_FULL")
             assert int(answer.headers["Retry-After"]) >= 1
         until(served.is_idle, "those that left are over")
-        with half_read(served, "/v1/completions", {**body, "max_tokens": 60}) as connection:
-            assert connection.recv(15) == b"HTTP/1.1 200 OK"
-            told = served.ask("/drain", {}).json
-            assert (told["is_draining"], told["num_open"]) == (True, 1)
-            for path in PATHS[:1]:
-                refused = served.ask(path, body)
+        with ExitStack() as stack:
+            with stopped(served.instance):
+                connection = stack.enter_context(
+                    half_read(served, "/v1/completions", {**body, "max_tokens": 60})
+                )
+                until(lambda: served.server.open, "it was taken in")
+                told = served.ask("/drain", {}).json
+                assert (told["is_draining"], told["num_open"]) == (True, 1)
+                refused = served.ask("/v1/completions", body)
                 assert (refused.status, refused.json["error"]["code"]) == (503, "DRAINING")
-            assert served.ask("/health").status == 503
-            assert served.ask("/server_info").json["is_draining"] is True
-            rest = b""
-            while not rest.endswith(b"0\r\n\r\n"):
-                rest += connection.recv(1 << 16)
-            assert b"data: [DONE]" in rest
+                assert served.ask("/health").status == 503
+                assert served.ask("/server_info").json["is_draining"] is True
+            data = b""
+            while not data.endswith(b"0\r\n\r\n"):
+                more = connection.recv(1 << 16)
+                assert more, "the stream was cut off without a word"
+                data += more
+            assert data.startswith(b"HTTP/1.1 200 OK")
+            assert b"data: [DONE]" in data

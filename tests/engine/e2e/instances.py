@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import secrets
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -273,6 +275,19 @@ def until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S_MA
     while not condition():
         assert monotonic() < limit_s, f"not within {timeout_s:.0f} s: {what}"
         time.sleep(0.005)
+
+
+@contextmanager
+def stopped(instance: Instance) -> Iterator[None]:
+    """The ranks compute nothing meanwhile, however slowly the test itself runs."""
+    pids = instance.pids.values()
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 def check_idle(*instances: Instance) -> None:

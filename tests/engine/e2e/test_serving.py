@@ -25,6 +25,7 @@ from tests.engine.e2e.instances import (
     end_of,
     greedy,
     opened,
+    stopped,
     until,
 )
 from tests.engine.e2e.prompts import check_tokens, prompt
@@ -109,12 +110,13 @@ def test_more_than_may_wait(pool: InstancePool, folder: Path) -> None:
     running = [Listener(instance, replace(request, salt=str(index))) for index in range(3)]
     for each in running:
         assert isinstance(each.until(OutputChunk), OutputChunk)
-    waiting = [Listener(instance, replace(request, salt=f"w{index}")) for index in range(2)]
-    with pytest.raises(FullError, match="at most 2") as found:
-        Listener(instance, request)
-    assert 1.0 <= found.value.retry_after_s <= 60.0
-    until(lambda: instance.load().num_waiting == 2, "two wait")
-    assert instance.load().num_running == 3
+    with stopped(instance):
+        waiting = [Listener(instance, replace(request, salt=f"w{index}")) for index in range(2)]
+        with pytest.raises(FullError, match="at most 2") as found:
+            Listener(instance, request)
+        assert 1.0 <= found.value.retry_after_s <= 60.0
+        until(lambda: instance.load().num_waiting == 2, "two wait")
+        assert instance.load().num_running == 3
     instance.core.abort(running[0].number)
     assert isinstance(waiting[0].until(OutputChunk), OutputChunk)
     more = Listener(instance, request)
