@@ -441,8 +441,8 @@ class Sockets:
     async def close(self) -> None:
         """Sends what is queued and closes everything."""
         if self._server is not None:
+            # Without `wait_closed`: from Python 3.12 on it waits for peers, too, until they hang up.
             self._server.close()
-            await self._server.wait_closed()
         for acceptor in self.tls_acceptors:
             if acceptor.connection is not None:
                 acceptor.connection.abort()
