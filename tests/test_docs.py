@@ -201,17 +201,15 @@ RUN_BY = {
         "tests/bench/serve/test_suites_deployed.py::test_router_to_its_end"
     ),
     "ask": "tests/cli/test_registry.py::test_the_shell_example_of_the_page_runs",
+    "python3 -m venv": "tests/cli/test_installing.py::test_the_install_block_runs_as_written",
+    "pip install": "tests/cli/test_installing.py::test_the_install_block_runs_as_written",
+    "hf download": "tests/cli/test_installing.py::test_a_model_that_was_downloaded_generates_by_its_name",
+    "systemctl": "tests/cli/test_deploy.py::test_systemd_enables_the_units_as_the_page_says",
+    "docker build": "tests/cli/test_deploy.py::test_docker_builds_the_image_as_the_page_says",
 }
 """By the beginning of a command in the documents: the test that runs it or, where it names hosts, sizes or
 models that are not here, the same with others."""
-NOT_RUN = {
-    "make": "by .ci/run, or by hand: make serve is a baton up, make test these tests",
-    "python3 -m venv": "by make setup",
-    "pip install": "by make setup, from the checkout",
-    "systemctl": "there is no systemd in a container; test_deploy.py reads the units",
-    "docker build": "by hand, with buildah (docs/log.md, 2026-11-19); test_deploy.py reads the Dockerfile",
-    "hf download": "it needs the Hub; test_opening.py has the error that names it",
-}
+NOT_RUN = {"make": "by .ci/run, or by hand: make serve is a baton up, make test these tests"}
 PROGRAMS = {
     "baton",
     "curl",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import configparser
+import os
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -179,3 +182,54 @@ def test_a_pod_has_the_time_to_drain(role: str) -> None:
     assert list(problems(words)) == []
     drain_s = float(value(words_of(container), "--drain-s"))
     assert pod["terminationGracePeriodSeconds"] > drain_s + 10
+
+
+def systemd(tmp_path: Path) -> Path:
+    """A file system with the units, as far as systemd looks."""
+    units = tmp_path / "etc/systemd/system"
+    units.mkdir(parents=True)
+    for unit in UNITS:
+        shutil.copy(unit, units)
+    shutil.copytree("/lib/systemd/system", tmp_path / "lib/systemd/system", symlinks=True)
+    program = tmp_path / "opt/baton/bin/baton"
+    program.parent.mkdir(parents=True)
+    program.touch(0o755)
+    return tmp_path
+
+
+def verified(root: Path, unit: str) -> str:
+    """What systemd has to say against a unit."""
+    command = ["systemd-analyze", "verify", "--man=no", f"--root={root}", unit]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stderr
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_systemd_enables_the_units_as_the_page_says(tmp_path: Path) -> None:
+    root = systemd(tmp_path)
+    commands = re.findall(r"^systemctl enable --now ([\w -]+?) +#", PAGE, re.MULTILINE)
+    assert len(commands) == 2
+    for names in commands:
+        # There is no systemd to start them now.
+        command = ["systemctl", f"--root={root}", "enable", *names.split()]
+        subprocess.run(command, capture_output=True, timeout=60, check=True)
+    wanted = root / "etc/systemd/system/multi-user.target.wants"
+    assert sorted(link.name for link in wanted.iterdir()) == [unit.name for unit in UNITS]
+    for unit in UNITS:
+        assert verified(root, unit.name) == ""
+    path = root / "etc/systemd/system" / UNITS[0].name
+    path.write_text(path.read_text().replace("KillMode=mixed", "KillMode=mixd"))
+    assert "kill mode" in verified(root, path.name)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(
+    os.environ.get("BATON_DOCKER") != "1",
+    reason="it downloads gigabytes; set BATON_DOCKER=1 where a Docker engine runs",
+)
+def test_docker_builds_the_image_as_the_page_says() -> None:
+    (command,) = re.findall(r"`(docker build [^`]+)`", PAGE)
+    subprocess.run(command.split(), cwd=ROOT, timeout=1800, check=True)
+    done = subprocess.run(
+        ["docker", "run", "--rm", "baton:latest", "--version"], capture_output=True, timeout=60, check=True
+    )
+    assert done.stdout
