@@ -8,6 +8,9 @@ import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from baton import settings
+from baton.fork_server import FORK_SERVERS
+
 
 def main(connection: Connection, behaviour: str) -> None:
     """Behaves as named."""
@@ -25,6 +28,9 @@ def main(connection: Connection, behaviour: str) -> None:
                 connection.recv()
             except EOFError:
                 return
+        case "nest":
+            FORK_SERVERS.fork_early(settings.rank_environment(1), ("sets_a_variable",))
+            connection.send(bool(FORK_SERVERS._servers))
         case "linger":
             connection.send(os.getpid())
             threading.Event().wait()

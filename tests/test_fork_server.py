@@ -290,3 +290,34 @@ def test_a_command_forks_its_server_before_it_has_threads():
         "-9 False",
     ]
     assert run([sys.executable, "-c", EARLY, "thread"]).stdout == "0\n"
+
+
+SETS = """
+import os
+os.environ.setdefault("KMP_INIT_AT_FORK", "FALSE")
+"""
+NESTED = f"""
+import os, sys
+sys.path[:0] = [{str(ROOT)!r}, sys.argv[1]]
+from baton import settings
+from baton.fork_server import FORK_SERVERS
+FORK_SERVERS.fork_early(settings.rank_environment(1), ("sets_a_variable",))
+(server,) = FORK_SERVERS._servers.values()
+assert os.environ["KMP_INIT_AT_FORK"] == "FALSE"
+print(FORK_SERVERS.get(settings.rank_environment(1), ("sets_a_variable",)) is server)
+from tests.test_fork_server import LIMIT_S, Forked
+child = Forked(server, "nest", **settings.rank_environment(1))
+print(child.connection.recv(), child.process.wait(LIMIT_S))
+"""
+
+
+def test_a_variable_that_a_library_sets_while_it_is_imported_asks_for_no_other_server(tmp_path: Path):
+    """scikit-learn sets KMP_INIT_AT_FORK, and transformers imports it: everything was imported twice."""
+    (tmp_path / "sets_a_variable.py").write_text(SETS)
+    command = [sys.executable, "-c", NESTED, str(tmp_path)]
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "KMP_INIT_AT_FORK"}
+    found = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, timeout=LIMIT_S
+    )
+    assert found.stderr == ""
+    assert found.stdout.splitlines() == ["True", "True 0"]

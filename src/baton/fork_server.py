@@ -48,7 +48,9 @@ _LIBRARIES = ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "TORCH", "PYTORCH", 
 _IMPORT_VARIABLES = ("LD_", "PYTHON", *_LIBRARIES)
 """Variables with these prefixes are read while libraries are imported: other values need another server."""
 _NOT_READ = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
-"""Not these: every worker sets its number of threads itself, and PyTorch sets the last one when imported."""
+"""Not these: every worker sets its number of threads itself, and PyTorch sets the last one to compile."""
+_set_by_imports: set[str] = set()
+"""Nor these, which libraries set themselves while `_import` ran, as scikit-learn does KMP_INIT_AT_FORK."""
 _SERVERS_MAX = 2
 _END_S_MAX = 1.0
 _ERROR = re.compile(
@@ -392,8 +394,9 @@ class _Server:
 
 
 def _read_at_import(environment: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+    ignored = _set_by_imports.union(_NOT_READ)
     return frozenset(
-        item for item in environment.items() if _is_read_at_import(item[0]) and item[0] not in _NOT_READ
+        item for item in environment.items() if _is_read_at_import(item[0]) and item[0] not in ignored
     )
 
 
@@ -402,8 +405,11 @@ def _is_read_at_import(name: str) -> bool:
 
 
 def _import(modules: Iterable[str]) -> None:
+    before = settings.environment()
     for module in modules:
         importlib.import_module(module)
+    now = settings.environment()
+    _set_by_imports.update(name for name, value in now.items() if before.get(name) != value)
     gc.collect()
     gc.freeze()
 
