@@ -56,7 +56,12 @@ def test_the_install_block_runs_as_written(tmp_path: Path) -> None:
             shutil.copy(path, tmp_path)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/python3").symlink_to(sys.executable)
-    lines += ["command -v baton", "cd /", 'python -c "import baton; print(baton.__file__)"', "baton --version"]
+    lines += [
+        "command -v baton",
+        "cd /",
+        'python -c "import baton; print(baton.__file__)"',
+        "baton --version",
+    ]
     done = run_shell(
         "\n".join(lines),
         tmp_path,

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,10 @@ def run(script: str, *args: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL)
 
 
+NUM_GROUPS_MAX = 2
+"""Data-parallel groups of a server: each has the port after the one before."""
+
+
 @dataclass
 class Server:
     """One vLLM server with Baton's connector, that prefills and decodes."""
@@ -79,7 +84,7 @@ class Server:
     env: dict[str, str] = field(default_factory=dict)
     address: str = "127.0.0.1"
     port: int = field(default_factory=free_port)
-    kv_port: int = field(default_factory=free_port)
+    kv_port: int = field(default_factory=partial(free_port, NUM_GROUPS_MAX))
     process: subprocess.Popen[bytes] | None = None
 
     @property
