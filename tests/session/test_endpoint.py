@@ -451,3 +451,20 @@ def test_page_tables_are_taken_as_they_are_when_given() -> None:
             fence.set()
         found.commit()
         found.check_ready()
+
+
+def test_it_closes_while_its_peers_stay_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From Python 3.12 on `wait_closed` of asyncio waits until no peer is connected; here it always does."""
+
+    async def wait_closed(server: asyncio.Server) -> None:
+        while server._active_count:  # type: ignore[attr-defined]
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(asyncio.Server, "wait_closed", wait_closed)
+    world = World(Side("tp2"), Side("tp1"))
+    world.hand_off()
+    closing = threading.Thread(target=world.source.first.close, daemon=True)
+    closing.start()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+    world.close()
