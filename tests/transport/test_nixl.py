@@ -242,5 +242,12 @@ def test_device_memory_is_named_as_such():
     assert place_of(memory_of(np.zeros(8, dtype=np.uint8))) == (False, 0)
 
 
+def test_device_memory_is_refused():
+    transport = open_transport("nixl")
+    with pytest.raises(TransportError, match="nixl moves host memory; got cuda memory"):
+        transport.register(device_tensor(0))
+    transport.close()
+
+
 if __name__ == "__main__":
     run(sys.argv[1])

@@ -260,8 +260,7 @@ def check_config(config: EngineConfig) -> None:
     folder = find_model(config.model) if config.generation_config == "auto" else None
     if folder is not None and (folder / GENERATION).is_file():
         sampling_defaults(read_object(folder / GENERATION), 1)  # which no default depends on
-    if config.device == "cpu" and Place.HOST not in capabilities_of(name).places:
-        raise ConfigError(f"transport {name} moves CUDA memory; use shm with device {config.device!r}")
+    check_memory(config)
     if config.has_endpoint_process and not _can_offload(name):
         raise ConfigError(
             f"transport {name} cannot run in a process beside the worker, which has the memory; use shm, or "
@@ -274,6 +273,19 @@ def check_config(config: EngineConfig) -> None:
     if config.tls is not None:
         config.tls.dialling()  # reads the files
     choose(config.policy, LayerTimes((0.0,), (0.0,), 0.0), 1)
+
+
+def check_memory(config: EngineConfig) -> None:
+    """Raises ConfigError on a transport that does not move the device's memory; says nothing of `auto`."""
+    name, _ = parse_transport(config.transport)
+    places = capabilities_of(name).places
+    if config.device == "cpu" and Place.HOST not in places:
+        raise ConfigError(f"transport {name} moves CUDA memory; use shm with device {config.device!r}")
+    if config.device == "cuda" and Place.CUDA not in places:
+        raise ConfigError(
+            f"transport {name} does not move CUDA memory; use shm or cuda_ipc on one host, mooncake between "
+            "hosts, or device cpu"
+        )
 
 
 def _can_offload(transport: str) -> bool:

@@ -11,7 +11,7 @@ from baton import settings
 from baton.checkpoint.base import Checkpoint
 from baton.checkpoint.opening import open_checkpoint
 from baton.engine.attention.pools import DTYPES
-from baton.engine.config import EngineConfig, EngineSizes, check_config
+from baton.engine.config import EngineConfig, EngineSizes, check_config, check_memory
 from baton.engine.gpu_memory import (
     CONTEXT_BYTES,
     WORKSPACE_BYTES,
@@ -227,6 +227,7 @@ def check_machine(config: EngineConfig) -> None:
     """Raises ConfigError on a device that is not here, and on addresses that cannot be."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda: torch sees no GPU; use cpu")
+    check_memory(replace(config, device=find_device(config.device)))
     SocketConfig(config.host, config.port)
     try:
         check_url(config.url)

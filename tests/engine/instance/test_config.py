@@ -16,7 +16,7 @@ from baton.checkpoint.names import DUMMY
 from baton.engine.config import EngineConfig, check_config
 from baton.engine.deployment import Deployment
 from baton.engine.pages import engine_storage
-from baton.engine.sizes import derive_sizes
+from baton.engine.sizes import check_machine, derive_sizes
 from baton.errors import ConfigError, LayoutError
 from baton.plan import Cache
 from baton.plan.ownership import buffers
@@ -136,6 +136,18 @@ def test_a_library_that_is_not_installed_is_missed_before_anything_starts(
 def test_cuda_ipc_on_a_cpu() -> None:
     with pytest.raises(ConfigError, match="cuda_ipc moves CUDA memory; use shm with device 'cpu'"):
         derive_sizes(EngineConfig(str(tiny("llama")), transport="cuda_ipc"))
+
+
+@pytest.mark.parametrize("name", ["tcp", "nixl"])
+def test_transports_of_host_memory_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.transport.nixl.LIBRARY", ("json.decoder",))
+    config = EngineConfig(str(tiny("llama")), transport=name, device="cuda")
+    with pytest.raises(ConfigError, match=f"transport {name} does not move CUDA memory; use shm or cuda_ipc"):
+        check_config(config)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(ConfigError, match=f"transport {name} does not move CUDA memory"):
+        check_machine(replace(config, device="auto"))
+    check_config(replace(config, transport="shm"))
 
 
 @pytest.mark.parametrize("url", ["", "http://127.0.0.1:8000", "https://host.name/base", "http://[::1]:80/"])
