@@ -184,7 +184,7 @@ def test_the_command_lines_of_the_services() -> None:
     [
         ("--decode tp1 --device cpu", None),
         ("--decode tp1 --device cuda", "cuda_ipc"),
-        ("--decode tp1 --device cuda --transport tcp", "tcp"),
+        ("--decode tp1 --device cuda --transport shm", "shm"),
         ("--decode tp1 --device cuda --link 25GB/s", None),
         ("--decode tp1 --device cuda --prefill-args '--link 25GB/s'", None),
         ("--decode tp1 --device cuda --decode-args '--device cpu'", None),
