@@ -276,7 +276,6 @@ class WorkerReady(msgspec.Struct, frozen=True, tag=True):
     rank: int
     coordinator: str = ""
     epoch: int = 0
-    registry: str = ""
     note: str = ""
     """What users should know about this rank, if anything."""
 

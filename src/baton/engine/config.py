@@ -111,7 +111,6 @@ class EngineConfig:
     url: str = ""
     """Where the instance serves HTTP, as the registry publishes it; empty: nowhere."""
     registry: str | None = None
-    embed_registry: int | None = None
     silence_s: float = Timings().silence_s
     """How long a rank or a peer may be silent before it counts as lost; that it ended is seen at once."""
     progress_s: float = Timings().progress_s

@@ -119,11 +119,6 @@ class Instance:
         return self._executor.up.epoch
 
     @property
-    def registry(self) -> str:
-        """The URL of the registry, hosted here or elsewhere."""
-        return self._executor.up.registry
-
-    @property
     def is_running(self) -> bool:
         return self._thread is not None and not self.failure
 

@@ -231,7 +231,7 @@ def check_machine(config: EngineConfig) -> None:
     SocketConfig(config.host, config.port)
     try:
         check_url(config.url)
-        if config.registry is not None or config.embed_registry is not None:
+        if config.registry is not None:
             check_instance(config.name)
     except RegistryError as error:
         raise ConfigError(str(error)) from None

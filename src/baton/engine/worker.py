@@ -117,14 +117,13 @@ class Worker:
         if self.rank == 0:
             note = self._attach(None)
             endpoint = self.connector.endpoint
-            ready = WorkerReady(0, endpoint.address, endpoint.config.epoch, endpoint.registry or "", note)
+            ready = WorkerReady(0, endpoint.address, endpoint.config.epoch, note)
             pipe.send(ready)
             if not endpoint.wait_ready(ATTACH_S_MAX):
                 raise EngineError(
                     f"not all ranks of {self.config.name} have attached after {ATTACH_S_MAX:.0f} s"
                 )
-            # A registry that is hosted here has its address by now.
-            pipe.send(msgspec.structs.replace(ready, registry=endpoint.registry or ""))
+            pipe.send(ready)
         else:
             command = pipe.receive()
             if not isinstance(command, AttachCoordinator):
@@ -167,7 +166,6 @@ class Worker:
             epoch=coordinator.epoch if coordinator else 0,
             coordinator=coordinator.coordinator if coordinator else None,
             registry=config.registry,
-            embed_registry=config.embed_registry if coordinator is None else None,
             fingerprint=self.sizes.checkpoint.fingerprint(),
             staging_bytes=self.sizes.staging_bytes,
             packing=config.packing,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.engine.e2e.instances import (
+    SECRET,
     WAIT_S_MAX,
     BothSides,
     InstancePool,
@@ -32,6 +33,7 @@ from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.tiny import tiny
 from tests.ports import free_port
 
+from baton.bench.handoff.fleet import RegistryProcess
 from baton.engine.commands import Command, Step
 from baton.engine.deployment import Pair
 from baton.engine.instance import Instance
@@ -160,20 +162,23 @@ def roster(url: str, secret: bytes, name: str) -> Roster | None:
     return next((each for each in found if each.instance == name and each.is_complete), None)
 
 
-def test_back_on_the_same_port_under_the_same_name(folder: Path) -> None:
+def test_back_on_the_same_port_under_the_same_name(pool: InstancePool, folder: Path, tmp_path: Path) -> None:
     """Its peers find it again, by its address and in the registry."""
-    plain = Side(str(folder)).but(embed_registry=0).config
-    with Instance(replace(plain, name="registry")) as other:
-        check_phoenix(other, folder)
+    other = pool.instance(Side(str(folder), name="two"))
+    registry = RegistryProcess(tmp_path, SECRET)
+    try:
+        check_phoenix(other, folder, registry.url)
+    finally:
+        registry.stop()
 
 
-def check_phoenix(other: Instance, folder: Path) -> None:
+def check_phoenix(other: Instance, folder: Path, url: str) -> None:
     config = replace(
         Side(str(folder), "pp2").config,
         name="phoenix",
         port=free_port(),
         url="http://127.0.0.1:8000",
-        registry=other.registry,
+        registry=url,
     )
     asked, epochs = prompt(40), []
     for _ in range(3):
@@ -182,7 +187,7 @@ def check_phoenix(other: Instance, folder: Path) -> None:
         epochs.append(instance.epoch)
 
         def is_known(epoch: int = instance.epoch) -> bool:
-            found = roster(other.registry, config.secret, "phoenix")
+            found = roster(url, config.secret, "phoenix")
             return found is not None and found.epoch == epoch and found.url == config.url
 
         until(is_known, "the registry has it")
