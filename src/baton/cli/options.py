@@ -147,6 +147,9 @@ class EngineOptions:
         min=0,
     )
     max_num_seqs: int = option(64, "N", "maximum sequences computed in one step", sets="sequences_max", min=1)
+    state_slots: int = option(
+        0, "N", "sequences whose recurrent state is kept at once; 0: what fits into 512 MiB", min=0
+    )
     chunk_tokens: int = option(
         512, "N", "maximum prompt tokens prefilled in one step", "--max-num-batched-tokens", min=1
     )
@@ -179,6 +182,13 @@ class EngineOptions:
         "SHARE",
         "share of the KV cache that prompts may hold at prefill before decode has room for them",
         sets="ungranted_share_max",
+    )
+    num_reserved_decode_tokens: int = option(
+        512,
+        "N",
+        "further tokens of every running answer that decode keeps room for when it takes a prompt",
+        sets="growth_tokens",
+        min=0,
     )
 
 

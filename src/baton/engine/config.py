@@ -81,7 +81,8 @@ class EngineConfig:
     base_gpu_id: int = 0
     """The GPU of rank 0; the other ranks take the next ones."""
     state_slots: int = 0
-    """Sequences whose recurrent state is kept at once; 0: what fits into POOL_BYTES_DEFAULT, up to 64."""
+    """Sequences whose recurrent state is kept at once, those whose hand-over waits too; 0: what fits into
+    POOL_BYTES_DEFAULT, up to 64 or `sequences_max`."""
     context_max: int = 0
     """Prompt and answer together; 0: what the model and the pool allow."""
     chunk_tokens: int = 512

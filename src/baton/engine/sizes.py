@@ -39,7 +39,7 @@ POOL_BYTES_DEFAULT = 512 << 20
 CONTEXTS_MAX = 2
 """On a GPU, the KV cache that is derived holds at most this many contexts of every sequence in a step."""
 STATE_SLOTS_MIN, STATE_SLOTS_MAX = 4, 64
-"""Slots for recurrent state, if their number is not given."""
+"""Slots for recurrent state, if their number is not given; more than 64 if a step has more sequences."""
 STAGING_BYTES_MAX = {"cpu": 4 << 30, "cuda": 256 << 20}
 """Of a rank, if staging_mb is not given. The host commits its memory when it is first used, a GPU at once."""
 ROW_WIDTHS = 16
@@ -129,8 +129,8 @@ class PoolSizes:
         self.page_tokens = config.page_tokens * num_shares
         """Of one page id."""
         slot_bytes = _entry_bytes(spec.cache, config.cache_dtype, has_tokens=False)
-        num_slots = max(STATE_SLOTS_MIN, min(STATE_SLOTS_MAX, POOL_BYTES_DEFAULT // max(1, slot_bytes)))
-        self._num_slots = config.state_slots or num_slots
+        num_slots = min(max(STATE_SLOTS_MAX, config.sequences_max), POOL_BYTES_DEFAULT // max(1, slot_bytes))
+        self._num_slots = config.state_slots or max(STATE_SLOTS_MIN, num_slots)
 
     def num_pages(self, pool_tokens: int) -> dict[str, int]:
         """By cache group; a group without tokens has slots."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine.hybrids import hybrid
 from tests.engine.tiny import WINDOW, WINDOWED, tiny, windowed
 
 from baton.checkpoint.names import DUMMY
@@ -173,6 +174,19 @@ def test_an_index_shares_the_pages_of_its_latent_and_prefixes_are_kept(tmp_path:
     assert list(sizes.num_pages) == ["tokens"]
     assert {component.name for component in sizes.cache.components} == {"latent", "index_k"}
     assert not any("prefixes" in line for line in sizes.lines())
+
+
+def test_slots_of_recurrent_state() -> None:
+    """Small states: a step has no more sequences than there are slots."""
+
+    def num_slots(**options: int) -> int:
+        return derive_sizes(EngineConfig(str(hybrid("bamba")), pool_tokens=1024, **options)).num_pages[
+            "state"
+        ]
+
+    assert num_slots() == num_slots(sequences_max=8) == 64
+    assert num_slots(sequences_max=100) == 100
+    assert num_slots(sequences_max=100, state_slots=3) == 3
 
 
 def test_gpus_hand_off_beside_the_worker() -> None:
