@@ -87,13 +87,13 @@ def test_peer_fails(fleet: FaultFleet, fault: Fault, stage: Stage) -> None:
     assert all(ask_all(left, "wait_released", transfer, SETTLE_S_MAX)), "no writer is left"
     fleet.end(fault.side)
     fleet.start(fault.side)
-    assert_hands_over(fleet, slot=0, salt=2)
+    assert_hands_over(fleet, salt=2)
     assert_nothing_under_way([*fleet.sources, *fleet.targets])
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_target_that_died_before_it_asked_is_not_missed(fleet: FaultFleet, rank: int) -> None:
-    assert_hands_over(fleet, slot=0, salt=1)
+    assert_hands_over(fleet, salt=1)
     fleet.fill([1], salt=3)
     transfer = fleet.new_transfer()
     for source in fleet.sources:

@@ -43,7 +43,7 @@ def fleet() -> Iterator[FaultFleet]:
     ],
 )
 def test_abort_storm(fleet: FaultFleet, is_central: bool) -> None:
-    assert_hands_over(fleet, slot=0, salt=1)
+    assert_hands_over(fleet, salt=1)
     ranks, first = [*fleet.sources, *fleet.targets], fleet.targets[0]
     before = [rank.ask("num_descriptors") for rank in ranks]
     storm = StormOptions(
@@ -65,7 +65,7 @@ def test_abort_storm(fleet: FaultFleet, is_central: bool) -> None:
     for slot, salt in tallies[-1]["last"]:
         assert all(total == right > 0 for total, right in ask_all(fleet.targets, "compare", slot, salt))
     assert_nothing_under_way(ranks)
-    assert_hands_over(fleet, slot=0, salt=2)
+    assert_hands_over(fleet, salt=2)
     for rank, num in zip(ranks, before, strict=True):
         until(
             lambda rank=rank, num=num: rank.ask("num_descriptors") <= num,
@@ -77,18 +77,18 @@ def test_abort_storm(fleet: FaultFleet, is_central: bool) -> None:
 @pytest.mark.slow
 def test_registry_restarts(fleet: FaultFleet) -> None:
     assert fleet.registry is not None
-    assert_hands_over(fleet, slot=0, salt=3)
+    assert_hands_over(fleet, salt=3)
     fleet.registry.stop()
-    assert_hands_over(fleet, slot=0, salt=4)  # who knows each other needs no registry
+    assert_hands_over(fleet, salt=4)  # who knows each other needs no registry
     fleet.end("source")
     fleet.registry.start()
     fleet.start("source")
-    assert_hands_over(fleet, slot=0, salt=5)
+    assert_hands_over(fleet, salt=5)
     fleet.registry.stop()
     fleet.registry.start()
     fleet.end("target")
     fleet.start("target")
-    assert_hands_over(fleet, slot=0, salt=6)
+    assert_hands_over(fleet, salt=6)
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError, LayoutError
-from baton.plan import DeclaredPlacement, Spec, Storage, TensorView, declare, parse_layout, plan
+from baton.plan import DeclaredPlacement, Spec, Storage, TensorView, declare, declared, parse_layout, plan
 from baton.plan.binding import bind
 from baton.plan.cache import Cache, Component, Dim, Full, State, Units, Window
 from baton.plan.chunks import Tables
@@ -484,11 +484,12 @@ def verdict(regions: list[PlacedRegion]) -> tuple[set[frozenset[str]], str]:
     return {frozenset(pair) for pair in found}, ""
 
 
-def test_a_check_that_would_take_too_long_is_refused() -> None:
+def test_a_check_that_would_take_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fine, coarse = PlacedRegion("a", "A", 0, (9000, 2), (), 1), PlacedRegion("b", "A", 1, (3000, 6), (), 1)
+    assert OverlapCheck().overlays("raw", [fine, coarse]) == set()
+    monkeypatch.setattr(declared, "STEPS_MAX", 1000)
     with pytest.raises(ConfigError, match="too intricate: more than 1000 steps"):
-        OverlapCheck(1000).overlays("raw", [fine, coarse])
+        OverlapCheck().overlays("raw", [fine, coarse])
     many = [PlacedRegion(f"c{i}", f"g{i}", 0, (1, 1), (), 4) for i in range(60)]
     with pytest.raises(ConfigError, match="too intricate"):
-        OverlapCheck(1000).overlays("raw", many)
-    assert OverlapCheck().overlays("raw", [fine, coarse]) == set()
+        OverlapCheck().overlays("raw", many)

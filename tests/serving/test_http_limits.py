@@ -202,7 +202,7 @@ def test_client_that_leaves_ends_its_request():
                 await until(lambda: answers.seen)
             await until(lambda: answers.num_left == 1)
             assert answers.statuses == [("/ask", 499)]
-            await until(lambda: not found.num_connections)
+            await until(lambda: not found._heads)
 
     run(play)
 
@@ -214,7 +214,7 @@ def test_client_that_does_not_read_is_dropped():
             caller.writer.write(ask(b"flood"))
             await until(lambda: answers.statuses)
             assert answers.statuses == [("/ask", 499)]
-            await until(lambda: not found.num_connections)
+            await until(lambda: not found._heads)
 
     run(play)
 
@@ -245,7 +245,6 @@ def test_half_a_head_has_a_time_limit_of_its_own(half: bytes, before: bytes):
             answer = await _rest(caller.reader)
             trickling.cancel()
             assert b" 408 " in answer.partition(b"\r\n")[0] or answer == b""
-            await until(lambda: not found.num_connections)
 
     run(play)
 

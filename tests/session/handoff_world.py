@@ -251,7 +251,7 @@ class World:
             assert not instance.ended
             for endpoint in [one for one in instance.endpoints if isinstance(one, Endpoint)]:
                 endpoint._rank.pools.staging.check_integrity()
-                assert not endpoint._rank.pools.staging.num_leases
+                assert not endpoint._rank.pools.staging.leased_bytes
 
     def close(self) -> None:
         self.source.close()

@@ -115,9 +115,9 @@ def test_a_reader_that_left_is_noticed_without_a_word_to_it() -> None:
     async def body() -> None:
         async with registry(config=RegistryConfig(beat_s=3600.0)) as server:
             raw = await open_watch(server)
-            await until(lambda: server.num_watchers == 1)
+            await until(lambda: len(server._watchers) == 1)
             raw.close()
-            await until(lambda: server.num_watchers == 0)
+            await until(lambda: len(server._watchers) == 0)
 
     run(body)
 
@@ -131,10 +131,10 @@ def test_a_slow_reader_is_dropped_and_the_others_miss_nothing() -> None:
             seen, reading = follow(client)
             await until(lambda: len(seen) == 1)
             slow = await open_watch(server, receive_bytes=4096)
-            await until(lambda: server.num_watchers == 2)
+            await until(lambda: len(server._watchers) == 2)
             num_sent, long = 0, '"' * 256  # each is two bytes of JSON: the fewer events it takes
             calls = RegistryConnection(server.url, SECRET, None, lambda: None)
-            while server.num_watchers == 2:
+            while len(server._watchers) == 2:
                 value = member(layout="tp1", epoch=num_sent, fingerprint=long, transport=long)
                 call = RegistryCall("PUT", "/v1/members/p0/0", msgspec.json.encode(value))
                 assert (await calls.call(call, Registered)).is_new
@@ -196,7 +196,7 @@ def test_closing_ends_open_watches_at_once_and_a_closed_client_stops_watching(
         client = RegistryClient(server.url, SECRET)
         seen, reading = follow(client)
         raw = await open_watch(server)
-        await until(lambda: server.num_watchers == 2 and bool(seen))
+        await until(lambda: len(server._watchers) == 2 and bool(seen))
         await server.close()  # long before the time is over that aiohttp gives a request to end
         assert (await drain(raw)).endswith(b"0\r\n\r\n")
         raw.close()
@@ -212,7 +212,7 @@ def test_there_is_a_most_to_the_number_of_watches(monkeypatch) -> None:
     async def body() -> None:
         async with registry() as server:
             raw = await open_watch(server)
-            await until(lambda: server.num_watchers == 1)
+            await until(lambda: len(server._watchers) == 1)
             assert (await ask(server, "GET", "/v1/watch")).status == 429
             raw.close()
 

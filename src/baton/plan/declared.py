@@ -237,8 +237,7 @@ class _Pattern:
 class OverlapCheck:
     """Compares the regions of buffers, with a limit on the work for all of them together."""
 
-    def __init__(self, steps_max: int = STEPS_MAX) -> None:
-        self._steps_max = steps_max
+    def __init__(self) -> None:
         self._num_steps = 0
 
     def overlays(self, buffer: str, regions: Sequence[PlacedRegion]) -> set[tuple[str, str]]:
@@ -285,9 +284,9 @@ class OverlapCheck:
     def _shared(self, one: _Pattern, other: _Pattern) -> Range | None:
         """Some bytes that both patterns have, or None where there are none."""
         self._num_steps += 1
-        if self._num_steps > self._steps_max:
+        if self._num_steps > STEPS_MAX:
             raise ConfigError(
-                f"the placements are too intricate: more than {self._steps_max} steps to show that they do "
+                f"the placements are too intricate: more than {STEPS_MAX} steps to show that they do "
                 "not overlap; give layers one stride where they have one, or declare fewer components"
             )
         if one.stop <= other.start or other.stop <= one.start:

@@ -103,14 +103,9 @@ class Plan:
         """Tokens that go to one mirror together: the larger page."""
         return max(self.source.storage.page_tokens, self.target.storage.page_tokens)
 
-    def narrowed(self, *, source: int | None = None, target: int | None = None) -> Plan:
-        """The routes of one rank, for that rank to bind: it has no other rank's page table."""
-        kept = tuple(
-            route
-            for route in self.routes
-            if source in (None, route.source) and target in (None, route.target)
-        )
-        return replace(self, routes=kept)
+    def narrowed(self, source: int) -> Plan:
+        """The routes of one source rank, for that rank to bind: it has no other rank's page table."""
+        return replace(self, routes=tuple(route for route in self.routes if route.source == source))
 
 
 @dataclass(frozen=True, slots=True)

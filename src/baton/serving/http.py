@@ -306,10 +306,6 @@ class HttpServer:
         return self._address[1]
 
     @property
-    def num_connections(self) -> int:
-        return len(self._heads)
-
-    @property
     def url(self) -> str:
         host, port = self._address
         name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

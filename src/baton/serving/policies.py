@@ -170,9 +170,6 @@ class PrefixIndex:
         """The instance has gone, or restarted with an empty cache."""
         self._seen.pop(instance, None)
 
-    def num_hashes(self, instance: str) -> int:
-        return len(self._seen.get(instance, ()))
-
 
 class TokenSize:
     """How many bytes of a body a token takes, from what instances counted; recent prompts weigh more."""

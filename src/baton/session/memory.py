@@ -105,11 +105,6 @@ class Staging:
         self._num_made = 0
 
     @property
-    def num_leases(self) -> int:
-        """StagingLeases that are out."""
-        return len(self._leases)
-
-    @property
     def leased_bytes(self) -> int:
         """Bytes in use, the rounding of each lease counted."""
         return sum(_stop(lease) - lease.offset for lease in self._leases)

@@ -179,9 +179,9 @@ class RankFleet:
         counts = ask_all(self.targets, "compare", slot, self.salt(slot, salt))
         return total(Verdict(*count) for count in counts)
 
-    def hand_off(self, pace: PrefillTiming, *, slot: int = 0, is_verified: bool = False) -> Handoff:
-        """One paced transfer, as all ranks recorded it."""
-        order = TransferOrder(self.new_transfer(), slot, monotonic() + LEAD_S, is_verified=is_verified)
+    def hand_off(self, pace: PrefillTiming, *, is_verified: bool = False) -> Handoff:
+        """One paced transfer of slot 0, as all ranks recorded it."""
+        order = TransferOrder(self.new_transfer(), 0, monotonic() + LEAD_S, is_verified=is_verified)
         return self.hand_off_all([order], pace)[0]
 
     def hand_off_all(self, orders: Sequence[TransferOrder], pace: PrefillTiming) -> list[Handoff]:

@@ -39,9 +39,10 @@ CALL_S_MAX = 5.0
 CLOSE_S_MAX = 2.0
 RETRY_S_FIRST = 0.1
 RETRY_S_MAX = 5.0
-REPEAT_S_MAX = 2.0
 SILENCE_S_MAX = 3 * BEAT_S
 EVENT_BYTES_MAX = 16 << 20
+NUM_LISTED_MAX = 8
+"""Missing ranks that an error names."""
 
 _EVENTS: dict[str, type[Topology | Change]] = {"topology": Topology, "change": Change}
 
@@ -407,6 +408,6 @@ def _member_path(member: Member) -> str:
     return f"/v1/members/{quote(member.instance, safe='')}/{member.rank}"
 
 
-def _listed(ranks: tuple[int, ...], most: int = 8) -> str:
-    shown = ", ".join(map(str, ranks[:most]))
-    return shown if len(ranks) <= most else f"{shown} and {len(ranks) - most} more"
+def _listed(ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(map(str, ranks[:NUM_LISTED_MAX]))
+    return shown if len(ranks) <= NUM_LISTED_MAX else f"{shown} and {len(ranks) - NUM_LISTED_MAX} more"

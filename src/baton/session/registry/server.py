@@ -210,11 +210,6 @@ class RegistryServer:
         """What a client is given."""
         return f"{'http' if self._ssl is None else 'https'}://{self.address}"
 
-    @property
-    def num_watchers(self) -> int:
-        """Watches that are open now."""
-        return len(self._watchers)
-
     async def start(self, host: str = HOST, port: int = PORT) -> None:
         """Listens; port 0 takes a free one. Anywhere but on loopback a secret is needed."""
         assert self._runner is None, "the registry was started before"
