@@ -20,7 +20,7 @@ TIMINGS = Timings(
     ask_again_s_max=4.0,
     linger_s=60.0,
 )
-AUX = Aux(tokens=(42,), sampler_position=8)
+AUX = Aux(tokens=(42,), cached_tokens=8)
 GIVEN_UP = Cause(Why.ABORTED, Stage.COPY, "prefill", 1, "the client went away")
 BROKEN = Cause(Why.COPY_FAILED, Stage.COPY, "prefill", 0, "the wire broke")
 GONE = Cause(Why.PEER_LOST, Stage.COPY, "decode", -1, "its link is gone")

@@ -46,7 +46,7 @@ SECRET = b"a secret of these tests, 32 bytes"
 TIMINGS = Timings(beat_s=0.02, silence_s=10 * PATIENCE_S, ask_again_s=0.02, redial_s=0.01, redial_s_max=0.05)
 PATIENT = replace(TIMINGS, progress_s=1e5, total_s=1e5)
 """Without a deadline that a test could reach."""
-AUX = Aux(tokens=(11,), logprobs=({11: -0.5},), sampler_position=1, cached_tokens=3, fields={"seed": 7})
+AUX = Aux(tokens=(11,), logprobs=({11: -0.5},), cached_tokens=3, fields={"seed": 7})
 NHD: Order = ("layer", "page", "token", "unit")
 CACHE = make_cache(4, (Paged(4, 3, 2), ((0, 4),)))
 """Grouped-query attention: 4 layers, 4 heads, keys of 3 and values of 2 channels."""

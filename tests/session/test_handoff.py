@@ -369,7 +369,6 @@ def test_the_aux_record_comes_whole() -> None:
     aux = Aux(
         tokens=(5, 6),
         logprobs=({5: -0.25, 9: -2.0}, {6: 0.0}),
-        sampler_position=22,
         cached_tokens=16,
         tensors={"hidden": bytes(range(256))},
         fields={"text": "a", "count": 3, "share": 0.5, "is_last": True},

@@ -328,7 +328,6 @@ class Worker:
             tokens=tuple(sample.token for sample in first_tokens),
             # Where any were asked for, a token's own is among them; where none were, the target reports none.
             logprobs=tuple(sample.top for sample in first_tokens),
-            sampler_position=scheduled.start + len(scheduled.tokens),
             cached_tokens=part.transfer.command.num_cached,
             tensors=tensors,
         )

@@ -57,7 +57,6 @@ class Aux(msgspec.Struct, frozen=True, omit_defaults=True):
     """The first token, or those that speculation accepted."""
     logprobs: tuple[dict[int, float], ...] = ()
     """By token of `tokens`: the log-probabilities that were asked for, its own among them."""
-    sampler_position: int = 0
     cached_tokens: int = 0
     tensors: dict[str, bytes] = {}
     """Speculative hidden states and the like, in the form that the two engines agree on."""

@@ -62,7 +62,7 @@ class SimAttempt:
     def aux(self) -> Aux:
         """What the rank that samples sends."""
         salt = self.source_prompt.salt
-        return Aux(tokens=(salt % 50_000,), sampler_position=self.source_prompt.num_tokens)
+        return Aux(tokens=(salt % 50_000,))
 
 
 @dataclass(slots=True)
