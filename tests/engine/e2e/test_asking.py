@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.engine.e2e.instances import Heard, InstancePool, Side, ask_all, ask_one, check_idle, greedy, opened
+from tests.engine.e2e.instances import Heard, InstancePool, Side, ask_all, ask_one, check_idle, greedy
 from tests.engine.e2e.prompts import LENGTHS, NUM_TOKENS, check_tokens, prompt
-from tests.engine.tiny import FAMILIES, oracle, tiny
+from tests.engine.tiny import FAMILIES, oracle
 
 from baton.checkpoint.opening import open_checkpoint
 from baton.engine.deployment import Pair
@@ -34,17 +34,6 @@ SAMPLED: dict[str, dict[str, Any]] = {
     "several, penalized": {"n": 3, "repetition_penalty": 1.5, "logprobs": 3},
     "with eos": {"n": 4, "ignore_eos": False, "max_tokens": 60, "logit_bias": {2: 3.0}},
 }
-
-
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    return tiny("llama")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[InstancePool]:
-    with opened() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.engine.e2e.breaking import compare
 from tests.engine.e2e.broken_worker import BROKEN
-from tests.engine.e2e.instances import InstancePool, Side, check_idle, opened
-from tests.engine.tiny import tiny
+from tests.engine.e2e.instances import InstancePool, Side, check_idle
 
 from baton.engine.instance import Instance
 from baton.errors import EngineError
@@ -17,17 +15,6 @@ from baton.errors import EngineError
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 FAILS_CLOSED = {"skipped_group": None, "turned_bit": "checksum of .* differs"}
-
-
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    return tiny("llama")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[InstancePool]:
-    with opened() as found:
-        yield found
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from operator import add
@@ -22,7 +22,6 @@ from tests.engine.e2e.instances import (
     ask_one,
     check_idle,
     greedy,
-    opened,
 )
 from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.tiny import FAMILIES, oracle, tiny
@@ -50,12 +49,6 @@ SAMPLED = {
     "log-probabilities": {"temperature": 0.0, "logprobs": 3},
     "several": {"temperature": 0.9, "n": 3, "seed": 5},
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[InstancePool]:
-    with opened() as found:
-        yield found
 
 
 def side(layout: str, name: str, **options: object) -> Side:

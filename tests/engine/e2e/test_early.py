@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,11 +17,10 @@ from tests.engine.e2e.instances import (
     check_idle,
     end_of,
     greedy,
-    opened,
     until,
 )
 from tests.engine.e2e.prompts import prompt
-from tests.engine.tiny import oracle, tiny
+from tests.engine.tiny import oracle
 
 from baton.engine.deployment import Pair
 from baton.engine.instance import Instance
@@ -45,17 +43,6 @@ SLOW_BYTES_PER_S = 2e5
 STUCK_BYTES_PER_S = 2e3
 """It takes minutes."""
 SAMPLED = SamplingParams(temperature=2.0, seed=3, max_tokens=6, ignore_eos=True, n=3)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[InstancePool]:
-    with opened() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    return tiny("llama")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -20,7 +19,6 @@ from tests.engine.e2e.instances import (
     ask_one,
     check_idle,
     greedy,
-    opened,
     until,
 )
 from tests.engine.e2e.prompts import check_tokens, prompt
@@ -40,17 +38,6 @@ SILENT_S_MAX = 60.0
 ROOT = Path(__file__).parents[3]
 NUM_TOKENS = 2000
 """So many that a request is under way for as long as a test looks."""
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[InstancePool]:
-    with opened() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    return tiny("llama")
 
 
 def is_gone(pid: int) -> bool:

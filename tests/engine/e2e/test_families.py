@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.engine.e2e.instances import InstancePool, Side, ask_all, ask_one, check_idle, greedy, opened
+from tests.engine.e2e.instances import InstancePool, Side, ask_all, ask_one, check_idle, greedy
 from tests.engine.e2e.prompts import LENGTHS, NUM_TOKENS, PAGE, check_tokens, prompt
 from tests.engine.tiny import FAMILIES, tiny
 
@@ -20,12 +19,6 @@ LONG = 300
 NUM_WHOLE = LONG // PAGE * PAGE
 SMALL_CHUNK = 40
 """No divisor of the long prompt, and no multiple of the page."""
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[InstancePool]:
-    with opened() as found:
-        yield found
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, DEMO])

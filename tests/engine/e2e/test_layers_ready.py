@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
-from tests.engine.e2e.instances import InstancePool, Side, greedy, opened
+from tests.engine.e2e.instances import InstancePool, Side, greedy
 from tests.engine.e2e.prompts import prompt
 from tests.engine.hybrids import hybrid
 
@@ -20,12 +19,6 @@ KEY_BYTES = 2 * 8 * 2 * 4
 """Of a token in a layer that attends: 2 heads of 8 channels, keys and values."""
 STATE_BYTES = 6 * 16 * 10 * 4 + 3 * (6 * 16 + 2 * 2 * 10) * 4
 """Of a layer that recurs: 6 heads of 16 x 10, and 3 inputs of each of a convolution's channels."""
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[InstancePool]:
-    with opened() as found:
-        yield found
 
 
 @pytest.mark.parametrize("policy", ["fixed:1", "off"])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.e2e.instances import InstancePool, Side, ask_all, ask_one, check_idle, greedy, opened
+from tests.engine.e2e.instances import InstancePool, Side, ask_all, ask_one, check_idle, greedy
 from tests.engine.e2e.prompts import LENGTHS, check_tokens, prompt
 from tests.engine.tiny import tiny
 
@@ -64,12 +63,6 @@ def crossings(uneven: str) -> list[Crossing]:
 
 
 CASES = [(GQA, each) for each in crossings("pp3:1-3-1")] + [(MLA, each) for each in crossings("pp3:1-2-1")]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[InstancePool]:
-    with opened() as found:
-        yield found
 
 
 def sides(folder: Path, crossing: Crossing) -> tuple[Side, Side]:

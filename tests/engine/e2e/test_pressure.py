@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,10 +18,9 @@ from tests.engine.e2e.instances import (
     end_of,
     ends_of,
     greedy,
-    opened,
 )
 from tests.engine.e2e.prompts import NUM_TOKENS, PAGE, check_tokens, prompt
-from tests.engine.tiny import oracle, tiny
+from tests.engine.tiny import oracle
 
 from baton.engine.deployment import Pair
 from baton.engine.requests import EngineRequest, OutputChunk, RequestFinished
@@ -33,17 +31,6 @@ pytestmark = pytest.mark.engine
 SMALL_POOL = 24 * PAGE
 NUM_ASKED = 12
 LENGTHS = (5, PAGE, 40, 70)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[InstancePool]:
-    with opened() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    return tiny("llama")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +16,9 @@ from tests.engine.e2e.instances import (
     ask_one,
     check_idle,
     greedy,
-    opened,
 )
 from tests.engine.e2e.prompts import LENGTHS, PAGE, check_tokens, prompt
-from tests.engine.tiny import oracle_logprobs, tiny
+from tests.engine.tiny import oracle_logprobs
 
 from baton.engine.instance import Instance
 from baton.engine.kv_cache import KVCacheManager
@@ -31,17 +29,6 @@ from baton.errors import ConfigError
 pytestmark = pytest.mark.engine
 
 NUM_TOP = 3
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[InstancePool]:
-    with opened() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    return tiny("llama")
 
 
 def check_logprobs(folder: Path, asked: list[int], heard: Heard) -> None:

@@ -5,12 +5,11 @@ Prompts are shorter and longer than a convolution reaches back, and chunks end i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.engine.e2e.instances import InstancePool, Side, ask_all, ask_one, check_idle, greedy, opened
+from tests.engine.e2e.instances import InstancePool, Side, ask_all, ask_one, check_idle, greedy
 from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.fp8 import quantised
 from tests.engine.hybrids import HYBRIDS, REACH, hybrid, multimodal
@@ -40,12 +39,6 @@ FURTHER = [
     ("qwen3_next", "cp2:split", "tp2"),
     ("qwen3_next", "pp2.cp2.tp2", "dp2.tp2"),
 ]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[InstancePool]:
-    with opened() as found:
-        yield found
 
 
 def sides(folder: Path, prefill: str, decode: str) -> tuple[Side, Side]:

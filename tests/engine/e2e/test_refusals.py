@@ -9,16 +9,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 from tests.engine.e2e.instances import Side
-from tests.engine.tiny import tiny
 
 from baton.engine import executor
 from baton.engine.deployment import Deployment
 from baton.errors import ConfigError, LayoutError
-
-
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    return tiny("llama")
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,6 @@ from tests.engine.e2e.instances import (
     ask_one,
     check_idle,
     end_of,
-    opened,
 )
 from tests.engine.text.vocabularies import byte_level
 from tests.engine.tiny import tiny
@@ -48,12 +47,6 @@ WAYS: dict[str, dict[str, Any]] = {
     },
     "min tokens": {"seed": 4, "ignore_eos": False, "min_tokens": 9, "logit_bias": {0: 9.0}},
 }
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[InstancePool]:
-    with opened() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

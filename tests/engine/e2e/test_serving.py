@@ -8,7 +8,6 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,12 +24,10 @@ from tests.engine.e2e.instances import (
     check_idle,
     end_of,
     greedy,
-    opened,
     stopped,
     until,
 )
 from tests.engine.e2e.prompts import check_tokens, prompt
-from tests.engine.tiny import tiny
 from tests.ports import free_port
 
 from baton.bench.handoff.fleet import RegistryProcess
@@ -47,17 +44,6 @@ pytestmark = pytest.mark.engine
 
 LONG = 2000
 CHUNK = 20
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[InstancePool]:
-    with opened() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def folder() -> Path:
-    return tiny("llama")
 
 
 @pytest.fixture(scope="module")

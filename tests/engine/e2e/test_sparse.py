@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,7 +15,6 @@ from tests.engine.e2e.instances import (
     ask_one,
     check_idle,
     greedy,
-    opened,
 )
 from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.tiny import FAMILIES, GLM, tiny
@@ -33,12 +31,6 @@ NUM_CHOSEN = CONFIG["index_topk"]
 PAGE, CHUNK = 8, 26
 LENGTHS = (1, NUM_CHOSEN - 1, NUM_CHOSEN, NUM_CHOSEN + 1, 2 * CHUNK, 150)
 NUM_TOKENS = 40
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[InstancePool]:
-    with opened() as found:
-        yield found
 
 
 def sides(prefill: str, decode: str) -> tuple[Side, Side]:

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from tests.engine.e2e.instances import (
     check_idle,
     end_of,
     greedy,
-    opened,
     until,
 )
 from tests.engine.e2e.prompts import check_tokens, prompt
@@ -43,12 +41,6 @@ pytestmark = pytest.mark.engine
 NUM_TOKENS = 24
 CHUNK = 16
 FAMILIES = ("qwen3_5_text", "falcon_h1")
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[InstancePool]:
-    with opened() as found:
-        yield found
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

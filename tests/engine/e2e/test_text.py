@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from tests.engine.e2e.instances import Heard, InstancePool, Side, ask_all, check_idle, opened
+from tests.engine.e2e.instances import Heard, InstancePool, Side, ask_all, check_idle
 from tests.engine.text.vocabularies import byte_level
 from tests.engine.tiny import tiny
 
@@ -20,12 +19,6 @@ pytestmark = pytest.mark.engine
 
 NUM_ASKED = 8
 PROMPT = "the quick brown fox caf\u00e9 \u4f60\u597d"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[InstancePool]:
-    with opened() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

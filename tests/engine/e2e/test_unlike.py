@@ -10,12 +10,11 @@ store the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.engine.e2e.instances import InstancePool, Side, ask_all, ask_one, check_idle, greedy, opened
+from tests.engine.e2e.instances import InstancePool, Side, ask_all, ask_one, check_idle, greedy
 from tests.engine.e2e.prompts import LENGTHS, check_tokens, difference, prompt
 from tests.engine.hybrids import hybrid
 from tests.engine.tiny import tiny
@@ -27,12 +26,6 @@ pytestmark = pytest.mark.engine
 
 NUM_TOKENS = 32
 GQA, MLA, HYBRID = "llama", "deepseek_v3", "qwen3_5_moe_text"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[InstancePool]:
-    with opened() as instances:
-        yield instances
 
 
 def sides(folder: Path, prefill: dict[str, object], decode: dict[str, object]) -> tuple[Side, Side]:

@@ -5,7 +5,6 @@ Chunks are shorter than the window and no multiple of a page, so that prompts cr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,6 @@ from tests.engine.e2e.instances import (
     ask_one,
     check_idle,
     greedy,
-    opened,
 )
 from tests.engine.e2e.prompts import check_tokens, prompt
 from tests.engine.tiny import WINDOW, WINDOWED, windowed
@@ -39,12 +37,6 @@ LONG = 6 * WINDOW + 6
 LENGTHS = (1, WINDOW - 1, WINDOW, WINDOW + 1, 2 * CHUNK, LONG)
 NUM_TOKENS = WINDOW + 16
 GROUP = f"tokens.w{WINDOW}"
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[InstancePool]:
-    with opened() as found:
-        yield found
 
 
 @pytest.fixture(scope="module", params=WINDOWED)
