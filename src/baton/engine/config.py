@@ -101,7 +101,8 @@ class EngineConfig:
     """Of each rank, to convert KV caches in; 0: room for every token of the rank's KV cache, up to
     STAGING_BYTES_MAX. A prompt that is converted needs room for all of it at the target."""
     packing: str = "convert"
-    """When staging is used: `convert`, to change the dtype; `cost`, also instead of many small copies."""
+    """When staging is used: `convert`, to change the dtype; `cost`, also instead of many small copies. Not
+    `cost` as in the library, where only those who ask for it have staging: every instance has some."""
     is_verified: bool = False
     """Whether the KV cache that this instance receives is checked by checksums."""
     host: str = "127.0.0.1"
