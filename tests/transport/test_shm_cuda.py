@@ -278,10 +278,8 @@ def test_the_stream_waits_for_the_fence():
             source.fill_(9)
             event = torch.cuda.Event(blocking=True)
             event.record(compute)
-        begun_s = time.monotonic()
         ticket = pair.source.submit(peer, batch, CudaFence(event), deadline_s=0.1)
-        assert time.monotonic() - begun_s < 0.05
-        assert not event.query()
+        assert not event.query(), "submit did not wait for the fence"
         assert pair.outcome() == Done(ticket)
         assert bool((target == 9).all())
 
