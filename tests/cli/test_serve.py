@@ -44,12 +44,14 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
         *("--max-num-seqs", "3", "--no-prefix-caching", "--served-model-name", "smol"),
         *("--device", "cpu", "--generation-config", "none"),
         *("--max-model-len", "99", "--transfer-timeout", "7.5", "--overlap", "adaptive:min_tokens=64"),
+        *("--state-slots", "5", "--num-reserved-decode-tokens", "0"),
     )
     instance = config.instance
     assert (instance.sequences_max, instance.has_prefix_cache, instance.context_max) == (3, False, 99)
     assert (instance.device, instance.generation_config) == ("cpu", "none")
     assert (instance.total_s, instance.timings().total_s) == (7.5, 7.5)
     assert (instance.policy, config.served_model_name) == ("adaptive:min_tokens=64", "smol")
+    assert (instance.state_slots, instance.growth_tokens) == (5, 0)
     default = configured(monkeypatch, "--context", "98").instance
     assert (default.device, default.generation_config) == ("auto", "auto")
     assert (default.sequences_max, default.has_prefix_cache, default.context_max) == (64, True, 98)
