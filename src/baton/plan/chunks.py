@@ -597,9 +597,9 @@ def _can_stack(first: RouteChunk, part: RouteChunk) -> bool:
     ends = zip(
         (first.placed.source, first.placed.target), (part.placed.source, part.placed.target), strict=True
     )
-    return all(one.paging == other.paging for one, other in ends) and all(
-        np.ptp(other - one) == 0
-        for one, other in (
+    return all(base.paging == other.paging for base, other in ends) and all(
+        np.ptp(other - base) == 0
+        for base, other in (
             (first.layers.source, part.layers.source),
             (first.layers.target, part.layers.target),
         )

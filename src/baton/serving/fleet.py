@@ -293,7 +293,7 @@ class InstanceHealth:
     """What the last polls brought."""
 
     is_healthy: bool = False
-    trouble: str = "not polled yet"
+    problem: str = "not polled yet"
     heard_s: float = field(default_factory=monotonic)
     """When it last answered a poll."""
     healthy_s: float = field(default_factory=monotonic)
@@ -486,7 +486,7 @@ class FleetInstance:
     def doubt(self, text: str) -> None:
         """Somebody reports that it has ended: it gets nothing new until it has answered a poll."""
         self.health.is_healthy = False
-        self.health.trouble = text
+        self.health.problem = text
         self.wake()
 
     def summary(self) -> dict[str, Any]:
@@ -502,7 +502,7 @@ class FleetInstance:
             "url": self.roster.url,
             "coordinator": self.coordinator,
             "state": self.state,
-            "trouble": self.health.trouble,
+            "problem": self.health.problem,
             "num_in_flight": self.num_in_flight,
             "num_tokens": self.load_tokens,
             "load": info.load,
@@ -587,18 +587,18 @@ class Fleet:
 
         A name that no instance serves is never returned: a client cannot make labels of metrics.
         """
-        known = [each for each in self.instances.values() if each.model]
-        named = [each for each in known if wanted is None or each.serves(wanted)]
-        if all(each.role is Role.PREFILL for each in named):
-            fingerprints = {each.fingerprint for each in named}
-            named = [each for each in known if each.fingerprint in fingerprints]
-        names = {each.model for each in named if each.role is not Role.PREFILL}
-        names = names or {each.model for each in named}
+        known = [instance for instance in self.instances.values() if instance.model]
+        named = [instance for instance in known if wanted is None or instance.serves(wanted)]
+        if all(instance.role is Role.PREFILL for instance in named):
+            fingerprints = {instance.fingerprint for instance in named}
+            named = [instance for instance in known if instance.fingerprint in fingerprints]
+        names = {instance.model for instance in named if instance.role is not Role.PREFILL}
+        names = names or {instance.model for instance in named}
         return names.pop() if len(names) == 1 else ""
 
     def model_names(self) -> set[str]:
         """All that `model_name` can return for a request of now."""
-        names = {self.model_name(each.model) for each in self.instances.values() if each.model}
+        names = {self.model_name(instance.model) for instance in self.instances.values() if instance.model}
         return names - {""}
 
     def unpaired(self) -> list[FleetInstance]:
@@ -608,26 +608,28 @@ class Fleet:
             for instance in self.instances.values()
             if instance.model and instance.health.info.sampling_defaults is not None
         ]
-        sides = [[each for each in polled if each.role is role] for role in (Role.PREFILL, Role.DECODE)]
+        sides = [
+            [instance for instance in polled if instance.role is role] for role in (Role.PREFILL, Role.DECODE)
+        ]
         if not all(sides):
             return []
-        given, needed = _caches(sides[0]), {each.needs for each in sides[1]}
-        lone_prefills = [each for each in sides[0] if needed.isdisjoint(each.identity.gives)]
-        return lone_prefills + [each for each in sides[1] if each.needs not in given]
+        given, needed = _caches(sides[0]), {instance.needs for instance in sides[1]}
+        lone_prefills = [instance for instance in sides[0] if needed.isdisjoint(instance.identity.gives)]
+        return lone_prefills + [instance for instance in sides[1] if instance.needs not in given]
 
     def unpaired_text(self) -> str:
         """The same for people; empty where there are none."""
         alone = self.unpaired()
-        names = ", ".join(f"{each.name} ({each.model})" for each in alone)
+        names = ", ".join(f"{instance.name} ({instance.model})" for instance in alone)
         reason = "no peer has the same config and weights"
         remedy = "serve the same checkpoint on both sides, from any path"
-        prefills = [each for each in self.instances.values() if each.role is Role.PREFILL]
-        decodes = [each for each in alone if each.role is Role.DECODE]
-        sampled = {each.identity.samples_as for each in prefills}
+        prefills = [instance for instance in self.instances.values() if instance.role is Role.PREFILL]
+        decodes = [instance for instance in alone if instance.role is Role.DECODE]
+        sampled = {instance.identity.samples_as for instance in prefills}
         if any(decode.identity.samples_as in sampled for decode in decodes):
             reason = "decode with --draft needs prefill with --draft"
             remedy = "give it to both sides, or to prefill alone"
-        elif any(decode.fingerprint == each.fingerprint for decode in decodes for each in prefills):
+        elif any(decode.fingerprint == instance.fingerprint for decode in decodes for instance in prefills):
             reason = "prefill and decode have different sampling defaults"
             remedy = "give both the same --generation-config and generation_config.json"
         return f"no hand-over for {names}: {reason}; {remedy}" if names else ""
@@ -637,9 +639,12 @@ class Fleet:
         able = self.able()
         if any(instance.role is Role.BOTH for instance in able):
             return ""
-        sides = {role: [each for each in able if each.role is role] for role in (Role.PREFILL, Role.DECODE)}
+        sides = {
+            role: [instance for instance in able if instance.role is role]
+            for role in (Role.PREFILL, Role.DECODE)
+        }
         if all(sides.values()):
-            if {each.needs for each in sides[Role.DECODE]} & _caches(sides[Role.PREFILL]):
+            if {instance.needs for instance in sides[Role.DECODE]} & _caches(sides[Role.PREFILL]):
                 return ""
             return self.unpaired_text() or "no prefill and decode instance of the same model is able"
         absent = [role.value for role, side in sides.items() if not side]
@@ -668,8 +673,8 @@ class Fleet:
 
 
 def _described(instance: FleetInstance) -> str:
-    trouble = for_clients(instance.health.trouble)
-    return f"{instance.name} is {instance.state}" + (f" ({trouble})" if trouble else "")
+    problem = for_clients(instance.health.problem)
+    return f"{instance.name} is {instance.state}" + (f" ({problem})" if problem else "")
 
 
 def _has_gone(instance: FleetInstance, now_s: float) -> bool:
@@ -783,22 +788,22 @@ class FleetWatcher:
             )
         except UpstreamError as error:
             health.is_healthy = False
-            health.trouble = error.text
+            health.problem = error.text
             health.info = msgspec.structs.replace(health.info, is_draining=False)
             if error.code == "REFUSED":  # nothing listens there any more: the process has ended
                 instance.lose(f"{instance.name} has ended: {error.text}")
                 self._fleet.on_end(instance)
             return
         health.heard_s = monotonic()
-        health.trouble = "" if status == 200 else read_error(status, body).message
+        health.problem = "" if status == 200 else read_error(status, body).message
         try:
             if info[0] != 200:
                 remedy = f"; {self._reader.key_remedy}" if info[0] in (401, 403) else ""
-                status, health.trouble = 0, f"{info_path}: {read_error(*info).message}{remedy}"
+                status, health.problem = 0, f"{info_path}: {read_error(*info).message}{remedy}"
             elif instance.update_info(self._reader.read_info(instance, info[1])):
                 self._fleet.on_end(instance)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            status, health.trouble = 0, f"its {info_path} cannot be read: {error}"
+            status, health.problem = 0, f"its {info_path} cannot be read: {error}"
         health.is_healthy = status == 200
         if health.is_healthy:
             health.healthy_s = health.heard_s

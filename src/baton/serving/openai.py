@@ -913,7 +913,9 @@ async def _read_prompts(body: RequestBody, model: ServedModel) -> list[TokenSequ
     match body:
         case ChatRequest():
             options = _template_options(body)
-            messages = [_template_message(each, index, model) for index, each in enumerate(body.messages)]
+            messages = [
+                _template_message(message, index, model) for index, message in enumerate(body.messages)
+            ]
             return [await model.encode_chat(messages, options)]
         case CompletionRequest():
             return await _texts_or_ids(body.prompt, "prompt", model, body.add_special_tokens is not False)

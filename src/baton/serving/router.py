@@ -294,7 +294,7 @@ class Router:
     def _page_state(self) -> dict[str, Any]:
         """For the page: the router itself, and the requests that have been running for longest."""
         return {
-            **self._trouble(),
+            **self._health_status(),
             "is_draining": self._open.is_draining,
             "num_running": len(self._open),
             "num_waiting": self.queue.num_waiting,
@@ -306,12 +306,12 @@ class Router:
     async def _get_health(self, request: web.Request) -> web.StreamResponse:
         if self._open.is_draining:
             raise failure("DRAINING", "this router is draining")
-        trouble = self._trouble()
-        if trouble["status"] == "down":
-            raise failure("NO_INSTANCE", trouble["message"])
-        return json_response({name: text for name, text in trouble.items() if text})
+        health = self._health_status()
+        if health["status"] == "down":
+            raise failure("NO_INSTANCE", health["message"])
+        return json_response({name: text for name, text in health.items() if text})
 
-    def _trouble(self) -> dict[str, str]:
+    def _health_status(self) -> dict[str, str]:
         """What new requests meet: "ok", "degraded" where one side answers alone, "down"; and why."""
         missing = self.fleet.missing()
         is_down = missing and (self.config.local is LocalMode.NEVER or not self.fleet.able())
@@ -1325,7 +1325,7 @@ class UpstreamRequest:
         health, name = self.instance.health, self.instance.name
         unhealthy_s = now_s - health.healthy_s
         if min(silent_s, unhealthy_s) > self._limits.silence_s_max:
-            text = f"{name} has been unhealthy for {unhealthy_s:.0f} s: {health.trouble}"
+            text = f"{name} has been unhealthy for {unhealthy_s:.0f} s: {health.problem}"
             self.fail(UpstreamError(text, "DEADLINE"))
         elif self.queue_s_max is not None and silent_s > self.queue_s_max:
             error = failure(

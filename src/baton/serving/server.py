@@ -559,9 +559,9 @@ class Generation:
                 self._error = self._error or failure(code, for_clients(text))
                 self._observer.failed(self.recorded, job_index, code, text)
                 self._job_over(job_index)
-            case RequestFinished(story):
-                self._num_cached += story.num_cached
-                self._observer.traced(self.recorded, job_index, story)
+            case RequestFinished(trace):
+                self._num_cached += trace.num_cached
+                self._observer.traced(self.recorded, job_index, trace)
                 self._job_over(job_index)
         self._woken.set()
 

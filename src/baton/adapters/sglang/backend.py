@@ -143,8 +143,8 @@ class BatonManager(BaseKVManager):
         """The coordinator of a data-parallel group of a prefill server."""
         key, now = (bootstrap_addr, prefill_dp_rank), time.monotonic()
         if key not in self._routes or self._routes[key].until_s < now:
-            found = _get_route(bootstrap_addr, prefill_dp_rank, 0)
-            self._routes[key] = BootstrapAnswer(f"{found['rank_ip']}:{found['rank_port']}", now + ROUTE_S)
+            route = _get_route(bootstrap_addr, prefill_dp_rank, 0)
+            self._routes[key] = BootstrapAnswer(f"{route['rank_ip']}:{route['rank_port']}", now + ROUTE_S)
         return self._routes[key].source
 
     def forget(self, bootstrap_addr: str) -> None:

@@ -87,12 +87,12 @@ class DecodeInputs:
 
     def tables(self, num_rows: int, page_tokens: int) -> dict[str, PageTable]:
         """By page-table group."""
-        found = {}
+        tables = {}
         for index, group in enumerate(self._groups):
             first = 2 * num_rows + index * num_rows * self._pages_max
             pages = self._device[first : first + num_rows * self._pages_max].view(num_rows, self._pages_max)
-            found[group] = PageTable(pages, self.lengths(num_rows), page_tokens)
-        return found
+            tables[group] = PageTable(pages, self.lengths(num_rows), page_tokens)
+        return tables
 
 
 class PagedPass:
