@@ -42,7 +42,7 @@ from baton.protocol.messages import (
     Receive,
     Released,
     Settled,
-    Unpack,
+    UnpackChunk,
     Unpacked,
     Unquiet,
 )
@@ -457,7 +457,7 @@ class InboundTransfers:
                 for rank in sorted(transfer.callers):
                     to_rank(rank, msgspec.structs.replace(aux, transfer=transfer_id))
             case UnpackAt(rank, landed):
-                to_rank(rank, Unpack(grant=landed.grant, landed=landed))
+                to_rank(rank, UnpackChunk(grant=landed.grant, landed=landed))
             case CloseRanks() if (
                 transfer.record.is_ahead and transfer.record.state is TargetCoordinatorState.READY
             ):
