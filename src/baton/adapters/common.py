@@ -89,7 +89,7 @@ class StepLayers:
         }
         self._layers = layers
         self.left: dict[tuple[int, int], set[Hashable]] = {}
-        """By group that was not offered, a range of layers: those of them that are not computed yet."""
+        """Per group not yet offered: the layers not computed yet."""
         for name, number in layers.items():
             self.left.setdefault(self._group_of[number], set()).add(name)
 
@@ -308,7 +308,7 @@ def model_fingerprint(model: str, config: Mapping[str, Any], changes: Mapping[st
             raise ConfigError(f"{model} is neither a folder nor a file here")
         described: list[Any] = [open_checkpoint(str(path.resolve())).fingerprint()]
     except ConfigError as error:
-        logger.warning("baton: the weights are not compared; set fingerprint to compare them: %s", error)
+        logger.warning("baton: weights are not compared (set fingerprint to compare them): %s", error)
         described = [{key: value for key, value in config.items() if not key.startswith("_name")}]
     described += sorted((key, value) for key, value in changes.items() if value)
     if len(described) == 1 and isinstance(described[0], str):

@@ -225,10 +225,10 @@ class GgufHeader:
                 f"{path}: cannot be read ({cause}); check the path and its permissions"
             ) from None
         try:
-            return cls(path, memory, *_parsed(_Cursor(memory)))
+            return cls(path, memory, *_parsed(_Cursor(memory), str(path)))
         except (struct.error, UnicodeDecodeError, KeyError, ValueError) as cause:
             raise ConfigError(
-                f"{path}: is not a GGUF file of version 2 or 3 that is whole ({cause}); fetch it again"
+                f"{path}: is not a GGUF file, or is incomplete ({cause}); fetch it again"
             ) from None
 
 
@@ -268,13 +268,15 @@ class _Cursor:
         return [self.value(inner) for _ in range(count)]
 
 
-def _parsed(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Listed]]:
+def _parsed(cursor: _Cursor, where: str) -> tuple[dict[str, Any], dict[str, Listed]]:
     if cursor.memory[:4] != _MAGIC:
         raise ValueError("it does not begin with GGUF")
     cursor.at = 4
     (version,) = cursor.numbers("I")
     if version not in _VERSIONS:
-        raise ValueError(f"version {version}")
+        raise ConfigError(
+            f"{where}: GGUF version {version} is not supported; convert the model to version 2 or 3"
+        )
     num_tensors, num_keys = cursor.numbers("Q", 2)
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):

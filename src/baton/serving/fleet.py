@@ -1,8 +1,8 @@
-"""The instances that a router knows: from the registry, from polls, and by what they were given.
+"""The instances that a router knows: their rosters, their health, and the load they were given.
 
-Instances come from the registry and stay while it is away. One that the registry no longer lists, without
-having unregistered, stays for as long as it answers polls and at most for a minute: a registry that was just
-restarted lists no instance until it registers again, and one late answer to a poll is not a failure.
+The registry lists the instances, and they are kept while it does not answer. An instance that it no longer
+lists, without having unregistered, is kept while it answers polls, at most for a minute: a registry that was
+just restarted lists no instance until that has registered again. One late answer to a poll is no failure.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class UpstreamError(Exception):
 class UpstreamClient:
     """The router's HTTP client: one session and one pool of connections for all instances.
 
-    `session` is for polls and for small requests. The requests of clients, two for each hand-over, go past
+    `session` is for polls and for small requests. The requests of clients, two for each hand-over, bypass
     it: a session and its request and response objects cost twice as much as everything else that they need.
     They take a connection from the session's connector, send a head that was made once for each URL, and read
     what aiohttp's own protocol has parsed.
@@ -267,7 +267,7 @@ class InstanceRates(msgspec.Struct, frozen=True):
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
-    """What a router reads of an instance's /server_info."""
+    """The fields of an instance's /server_info that a router reads."""
 
     name: str = ""
     model: str = ""
@@ -290,7 +290,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class InstanceHealth:
-    """What the last polls brought."""
+    """Results of the last polls."""
 
     is_healthy: bool = False
     problem: str = "not polled yet"
@@ -319,7 +319,7 @@ class OpenRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InstanceIdentity:
-    """What requests and instances are matched by, made of one report of an instance."""
+    """The fields that match requests and instances, from one report of an instance."""
 
     roster: Roster
     info: ServerInfo
@@ -743,7 +743,7 @@ class FleetWatcher:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            log.error("instances are no longer watched", exc_info=error)
+            log.error("watching the instances failed", exc_info=error)
             self._on_failure(error)
 
     async def _follow_registry(self, registry: RegistryClient) -> None:
@@ -761,7 +761,7 @@ class FleetWatcher:
         try:
             self._apply(await registry.topology())
         except RegistryError as error:  # the watch ends too, and begins again with a whole view
-            log.info("the registry's view stays as it was: %s", error)
+            log.info("cannot read the topology, keeping the last one: %s", error)
 
     def _apply(self, topology: Topology) -> None:
         self._fleet.apply(roster for roster in topology.instances if roster.is_complete and roster.url)

@@ -9,8 +9,8 @@ time. If prefill fails before decode has the cache, the other request is ended w
 Before anything was streamed, a failed attempt is made again from the start, on another pair if there is one,
 in new rooms or under a new transfer id. Once events have gone to the client, each further attempt is given
 the tokens that the client has and streams what comes after them. Events are forwarded whole or not at all,
-and their tokens are recorded before they are written: what a new attempt is given is what the client has, or
-is about to get.
+and their tokens are recorded before they are written, so a new attempt resumes after the last token that the
+client has, or is about to get.
 """
 
 from __future__ import annotations
@@ -434,7 +434,7 @@ class Router:
 
 
 class AttemptFailed(Exception):  # noqa: N818  (an outcome of an attempt)
-    """What a client would be told, and which instances to avoid next."""
+    """An attempt failed: the error for the client, and the instances to avoid next."""
 
     def __init__(self, error: ApiError, *blamed: str, raw: bytes | None = None) -> None:
         super().__init__(error.message)
@@ -706,11 +706,11 @@ class NoInstance(Exception):  # noqa: N818  (a state of the fleet, not an error)
 
 
 class AllFull(Exception):  # noqa: N818  (a state of the fleet, not an error)
-    """The instances that could answer have as much as they may be given."""
+    """Every instance that could answer is at its limit."""
 
 
 class RouteConstraints(msgspec.Struct, frozen=True):
-    """What an attempt needs beyond the request itself."""
+    """Constraints of one attempt, besides those of the request."""
 
     avoid: frozenset[str] = frozenset()
     """Instances that failed this request; used again only where there is no other."""
@@ -816,7 +816,7 @@ def _queue_full(text: str) -> ApiError:
 
 
 class ChosenRoute(msgspec.Struct, frozen=True):
-    """The instance that answers, the one that prefills for it if any, and what they are charged meanwhile."""
+    """The instance that answers, the one that prefills for it if any, and the tokens charged to each."""
 
     server: FleetInstance
     prefill: FleetInstance | None

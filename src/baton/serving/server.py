@@ -3,7 +3,7 @@
 `Server._generate` is the handler. It reads and parses the body (`baton.serving.openai`) into jobs. A
 `Generation` submits them to the instance, whose events come back through the `EventBridge`, and writes the
 response. The response headers go out with the first token, so that a failure before it has a status of its
-own. After that each wake-up is one write, whatever has come by then.
+own. After that, each wake-up sends everything that has arrived in one write.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ class BatonManager(BaseKVManager):
                 return
             except requests.RequestException as error:
                 logger.warning(
-                    "baton: the bootstrap server at %s does not accept this server yet: %s", url, error
+                    "baton: cannot register at the bootstrap server %s, trying again: %s", url, error
                 )
                 time.sleep(REGISTER_AGAIN_S)
 

@@ -50,7 +50,7 @@ class Mixed:
     kinds: tuple[Placed, ...]
 
     def components(self, layers: Ranges) -> tuple[Component, ...]:
-        """What those of the kinds keep that are on any of `layers`."""
+        """What the kinds on any of `layers` store."""
         return tuple(
             component
             for kind, on in self.kinds

@@ -235,7 +235,7 @@ class Registration:
     def failed(self, error: RegistryError, *, is_final: bool) -> None:
         """The registry does not have it, as far as is known."""
         if str(error) != self.last_error:
-            log.warning("rank %d of %s: %s", self.member.rank, self.member.instance, error)
+            log.warning("cannot register rank %d of %s: %s", self.member.rank, self.member.instance, error)
         self.last_error = str(error)
         if is_final and not self._registered.done():
             self._registered.set_exception(error)
@@ -323,7 +323,7 @@ class RegistryClient:
                     yield event
             except RegistryError as error:
                 if str(error) != last_error and not self._is_closed:
-                    log.warning("watch: %s", error)
+                    log.warning("lost the registry's event stream, reconnecting: %s", error)
                 last_error = str(error)
             await asyncio.sleep(backoff.next())
 

@@ -287,7 +287,7 @@ def open_copier(memory: Memory, ring: Ring) -> SlotCopier:
     """A copier for regions on the same device as this one."""
     if memory.place is Place.HOST:
         return HostCopier()
-    # torch is an optional extra; a process with a region on a device has it.
+    # torch takes seconds to import; a process with a region on a device has imported it.
     copier: SlotCopier = importlib.import_module("baton.transport.shm.cuda").open_cuda_copier(memory, ring)
     return copier
 
