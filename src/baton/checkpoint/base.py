@@ -27,7 +27,7 @@ _CONFIG_NOISE = frozenset({"_name_or_path", "transformers_version", "_attn_imple
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a tensor before it is read."""
+    """A tensor's metadata, known before it is read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Checkpoint(ABC):
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"checkpoint {self.path}"
 
     def names(self) -> Iterable[str]:

@@ -87,7 +87,7 @@ def deal_gpus(num_ranks: Sequence[int], num_gpus: int) -> list[tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class RankRoom:
-    """What one rank may take of its GPU, and what it needs beside the KV cache."""
+    """The GPU memory that one rank may take, and its needs beside the KV cache."""
 
     gpu: GpuMemory
     num_sharing: int

@@ -602,7 +602,7 @@ class Fleet:
         return names - {""}
 
     def unpaired(self) -> list[FleetInstance]:
-        """Those that can never hand over: no instance of the other role has the same model and settings."""
+        """Instances that can never hand over: none of the other role has the same model and settings."""
         polled = [
             instance
             for instance in self.instances.values()

@@ -264,7 +264,7 @@ def _digest(key: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """What a client may send and how long it may take."""
+    """Limits on the size and duration of requests."""
 
     body_bytes_max: int = 16 << 20
     body_s_max: float = 30.0

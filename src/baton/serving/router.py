@@ -312,7 +312,7 @@ class Router:
         return json_response({name: text for name, text in health.items() if text})
 
     def _health_status(self) -> dict[str, str]:
-        """What new requests meet: "ok", "degraded" where one side answers alone, "down"; and why."""
+        """The status for new requests: "ok", "degraded" where one side answers alone, "down"; and why."""
         missing = self.fleet.missing()
         is_down = missing and (self.config.local is LocalMode.NEVER or not self.fleet.able())
         status = "down" if is_down else "degraded" if missing else "ok"
@@ -333,7 +333,7 @@ class Router:
         raise ApiError(404, text, param="model", code="model_not_found")
 
     async def _model_cards(self) -> dict[str, Any]:
-        """What one instance of each model says of it; where the sides differ, decode has the name."""
+        """The model card of each model, from one of its instances; if names differ, decode's counts."""
         able = self.fleet.able()
         answering = {instance.fingerprint for instance in able if instance.role is not Role.PREFILL}
         chosen = {
@@ -682,7 +682,7 @@ class ProxiedRequest:
         return web.Response(body=failed.raw, status=error.status, headers=JSON_HEADERS)
 
     def _missing_end(self, failed: AttemptFailed) -> bytes:
-        """What is missing of a stream whose choices are all finished."""
+        """The end of a stream whose choices are all finished."""
         if not self._request.wants_usage or self._progress.has_usage:
             return DONE
         if not self._prompt_tokens or not self._progress.is_exact:
@@ -981,7 +981,7 @@ class _Choice:
         self._hashes = chooser.prefixes.hashes(prompt) if request.num_prompts == 1 else ()
 
     def preferred(self, instances: Sequence[FleetInstance]) -> Sequence[FleetInstance]:
-        """Those that have not failed this request."""
+        """The instances that have not failed this request."""
         avoid = self._constraints.avoid
         return [instance for instance in instances if instance.name not in avoid] if avoid else instances
 

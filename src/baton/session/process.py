@@ -71,7 +71,7 @@ class SharedBuffer:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSetup:
-    """What the process begins with."""
+    """The first message: configuration, transport and pools."""
 
     config: EndpointConfig
     transport: TransportConfig
@@ -119,7 +119,7 @@ class Serving(msgspec.Struct, frozen=True):
 
 
 class Changed(msgspec.Struct, frozen=True):
-    """What a handle is now."""
+    """The state of a handle."""
 
     key: int
     is_granted: bool = False

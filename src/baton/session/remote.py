@@ -1,8 +1,8 @@
 """An endpoint whose work is done by another process: the engine's half of `baton.session.process`.
 
-`RemoteEndpoint` has the calls of `Endpoint`, and its handles are the same classes. What a call does here is
-to check its arguments and to send one message. A thread receives what changed. For a group of layers on a GPU
-the engine records one more event, which the other process can wait for.
+`RemoteEndpoint` has the calls of `Endpoint`, and its handles are the same classes. A call checks its
+arguments here and sends one message. A thread receives the changes. For a group of layers on a GPU the engine
+records one more event, which the other process can wait for.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class EndpointProcess:
 
 
 class EventPool:
-    """CUDA events that the other process can wait for. An event is recorded anew once nobody waits for it."""
+    """CUDA events that the other process can wait for; an event is reused once nothing waits for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -127,7 +127,7 @@ class EventPool:
         self._streams: dict[int, Any] = {}
 
     def record(self, event: Any) -> tuple[FenceName, tuple[int, int, Any]]:
-        """An event that is passed when `event` is; give the second value back when nobody waits for it."""
+        """An event that completes when `event` does; give the second value back when nothing waits for it."""
         cuda = torch().cuda
         device = event.device.index if event.device is not None else cuda.current_device()
         with self._lock:
@@ -145,14 +145,14 @@ class EventPool:
         return FenceName(number, True, device, own.ipc_handle() if is_new else b""), (device, number, own)
 
     def give_back(self, used: list[tuple[int, int, Any]]) -> None:
-        """Nobody waits for these any more."""
+        """Nothing waits for these events any more."""
         with self._lock:
             for device, number, event in used:
                 self._free[device].append((number, event))
 
 
 class RemoteSendings:
-    """What the sending handles of an engine ask of their driver: one message each."""
+    """The driver of an engine's sending handles: each call becomes one message."""
 
     def __init__(self, spec: Spec, wire: Wire) -> None:
         self._spec = spec
@@ -171,7 +171,7 @@ class RemoteSendings:
         self._keys[sending] = key
 
     def forget(self, sending: Sending) -> None:
-        """It was released: nobody waits for its events."""
+        """It was released: nothing waits for its events."""
         self._keys.pop(sending, None)
         self._tables.pop(sending, None)
         self._withdrawals.pop(sending, None)

@@ -79,7 +79,7 @@ class CopyEnd(Enum):
 
 @dataclass(slots=True)
 class CopyCourse:
-    """What becomes of one batch, drawn when it begins to move."""
+    """The fate of one batch, drawn when it begins to move."""
 
     duration_s: float
     num_pieces: int
@@ -128,7 +128,7 @@ class SimCopy:
 
 
 class CopyObserver(Protocol):
-    """Is told of all copies."""
+    """Is called for every copy."""
 
     def on_submit(self, copy: SimCopy) -> None:
         """A batch was queued."""
@@ -142,7 +142,7 @@ class CopyObserver(Protocol):
 
 @dataclass(slots=True)
 class Fabric:
-    """What joins all transports of a seed."""
+    """Connects all transports of a seed."""
 
     schedule: Schedule
     rng: random.Random

@@ -70,7 +70,7 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a transport can do."""
+    """The capabilities of a transport."""
 
     reach: Reach
     places: frozenset[Place]

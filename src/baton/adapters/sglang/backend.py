@@ -77,7 +77,7 @@ class BootstrapAnswer:
 
 
 class BatonManager(BaseKVManager):
-    """What SGLang's queues ask of a backend; `transfers` are there once the queue's hook has opened them."""
+    """The interface of SGLang's queues to a backend; the queue's hook opens `transfers`."""
 
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
@@ -96,7 +96,7 @@ class BatonManager(BaseKVManager):
             threading.Thread(target=self.register_to_bootstrap, daemon=True).start()
 
     def register_to_bootstrap(self) -> None:
-        """Tells the bootstrap server of this prefill server where the coordinator is."""
+        """Registers the coordinator's address at the bootstrap server of this prefill server."""
         parallel, disagg, serving = get_parallel(), get_disagg(), get_serving()
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(serving.host, serving.host)
         if parallel.dist_init_addr:

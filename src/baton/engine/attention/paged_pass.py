@@ -34,7 +34,7 @@ def _is_decoding(work: ScheduledSequence) -> bool:
 
 
 class DecodeInputs:
-    """What decode steps of up to `rows_max` sequences read, on the host and on the device."""
+    """Inputs of decode steps of up to `rows_max` sequences, on the host and on the device."""
 
     def __init__(self, groups: Sequence[str], rows_max: int, pages_max: int, device: torch.device) -> None:
         self._groups = tuple(groups)

@@ -39,7 +39,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What the rest of the engine asks of a model before any weight is read."""
+    """The facts about a model that the engine needs before any weight is read."""
 
     model_type: str
     num_layers: int

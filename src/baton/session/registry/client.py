@@ -79,7 +79,7 @@ class RegistryConnection:
         self._session: aiohttp.ClientSession | None = None
 
     async def call(self, call: RegistryCall, kind: type[Value]) -> Value:
-        """What the registry answers; raises RegistryError when it refuses or cannot be reached."""
+        """The registry's answer; raises RegistryError when it refuses or cannot be reached."""
         try:
             return await self._call(call, kind)
         except RegistryError as error:
