@@ -33,6 +33,7 @@ OLD_WORDS = set(
     """.split()  # noqa: SIM905
 )
 """Words that this code once had for things that the field has names for."""
+VAGUE_LOCALS = {"found", "each", "one", "what", "told"}
 
 # Where a rule is broken on purpose: path or path::qualname, the rule, and why.
 ALLOWED: dict[tuple[str, str], str] = {
@@ -57,6 +58,10 @@ ALLOWED: dict[tuple[str, str], str] = {
     ("baton/sim/network.py::Host._run", "broad-except"): "a job's exception is its result, as the port says",
     ("baton/sim/runner.py::run_world", "broad-except"): "what escapes a driver is a finding",
 }
+
+_OPENAI = "OpenAI's object: serving writes it, the load generator of bench reads what any server wrote"
+SAME_CLASS = {"CachedTokens": _OPENAI, "Delta": _OPENAI, "Usage": _OPENAI}
+"""Class names of several packages, and why they mean the same thing."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Finding = tuple[str, int, str]  # qualified name, line, what is wrong
@@ -185,6 +190,21 @@ def hand_offs(text: str) -> list[str]:
     return re.findall(r"(?i)(?<![\w./-])(?:hand-?offs?|handovers?|hand(?:s|ed|ing)? off)(?![\w.(/-])", text)
 
 
+def vague_local(source: Source) -> Iterator[Finding]:
+    """Of functions; a field may have such a name where a format gives it."""
+    functions = {name for name, node in source.nodes if isinstance(node, Function)}
+    for qualname, node in source.nodes:
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                pass
+            case ast.MatchAs(name=str(name)) | ast.FunctionDef(name=name):
+                pass
+            case _:
+                continue
+        if name in VAGUE_LOCALS and qualname in functions:
+            yield qualname, getattr(node, "lineno", 1), f"{name}: name what it holds"
+
+
 def ends_of_a_copy(source: Source) -> Iterator[Finding]:
     yield from bound_names(source, {"src", "dst"}, "the ends of a copy are source and target")
 
@@ -218,6 +238,7 @@ RULES: dict[str, Callable[[Source], Iterator[Finding]]] = {
     "ascii": ascii_only,
     "old-word": old_word,
     "hand-over": hand_over,
+    "vague-local": vague_local,
     "source-target": ends_of_a_copy,
     "roles-in-plan": roles_in_plan,
 }
@@ -276,15 +297,14 @@ def module_name(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def repeated_classes(tree: list[Source]) -> dict[tuple[str, str], list[str]]:
-    """Public classes of one package that share a name."""
-    places: dict[tuple[str, str], list[str]] = defaultdict(list)
+def repeated_classes(tree: list[Source]) -> dict[str, list[str]]:
+    """Public classes of any packages that share a name."""
+    places: dict[str, list[str]] = defaultdict(list)
     for source in tree:
-        package = Path(source.path).parts[1]
         for node in source.tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[package, node.name].append(source.path)
-    return {key: paths for key, paths in places.items() if len(paths) > 1}
+                places[node.name].append(source.path)
+    return {name: paths for name, paths in places.items() if len(paths) > 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +334,9 @@ CASES = [
     Case("hand-over", "x = 'one handoff more'\n", "x = 'one hand-over more, see baton.bench.handoff.run'\n"),
     Case("hand-over", "x = 1  # handed off\n", "x = 1  # handed over by `baton bench handoff`\n"),
     Case("hand-over", "def make_handover(): pass\n", "def make_handoff(): return x.handed_over\n"),
+    Case("vague-local", "def f():\n    found = 1\n", "class A:\n    what: int\n"),
+    Case("vague-local", "def f(each): pass\n", "def f(x): return x.each\n"),
+    Case("vague-local", "def f(x): return [one for one in x]\n", "def f(x): return g(one=x)\n"),
     Case("source-target", "def f(src_rank): pass", "def f(source_rank): pass"),
     Case("source-target", "self.dst = 1", "numpy.copyto(x, src=y)"),
     Case("source-target", "match x:\n    case [dst, *rest]: pass\n", "match x:\n    case [target]: pass\n"),
@@ -370,12 +393,14 @@ def test_a_cycle_is_found() -> None:
     assert cycles({"a": {"b"}, "b": set(), "c": {"a", "b"}}) == []
 
 
-def test_a_class_name_means_one_thing_in_a_package() -> None:
-    assert repeated_classes(sources()) == {}
+def test_a_class_name_means_one_thing() -> None:
+    assert set(repeated_classes(sources())) == set(SAME_CLASS)
 
 
 def test_a_repeated_class_is_found() -> None:
     first, second = (Source.parse(f"baton/plan/{name}.py", "class Part: pass") for name in "ab")
-    other = Source.parse("baton/sim/c.py", "class Part: pass")
-    assert repeated_classes([first, second, other]) == {("plan", "Part"): [first.path, second.path]}
-    assert repeated_classes([first, other]) == {}
+    other = Source.parse("baton/sim/c.py", "class Part: pass\nclass _Own: pass")
+    own = Source.parse("baton/cli/d.py", "class Whole: pass\nclass _Own: pass")
+    assert repeated_classes([first, second, own]) == {"Part": [first.path, second.path]}
+    assert repeated_classes([first, other, own]) == {"Part": [first.path, other.path]}
+    assert repeated_classes([other, own]) == {}

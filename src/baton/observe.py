@@ -60,13 +60,15 @@ class Timeline:
     @property
     def tracks(self) -> tuple[Track, ...]:
         """Every track that has an interval, those of a group together."""
-        found = list(dict.fromkeys(interval.track for interval in self.intervals))
-        groups = {group: index for index, group in enumerate(dict.fromkeys(track.group for track in found))}
-        return tuple(sorted(found, key=lambda track: groups[track.group]))
+        tracks = list(dict.fromkeys(interval.track for interval in self.intervals))
+        groups = {group: index for index, group in enumerate(dict.fromkeys(track.group for track in tracks))}
+        return tuple(sorted(tracks, key=lambda track: groups[track.group]))
 
     def on(self, track: Track) -> list[Interval]:
         """The intervals of a track, by start."""
-        return sorted((each for each in self.intervals if each.track == track), key=lambda i: i.start_s)
+        return sorted(
+            (interval for interval in self.intervals if interval.track == track), key=lambda i: i.start_s
+        )
 
     def lanes(self, track: Track) -> list[list[Interval]]:
         """The intervals of a track on as few lanes as possible, without overlap on a lane."""
@@ -85,12 +87,12 @@ class Timeline:
     @property
     def start_s(self) -> float:
         """When the first interval starts; 0 without intervals."""
-        return min((each.start_s for each in self.intervals), default=0.0)
+        return min((interval.start_s for interval in self.intervals), default=0.0)
 
     @property
     def stop_s(self) -> float:
         """When the last interval ends; 0 without intervals."""
-        return max((each.stop_s for each in self.intervals), default=0.0)
+        return max((interval.stop_s for interval in self.intervals), default=0.0)
 
 
 def covered_s(pieces: Iterable[tuple[float, float]]) -> float:
@@ -252,11 +254,11 @@ def _kind(interval: Interval) -> str:
 
 
 def _kinds(timeline: Timeline) -> set[str]:
-    return {_kind(each) for each in timeline.intervals}
+    return {_kind(interval) for interval in timeline.intervals}
 
 
 def _rows(timeline: Timeline) -> Iterator[PictureRow]:
-    stages = [each for each in timeline.intervals if each.track.name in STAGES]
+    stages = [interval for interval in timeline.intervals if interval.track.name in STAGES]
     if stages:
         yield PictureRow(stages[0].track.group, [stages], is_stages=True)
     for track in timeline.tracks:
@@ -286,8 +288,8 @@ def _panel(axes: Any, timeline: Timeline, rows: Sequence[PictureRow]) -> None:
 
 
 def _summary(timeline: Timeline) -> str:
-    stages = [each for each in timeline.intervals if each.track.name in STAGES]
-    return ", ".join(f"{each.name} {each.duration_s * MS_PER_S:.1f} ms" for each in stages)
+    stages = [interval for interval in timeline.intervals if interval.track.name in STAGES]
+    return ", ".join(f"{interval.name} {interval.duration_s * MS_PER_S:.1f} ms" for interval in stages)
 
 
 def _bar(axes: Any, interval: Interval, place: tuple[float, float], is_stage: bool) -> None:

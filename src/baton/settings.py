@@ -40,13 +40,13 @@ def secret(path: str | Path | None) -> bytes:
     """The secret that all instances share: from a file only its owner can read, else from BATON_SECRET."""
     if path is not None:
         return _long_enough(_read_private(path), f"secret file {path}")
-    found = os.environb.get(SECRET_VARIABLE.encode())
-    if found is None:
+    raw = os.environb.get(SECRET_VARIABLE.encode())
+    if raw is None:
         raise ConfigError(
             f"no secret: name a file with --secret-file, or set {SECRET_VARIABLE}, the same everywhere; "
             f"{_MAKE_ONE}"
         )
-    return _long_enough(found, f"variable {SECRET_VARIABLE}")
+    return _long_enough(raw, f"variable {SECRET_VARIABLE}")
 
 
 def has_secret() -> bool:
@@ -59,10 +59,10 @@ def api_keys(path: str | Path | None) -> tuple[str, ...]:
 
     Empty if there is neither: then no key is required.
     """
-    found, where = os.environb.get(API_KEY_VARIABLE.encode(), b""), f"variable {API_KEY_VARIABLE}"
+    raw, where = os.environb.get(API_KEY_VARIABLE.encode(), b""), f"variable {API_KEY_VARIABLE}"
     if path is not None:
-        found, where = _read_private(path, "API key"), f"API key file {path}"
-    keys = tuple(line.strip() for line in found.decode("utf-8", "replace").splitlines() if line.strip())
+        raw, where = _read_private(path, "API key"), f"API key file {path}"
+    keys = tuple(line.strip() for line in raw.decode("utf-8", "replace").splitlines() if line.strip())
     if path is not None and not keys:
         raise ConfigError(f"{where} is empty; {_MAKE_ONE}")
     for key in keys:
@@ -216,30 +216,30 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "baton"
 
 
-def _read_private(path: str | Path, what: str = "secret") -> bytes:
+def _read_private(path: str | Path, kind: str = "secret") -> bytes:
     try:
         with open(path, "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             if mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise ConfigError(
-                    f"{what} file {path} has mode {stat.S_IMODE(mode):04o}, so other users can read it; "
+                    f"{kind} file {path} has mode {stat.S_IMODE(mode):04o}, so other users can read it; "
                     f"run: chmod 600 {path}"
                 )
             return file.read()
     except OSError as cause:
-        raise ConfigError(f"{what} file {path}: {cause.strerror}; {_MAKE_ONE}") from None
+        raise ConfigError(f"{kind} file {path}: {cause.strerror}; {_MAKE_ONE}") from None
 
 
 def _long_enough(raw: bytes, where: str) -> bytes:
     # The newline that an editor or a shell leaves behind is no part of a secret.
-    found = raw.strip()
-    if not found:
+    stripped = raw.strip()
+    if not stripped:
         raise ConfigError(f"{where} is empty; {_MAKE_ONE}")
-    if len(found) < SECRET_BYTES_MIN:
+    if len(stripped) < SECRET_BYTES_MIN:
         raise ConfigError(
-            f"{where} has {len(found)} bytes, at least {SECRET_BYTES_MIN} are needed; {_MAKE_ONE}"
+            f"{where} has {len(stripped)} bytes, at least {SECRET_BYTES_MIN} are needed; {_MAKE_ONE}"
         )
-    return found
+    return stripped
 
 
 def default_threads(num_ranks: int) -> int:

@@ -7,7 +7,7 @@ from tests.protocol.cells import Case, Suite, check, check_missing, gaps, ignore
 from tests.protocol.values import BROKEN, GRANT_ID, TRANSFER
 
 from baton.protocol.machine import Forget, replace
-from baton.protocol.messages import Close, Closed, Landed, Unpack, Unpacked
+from baton.protocol.messages import Close, Closed, Landed, UnpackChunk, Unpacked
 from baton.protocol.target_rank import TARGET_RANK, RevokePermissions, StartUnpack, TargetRank
 from baton.protocol.target_rank import TargetRankState as S
 
@@ -34,7 +34,7 @@ RECORDS = {one.state: one for one in (OPEN, CLOSING, CLOSED)}
 EVENTS = {
     type(event): event
     for event in (
-        Unpack(grant=GRANT_ID, landed=LANDED),
+        UnpackChunk(grant=GRANT_ID, landed=LANDED),
         unpacked(),
         Close(grant=GRANT_ID, must_prove_quiet=False),
         Closed(grant=GRANT_ID, rank=RANK, is_quiet=True),
@@ -46,11 +46,11 @@ SUITE = Suite(
         Case(
             "begun",
             OPEN,
-            Unpack(grant=GRANT_ID, landed=LANDED),
+            UnpackChunk(grant=GRANT_ID, landed=LANDED),
             {"unpacking": frozenset({JOB})},
             (StartUnpack(LANDED),),
         ),
-        Case("asked twice", BUSY, Unpack(grant=GRANT_ID, landed=LANDED)),
+        Case("asked twice", BUSY, UnpackChunk(grant=GRANT_ID, landed=LANDED)),
         Case("done", BUSY, unpacked(), {"unpacking": frozenset()}, (unpacked(),)),
         Case("found wrong", BUSY, unpacked(BROKEN), {"unpacking": frozenset()}, (unpacked(BROKEN),)),
         Case(
@@ -120,8 +120,8 @@ SUITE = Suite(
                 Forget(),
             ),
         ),
-        *ignored(RECORDS, EVENTS, S.CLOSING, Unpack),
-        *ignored(RECORDS, EVENTS, S.CLOSED, Unpack, Close, Closed),
+        *ignored(RECORDS, EVENTS, S.CLOSING, UnpackChunk),
+        *ignored(RECORDS, EVENTS, S.CLOSED, UnpackChunk, Close, Closed),
     ),
     RECORDS,
     EVENTS,

@@ -57,15 +57,15 @@ class World:
         until(lambda: self.states() == wanted, "the router sees both instances", LIMIT_S)
 
     def source(self, identity: str) -> RequestTrace:
-        """The prefill side of a request, once its story is complete."""
+        """The prefill side of a request, once its trace is complete."""
 
         def told() -> Any:
             answer = self.ask(f"/v1/timelines/{identity}")
             instances = answer.json["instances"] if answer.status == 200 else []
             jobs = [job for each in instances for job in each["jobs"] if job["side"] == "source"]
-            return jobs[0]["story"] if jobs else None
+            return jobs[0]["trace"] if jobs else None
 
-        found = until(told, f"the story of {identity}", LIMIT_S)
+        found = until(told, f"the trace of {identity}", LIMIT_S)
         return msgspec.convert(found, RequestTrace, str_keys=True)
 
 

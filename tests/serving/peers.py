@@ -191,7 +191,7 @@ class Peer:
         self.num_listings += 1
         told = [self._recorded(seen) for seen in reversed(self.seen) if "bootstrap_room" in seen.body]
         for each in told:
-            del each["clock"], each["jobs"][0]["story"]
+            del each["clock"], each["jobs"][0]["trace"]
         return web.json_response({"data": told})
 
     def _recorded(self, seen: Seen) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class Peer:
             "transfer": str(seen.body.get("bootstrap_room")),
             "figures": {"exposed_s": 0.01, "efficiency": 0.9} if is_source else {"tth_s": 0.23},
             "unpipelined": self.unpipelined,
-            "story": msgspec.to_builtins(trace, str_keys=True) if seen.is_over else None,
+            "trace": msgspec.to_builtins(trace, str_keys=True) if seen.is_over else None,
         }
         clock = {"monotonic_s": 50.0, "unix_s": time.time()}
         told = {"created": int(time.time()), "num_prompt_tokens": 40, "clock": clock, "jobs": [job]}

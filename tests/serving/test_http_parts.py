@@ -169,5 +169,5 @@ def test_a_router_does_not_pass_on_what_a_rank_printed():
     (roster,) = parse_instance(Role.DECODE, "http://127.0.0.1:9")
     fleet, instance = Fleet(), FleetInstance(roster)
     fleet.instances[instance.name], fleet.is_registry_known = instance, True
-    instance.health.trouble = f"ended: rank 0 ended with exit code 1{LAST_WORDS}OSError: /srv/private"
+    instance.health.problem = f"ended: rank 0 ended with exit code 1{LAST_WORDS}OSError: /srv/private"
     assert "(ended: rank 0 ended with exit code 1)" in fleet.missing()

@@ -127,7 +127,7 @@ def test_only_the_latest_timelines_are_kept():
         observer.started(recorded)
         observer.traced(recorded, 0, story())
     assert observer.timeline("cmpl-2") is None
-    assert observer.timeline("cmpl-3")["jobs"][0]["story"]["arrived_s"] == 10.0
+    assert observer.timeline("cmpl-3")["jobs"][0]["trace"]["arrived_s"] == 10.0
     assert len(observer.timelines()["data"]) == NUM_TIMELINES_MAX
     # The rest of a former attempt under the same id does not spoil the story of the latest.
     observer.started(RecordedRequest(asked({"prompt": "a", "baton": {"id": "cmpl-9"}})))

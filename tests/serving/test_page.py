@@ -380,7 +380,7 @@ def crowd(w: World, number: int) -> None:
     for index in range(number):
         roster = msgspec.structs.replace(fleet.instances["d0"].roster, instance=f"decode-instance-{index}")
         fleet.instances[roster.instance] = FleetInstance(roster)
-        fleet.instances[roster.instance].health.trouble = "unreachable" * 500
+        fleet.instances[roster.instance].health.problem = "unreachable" * 500
 
 
 def test_a_snapshot_of_many_instances_is_small():

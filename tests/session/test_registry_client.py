@@ -143,10 +143,10 @@ def test_a_conflict_is_said_and_heals_when_its_cause_is_gone() -> None:
         async with registry() as server, RegistryClient(server.url, SECRET) as client:
             await put(server, member(rank=0, layout="tp4"))
             other = client.register(member(rank=1, layout="tp2"))
-            await until(lambda: "layout of rank 1 is 'tp2'" in other.trouble)
+            await until(lambda: "layout of rank 1 is 'tp2'" in other.last_error)
             await ask(server, "DELETE", "/v1/members/p0/0?epoch=1")
             await other.wait()
-            assert other.trouble == ""
+            assert other.last_error == ""
             assert (await client.topology()).instances[0].layout == "tp2"
 
     run(body)
@@ -176,7 +176,7 @@ def test_the_wrong_secret_is_said_and_heals() -> None:
         await first.start(port=free_port())
         async with RegistryClient(first.url, SECRET) as client:
             kept = client.register(member(layout="tp1"))
-            await until(lambda: "MAC does not match" in kept.trouble)
+            await until(lambda: "MAC does not match" in kept.last_error)
             with pytest.raises(RegistryError) as caught:
                 await client.topology()
             assert caught.value.refusal is Refusal.UNAUTHENTICATED
@@ -270,9 +270,9 @@ def test_a_registry_that_stands_still_is_an_error_in_time_and_heals() -> None:
             kept = client.register(member(layout="tp1", ttl_s=0.9))
             await kept.wait()
             process.process.send_signal(signal.SIGSTOP)
-            await until(lambda: "does not answer" in kept.trouble)
+            await until(lambda: "does not answer" in kept.last_error)
             process.process.send_signal(signal.SIGCONT)
-            await until(lambda: kept.trouble == "")
+            await until(lambda: kept.last_error == "")
             await complete(client)
 
     with RegistryProcess() as process:

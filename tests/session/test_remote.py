@@ -210,7 +210,7 @@ def test_a_withdrawal_ends_with_a_transfer_that_the_process_has_released() -> No
     with worlds(remote(), remote(), transport="shm") as world:
         found = cut_in_half(world)
         sending = found.sendings[0]
-        world.source.first._sendings._send = lambda call: None
+        world.source.first._sendings._wire = SimpleNamespace(send=lambda call: None)
         found.offer((0, 1), (0, 4))
         withdrawal = sending.withdraw()
         found.receiving.abort("the client left")

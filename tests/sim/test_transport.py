@@ -20,9 +20,9 @@ from baton.transport import (
     FailedQuiet,
     FailedUnknown,
     HostFence,
-    Quiet,
     Ranges,
-    Unknown,
+    RevokedQuiet,
+    RevokedUnknown,
 )
 
 STRONG = Strength()
@@ -124,7 +124,7 @@ def test_a_capable_target_stops_what_is_under_way() -> None:
     pair.submit()
     while not pair.source.events:
         pair.schedule.step()
-    assert pair.target.revoke(pair.invitation.peer) == Quiet()
+    assert pair.target.revoke(pair.invitation.peer) == RevokedQuiet()
     before = pair.taken.copy()
     pair.run()
     assert (pair.taken == before).all()
@@ -134,27 +134,27 @@ def test_a_weak_target_is_told_quiet_only_when_the_peer_has_left_and_all_has_dra
     pair = Pair(WEAK, CopyCourse(0.01, 8, CopyEnd.LATE, share=0.5, late_s=0.5))
     pair.submit()
     pair.run(0.02)
-    assert isinstance(pair.target.ungrant(pair.invitation.peer, pair.grant), Unknown)
-    assert isinstance(pair.target.revoke(pair.invitation.peer), Unknown)
+    assert isinstance(pair.target.ungrant(pair.invitation.peer, pair.grant), RevokedUnknown)
+    assert isinstance(pair.target.revoke(pair.invitation.peer), RevokedUnknown)
     pair.run()
     assert (pair.taken == pair.given).all()
-    assert pair.target.revoke(pair.invitation.peer) == Quiet()
+    assert pair.target.revoke(pair.invitation.peer) == RevokedQuiet()
 
 
 def test_a_weak_target_that_cannot_be_heard_is_not_left() -> None:
     pair = Pair(WEAK)
     pair.is_cut = True
-    assert isinstance(pair.target.revoke(pair.invitation.peer), Unknown)
+    assert isinstance(pair.target.revoke(pair.invitation.peer), RevokedUnknown)
     pair.run(1.0)
-    assert isinstance(pair.target.revoke(pair.invitation.peer), Unknown)
+    assert isinstance(pair.target.revoke(pair.invitation.peer), RevokedUnknown)
     pair.is_cut = False
     pair.run(2.0)
-    assert pair.target.revoke(pair.invitation.peer) == Quiet()
+    assert pair.target.revoke(pair.invitation.peer) == RevokedQuiet()
 
 
 def test_a_write_outside_of_a_grant_is_refused_where_grants_are_enforced() -> None:
     pair = Pair()
-    assert pair.target.ungrant(pair.invitation.peer, pair.grant) == Quiet()
+    assert pair.target.ungrant(pair.invitation.peer, pair.grant) == RevokedQuiet()
     pair.submit()
     assert [type(event) for event in pair.run()] == [FailedQuiet]
     assert not pair.taken.any()

@@ -23,9 +23,9 @@ from baton.transport import (
     Fence,
     Invitation,
     Peer,
-    Quiet,
     Ranges,
     Region,
+    RevokedQuiet,
     RevokeResult,
     Ticket,
     Transport,
@@ -287,7 +287,7 @@ class SaysQuiet(BrokenTransport):
     """At the target: calls a peer quiet and lets it write on."""
 
     def revoke(self, peer: Peer) -> RevokeResult:
-        return Quiet()
+        return RevokedQuiet()
 
 
 class SaysUnchecked(BrokenTransport):

@@ -33,10 +33,10 @@ from baton.transport import (
     FailedQuiet,
     FailedUnknown,
     HostFence,
-    Quiet,
     Ranges,
+    RevokedQuiet,
+    RevokedUnknown,
     Ticket,
-    Unknown,
 )
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -339,12 +339,12 @@ def nothing_is_left_after_200_connections(world: World) -> None:
 def revoke_until_quiet(target, peer, timeout_s: float = 60.0) -> None:
     """A source that has left is quiet as soon as the target has heard so."""
     limit = time.monotonic() + timeout_s
-    while (result := target.call("revoke", peer)).__class__.__name__ != "Quiet":
+    while (result := target.call("revoke", peer)).__class__.__name__ != "RevokedQuiet":
         assert time.monotonic() < limit, result
         time.sleep(0.002)
 
 
-# Failures: reported in time, with the right type, and nothing is written after Quiet.
+# Failures: reported in time, with the right type, and nothing is written after it was quiet.
 
 
 @check(Variant("HidesFailures", subject="shm"), Variant("SaysDone", subject="tcp"))
@@ -526,7 +526,7 @@ def taken_back_grants_do_not_count(world: World) -> None:
     number = link.target.call("grant", link.writer, link.region.number, low)
     link.target.call("grant", link.writer, link.region.number, high)
     expect_done(world.source, [link.send(source, one_span(2000))])
-    assert isinstance(link.target.call("ungrant", link.writer, number), Quiet)
+    assert isinstance(link.target.call("ungrant", link.writer, number), RevokedQuiet)
     expect_done(world.source, [link.send(source, one_span(1000, 0, 1000))])
     before = link.content().copy()
     expect_failed(world.source, [link.send(source, one_span(1000, 500, 0))], HANGS_S)
@@ -568,14 +568,14 @@ def strangers_are_refused(world: World) -> None:
 
 @check(Variant("SaysQuiet", side="target"))
 def revoked_peer_is_quiet(world: World) -> None:
-    """After Quiet not a byte moves, though the source goes on; Unknown is for those who cannot stop it."""
+    """Once revoked and quiet, not a byte moves, though the source goes on; others answer RevokedUnknown."""
     source = world.source.load(16 * MIB, 9)
     link = world.link(world.target(), 16 * MIB)
     expect_done(world.source, [link.send(source, one_span(1))])
     tickets = [link.send(source, one_span(16 * MIB)) for _ in range(50)]
     time.sleep(0.01)
     result = link.target.call("revoke", link.writer)
-    if isinstance(result, Unknown):
+    if isinstance(result, RevokedUnknown):
         assert not world.capabilities.can_revoke, result
         result = ask_again(link)
     before = link.content().copy()
@@ -585,14 +585,14 @@ def revoked_peer_is_quiet(world: World) -> None:
     time.sleep(0.1)
     assert np.array_equal(before, link.content()), f"bytes moved after {result}"
     assert not isinstance(ended[tickets[-1]], Done)
-    assert isinstance(link.target.call("revoke", link.writer), Quiet)
+    assert isinstance(link.target.call("revoke", link.writer), RevokedQuiet)
 
 
-def ask_again(link: Link) -> Quiet:
+def ask_again(link: Link) -> RevokedQuiet:
     """A living source that hears of its revocation leaves by itself."""
     limit_s = time.monotonic() + HANGS_S
     while time.monotonic() < limit_s:
-        if isinstance(result := link.target.call("revoke", link.writer), Quiet):
+        if isinstance(result := link.target.call("revoke", link.writer), RevokedQuiet):
             return result
         time.sleep(0.01)
     raise AssertionError(f"a living source did not leave within {HANGS_S:.0f} s of its revocation")
@@ -600,7 +600,7 @@ def ask_again(link: Link) -> Quiet:
 
 @check(Variant("SaysQuiet", side="target", subject="shm"))
 def revoked_source_that_hangs_or_dies(world: World) -> None:
-    """A stopped source is Quiet only if it can be shut out; a dead one is Quiet."""
+    """A stopped source is quiet only if it can be shut out; a dead one always is."""
     target, writer = world.target(), world.remote_source()
     sources = [writer.call("load", 64 * MIB, 10), writer.call("load", 64 * MIB, 11)]
     region = target.call("expose", 64 * MIB)
@@ -614,14 +614,14 @@ def revoked_source_that_hangs_or_dies(world: World) -> None:
     writer.signal(signal.SIGSTOP)
     time.sleep(0.05)
     result = target.call("revoke", invitation.peer)
-    assert isinstance(result, Quiet) or not world.capabilities.can_revoke
-    if isinstance(result, Quiet):
+    assert isinstance(result, RevokedQuiet) or not world.capabilities.can_revoke
+    if isinstance(result, RevokedQuiet):
         before = target.call("digest", region.number)
         writer.signal(signal.SIGCONT)
         time.sleep(0.2)
-        assert before == target.call("digest", region.number), "bytes moved after Quiet"
+        assert before == target.call("digest", region.number), "bytes moved after it was quiet"
     writer.kill()
-    assert isinstance(target.call("revoke", invitation.peer), Quiet)
+    assert isinstance(target.call("revoke", invitation.peer), RevokedQuiet)
 
 
 # Cost to the caller, and when nothing happens.

@@ -27,8 +27,8 @@ from baton.transport import (
     Done,
     FailedQuiet,
     FailedUnknown,
-    Quiet,
-    Unknown,
+    RevokedQuiet,
+    RevokedUnknown,
     cuda_ipc,
     open_transport,
 )
@@ -111,7 +111,7 @@ def test_a_source_whose_device_failed_is_never_quiet():
         assert isinstance(failed, FailedUnknown)
         assert "illegal memory access" in failed.cause
         assert failed.ticket == ticket
-        assert isinstance(pair.target.revoke(writer), Unknown)
+        assert isinstance(pair.target.revoke(writer), RevokedUnknown)
 
 
 class StuckStream(HostStream):
@@ -135,7 +135,7 @@ def test_a_device_that_hangs_ends_the_batch_unknown_and_is_not_quiet_before_it_m
     with host_pair(StuckStream) as pair:
         _, writer = send(pair, MIB, deadline_s=0.2)
         assert isinstance(pair.outcome(), FailedUnknown)
-        assert isinstance(pair.target.revoke(writer), Unknown)
+        assert isinstance(pair.target.revoke(writer), RevokedUnknown)
         STUCK[0].gate.passed.set()
         wait_until_quiet(pair.target, writer)
 
@@ -160,7 +160,7 @@ def test_a_dead_source_is_not_quiet_while_a_child_of_it_lives():
         assert writer.call("events", 1, 60.0)
         child = writer.call("fork")
         writer.kill()
-        assert isinstance(target.call("revoke", invitation.peer), Unknown)
+        assert isinstance(target.call("revoke", invitation.peer), RevokedUnknown)
         os.kill(child, signal.SIGKILL)
         wait_until_quiet(Called(target), invitation.peer)
 
@@ -177,7 +177,7 @@ class Called:
 
 def wait_until_quiet(target: Any, peer: Any, timeout_s: float = 60.0) -> None:
     limit_s = time.monotonic() + timeout_s
-    while not isinstance(result := target.revoke(peer), Quiet):
+    while not isinstance(result := target.revoke(peer), RevokedQuiet):
         assert time.monotonic() < limit_s, result
         time.sleep(0.01)
 
@@ -285,7 +285,7 @@ def test_a_killed_source_writes_nothing_after_quiet_on_a_gpu(forks: str):
                 writer.call("send", peer, sources[index % 2], region, one_span(256 * MIB))
             writer.kill()
             if forks == "after connecting":
-                assert isinstance(target.revoke(invitation.peer), Unknown)
+                assert isinstance(target.revoke(invitation.peer), RevokedUnknown)
         finally:
             for child in children if forks == "after connecting" else []:
                 os.kill(child, signal.SIGKILL)
@@ -295,7 +295,7 @@ def test_a_killed_source_writes_nothing_after_quiet_on_a_gpu(forks: str):
         torch.cuda.synchronize()
         for _ in range(5):
             time.sleep(0.02)
-            assert not bool(array.tensor.any()), "bytes moved after Quiet"
+            assert not bool(array.tensor.any()), "bytes moved after it was quiet"
         for child in children if forks == "before connecting" else []:
             os.kill(child, signal.SIGKILL)
 

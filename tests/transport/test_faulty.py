@@ -23,7 +23,7 @@ from baton.transport import (
     FailedQuiet,
     FailedUnknown,
     HostFence,
-    Quiet,
+    RevokedQuiet,
     Ticket,
     Transport,
     open_transport,
@@ -177,7 +177,7 @@ def check_error(make: Make, stack: ExitStack) -> None:
     assert isinstance(ended, FailedQuiet)
     assert ended.ticket == ticket
     bench.advance(9.0)
-    assert (events(link), link.content().any()) == ([], False), "moved after Quiet"
+    assert (events(link), link.content().any()) == ([], False), "moved after it was quiet"
     link.source.transport.unregister(source)
 
 
@@ -238,18 +238,18 @@ def check_late(make: Make, stack: ExitStack) -> None:
 
 
 def check_revoke(make: Make, stack: ExitStack) -> None:
-    """After Quiet no late write lands."""
+    """Once revoked and quiet, no late write lands."""
     bench = Bench(stack, make)
     link = bench.only(Fault.LATE, late_s=7.0)
     source = link.source.load(MIB, 1)
     link.source.transport.memory = link.target.inner.buffers[link.region.number]
     link.send(source, one_span(MIB))
     assert isinstance(one_event(link), FailedUnknown)
-    assert link.target.call("revoke", link.writer) == Quiet()
+    assert link.target.call("revoke", link.writer) == RevokedQuiet()
     before = link.content().copy()
     bench.advance(7.0)
     assert events(link) == []
-    assert np.array_equal(before, link.content()), "bytes moved after Quiet"
+    assert np.array_equal(before, link.content()), "bytes moved after it was quiet"
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -369,7 +369,7 @@ def check_words(bench: Bench, seed: int) -> None:
     time.sleep(0.15)
     assert events(link) == [], "a ticket ended twice"
     assert all(np.array_equal(before, content[number]) for number, before in quiet.items()), (
-        "moved after Quiet"
+        "moved after it was quiet"
     )
 
 

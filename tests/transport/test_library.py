@@ -25,12 +25,12 @@ from baton.transport import (
     Invitation,
     Peer,
     Place,
-    Quiet,
     Reach,
     Region,
     RemoteRegion,
+    RevokedQuiet,
+    RevokedUnknown,
     Ticket,
-    Unknown,
 )
 from baton.transport.common.handshake import CHALLENGE_BYTES, CONNECT_PROBE, WELCOME_BYTES, make_hello
 from baton.transport.common.regions import Memory
@@ -274,9 +274,9 @@ def test_peer_that_can_bypass_the_receiver_is_quiet_after_it_hangs_up(scene: Sce
     scene.library.hold()
     ticket = scene.send()
     wait_until(lambda: len(scene.library.posted) > 10)
-    assert isinstance(scene.target.revoke(scene.writer.peer), Unknown)
+    assert isinstance(scene.target.revoke(scene.writer.peer), RevokedUnknown)
     assert isinstance(scene.ending(ticket), FailedUnknown)
-    wait_until(lambda: isinstance(scene.target.revoke(scene.writer.peer), Quiet))
+    wait_until(lambda: isinstance(scene.target.revoke(scene.writer.peer), RevokedQuiet))
 
 
 def test_dead_target_is_noticed_while_a_batch_is_in_flight(scene: Scene):
@@ -308,8 +308,8 @@ def test_invalid_frame_closes_the_receiver_and_the_peer_is_quiet_after_it_hangs_
         assert FrameHeader.from_bytes(sock.recv(HEADER_BYTES)).kind is FrameKind.GIVEN
         sock.sendall(b"\xff" * 100)
         wait_until(lambda: "receiver closed" in scene.library.log)
-        assert isinstance(scene.target.revoke(invitation.peer), Unknown)
-    wait_until(lambda: isinstance(scene.target.revoke(invitation.peer), Quiet))
+        assert isinstance(scene.target.revoke(invitation.peer), RevokedUnknown)
+    wait_until(lambda: isinstance(scene.target.revoke(invitation.peer), RevokedQuiet))
 
 
 def test_invitation_is_good_for_one_connection(scene: Scene):

@@ -19,7 +19,7 @@ from tests.transport.contract import completions, one_span
 from tests.transport.ends import End, RemoteEnd, device_tensor
 
 from baton.errors import ConfigError, TransportError
-from baton.transport import Done, Quiet, Unknown, open_transport
+from baton.transport import Done, RevokedQuiet, RevokedUnknown, open_transport
 from baton.transport import library as library_module
 from baton.transport.common.regions import memory_of
 from baton.transport.nixl import Nixl, NixlConfig, NixlTransport, place_of
@@ -158,13 +158,13 @@ def test_stopped_source_on_this_kernel_is_not_called_quiet():
     linked = Linked(source)
     source.signal(signal.SIGSTOP)
     for _ in range(3):
-        assert isinstance(linked.revoke(), Unknown)
+        assert isinstance(linked.revoke(), RevokedUnknown)
         time.sleep(0.05)
     source.signal(signal.SIGCONT)
     limit = time.monotonic() + 60.0
-    while isinstance(linked.revoke(), Unknown) and time.monotonic() < limit:
+    while isinstance(linked.revoke(), RevokedUnknown) and time.monotonic() < limit:
         time.sleep(0.01)
-    assert isinstance(linked.revoke(), Quiet)
+    assert isinstance(linked.revoke(), RevokedQuiet)
     linked.target.close()
     source.end()
 
@@ -174,7 +174,7 @@ def test_source_on_another_kernel_is_quiet_without_its_agent(monkeypatch: pytest
     source = RemoteEnd("nixl", None, {})
     linked = Linked(source)
     source.signal(signal.SIGSTOP)
-    assert isinstance(linked.revoke(), Quiet)
+    assert isinstance(linked.revoke(), RevokedQuiet)
     linked.target.close()
     source.end()
 
@@ -195,7 +195,7 @@ def test_ucx_can_be_told_which_way_to_take():
     held = source.buffers[1]
     assert np.array_equal(linked.target.buffers[linked.region.number], held)
     source.close()
-    assert isinstance(linked.revoke(), Quiet)
+    assert isinstance(linked.revoke(), RevokedQuiet)
     linked.target.close()
 
 

@@ -13,8 +13,8 @@ from tests.transport.contract import World, completions, expect_done, one_span
 from baton.transport import (
     Done,
     FailedQuiet,
-    Quiet,
     Ranges,
+    RevokedQuiet,
     open_transport,
 )
 from baton.transport.common import unix
@@ -114,7 +114,7 @@ def test_a_writer_that_never_mapped_is_quiet_while_it_lives():
         invitation = target.call("invite")
         writer.call("connect", invitation.description)
         writer.signal(signal.SIGSTOP)
-        assert isinstance(target.call("revoke", invitation.peer), Quiet)
+        assert isinstance(target.call("revoke", invitation.peer), RevokedQuiet)
 
 
 def test_death_is_seen_without_peer_pidfds(monkeypatch: pytest.MonkeyPatch):
@@ -130,7 +130,7 @@ def test_death_is_seen_without_peer_pidfds(monkeypatch: pytest.MonkeyPatch):
         ticket = writer.call("send", peer, source, region.remote, one_span(MIB))
         assert writer.call("events", 1, 60.0) == [Done(ticket)]
         writer.signal(signal.SIGSTOP)
-        assert not isinstance(target.revoke(invitation.peer), Quiet)
+        assert not isinstance(target.revoke(invitation.peer), RevokedQuiet)
         writer.kill()
-        assert isinstance(target.revoke(invitation.peer), Quiet)
+        assert isinstance(target.revoke(invitation.peer), RevokedQuiet)
     target.close()

@@ -23,9 +23,9 @@ from baton.transport import (
     FailedQuiet,
     FailedUnknown,
     Peer,
-    Quiet,
     Ranges,
     Region,
+    RevokedQuiet,
     Ticket,
     open_transport,
     wait_for_events,
@@ -237,7 +237,7 @@ def test_a_device_that_fails_ends_the_batch(side: str):
         assert isinstance(pair.outcome(), FailedQuiet if side == "source" else FailedUnknown)
         source.submit(peer, Batch(loaded, region.remote, one_span(MIB)), NOW)
         assert isinstance(pair.outcome(), FailedQuiet)
-        assert isinstance(target.revoke(writer), Quiet) == (side == "source")
+        assert isinstance(target.revoke(writer), RevokedQuiet) == (side == "source")
 
 
 @gpu
@@ -297,7 +297,7 @@ def test_a_killed_source_is_quiet_on_a_gpu():
             writer.call("send", peer, source, region.remote, one_span(64 * MIB))
         time.sleep(0.1)
         writer.kill()
-        assert isinstance(target.revoke(invitation.peer), Quiet)
+        assert isinstance(target.revoke(invitation.peer), RevokedQuiet)
 
 
 @gpu

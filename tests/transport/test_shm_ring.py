@@ -13,8 +13,8 @@ from baton.transport import (
     Done,
     FailedQuiet,
     FailedUnknown,
-    Quiet,
     Ranges,
+    RevokedQuiet,
     open_transport,
 )
 from baton.transport.fences import CudaFence
@@ -61,7 +61,7 @@ def test_a_living_source_is_quiet_once_its_grant_is_taken_back():
         source = world.source.load(16 * MIB, 1)
         expect_done(world.source, [link.send(source, one_span(1))])
         tickets = [link.send(source, one_span(16 * MIB)) for _ in range(20)]
-        assert isinstance(link.target.call("ungrant", link.writer, number), Quiet)
+        assert isinstance(link.target.call("ungrant", link.writer, number), RevokedQuiet)
         before = link.content().copy()
         world.source.buffers[source.number][:] = 0
         completions(world.source, tickets)
@@ -78,7 +78,7 @@ def test_a_stopped_source_is_quiet():
         for _ in range(50):
             writer.call("send", peer, source, region, one_span(64 * MIB))
         writer.signal(signal.SIGSTOP)
-        assert isinstance(target.call("revoke", invitation.peer), Quiet)
+        assert isinstance(target.call("revoke", invitation.peer), RevokedQuiet)
         before = target.call("digest", region.number)
         writer.signal(signal.SIGCONT)
         time.sleep(0.2)

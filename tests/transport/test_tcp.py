@@ -18,11 +18,11 @@ from baton.transport import (
     FailedUnknown,
     HostFence,
     Invitation,
-    Quiet,
     Ranges,
     Region,
+    RevokedQuiet,
+    RevokedUnknown,
     Transport,
-    Unknown,
     open_transport,
 )
 from baton.transport.common.handshake import CHALLENGE_BYTES, CONNECT_PROBE, WELCOME_BYTES, make_hello
@@ -114,7 +114,7 @@ def test_forged_part_touches_nothing_and_ends_the_peer(target: Transport, forged
     assert isinstance(words[0], str)
     assert heard(other) == words
     assert not forger.buffer.any()
-    assert isinstance(target.revoke(forger.invitation.peer), Quiet)
+    assert isinstance(target.revoke(forger.invitation.peer), RevokedQuiet)
 
 
 def test_too_many_spans_are_refused_at_once(target: Transport):
@@ -137,7 +137,7 @@ def test_stream_that_ends_in_a_part_leaves_the_region_free(target: Transport):
     sock = forger.connect()
     sock.sendall(forger.part([0], [1000]) + b"\1" * 500)
     sock.close()
-    assert isinstance(target.revoke(forger.invitation.peer), Quiet)
+    assert isinstance(target.revoke(forger.invitation.peer), RevokedQuiet)
     target.unregister(forger.region)
 
 
@@ -149,9 +149,9 @@ def test_ungrant_reports_a_write_in_progress(target: Transport):
     limit = time.monotonic() + 60
     while not forger.buffer[5000:5500].all() and time.monotonic() < limit:
         time.sleep(0.01)
-    assert isinstance(target.ungrant(forger.invitation.peer, number), Unknown)
+    assert isinstance(target.ungrant(forger.invitation.peer, number), RevokedUnknown)
     other = target.grant(forger.invitation.peer, forger.region, ranges([9000], [10]))
-    assert isinstance(target.ungrant(forger.invitation.peer, other), Quiet)
+    assert isinstance(target.ungrant(forger.invitation.peer, other), RevokedQuiet)
     with pytest.raises(TransportError):
         target.unregister(forger.region)
 
@@ -228,7 +228,7 @@ def test_revocation_reaches_the_source_as_quiet():
         # However late this thread is, the last are not sent: their fence never comes.
         tickets += [link.send(source, one_span(MIB), fence=HostFence()) for _ in range(2)]
         time.sleep(0.05)
-        assert isinstance(link.target.call("revoke", link.writer), Quiet)
+        assert isinstance(link.target.call("revoke", link.writer), RevokedQuiet)
         ended = list(completions(world.source, tickets).values())
         failed = [completion for completion in ended if not isinstance(completion, Done)]
         assert failed

@@ -89,7 +89,7 @@ class StepLayers:
         }
         self._layers = layers
         self.left: dict[tuple[int, int], set[Hashable]] = {}
-        """By group that was not offered, a range of layers: those of them that are not computed yet."""
+        """Per group not yet offered: the layers not computed yet."""
         for name, number in layers.items():
             self.left.setdefault(self._group_of[number], set()).add(name)
 
@@ -134,7 +134,7 @@ def outcome_text(handle: Handle) -> str:
 
 
 def fences(is_on_gpu: bool, stream: Callable[[], Any] = lambda: None) -> Callable[[], Fence]:
-    """What makes a fence for all that was launched up to now on a stream, by default the current one."""
+    """Returns a function that makes a fence for all work launched so far on a stream (default: current)."""
 
     def event_fence() -> Fence:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -296,11 +296,12 @@ def open_endpoint(
 
 
 def model_fingerprint(model: str, config: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
-    """What two instances have to agree on beside the layout of their caches.
+    """Identifies a model, which two instances must agree on besides their cache layouts.
 
     It is the fingerprint of the checkpoint, as Baton's own engine has it, so that unlike engines can hand
-    over. What `changes` the model that is in the files makes it another one. A checkpoint that Baton cannot
-    read, such as a quantised one, is known by its `config` alone; only engines of one kind agree on that.
+    over. Options that change the model in the files (`changes`) make it another model. A checkpoint that
+    Baton cannot read, such as a quantised one, is known by its `config` alone; only engines of one kind agree
+    on that.
     """
     path = find_model(model)
     try:
@@ -308,7 +309,7 @@ def model_fingerprint(model: str, config: Mapping[str, Any], changes: Mapping[st
             raise ConfigError(f"{model} is neither a folder nor a file here")
         described: list[Any] = [open_checkpoint(str(path.resolve())).fingerprint()]
     except ConfigError as error:
-        logger.warning("baton: the weights are not compared; set fingerprint to compare them: %s", error)
+        logger.warning("baton: weights are not compared (set fingerprint to compare them): %s", error)
         described = [{key: value for key, value in config.items() if not key.startswith("_name")}]
     described += sorted((key, value) for key, value in changes.items() if value)
     if len(described) == 1 and isinstance(described[0], str):

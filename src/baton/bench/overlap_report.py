@@ -131,8 +131,15 @@ def rows_of(case: OverlapCase, rounds: dict[str, list[OverlapRound]]) -> list[Ov
     total_s = max(serial.values(), default=0.0)
     state_s = total_s * median(off.trace.state_share() for off in rounds[OFF])
     return [
-        OverlapRow(case, policy, [_run(one, serial) for one in found], compute_only_s, total_s, state_s)
-        for policy, found in rounds.items()
+        OverlapRow(
+            case,
+            policy,
+            [_run(overlap_round, serial) for overlap_round in policy_rounds],
+            compute_only_s,
+            total_s,
+            state_s,
+        )
+        for policy, policy_rounds in rounds.items()
     ]
 
 

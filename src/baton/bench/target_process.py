@@ -66,7 +66,7 @@ class TargetProcess(ChildProcess):
 
 def on_gpu(content: np.ndarray) -> Any:
     """A CUDA tensor with this content."""
-    torch = importlib.import_module("torch")  # an optional extra, which a transport of CUDA memory needs
+    torch = importlib.import_module("torch")  # takes seconds, and only CUDA memory needs it
     tensor = torch.from_numpy(content).cuda()
     torch.cuda.synchronize()
     return tensor

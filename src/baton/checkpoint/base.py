@@ -27,7 +27,7 @@ _CONFIG_NOISE = frozenset({"_name_or_path", "transformers_version", "_attn_imple
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What is known of a tensor before it is read."""
+    """A tensor's metadata, known before it is read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Checkpoint(ABC):
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"checkpoint {self.path}"
 
     def names(self) -> Iterable[str]:
@@ -57,13 +57,13 @@ class Checkpoint(ABC):
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """A tensor's shape, or None where there is no such tensor."""
-        found = self.tensors.get(name)
-        return found.shape if found else None
+        stored = self.tensors.get(name)
+        return stored.shape if stored else None
 
     def dtype(self, name: str) -> torch.dtype | None:
         """The type that `read` gives unless told, or None where there is no such tensor."""
-        found = self.tensors.get(name)
-        return found.dtype if found else None
+        stored = self.tensors.get(name)
+        return stored.dtype if stored else None
 
     def read(
         self,
@@ -107,9 +107,9 @@ def bounds(shape: Sequence[int], index: Index, name: str) -> tuple[Range, ...]:
     """The half-open range of each dim that `index` asks for."""
     assert len(index) <= len(shape), f"{name} has {len(shape)} dims, {len(index)} slices were asked for"
     whole = (slice(None),) * (len(shape) - len(index))
-    found = [each.indices(size) for each, size in zip(index + whole, shape, strict=True)]
-    assert all(step == 1 for _, _, step in found), f"{name}: slices have step 1, not {index}"
-    return tuple((start, max(start, stop)) for start, stop, _ in found)
+    ranges = [cut.indices(size) for cut, size in zip(index + whole, shape, strict=True)]
+    assert all(step == 1 for _, _, step in ranges), f"{name}: slices have step 1, not {index}"
+    return tuple((start, max(start, stop)) for start, stop, _ in ranges)
 
 
 def sample_ranges(num_bytes: int) -> list[Range]:

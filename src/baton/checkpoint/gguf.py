@@ -72,7 +72,7 @@ class GgufFile(Checkpoint):
         where = str(path)
         has_turned_rows = architecture(header.metadata, where) == _TURNED_IN
         config = hub_config(
-            header.metadata, {name: each.shape for name, each in header.tensors.items()}, where
+            header.metadata, {name: tensor.shape for name, tensor in header.tensors.items()}, where
         )
         tensors: dict[str, Packed] = {}
         for stored_name, listed in header.tensors.items():
@@ -86,8 +86,8 @@ class GgufFile(Checkpoint):
             factors = _numbers(_raw(header, packed), packed.kind).tolist()
             config["rope_scaling"] = llama3_scaling(factors, config["rope_theta"], where)
         # The tokens that end an answer or a turn: all that the file says of generating.
-        found = [header.metadata.get(key) for key in _ENDS]
-        ends = list(dict.fromkeys(token for token in found if token is not None))
+        tokens = [header.metadata.get(key) for key in _ENDS]
+        ends = list(dict.fromkeys(token for token in tokens if token is not None))
         return cls(path, config, {"eos_token_id": ends} if ends else {}, header, tensors)
 
     def read_ranges(self, name: str, ranges: Sequence[Range], device: torch.device | None) -> torch.Tensor:
@@ -134,10 +134,10 @@ def _block(kind: int, where: str) -> tuple[int, int]:
         return 1, _FLOATS[kind].itemsize
     gguf = _package(where)
     try:
-        found: tuple[int, int] = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+        sizes: tuple[int, int] = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
     except (ValueError, KeyError):
         raise ConfigError(f"{where} has the unknown type {kind}; use another quantisation") from None
-    return found
+    return sizes
 
 
 def _package(where: str) -> Any:
@@ -151,8 +151,8 @@ def _package(where: str) -> Any:
 
 def _raw(header: GgufHeader, packed: Packed) -> NDArray[np.uint8]:
     """A view of the file: all dims but the last, then the bytes of a row."""
-    found = np.frombuffer(header.memory, np.uint8, packed.num_bytes, packed.start)
-    return found.reshape(*packed.shape[:-1], packed.row_bytes)
+    rows = np.frombuffer(header.memory, np.uint8, packed.num_bytes, packed.start)
+    return rows.reshape(*packed.shape[:-1], packed.row_bytes)
 
 
 def _stored_rows(start: int, stop: int, head_dim: int) -> NDArray[np.int64]:
@@ -225,10 +225,10 @@ class GgufHeader:
                 f"{path}: cannot be read ({cause}); check the path and its permissions"
             ) from None
         try:
-            return cls(path, memory, *_parsed(_Cursor(memory)))
+            return cls(path, memory, *_parsed(_Cursor(memory), str(path)))
         except (struct.error, UnicodeDecodeError, KeyError, ValueError) as cause:
             raise ConfigError(
-                f"{path}: is not a GGUF file of version 2 or 3 that is whole ({cause}); fetch it again"
+                f"{path}: is not a GGUF file, or is incomplete ({cause}); fetch it again"
             ) from None
 
 
@@ -241,9 +241,9 @@ class _Cursor:
 
     def numbers(self, code: str, count: int = 1) -> tuple[Any, ...]:
         layout = struct.Struct(f"<{count}{code}")
-        found = layout.unpack_from(self.memory, self.at)
+        values = layout.unpack_from(self.memory, self.at)
         self.at += layout.size
-        return found
+        return values
 
     def string(self) -> str:
         (num_bytes,) = struct.unpack_from("<Q", self.memory, self.at)
@@ -268,13 +268,15 @@ class _Cursor:
         return [self.value(inner) for _ in range(count)]
 
 
-def _parsed(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Listed]]:
+def _parsed(cursor: _Cursor, where: str) -> tuple[dict[str, Any], dict[str, Listed]]:
     if cursor.memory[:4] != _MAGIC:
         raise ValueError("it does not begin with GGUF")
     cursor.at = 4
     (version,) = cursor.numbers("I")
     if version not in _VERSIONS:
-        raise ValueError(f"version {version}")
+        raise ConfigError(
+            f"{where}: GGUF version {version} is not supported; convert the model to version 2 or 3"
+        )
     num_tensors, num_keys = cursor.numbers("Q", 2)
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
@@ -293,7 +295,7 @@ def _parsed(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, Listed]]:
     alignment = metadata.get(_ALIGNMENT, _ALIGNMENT_DEFAULT)
     begin = -(-cursor.at // alignment) * alignment
     return metadata, {
-        name: Listed(found.kind, found.shape, begin + found.start) for name, found in listed.items()
+        name: Listed(entry.kind, entry.shape, begin + entry.start) for name, entry in listed.items()
     }
 
 
@@ -365,10 +367,10 @@ class _Keys:
     where: str
 
     def __getitem__(self, key: str) -> Any:
-        found = self.get(key)
-        if found is None:
+        value = self.get(key)
+        if value is None:
             raise ConfigError(f"{self.where}: has no {self.prefix}.{key}; convert the model again")
-        return found
+        return value
 
     def get(self, key: str) -> Any:
         return self.metadata.get(f"{self.prefix}.{key}")

@@ -49,16 +49,16 @@ def find_model(model: str) -> Path | None:
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file that must exist."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        fields = json.loads(path.read_text("utf-8"))
     except OSError as cause:
         raise ConfigError(
             f"{path}: cannot be read ({cause.strerror}); check the path and its permissions"
         ) from None
     except (ValueError, RecursionError) as cause:
         raise ConfigError(f"{path}: is not JSON ({str(cause)!a}); fetch the file again") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: holds a {type(found).__name__}, not an object; fetch the file again")
-    return found
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path}: holds a {type(fields).__name__}, not an object; fetch the file again")
+    return fields
 
 
 def find_dtype(model: str) -> str:

@@ -93,9 +93,9 @@ class SafetensorsFolder(Checkpoint):
         cut = tuple(slice(start, stop) for start, stop in ranges)
         stored = self.tensors[name]
         with safe_open(stored.file, framework="pt", device="cpu") as file:
-            found: torch.Tensor = file.get_slice(stored.name)[cut] if cut else file.get_tensor(stored.name)
+            raw: torch.Tensor = file.get_slice(stored.name)[cut] if cut else file.get_tensor(stored.name)
             # The copy is made while the file is mapped; without one the weights would stay pages of the file.
-            values = found.to(device=device, dtype=stored.dtype, copy=True).contiguous()
+            values = raw.to(device=device, dtype=stored.dtype, copy=True).contiguous()
         return values.mul_(self._scales(name, ranges).to(device)) if stored.kind == _FP8 else values
 
     def _scales(self, name: str, ranges: Sequence[Range]) -> torch.Tensor:
@@ -127,18 +127,18 @@ def _files(folder: Path) -> list[Path]:
         return _shards(folder)
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
-    found = sorted(file for file in folder.iterdir() if file.suffix == SUFFIX)
-    if len(found) > 1:
+    files = sorted(file for file in folder.iterdir() if file.suffix == SUFFIX)
+    if len(files) > 1:
         raise ConfigError(
-            f"folder {folder} has {len(found)} {SUFFIX} files and no {INDEX} that names them; "
+            f"folder {folder} has {len(files)} {SUFFIX} files and no {INDEX} that names them; "
             "fetch the index too"
         )
-    if not found:
+    if not files:
         raise ConfigError(
             f"folder {folder} has a {CONFIG} and no {SUFFIX} file; fetch the weights as safetensors "
             f"(for shapes alone, use dummy:{folder})"
         )
-    return found
+    return files
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -171,7 +171,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
 
 
 def _entries(file: Path, entries: dict[str, Any], start: int, size: int) -> dict[str, StoredTensor]:
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name, entry in entries.items():
         if name == "__metadata__":
             continue
@@ -180,10 +180,12 @@ def _entries(file: Path, entries: dict[str, Any], start: int, size: int) -> dict
             raise _broken(file, f"{size} bytes where {name} ends at byte {start + last}")
         kind = entry["dtype"]
         if kind in _DTYPES:
-            found[name] = StoredTensor(tuple(entry["shape"]), _DTYPES[kind], file, name, kind, start + first)
+            tensors[name] = StoredTensor(
+                tuple(entry["shape"]), _DTYPES[kind], file, name, kind, start + first
+            )
         elif kind.startswith(_NARROW):
             raise ConfigError(f"{file}: tensor {name} is {kind}, which is not supported; {_REMEDY}")
-    return found
+    return tensors
 
 
 def _block_size(config: Mapping[str, Any], where: str) -> tuple[int, int] | None:
@@ -212,12 +214,12 @@ def _check_scales(name: str, tensors: Mapping[str, StoredTensor], block: tuple[i
     *leading, rows, columns = stored.shape
     wanted = (*leading, -(-rows // block[0]), -(-columns // block[1]))
     if scales is None or scales.shape != wanted or scales.kind == _FP8:
-        found = f"is {scales.kind} {scales.shape}" if scales else "is missing"
+        state = f"is {scales.kind} {scales.shape}" if scales else "is missing"
         raise ConfigError(
-            f"{stored.file}: {name}{_SCALES} {found}, {wanted} is expected for blocks of {block}; "
+            f"{stored.file}: {name}{_SCALES} {state}, {wanted} is expected for blocks of {block}; "
             "the files are incomplete or belong to another config: fetch the checkpoint again"
         )
 
 
-def _broken(file: Path, what: str) -> ConfigError:
-    return ConfigError(f"{file}: is not a whole safetensors file (it has {what}); fetch it again")
+def _broken(file: Path, fault: str) -> ConfigError:
+    return ConfigError(f"{file}: is not a whole safetensors file (it has {fault}); fetch it again")

@@ -69,12 +69,12 @@ def eos_ids(checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerBase | None = 
 def _ids(stated: object) -> Iterable[int]:
     if isinstance(stated, int):
         return (stated,)
-    return tuple(each for each in stated if isinstance(each, int)) if isinstance(stated, list) else ()
+    return tuple(token for token in stated if isinstance(token, int)) if isinstance(stated, list) else ()
 
 
 def _of_folder(folder: Path, **more: Any) -> PreTrainedTokenizerBase:
     try:
-        found: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        backend: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False, **more
         )
     except (OSError, ValueError, KeyError, TypeError, ImportError) as cause:
@@ -82,7 +82,7 @@ def _of_folder(folder: Path, **more: Any) -> PreTrainedTokenizerBase:
         raise ConfigError(
             f"folder {folder}: its tokenizer cannot be loaded ({reason}); fetch the tokenizer's files again"
         ) from None
-    return found
+    return backend
 
 
 def _of_gguf(checkpoint: GgufFile) -> PreTrainedTokenizerBase | None:
@@ -106,10 +106,10 @@ def _of_gguf(checkpoint: GgufFile) -> PreTrainedTokenizerBase | None:
 
 def _of_pieces(checkpoint: GgufFile) -> PreTrainedTokenizerBase:
     """`transformers` makes the merges out of the scores, and leaves the first token out."""
-    found: Any = _of_folder(checkpoint.path.parent, gguf_file=checkpoint.path.name)
-    if checkpoint.header.metadata.get("tokenizer.ggml.add_bos_token", True) and found.bos_token:
-        put_bos_first(found.backend_tokenizer, found.bos_token, found.bos_token_id)
-    result: PreTrainedTokenizerBase = found
+    backend: Any = _of_folder(checkpoint.path.parent, gguf_file=checkpoint.path.name)
+    if checkpoint.header.metadata.get("tokenizer.ggml.add_bos_token", True) and backend.bos_token:
+        put_bos_first(backend.backend_tokenizer, backend.bos_token, backend.bos_token_id)
+    result: PreTrainedTokenizerBase = backend
     return result
 
 

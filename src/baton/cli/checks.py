@@ -53,7 +53,7 @@ def side_options(option: str, text: str | None) -> dict[str, Any]:
         return given(parse(EngineOptions, side_words(option, text)))
     except click.NoSuchOption as error:
         usable = ", ".join(
-            f"--{each.name.replace('_', '-')}" for each in fields(EngineOptions) if each.metadata
+            f"--{option.name.replace('_', '-')}" for option in fields(EngineOptions) if option.metadata
         )
         raise ConfigError(
             f"{option}: {error.option_name} cannot be set for one side; these can: {usable}"

@@ -43,8 +43,10 @@ def demo_cache() -> int:
     prompt = Prompt(NUM_TOKENS, {group: NUM_HELD for group in cache.groups if group != "state"})
     source = _side(cache, SOURCE, ("nhd.fused", 16, "bf16"))
     target = _side(cache, TARGET, ("hnd", 32, "fp32"))
-    found = plan(source, target)
-    report = Report("a mixed model (full, windowed, recurrent and latent layers)", found, prompt, PackCost())
+    planned = plan(source, target)
+    report = Report(
+        "a mixed model (full, windowed, recurrent and latent layers)", planned, prompt, PackCost()
+    )
     console = Console(highlight=False, soft_wrap=True)
     console.print(render(report, estimates(report, None), None), end="", markup=False)
     console.print(_picture(report))
@@ -56,7 +58,7 @@ def demo_cache() -> int:
     chunks = _chunks(cache.num_layers, prompt)
     lengths = []
     for chunk in chunks:
-        steps = bind(found, prompt, tables, chunk)
+        steps = bind(planned, prompt, tables, chunk)
         execute(steps, given, taken)
         lengths.append(copy_lengths(steps))
     verdicts = [
@@ -99,9 +101,9 @@ def _tables(spec: Spec, rng: np.random.Generator) -> dict[int, dict[str, Ints]]:
 
 def _chunks(num_layers: int, prompt: Prompt) -> list[Chunk]:
     layers, tokens = [0, 3, 8, 9, num_layers], [0, 150, 151, prompt.num_tokens]
-    found = [Chunk(a, b) for a in pairwise(layers) for b in pairwise(tokens)]
-    random.Random(7).shuffle(found)
-    return found
+    chunks = [Chunk(a, b) for a in pairwise(layers) for b in pairwise(tokens)]
+    random.Random(7).shuffle(chunks)
+    return chunks
 
 
 def _picture(report: Report) -> Text:

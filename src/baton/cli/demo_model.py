@@ -214,10 +214,10 @@ def _fetch_trace(client: ApiClient, request_id: str, asked_s: float, first_s: fl
     limit_s = monotonic() + TRACE_S_MAX
     while monotonic() < limit_s:
         traces = {
-            job["side"]: msgspec.convert(job["story"], RequestTrace, str_keys=True)
+            job["side"]: msgspec.convert(job["trace"], RequestTrace, str_keys=True)
             for instance in client.get(f"/v1/timelines/{request_id}")["instances"]
             for job in instance["jobs"]
-            if job["story"] is not None
+            if job["trace"] is not None
         }
         if "source" in traces and "target" in traces:
             return HandoffTrace(asked_s, first_s, traces["source"], traces["target"])

@@ -122,7 +122,9 @@ def _place_on_gpus(
     has_pairs = instances[-1].role == "decode"
     common = {"transport": "cuda_ipc"} if has_pairs and not is_transport_given else {}
     placed = []
-    for instance, config in zip(instances, place_on_gpus([each.config for each in instances]), strict=True):
+    for instance, config in zip(
+        instances, place_on_gpus([instance.config for instance in instances]), strict=True
+    ):
         place = {
             name: getattr(config, name)
             for name in ("base_gpu_id", "gpu_memory_utilization")
@@ -212,7 +214,7 @@ def plan_instances(options: DeploymentOptions) -> list[PlannedInstance]:
 def plan_pairs(instances: list[PlannedInstance]) -> list[str]:
     """A line for every prefill instance with every decode instance; raises if a pair has no hand-over."""
     sources, targets = (
-        [each for each in instances if each.config.role == role] for role in ("prefill", "decode")
+        [instance for instance in instances if instance.config.role == role] for role in ("prefill", "decode")
     )
     return [_plan_pair(source, target) for source in sources for target in targets]
 
@@ -375,8 +377,8 @@ def is_log(line: str) -> bool:
 def health_stage(name: str, body: bytes) -> str:
     """The stage in the body of a /health that is not all right; "not ready" if the body has another form."""
     try:
-        told = json.loads(body)
-        message = str(told["error"]["message"] if "error" in told else told["message"])
+        answer = json.loads(body)
+        message = str(answer["error"]["message"] if "error" in answer else answer["message"])
     except (ValueError, KeyError, TypeError):
         return "not ready"
     return message.removeprefix(f"{name} is not ready: ")

@@ -112,7 +112,7 @@ class _Option(click.Option):
 
 class _Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Click would take whatever follows an option for its value, here perhaps an argument."""
+        """Without this, click takes the next word as the option's value."""
         alone = {
             name: option.alone
             for option in self.params

@@ -46,7 +46,7 @@ def _plan(options: DeploymentOptions) -> list[str]:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     for line in (*map(str, instances), *(f"planned {pair}" for pair in pairs)):
         console.print(Text(line, style="dim"))
-    return pairs or [f"{each.title} prefills and decodes by itself" for each in instances]
+    return pairs or [f"{instance.title} prefills and decodes by itself" for instance in instances]
 
 
 def _serve(options: DeploymentOptions, lines: list[str], servers: list[VllmServer]) -> None:

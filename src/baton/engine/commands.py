@@ -60,7 +60,7 @@ class PageCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ScheduledBatch(msgspec.Struct, frozen=True, array_like=True):
-    """What one dp group computes in a step."""
+    """The sequences that one dp group computes in a step."""
 
     sequences: list[ScheduledSequence] = []
     copies: list[PageCopy] = []
@@ -154,7 +154,7 @@ class DeclineTransfer(msgspec.Struct, frozen=True, tag=True):
 
 
 class QueueTransfer(msgspec.Struct, frozen=True, tag=True):
-    """A transfer waits in the engine's queue, which moves; the first rank of the dp group tells the peer."""
+    """A transfer waits in the engine's queue, which moves; the dp group's first rank notifies the peer."""
 
     dp: int
     transfer: str
@@ -240,7 +240,7 @@ class TransferUpdate(msgspec.Struct, frozen=True, tag=True):
 
 
 class LayerReady(msgspec.Struct, frozen=True, array_like=True):
-    """What one layer had to send of the tokens of one step, or of the cached ones."""
+    """The bytes that one layer had to send for the tokens of one step, or for the cached ones."""
 
     ready_s: float
     """When the layer was computed; 0 for cached tokens."""

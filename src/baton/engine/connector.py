@@ -75,7 +75,7 @@ class IncomingTransfer:
 
 @dataclass(frozen=True, slots=True)
 class PromptSlice:
-    """What one step computes of a prompt that is sent."""
+    """The part of an outgoing prompt that one step computes."""
 
     scheduled: ScheduledSequence
     transfer: OutgoingTransfer
@@ -179,7 +179,7 @@ class KVConnector:
             self.endpoint.decline(command.transfer, command.source, command.text)
 
     def queue(self, command: QueueTransfer) -> None:
-        """Tells the other side that a hand-over waits here and the queue moves."""
+        """Notifies the peer that a hand-over waits here and that the queue moves."""
         if command.dp != self._dp or self._rank != self._dp_ranks[0]:
             return
         if command.source:

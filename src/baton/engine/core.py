@@ -538,7 +538,7 @@ class EngineCore:
     def _reserve_pages(self, now_s: float) -> None:
         """Reserves pages for waiting targets, oldest first; declines what never fits.
 
-        The source of one that has to wait is told, so that it does not compute what cannot be received.
+        If one has to wait, its source is notified, so that it does not compute what cannot be received yet.
         """
         for waiting in self._waiting_for_kv:
             while waiting and self._reserve(waiting[0], now_s):

@@ -1,4 +1,4 @@
-"""What a step will take, and how to group its layers so that the hand-over is complete soonest.
+"""Predicts the time of a step, and groups its layers so that the hand-over is complete soonest.
 
 **CostModel** measures. Compute is averaged by powers of two of the rows in a step, since a step of a few rows
 takes as long as one of some dozens. A link is fitted as time = overhead + bytes / speed over the groups that
@@ -93,7 +93,7 @@ NUM_PLANS_KEPT = 64
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """What a step took, or is expected to take."""
+    """The measured or predicted time of a step."""
 
     layer_s: float
     """Of a layer, on average."""
@@ -158,7 +158,7 @@ class StepPrediction:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """What was predicted for a step that hands prompts over."""
+    """The prediction for a step that hands prompts over."""
 
     num_rows: int
     num_prompts: int
@@ -349,7 +349,7 @@ class CostModel:
             del self._links[next(iter(self._links))]
 
     def step(self, num_rows: int) -> StepTiming:
-        """What a step of so many rows is expected to take."""
+        """The predicted time of a step of so many rows."""
         if not self._steps:
             return StepTiming(LAYER_S_DEFAULT, 0.0, SPREAD_DEFAULT, least_s=LAYER_S_DEFAULT)
         bucket, num_rows = _bucket(num_rows), max(1, num_rows)

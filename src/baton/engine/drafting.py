@@ -130,14 +130,14 @@ def guess_batch(
     return ScheduledBatch(
         [
             ScheduledSequence(
-                each.sequence,
-                positions.get(each.sequence, 0) + depth - 1,
-                [*guesses.get(each.sequence, (0,))[-1:]],
-                each.pages,
-                each.prompt_tokens,
+                scheduled.sequence,
+                positions.get(scheduled.sequence, 0) + depth - 1,
+                [*guesses.get(scheduled.sequence, (0,))[-1:]],
+                scheduled.pages,
+                scheduled.prompt_tokens,
             )
-            for each in batch.sequences
-            if each.num_samples and each.num_guesses > depth
+            for scheduled in batch.sequences
+            if scheduled.num_samples and scheduled.num_guesses > depth
         ]
     )
 

@@ -47,10 +47,10 @@ def read_gpus() -> list[GpuMemory]:
     try:
         count = ctypes.c_uint()
         nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        found = [_read_gpu(nvml, name) for name in settings.gpus(count.value)]
+        gpus = [_read_gpu(nvml, name) for name in settings.gpus(count.value)]
     finally:
         nvml.nvmlShutdown()
-    return [gpu for gpu in found if gpu is not None]
+    return [gpu for gpu in gpus if gpu is not None]
 
 
 def _read_gpu(nvml: ctypes.CDLL, name: str) -> GpuMemory | None:
@@ -87,7 +87,7 @@ def deal_gpus(num_ranks: Sequence[int], num_gpus: int) -> list[tuple[int, float]
 
 @dataclass(frozen=True, slots=True)
 class RankRoom:
-    """What one rank may take of its GPU, and what it needs beside the KV cache."""
+    """The GPU memory that one rank may take, and its needs beside the KV cache."""
 
     gpu: GpuMemory
     num_sharing: int
@@ -104,12 +104,12 @@ class RankRoom:
         share = min(int(self.utilization * self.gpu.total), self.gpu.free) // self.num_sharing
         return share - self.weights - self.other
 
-    def refusal(self, what: str) -> ConfigError:
+    def refusal(self, need: str) -> ConfigError:
         """`what` does not fit, with the numbers."""
         sharing = f", shared by {self.num_sharing} ranks" if self.num_sharing > 1 else ""
         left, weights, other = map(human_bytes, (max(0, self.cache_bytes), self.weights, self.other))
         return ConfigError(
-            f"{what} does not fit on GPU {self.gpu.name}: it has {human_bytes(self.gpu.total)}, "
+            f"{need} does not fit on GPU {self.gpu.name}: it has {human_bytes(self.gpu.total)}, "
             f"{human_bytes(self.gpu.free)} of them free{sharing}; --gpu-memory-utilization "
             f"{self.utilization:.2g} leaves {left} for it beside {weights} of weights and {other} of "
             "workspace; ask for fewer tokens (--pool-tokens, --max-model-len), use more GPUs, or free it"

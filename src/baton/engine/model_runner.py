@@ -164,7 +164,7 @@ class ModelRunner:
         }
         for depth in range(1, num_guesses_max(batches)):
             further = [guess_batch(batch, depth, following.positions, guesses) for batch in batches]
-            own, kept = further[dp], [i for i, each in enumerate(members) if each.num_guesses > depth]
+            own, kept = further[dp], [i for i, member in enumerate(members) if member.num_guesses > depth]
             members, rows = [members[i] for i in kept], draft.head.normed(rows[kept])
             step = _StepRows(further, self._mesh, np.arange(own.num_rows))
             tokens = np.array([scheduled.tokens[0] for scheduled in own.sequences], dtype=np.int64)

@@ -50,7 +50,9 @@ class Tokenizer:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         added = backend.added_tokens_decoder
-        self.special = {token: str(what.content) for token, what in added.items() if what.special}
+        self.special = {
+            token: str(added_token.content) for token, added_token in added.items() if added_token.special
+        }
         """The special tokens, with their spellings."""
         self._has_text: dict[int, bool] = {}
         self._bytes: dict[int, int | None] = {}

@@ -1,10 +1,10 @@
-"""A plan for one prompt: what each pair of ranks moves of a chunk, and its spans.
+"""A plan for one prompt: the part of each chunk that a pair of ranks moves, as spans.
 
-Theory. Ranks bind while copies wait, so everything is kept as long as what it depends on: a `PlacedRoute` for
-a plan, a `PromptRoute` for a plan and a prompt length, a `RouteChunk` for a chunk of such prompts. None of
-them depends on page tables. Neither do the spans of one layer once page ids are left open (`lowering`): K and
-V, the next layers of the same tokens and other pairs of ranks share one template. What is left to do for each
-request is to fill in page ids and to repeat the spans of one layer over the layers of the chunk.
+Theory. Copies wait while a rank binds, so every intermediate result is cached by what it depends on: a
+`PlacedRoute` by plan, a `PromptRoute` by plan and prompt length, a `RouteChunk` by chunk of such prompts.
+None of them depends on page tables. Neither do the spans of one layer while page ids are left open
+(`lowering`): K and V, the next layers of the same tokens and other pairs of ranks share one template. Only
+page ids are filled in for each request, and the spans of one layer are repeated over the layers of the chunk.
 
 In staging the components of a chunk lie one after another, each in canonical order: layer, token, unit, dims.
 """
@@ -299,7 +299,7 @@ def _pairs_alike(plan_key: PlanKey) -> tuple[tuple[Pair, ...], ...]:
 
 @dataclass(frozen=True, eq=False)
 class _Entries:
-    """The entries that belong to every one of `strides`: wanted or in the chunk, both shares, turns."""
+    """The entries in all of `strides`: those wanted or in the chunk, both shares, and turns."""
 
     strides: tuple[Stride, ...]
     runs: Runs
@@ -335,7 +335,7 @@ class _BoundedCache(Generic[Value]):
 
 
 class _Memo:
-    """What the routes of one bound plan share."""
+    """Values shared by the routes of one bound plan."""
 
     def __init__(self) -> None:
         self._strides: dict[Hashable, tuple[Stride, ...]] = {}
@@ -369,7 +369,7 @@ class _Memo:
 
 @dataclass(frozen=True)
 class PromptRoute:
-    """A route under one prompt: all that depends neither on a chunk nor on page tables."""
+    """A route for one prompt: everything that depends on neither chunks nor page tables."""
 
     placed: PlacedRoute
     prompt: Prompt
@@ -422,7 +422,7 @@ class PromptRoute:
 
 @dataclass(frozen=True, eq=False)
 class RouteChunk:
-    """What one route carries of one chunk."""
+    """The part of one chunk that one route carries."""
 
     placed: PlacedRoute
     memo: _Memo
@@ -597,9 +597,9 @@ def _can_stack(first: RouteChunk, part: RouteChunk) -> bool:
     ends = zip(
         (first.placed.source, first.placed.target), (part.placed.source, part.placed.target), strict=True
     )
-    return all(one.paging == other.paging for one, other in ends) and all(
-        np.ptp(other - one) == 0
-        for one, other in (
+    return all(base.paging == other.paging for base, other in ends) and all(
+        np.ptp(other - base) == 0
+        for base, other in (
             (first.layers.source, part.layers.source),
             (first.layers.target, part.layers.target),
         )
@@ -626,7 +626,7 @@ _BufferGroup: TypeAlias = tuple[tuple[str, str], list[RouteStack], int]
 
 
 class PairChunk:
-    """What one pair of ranks moves of one chunk."""
+    """The part of one chunk that one pair of ranks moves."""
 
     def __init__(self, pair: Pair, parts: tuple[RouteChunk, ...]) -> None:
         self.pair = pair

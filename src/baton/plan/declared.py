@@ -89,13 +89,15 @@ def _check_numbers(
             raise ConfigError(
                 f"{declared}: a stride of {stride} bytes along {axis}; strides are 1 byte or more"
             )
-    for what, value in (
+    for quantity, value in (
         ("its offset", declared.offset),
         *((f"its stride along {axis}", stride) for axis, stride in strides.items()),
         *((f"the offset of its layer {i}", at) for i, at in enumerate(declared.layer_offsets)),
     ):
         if value < 0 or value % item:
-            raise ConfigError(f"{declared}: {what} is {value} bytes, not a multiple of elements of {item}")
+            raise ConfigError(
+                f"{declared}: {quantity} is {value} bytes, not a multiple of elements of {item}"
+            )
 
 
 def _check_layers(declared: DeclaredPlacement, num_layers: int) -> None:
@@ -253,21 +255,22 @@ class OverlapCheck:
                 first_pages = [replace(region, pages=(1, 1)) for region in cluster]
                 yield from self._overlays(buffer, first_pages, is_framed=True)
                 continue
-            for one, other in _meeting(cluster):
-                shared = self._shared(one.pattern(), other.pattern())
+            for region, other in _meeting(cluster):
+                shared = self._shared(region.pattern(), other.pattern())
                 if shared is None:
                     continue
-                if one.group == other.group:
+                if region.group == other.group:
                     raise ConfigError(
-                        f"{one.name} and {other.name} of group {one.group!r} overlap in buffer {buffer!r}: "
-                        f"bytes {shared[0]} to {shared[1]} belong to both; give each bytes of its own"
+                        f"{region.name} and {other.name} of group {region.group!r} overlap in buffer "
+                        f"{buffer!r}: bytes {shared[0]} to {shared[1]} belong to both; give each bytes "
+                        "of its own"
                     )
-                self._check_aligned(buffer, one, other)
-                yield (one.group, other.group)
+                self._check_aligned(buffer, region, other)
+                yield (region.group, other.group)
 
-    def _check_aligned(self, buffer: str, one: PlacedRegion, other: PlacedRegion) -> None:
+    def _check_aligned(self, buffer: str, region: PlacedRegion, other: PlacedRegion) -> None:
         """Raises ConfigError where a page of one shares bytes with another page of the other."""
-        for left, right in ((one, other), (other, one)):
+        for left, right in ((region, other), (other, region)):
             later = left.later_pages()
             if later is None:
                 continue
@@ -275,13 +278,13 @@ class OverlapCheck:
             shared = self._shared(later, right.first_page() if is_alike else right.pattern())
             if shared is not None:
                 raise ConfigError(
-                    f"{one.name} of group {one.group!r} and {other.name} of group {other.group!r} overlay "
-                    f"each other in buffer {buffer!r}, but not page by page: bytes {shared[0]} to "
+                    f"{region.name} of group {region.group!r} and {other.name} of group {other.group!r} "
+                    f"overlay each other in buffer {buffer!r}, but not page by page: bytes {shared[0]} to "
                     f"{shared[1]} are in unlike pages; groups that share memory need equal page strides and "
                     "pages that begin together"
                 )
 
-    def _shared(self, one: _Pattern, other: _Pattern) -> Range | None:
+    def _shared(self, pattern: _Pattern, other: _Pattern) -> Range | None:
         """Some bytes that both patterns have, or None where there are none."""
         self._num_steps += 1
         if self._num_steps > STEPS_MAX:
@@ -289,25 +292,25 @@ class OverlapCheck:
                 f"the placements are too intricate: more than {STEPS_MAX} steps to show that they do "
                 "not overlap; give layers one stride where they have one, or declare fewer components"
             )
-        if one.stop <= other.start or other.stop <= one.start:
+        if pattern.stop <= other.start or other.stop <= pattern.start:
             return None
-        if not one.axes and not other.axes:
-            return (max(one.start, other.start), min(one.stop, other.stop))
-        if one.stride < other.stride:
-            one, other = other, one
-        inner = one.step(0)
-        if one.stride == other.stride:
+        if not pattern.axes and not other.axes:
+            return (max(pattern.start, other.start), min(pattern.stop, other.stop))
+        if pattern.stride < other.stride:
+            pattern, other = other, pattern
+        inner = pattern.step(0)
+        if pattern.stride == other.stride:
             # Only the difference of the two indices matters.
             other_inner = other.step(0)
-            lowest = max(1 - other.axes[0][0], -(-(other.start - inner.stop + 1) // one.stride))
-            highest = min(one.axes[0][0] - 1, (other_inner.stop - 1 - one.start) // one.stride)
+            lowest = max(1 - other.axes[0][0], -(-(other.start - inner.stop + 1) // pattern.stride))
+            highest = min(pattern.axes[0][0] - 1, (other_inner.stop - 1 - pattern.start) // pattern.stride)
             pairs = ((max(d, 0), max(-d, 0)) for d in range(lowest, highest + 1))
-            tries = ((one.step(i), other.step(j)) for i, j in pairs)
+            tries = ((pattern.step(i), other.step(j)) for i, j in pairs)
         else:
-            lowest = max(0, -(-(other.start - inner.stop + 1) // one.stride))
-            highest = min(one.axes[0][0] - 1, (other.stop - 1 - one.start) // one.stride)
-            tries = ((one.step(i), other) for i in range(lowest, highest + 1))
-        return next((found for pair in tries if (found := self._shared(*pair)) is not None), None)
+            lowest = max(0, -(-(other.start - inner.stop + 1) // pattern.stride))
+            highest = min(pattern.axes[0][0] - 1, (other.stop - 1 - pattern.start) // pattern.stride)
+            tries = ((pattern.step(i), other) for i in range(lowest, highest + 1))
+        return next((shared for pair in tries if (shared := self._shared(*pair)) is not None), None)
 
 
 def _clusters(regions: Sequence[PlacedRegion]) -> Iterator[list[PlacedRegion]]:

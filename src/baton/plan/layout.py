@@ -202,9 +202,9 @@ def _parse_axis(text: str, part: str) -> tuple[Axis, str | None]:
     return Axis(name, _number(text, size, f"size of {name}", NUM_RANKS_MAX)), option
 
 
-def _number(text: str, digits: str, what: str, most: int) -> int:
+def _number(text: str, digits: str, part: str, most: int) -> int:
     if not _NUMBER.fullmatch(digits) or int(digits) > most:
-        raise _malformed(text, f"{what} must be 1 to {most} without leading zeros, found {digits!r}")
+        raise _malformed(text, f"{part} must be 1 to {most} without leading zeros, found {digits!r}")
     return int(digits)
 
 

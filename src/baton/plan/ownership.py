@@ -274,7 +274,7 @@ def _checked_memory(
         regions.setdefault(at.buffer, []).extend(regions_of(declared, at, held, spec.storage, ids))
     spaces = {group: group for group in spec.cache.groups}
     for buffer, inside in regions.items():
-        for one, other_group in sorted(check.overlays(buffer, inside)):
-            first, second = sorted((spaces[one], spaces[other_group]))
-            spaces = {group: first if space == second else space for group, space in spaces.items()}
+        for group, other_group in sorted(check.overlays(buffer, inside)):
+            first, second = sorted((spaces[group], spaces[other_group]))
+            spaces = {name: first if space == second else space for name, space in spaces.items()}
     return _Memory(placed, spaces)

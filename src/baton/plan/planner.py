@@ -175,8 +175,8 @@ def check_component(source: Spec, target: Spec, component: Component) -> None:
             reason += "; one side moves whole pages, the other tokens: if one is vLLM, start it with split_kv"
         raise _refusal(source, target, component.name, reason)
     unequal = [
-        (what, mine, theirs)
-        for what, mine, theirs in (
+        (quantity, mine, theirs)
+        for quantity, mine, theirs in (
             ("number of units", given.num_units, component.num_units),
             ("unit", given.units and given.units.name, component.units and component.units.name),
             ("sizes of one unit", _sizes(given), _sizes(component)),
@@ -186,8 +186,8 @@ def check_component(source: Spec, target: Spec, component: Component) -> None:
         if mine != theirs
     ]
     if unequal:
-        what, mine, theirs = unequal[0]
-        raise _refusal(source, target, component.name, f"{what} differs: source {mine}, target {theirs}")
+        quantity, mine, theirs = unequal[0]
+        raise _refusal(source, target, component.name, f"{quantity} differs: source {mine}, target {theirs}")
     if intersection(given.layers, component.layers) != component.layers:
         raise _refusal(
             source,
@@ -217,13 +217,14 @@ def _check_storage(source: Spec, target: Spec, component: Component) -> None:
         raise _refusal(source, target, component.name, reason)
     if mine.granule == 1:
         return
-    for what, left, right in (
+    for quantity, left, right in (
         ("page sizes", mine.page_tokens, theirs.page_tokens),
         ("dtypes", mine.dtype_of(component), theirs.dtype_of(component)),
     ):
         if left != right:
             reason = (
-                f"a granule of {mine.granule} tokens moves as it is, but {what} differ: {left} and {right}"
+                f"a granule of {mine.granule} tokens moves as it is, but {quantity} differ: {left} and "
+                f"{right}"
             )
             raise _refusal(source, target, component.name, reason)
 

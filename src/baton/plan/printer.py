@@ -166,12 +166,12 @@ def _choice(num_sources: int, num_targets: int, has_tokens: bool) -> str:
     sources, targets = num_sources // common, num_targets // common
     if num_sources == 1:
         return "one owner each, nothing to choose"
-    what = "pages" if has_tokens else "layers"
+    unit = "pages" if has_tokens else "layers"
     if sources == 1:
         return f"each of {num_sources} mirrors serves {targets} target{'s' if targets > 1 else ''} in whole"
     if targets == 1:
-        return f"{what} dealt round robin over {sources} mirrors for each target"
-    return f"{what} dealt in turns of {sources} so that {sources} mirrors share {targets} targets evenly"
+        return f"{unit} dealt round robin over {sources} mirrors for each target"
+    return f"{unit} dealt in turns of {sources} so that {sources} mirrors share {targets} targets evenly"
 
 
 def _routes(report: Report) -> str:

@@ -103,13 +103,13 @@ def _strides(where: str, axes: Sequence[str], view: TensorView, sizes: dict[str,
             f"{where}: axes {', '.join(axes)} for a view of shape {view.shape} and strides {view.strides}; "
             "name each axis once, from the first on"
         )
-    for axis, found in zip(axes, view.shape, strict=False):
+    for axis, length in zip(axes, view.shape, strict=False):
         if axis not in sizes:
             raise ConfigError(f"{where}: there is no axis {axis!r}; use {', '.join(sizes)}")
         # Pages past those of the pools are the engine's own.
-        if found < sizes[axis] if axis == "page" else found != sizes[axis]:
+        if length < sizes[axis] if axis == "page" else length != sizes[axis]:
             raise ConfigError(
-                f"{where}: a view of shape {view.shape} has {found} along {axis}, the spec {sizes[axis]}"
+                f"{where}: a view of shape {view.shape} has {length} along {axis}, the spec {sizes[axis]}"
             )
     missing = [axis for axis, count in sizes.items() if count > 1 and axis not in ("layer", *axes)]
     num_inside = 1

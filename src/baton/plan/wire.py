@@ -153,28 +153,28 @@ def storage_from_bytes(raw: bytes) -> Storage:
     return _storage(_read(raw, StorageFields, "storage"), "storage")
 
 
-def _read(raw: bytes, kind: type[FieldsT], what: str) -> FieldsT:
+def _read(raw: bytes, kind: type[FieldsT], document: str) -> FieldsT:
     if len(raw) > SPEC_BYTES_MAX:
-        raise ConfigError(f"a {what} has at most {SPEC_BYTES_MAX} bytes, found {len(raw)}")
+        raise ConfigError(f"a {document} has at most {SPEC_BYTES_MAX} bytes, found {len(raw)}")
     try:
         fields = json.loads(raw.decode(), object_pairs_hook=_once)
     except (ValueError, RecursionError) as cause:
         raise ConfigError(
-            f"a {what} has to be JSON: {type(cause).__name__} ({str(cause)[:TEXT_MAX]})"
+            f"a {document} has to be JSON: {type(cause).__name__} ({str(cause)[:TEXT_MAX]})"
         ) from None
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as cause:
         wanted, _, path = str(cause).partition(" - at `$")
         path = path.removesuffix("`")
-        found = fields
+        value = fields
         for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
-            found = found[name] if name else found[int(index)]
-        raise _wrong(what + path, wanted, found) from None
+            value = value[name] if name else value[int(index)]
+        raise _wrong(document + path, wanted, value) from None
 
 
-def _wrong(where: str, wanted: str, found: object) -> ConfigError:
-    return ConfigError(f"{where}: {wanted[:1].lower()}{wanted[1:]}, found {repr(found)[:TEXT_MAX]}")
+def _wrong(where: str, wanted: str, value: object) -> ConfigError:
+    return ConfigError(f"{where}: {wanted[:1].lower()}{wanted[1:]}, found {repr(value)[:TEXT_MAX]}")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -312,7 +312,7 @@ class Open(Message, frozen=True, tag="open"):
     grant: Grant
 
 
-class Unpack(Message, frozen=True, tag="unpack"):
+class UnpackChunk(Message, frozen=True, tag="unpack"):
     """Target rank: a staged (or verified) chunk is complete; unpack or check it."""
 
     grant: bytes
@@ -375,7 +375,7 @@ class Opened(Message, frozen=True, tag="opened"):
 
 
 class Unpacked(Message, frozen=True, tag="unpacked"):
-    """Answer to Unpack: done, or why not."""
+    """Answer to UnpackChunk: done, or why not."""
 
     grant: bytes
     rank: int

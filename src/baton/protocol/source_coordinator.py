@@ -1,7 +1,7 @@
 """A source instance's side of one transfer, at its coordinator.
 
-It joins what its ranks offer with the grant that the target sends, in either order, and forwards what ranks
-report. A failure of one rank stops all of them, and the target is sent `Quiet` once, when the last rank is.
+It matches the offers of its ranks with the target's grant, in either order, and forwards their reports.
+A failure of one rank stops all of them; once the last one is quiet, the target is sent one `Quiet`.
 Without a grant the outcome may already be decided here; it is then kept for the target that is still to ask.
 An answer that ended here counts when every rank of the group has said what it prefilled: one rank alone could
 have answered another prompt.

@@ -84,7 +84,7 @@ class GrantTerms(msgspec.Struct, frozen=True):
 
 
 class Account(msgspec.Struct, frozen=True):
-    """What has come in for a grant so far."""
+    """What the ranks have reported for a grant so far."""
 
     ledger: Ledger
     chunks: Mapping[tuple[int, int], Rectangle] = msgspec.field(default_factory=dict)
@@ -96,7 +96,7 @@ class Account(msgspec.Struct, frozen=True):
 
 
 class Closing(msgspec.Struct, frozen=True):
-    """How far the pages are on their way back."""
+    """Progress of taking the pages back."""
 
     is_quiet: bool = False
     """The source said so, or never had the grant."""

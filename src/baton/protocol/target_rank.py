@@ -4,8 +4,8 @@ The rank lets lanes write, unpacks or checks what landed, and revokes the permis
 its own pages while it unpacks: closing waits for that. If it has to prove that the source is quiet, it says
 so only when its transport does.
 
-Every event is a message: `Unpack` and `Close` from the coordinator, `Unpacked` and `Closed` as this rank's
-driver reports the end of the work.
+Every event is a message: `UnpackChunk` and `Close` from the coordinator, `Unpacked` and `Closed` as this
+rank's driver reports the end of the work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeAlias
 import msgspec
 
 from baton.protocol.machine import IGNORED, Effects, Entry, Forget, Table, cell, replace
-from baton.protocol.messages import Close, Closed, Landed, Unpack, Unpacked
+from baton.protocol.messages import Close, Closed, Landed, UnpackChunk, Unpacked
 
 
 class TargetRankState(Enum):
@@ -44,7 +44,7 @@ class TargetRank(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class StartUnpack:
-    """Unpack or check a chunk."""
+    """UnpackChunk or check a chunk."""
 
     landed: Landed
 
@@ -59,7 +59,7 @@ class RevokePermissions:
 Step: TypeAlias = tuple[TargetRank, Effects]
 
 
-def _start(record: TargetRank, unpack: Unpack, now: float) -> Step:
+def _start(record: TargetRank, unpack: UnpackChunk, now: float) -> Step:
     key = (unpack.landed.source_rank, unpack.landed.chunk)
     if key in record.unpacking:
         return record, ()
@@ -91,14 +91,14 @@ def _closed(record: TargetRank, closed: Closed, now: float) -> Step:
 
 S = TargetRankState
 _CELLS: dict[tuple[Enum, type], Entry] = {
-    (S.OPEN, Unpack): cell(_start, S.OPEN),
+    (S.OPEN, UnpackChunk): cell(_start, S.OPEN),
     (S.OPEN, Unpacked): cell(_unpacked, S.OPEN),
     (S.OPEN, Close): cell(_close, S.CLOSING),
-    (S.CLOSING, Unpack): IGNORED,
+    (S.CLOSING, UnpackChunk): IGNORED,
     (S.CLOSING, Unpacked): cell(_unpacked_closing, S.CLOSING),
     (S.CLOSING, Close): cell(_close, S.CLOSING),
     (S.CLOSING, Closed): cell(_closed, S.CLOSING, S.CLOSED),
-    (S.CLOSED, Unpack): IGNORED,
+    (S.CLOSED, UnpackChunk): IGNORED,
     (S.CLOSED, Close): IGNORED,
     (S.CLOSED, Closed): IGNORED,
 }

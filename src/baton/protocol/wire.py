@@ -75,10 +75,10 @@ def _shown(name: str) -> str:
 
 def _reason(text: str) -> str:
     """What was wrong and where. Only these two texts are free of what the peer sent."""
-    what, _, where = text.rpartition(" - at ")
+    fault, _, where = text.rpartition(" - at ")
     if text.startswith(("Expected `", "Object missing required field")):
         return text
-    return f"a value that this version does not know, at {where}" if what else "a value that cannot be read"
+    return f"a value that this version does not know, at {where}" if fault else "a value that cannot be read"
 
 
 def frame(payload: bytes) -> bytes:

@@ -1,8 +1,8 @@
-"""The instances that a router knows: from the registry, from polls, and by what they were given.
+"""The instances that a router knows: their rosters, their health, and the load they were given.
 
-Instances come from the registry and stay while it is away. One that the registry no longer lists, without
-having unregistered, stays for as long as it answers polls and at most for a minute: a registry that was just
-restarted lists no instance until it registers again, and one late answer to a poll is not a failure.
+The registry lists the instances, and they are kept while it does not answer. An instance that it no longer
+lists, without having unregistered, is kept while it answers polls, at most for a minute: a registry that was
+just restarted lists no instance until that has registered again. One late answer to a poll is no failure.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class UpstreamError(Exception):
 class UpstreamClient:
     """The router's HTTP client: one session and one pool of connections for all instances.
 
-    `session` is for polls and for small requests. The requests of clients, two for each hand-over, go past
+    `session` is for polls and for small requests. The requests of clients, two for each hand-over, bypass
     it: a session and its request and response objects cost twice as much as everything else that they need.
     They take a connection from the session's connector, send a head that was made once for each URL, and read
     what aiohttp's own protocol has parsed.
@@ -267,7 +267,7 @@ class InstanceRates(msgspec.Struct, frozen=True):
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
-    """What a router reads of an instance's /server_info."""
+    """The fields of an instance's /server_info that a router reads."""
 
     name: str = ""
     model: str = ""
@@ -290,10 +290,10 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class InstanceHealth:
-    """What the last polls brought."""
+    """Results of the last polls."""
 
     is_healthy: bool = False
-    trouble: str = "not polled yet"
+    problem: str = "not polled yet"
     heard_s: float = field(default_factory=monotonic)
     """When it last answered a poll."""
     healthy_s: float = field(default_factory=monotonic)
@@ -319,7 +319,7 @@ class OpenRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InstanceIdentity:
-    """What requests and instances are matched by, made of one report of an instance."""
+    """The fields that match requests and instances, from one report of an instance."""
 
     roster: Roster
     info: ServerInfo
@@ -486,7 +486,7 @@ class FleetInstance:
     def doubt(self, text: str) -> None:
         """Somebody reports that it has ended: it gets nothing new until it has answered a poll."""
         self.health.is_healthy = False
-        self.health.trouble = text
+        self.health.problem = text
         self.wake()
 
     def summary(self) -> dict[str, Any]:
@@ -502,7 +502,7 @@ class FleetInstance:
             "url": self.roster.url,
             "coordinator": self.coordinator,
             "state": self.state,
-            "trouble": self.health.trouble,
+            "problem": self.health.problem,
             "num_in_flight": self.num_in_flight,
             "num_tokens": self.load_tokens,
             "load": info.load,
@@ -587,47 +587,49 @@ class Fleet:
 
         A name that no instance serves is never returned: a client cannot make labels of metrics.
         """
-        known = [each for each in self.instances.values() if each.model]
-        named = [each for each in known if wanted is None or each.serves(wanted)]
-        if all(each.role is Role.PREFILL for each in named):
-            fingerprints = {each.fingerprint for each in named}
-            named = [each for each in known if each.fingerprint in fingerprints]
-        names = {each.model for each in named if each.role is not Role.PREFILL}
-        names = names or {each.model for each in named}
+        known = [instance for instance in self.instances.values() if instance.model]
+        named = [instance for instance in known if wanted is None or instance.serves(wanted)]
+        if all(instance.role is Role.PREFILL for instance in named):
+            fingerprints = {instance.fingerprint for instance in named}
+            named = [instance for instance in known if instance.fingerprint in fingerprints]
+        names = {instance.model for instance in named if instance.role is not Role.PREFILL}
+        names = names or {instance.model for instance in named}
         return names.pop() if len(names) == 1 else ""
 
     def model_names(self) -> set[str]:
         """All that `model_name` can return for a request of now."""
-        names = {self.model_name(each.model) for each in self.instances.values() if each.model}
+        names = {self.model_name(instance.model) for instance in self.instances.values() if instance.model}
         return names - {""}
 
     def unpaired(self) -> list[FleetInstance]:
-        """Those that can never hand over: no instance of the other role has the same model and settings."""
+        """Instances that can never hand over: none of the other role has the same model and settings."""
         polled = [
             instance
             for instance in self.instances.values()
             if instance.model and instance.health.info.sampling_defaults is not None
         ]
-        sides = [[each for each in polled if each.role is role] for role in (Role.PREFILL, Role.DECODE)]
+        sides = [
+            [instance for instance in polled if instance.role is role] for role in (Role.PREFILL, Role.DECODE)
+        ]
         if not all(sides):
             return []
-        given, needed = _caches(sides[0]), {each.needs for each in sides[1]}
-        lone_prefills = [each for each in sides[0] if needed.isdisjoint(each.identity.gives)]
-        return lone_prefills + [each for each in sides[1] if each.needs not in given]
+        given, needed = _caches(sides[0]), {instance.needs for instance in sides[1]}
+        lone_prefills = [instance for instance in sides[0] if needed.isdisjoint(instance.identity.gives)]
+        return lone_prefills + [instance for instance in sides[1] if instance.needs not in given]
 
     def unpaired_text(self) -> str:
         """The same for people; empty where there are none."""
         alone = self.unpaired()
-        names = ", ".join(f"{each.name} ({each.model})" for each in alone)
+        names = ", ".join(f"{instance.name} ({instance.model})" for instance in alone)
         reason = "no peer has the same config and weights"
         remedy = "serve the same checkpoint on both sides, from any path"
-        prefills = [each for each in self.instances.values() if each.role is Role.PREFILL]
-        decodes = [each for each in alone if each.role is Role.DECODE]
-        sampled = {each.identity.samples_as for each in prefills}
+        prefills = [instance for instance in self.instances.values() if instance.role is Role.PREFILL]
+        decodes = [instance for instance in alone if instance.role is Role.DECODE]
+        sampled = {instance.identity.samples_as for instance in prefills}
         if any(decode.identity.samples_as in sampled for decode in decodes):
             reason = "decode with --draft needs prefill with --draft"
             remedy = "give it to both sides, or to prefill alone"
-        elif any(decode.fingerprint == each.fingerprint for decode in decodes for each in prefills):
+        elif any(decode.fingerprint == instance.fingerprint for decode in decodes for instance in prefills):
             reason = "prefill and decode have different sampling defaults"
             remedy = "give both the same --generation-config and generation_config.json"
         return f"no hand-over for {names}: {reason}; {remedy}" if names else ""
@@ -637,9 +639,12 @@ class Fleet:
         able = self.able()
         if any(instance.role is Role.BOTH for instance in able):
             return ""
-        sides = {role: [each for each in able if each.role is role] for role in (Role.PREFILL, Role.DECODE)}
+        sides = {
+            role: [instance for instance in able if instance.role is role]
+            for role in (Role.PREFILL, Role.DECODE)
+        }
         if all(sides.values()):
-            if {each.needs for each in sides[Role.DECODE]} & _caches(sides[Role.PREFILL]):
+            if {instance.needs for instance in sides[Role.DECODE]} & _caches(sides[Role.PREFILL]):
                 return ""
             return self.unpaired_text() or "no prefill and decode instance of the same model is able"
         absent = [role.value for role, side in sides.items() if not side]
@@ -668,8 +673,8 @@ class Fleet:
 
 
 def _described(instance: FleetInstance) -> str:
-    trouble = for_clients(instance.health.trouble)
-    return f"{instance.name} is {instance.state}" + (f" ({trouble})" if trouble else "")
+    problem = for_clients(instance.health.problem)
+    return f"{instance.name} is {instance.state}" + (f" ({problem})" if problem else "")
 
 
 def _has_gone(instance: FleetInstance, now_s: float) -> bool:
@@ -738,7 +743,7 @@ class FleetWatcher:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            log.error("instances are no longer watched", exc_info=error)
+            log.error("watching the instances failed", exc_info=error)
             self._on_failure(error)
 
     async def _follow_registry(self, registry: RegistryClient) -> None:
@@ -756,7 +761,7 @@ class FleetWatcher:
         try:
             self._apply(await registry.topology())
         except RegistryError as error:  # the watch ends too, and begins again with a whole view
-            log.info("the registry's view stays as it was: %s", error)
+            log.info("cannot read the topology, keeping the last one: %s", error)
 
     def _apply(self, topology: Topology) -> None:
         self._fleet.apply(roster for roster in topology.instances if roster.is_complete and roster.url)
@@ -783,22 +788,22 @@ class FleetWatcher:
             )
         except UpstreamError as error:
             health.is_healthy = False
-            health.trouble = error.text
+            health.problem = error.text
             health.info = msgspec.structs.replace(health.info, is_draining=False)
             if error.code == "REFUSED":  # nothing listens there any more: the process has ended
                 instance.lose(f"{instance.name} has ended: {error.text}")
                 self._fleet.on_end(instance)
             return
         health.heard_s = monotonic()
-        health.trouble = "" if status == 200 else read_error(status, body).message
+        health.problem = "" if status == 200 else read_error(status, body).message
         try:
             if info[0] != 200:
                 remedy = f"; {self._reader.key_remedy}" if info[0] in (401, 403) else ""
-                status, health.trouble = 0, f"{info_path}: {read_error(*info).message}{remedy}"
+                status, health.problem = 0, f"{info_path}: {read_error(*info).message}{remedy}"
             elif instance.update_info(self._reader.read_info(instance, info[1])):
                 self._fleet.on_end(instance)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            status, health.trouble = 0, f"its {info_path} cannot be read: {error}"
+            status, health.problem = 0, f"its {info_path} cannot be read: {error}"
         health.is_healthy = status == 200
         if health.is_healthy:
             health.healthy_s = health.heard_s

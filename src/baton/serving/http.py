@@ -2,12 +2,12 @@
 
 A request passes the middleware, which checks the key before it reads anything, then reads the body whole
 within a time and a size limit. Handlers get it from memory by `await request.read()`. Every failure becomes
-an ApiError response. A failed request is one line in the log: never its text, and of a refusal only code and
-field, since the message may quote what a client sent.
+an ApiError response. A failed request is one line in the log, without the request's text. For a refusal the
+line has only the code and the field, because the message may quote the client.
 
 aiohttp closes idle connections, but it has no limit for a request head that never ends. HeadTimer stands
-between the socket and aiohttp's protocol and closes such a connection. It only passes the calls of
-asyncio.Protocol on; the middleware tells it when a head is complete.
+between the socket and aiohttp's protocol and closes such a connection. It forwards the calls of
+asyncio.Protocol; the middleware calls it when a head is complete.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def read_error(status: int, body: bytes, retry_after: str | None = None) -> ApiE
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What is proven about the sender of a request."""
+    """What a request's key and address prove about its sender."""
 
     is_router: bool = False
     is_loopback: bool = False
@@ -264,7 +264,7 @@ def _digest(key: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
-    """What a client may send and how long it may take."""
+    """Limits on the size and duration of requests."""
 
     body_bytes_max: int = 16 << 20
     body_s_max: float = 30.0
@@ -783,7 +783,7 @@ class RouterHints(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TokenNote(msgspec.Struct, frozen=True):
-    """What an event adds to a choice: tokens, and the finish reason if it ended."""
+    """Tokens that an event adds to a choice, and the finish reason if it ended."""
 
     index: int
     tokens: tuple[int, ...] = ()

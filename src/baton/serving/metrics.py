@@ -112,7 +112,7 @@ class ServerMetrics(Collector):
     def add_response(self, endpoint: str, status: int) -> None:
         self.requests.labels(endpoint, str(status)).inc()
 
-    def add_handoff(self, story: RequestTrace, figures: Mapping[str, float]) -> None:
+    def add_handoff(self, trace: RequestTrace, figures: Mapping[str, float]) -> None:
         """The trace of one job, and its stages in seconds."""
         for stage in ("queue", "compute", "exposed", "admission"):
             if (time_s := figures.get(f"{stage}_s")) is not None:
@@ -121,10 +121,10 @@ class ServerMetrics(Collector):
             self._exposed.inc(exposed_s)
         if (efficiency := figures.get("efficiency")) is not None:
             self._efficiency.observe(efficiency)
-        for rank, copies in story.copies.items():
+        for rank, copies in trace.copies.items():
             for copy in copies:
                 self._route_bytes.labels(str(rank), str(copy.target_rank)).inc(copy.num_bytes)
-        for reason in dict.fromkeys(story.unpipelined):
+        for reason in dict.fromkeys(trace.unpipelined):
             # With its numbers every request would be a series of its own.
             self._unpipelined.labels(NUMBER.sub("N", reason)).inc()
 
@@ -377,8 +377,8 @@ def _attempt_intervals(attempts: Sequence[AttemptRecord], zero_s: float) -> Iter
 def _arrived_s(timeline: Any, fallback_s: float) -> float:
     """When the request came to an instance, by the calendar."""
     clock = timeline.get("clock") or {}
-    stories = [job.get("story") or {} for job in timeline.get("jobs", ())]
-    arrivals = [story["arrived_s"] for story in stories if story.get("arrived_s")]
+    traces = [job.get("trace") or {} for job in timeline.get("jobs", ())]
+    arrivals = [trace["arrived_s"] for trace in traces if trace.get("arrived_s")]
     if not arrivals or "monotonic_s" not in clock:
         return fallback_s
     return float(clock["unix_s"] - (clock["monotonic_s"] - min(arrivals)))

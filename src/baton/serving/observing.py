@@ -14,7 +14,8 @@ import msgspec
 
 from baton.engine.requests import EngineRequest, InboundHandoff, OutboundHandoff
 from baton.engine.trace import RequestTrace, last_byte_s, rank_intervals, serial_s
-from baton.observe import Interval, Timeline, Track, trace
+from baton.observe import Interval, Timeline, Track
+from baton.observe import trace as perfetto_trace
 from baton.plan.printer import human_bytes, human_time
 from baton.serving.metrics import ServerMetrics
 from baton.serving.openai import ParsedRequest, Usage
@@ -63,69 +64,69 @@ class Side(Enum):
             case None:
                 return Side.ALONE
 
-    def figures(self, story: RequestTrace) -> dict[str, float]:
+    def figures(self, trace: RequestTrace) -> dict[str, float]:
         """Stages in seconds; those that this side cannot know, or that never came, are left out.
 
         queue: arrival to the first step, or at a target to its pages. compute: to the end of the prompt's
         last layer. exposed: from there to the last byte copied. admission: from there to the verdict, as the
         source learns of it. tth: arrival to the verdict, at a target. ttft: arrival to the first token.
         """
-        figures = {name: stop_s - start_s for name, (start_s, stop_s) in self._stages(story)}
-        busiest_s = max(serial_s(story).values(), default=0.0)
+        figures = {name: stop_s - start_s for name, (start_s, stop_s) in self._stages(trace)}
+        busiest_s = max(serial_s(trace).values(), default=0.0)
         if self is Side.SOURCE and busiest_s > 0 and "exposed_s" in figures:
             figures["efficiency"] = max(0.0, 1 - figures["exposed_s"] / busiest_s)
         return figures
 
-    def timeline(self, name: str, story: RequestTrace) -> Timeline:
+    def timeline(self, name: str, trace: RequestTrace) -> Timeline:
         """Stages, compute by group, copies by route, from the arrival of the request."""
-        return Timeline(name, tuple(self._intervals(story)))
+        return Timeline(name, tuple(self._intervals(trace)))
 
-    def _stages(self, story: RequestTrace) -> Iterator[tuple[str, tuple[float, float]]]:
-        arrived_s = story.arrived_s
-        if story.begun_s:
-            yield "queue_s", (arrived_s, max(arrived_s, story.begun_s))
-        if story.prompt_s and story.begun_s:
-            yield "compute_s", (story.begun_s, max(story.begun_s, story.prompt_s))
-        if self is Side.SOURCE and story.prompt_s:
-            last_s = last_byte_s(story)
-            yield "exposed_s", (story.prompt_s, last_s)
-            if story.settled_s:
-                yield "admission_s", (last_s, max(last_s, story.settled_s))
-        if self is Side.TARGET and story.settled_s:
-            yield "tth_s", (arrived_s, story.settled_s)
-            if story.stepped_s:
-                yield "first_step_s", (story.settled_s, max(story.settled_s, story.stepped_s))
-        if story.token_s:
-            yield "ttft_s", (arrived_s, max(arrived_s, story.token_s))
-        if story.ended_s:
-            yield "total_s", (arrived_s, story.ended_s)
+    def _stages(self, trace: RequestTrace) -> Iterator[tuple[str, tuple[float, float]]]:
+        arrived_s = trace.arrived_s
+        if trace.begun_s:
+            yield "queue_s", (arrived_s, max(arrived_s, trace.begun_s))
+        if trace.prompt_s and trace.begun_s:
+            yield "compute_s", (trace.begun_s, max(trace.begun_s, trace.prompt_s))
+        if self is Side.SOURCE and trace.prompt_s:
+            last_s = last_byte_s(trace)
+            yield "exposed_s", (trace.prompt_s, last_s)
+            if trace.settled_s:
+                yield "admission_s", (last_s, max(last_s, trace.settled_s))
+        if self is Side.TARGET and trace.settled_s:
+            yield "tth_s", (arrived_s, trace.settled_s)
+            if trace.stepped_s:
+                yield "first_step_s", (trace.settled_s, max(trace.settled_s, trace.stepped_s))
+        if trace.token_s:
+            yield "ttft_s", (arrived_s, max(arrived_s, trace.token_s))
+        if trace.ended_s:
+            yield "total_s", (arrived_s, trace.ended_s)
 
-    def _intervals(self, story: RequestTrace) -> Iterator[Interval]:
-        zero_s, stages = story.arrived_s, dict(self._stages(story))
-        details: dict[str, str | int] = {"cached tokens": story.num_cached, "held tokens": story.num_held}
-        if story.unpipelined:
-            details["not pipelined"] = "; ".join(dict.fromkeys(story.unpipelined))
+    def _intervals(self, trace: RequestTrace) -> Iterator[Interval]:
+        zero_s, stages = trace.arrived_s, dict(self._stages(trace))
+        details: dict[str, str | int] = {"cached tokens": trace.num_cached, "held tokens": trace.num_held}
+        if trace.unpipelined:
+            details["not pipelined"] = "; ".join(dict.fromkeys(trace.unpipelined))
         for stage, label in _STAGE_LABELS.items():
             if stage in stages:
                 start_s, stop_s = stages[stage]
                 yield Interval(Track("request", label), label, start_s - zero_s, stop_s - zero_s, details)
-        if self is Side.TARGET and story.begun_s and story.settled_s:
-            start_s, stop_s = story.begun_s, max(story.begun_s, story.settled_s)
+        if self is Side.TARGET and trace.begun_s and trace.settled_s:
+            start_s, stop_s = trace.begun_s, max(trace.begun_s, trace.settled_s)
             track = Track("request", "hand-over")
             yield Interval(track, "hand-over", start_s - zero_s, stop_s - zero_s, details)
-        first_s = story.stepped_s or story.token_s
-        if story.ended_s > first_s > 0:
-            yield Interval(Track("request", "decode"), "decode", first_s - zero_s, story.ended_s - zero_s)
-        yield from rank_intervals(story, zero_s, "rank")
+        first_s = trace.stepped_s or trace.token_s
+        if trace.ended_s > first_s > 0:
+            yield Interval(Track("request", "decode"), "decode", first_s - zero_s, trace.ended_s - zero_s)
+        yield from rank_intervals(trace, zero_s, "rank")
 
 
-def handoff_sizes(side: Side, story: RequestTrace) -> dict[str, int]:
+def handoff_sizes(side: Side, trace: RequestTrace) -> dict[str, int]:
     """What was sent, at the source; what was there already, at the target."""
     if side is Side.TARGET:
-        return {"held_tokens": story.num_held}
+        return {"held_tokens": trace.num_held}
     return {
-        "bytes": sum(copy.num_bytes for copies in story.copies.values() for copy in copies),
-        "groups": max((len(groups) for groups in story.groups.values()), default=0),
+        "bytes": sum(copy.num_bytes for copies in trace.copies.values() for copy in copies),
+        "groups": max((len(groups) for groups in trace.groups.values()), default=0),
     }
 
 
@@ -173,23 +174,23 @@ class RequestObserver:
         for _ in range(num_tokens):
             self.metrics.itl.observe(since_s / num_tokens)
 
-    def traced(self, recorded: RecordedRequest, job_index: int, story: RequestTrace) -> None:
+    def traced(self, recorded: RecordedRequest, job_index: int, trace: RequestTrace) -> None:
         """A job is over and its pages are free."""
         side = Side.of(recorded.parsed.jobs[job_index].request)
-        figures = side.figures(story)
+        figures = side.figures(trace)
         if len(recorded.traces) < NUM_JOBS_MAX:
-            recorded.traces[job_index], recorded.figures[job_index] = story, figures
+            recorded.traces[job_index], recorded.figures[job_index] = trace, figures
         if "queue_s" in figures:
             self.metrics.queue.observe(figures["queue_s"])
         is_failed = job_index in recorded.failed_jobs
         if "tth_s" in figures and not is_failed:
             self.metrics.tth.observe(figures["tth_s"])
         if side is not Side.ALONE:
-            self.metrics.add_handoff(story, figures)
+            self.metrics.add_handoff(trace, figures)
         if side is not Side.ALONE and not is_failed:
-            reasons = "; ".join(dict.fromkeys(story.unpipelined))
+            reasons = "; ".join(dict.fromkeys(trace.unpipelined))
             shown = {"not_pipelined": reasons} if reasons and side is Side.SOURCE else {}
-            self._log_handoff(recorded.parsed, job_index, {**handoff_sizes(side, story), **figures, **shown})
+            self._log_handoff(recorded.parsed, job_index, {**handoff_sizes(side, trace), **figures, **shown})
 
     def _log_handoff(self, parsed: ParsedRequest, job_index: int, figures: Mapping[str, float | str]) -> None:
         """One line on each side; transfer and request are the same in both."""
@@ -242,10 +243,10 @@ class RequestObserver:
             return None
         # With both clocks, timelines of several machines can be aligned.
         clock = {"monotonic_s": time.monotonic(), "unix_s": time.time()}
-        stories = {
-            index: msgspec.to_builtins(story, str_keys=True) for index, story in recorded.traces.items()
+        traces = {
+            index: msgspec.to_builtins(trace, str_keys=True) for index, trace in recorded.traces.items()
         }
-        jobs = [{**job, "story": stories.get(job["job"])} for job in self._jobs(recorded)]
+        jobs = [{**job, "trace": traces.get(job["job"])} for job in self._jobs(recorded)]
         return {**self._summary(recorded), "clock": clock, "jobs": jobs}
 
     def trace(self, name: str) -> dict[str, Any] | None:
@@ -253,10 +254,10 @@ class RequestObserver:
         recorded = self._recorded.get(name)
         if recorded is None:
             return None
-        return trace(
+        return perfetto_trace(
             [
-                Side.of(recorded.parsed.jobs[index].request).timeline(f"{self._instance} job {index}", story)
-                for index, story in sorted(recorded.traces.items())
+                Side.of(recorded.parsed.jobs[index].request).timeline(f"{self._instance} job {index}", trace)
+                for index, trace in sorted(recorded.traces.items())
             ]
         )
 
@@ -276,7 +277,7 @@ class RequestObserver:
     def _jobs(self, recorded: RecordedRequest) -> list[dict[str, Any]]:
         jobs = []
         for index, job in enumerate(recorded.parsed.jobs[:NUM_JOBS_MAX]):
-            side, story = Side.of(job.request), recorded.traces.get(index)
+            side, trace = Side.of(job.request), recorded.traces.get(index)
             jobs.append(
                 {
                     "job": index,
@@ -284,9 +285,9 @@ class RequestObserver:
                     "side": side.value,
                     "transfer": None if job.request.handoff is None else job.request.handoff.transfer,
                     "figures": recorded.figures.get(index),
-                    "unpipelined": [] if story is None else list(dict.fromkeys(story.unpipelined)),
-                    "num_cached": 0 if story is None else story.num_cached,
-                    "num_held": 0 if story is None else story.num_held,
+                    "unpipelined": [] if trace is None else list(dict.fromkeys(trace.unpipelined)),
+                    "num_cached": 0 if trace is None else trace.num_cached,
+                    "num_held": 0 if trace is None else trace.num_held,
                 }
             )
         return jobs

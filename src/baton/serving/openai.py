@@ -2,11 +2,11 @@
 
 A field that is not named here is refused. UNSUPPORTED lists the fields of OpenAI, vLLM and SGLang that would
 change the response and that this server cannot honour: they may only have a neutral value. IGNORED lists
-those that change nothing of the text.
+fields that do not change the text.
 
 The n choices of a prompt are one job: one prefill, one hand-over, and the decode forks. The index of a choice
-is the index of its prompt times n, plus which of the n it is. A request that resumes an earlier attempt has
-one job for each choice that was not finished, in the order in which they are listed.
+is the prompt's index times n, plus the choice's number among the n. A request that resumes an earlier attempt
+has one job for each unfinished choice, in the order listed.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenAIFields(SamplingFields, frozen=True, kw_only=True):
-    """What the requests of OpenAI's API share, with fields that other servers of this API accept too."""
+    """Fields common to OpenAI's requests, and extensions that other servers accept too."""
 
     model: str | None = None
     seed: Seed | None = None
@@ -913,7 +913,9 @@ async def _read_prompts(body: RequestBody, model: ServedModel) -> list[TokenSequ
     match body:
         case ChatRequest():
             options = _template_options(body)
-            messages = [_template_message(each, index, model) for index, each in enumerate(body.messages)]
+            messages = [
+                _template_message(message, index, model) for index, message in enumerate(body.messages)
+            ]
             return [await model.encode_chat(messages, options)]
         case CompletionRequest():
             return await _texts_or_ids(body.prompt, "prompt", model, body.add_special_tokens is not False)
@@ -1334,7 +1336,7 @@ class DrainBody(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What a choice gained since the last look at it."""
+    """New output of a choice, since the last call."""
 
     index: int
     is_first: bool

@@ -74,7 +74,7 @@ class _Job(msgspec.Struct, frozen=True):
     transfer: str | None = None
     figures: dict[str, float] | None = None
     unpipelined: tuple[str, ...] = ()
-    story: RequestTrace | None = None
+    trace: RequestTrace | None = None
 
 
 class _Clock(msgspec.Struct, frozen=True):
@@ -83,7 +83,7 @@ class _Clock(msgspec.Struct, frozen=True):
 
 
 class _Request(msgspec.Struct, frozen=True):
-    """One request of /v1/timelines; `clock` and stories only where it was asked for alone."""
+    """One request of /v1/timelines; `clock` and traces only where it was asked for alone."""
 
     id: str
     created: int = 0
@@ -117,14 +117,14 @@ def _read_handoff(*bodies: bytes) -> tuple[dict[str, Any] | None, float]:
 
 def _traced(source: _Request, target: _Request) -> HandoffTrace | None:
     """The first job of a request that both sides have traced, by the clock of the source."""
-    stories = {job.transfer: job.story for job in target.jobs if job.side == "target" and job.story}
+    traces = {job.transfer: job.trace for job in target.jobs if job.side == "target" and job.trace}
     shift_s = (target.clock.unix_s - target.clock.monotonic_s) - (
         source.clock.unix_s - source.clock.monotonic_s
     )
     if abs(shift_s) < SAME_CLOCK_S:
         shift_s = 0.0
     for job in source.jobs:
-        prefill, decode = job.story, stories.get(job.transfer)
+        prefill, decode = job.trace, traces.get(job.transfer)
         if job.side == "source" and prefill and decode and prefill.prompt_s and decode.settled_s:
             stepped_s = decode.stepped_s and decode.stepped_s + shift_s
             decode = replace(decode, settled_s=decode.settled_s + shift_s, stepped_s=stepped_s)
@@ -148,7 +148,7 @@ def drawing(handoff: HandoffTrace) -> dict[str, Any]:
             reason[:TEXT_CHARACTERS_MAX] for reason in dict.fromkeys(handoff.prefill.unpipelined)
         ],
         "num_tracks": len(tracks),
-        "tracks": [_drawn_track(*each) for each in islice(tracks.items(), NUM_TRACKS_MAX)],
+        "tracks": [_drawn_track(*entry) for entry in islice(tracks.items(), NUM_TRACKS_MAX)],
         "matrix": _matrix(handoff.prefill),
     }
 
@@ -289,7 +289,7 @@ class HandoffSample:
 def _source_figures(request: _Request) -> dict[str, float] | None:
     """Of its first job that was handed over."""
     figures = (job.figures for job in request.jobs if job.side == "source" and job.figures)
-    return next((found for found in figures if "exposed_s" in found), None)
+    return next((values for values in figures if "exposed_s" in values), None)
 
 
 # ---- the page
@@ -369,7 +369,7 @@ class RouterPage:
             "instances": [
                 {
                     **instance.summary(),
-                    "trouble": instance.health.trouble[:TEXT_CHARACTERS_MAX],
+                    "problem": instance.health.problem[:TEXT_CHARACTERS_MAX],
                     "heard_s": round(now_s - instance.health.heard_s, 1),
                 }
                 for instance in instances[:NUM_INSTANCES_MAX]

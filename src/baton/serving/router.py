@@ -9,8 +9,8 @@ time. If prefill fails before decode has the cache, the other request is ended w
 Before anything was streamed, a failed attempt is made again from the start, on another pair if there is one,
 in new rooms or under a new transfer id. Once events have gone to the client, each further attempt is given
 the tokens that the client has and streams what comes after them. Events are forwarded whole or not at all,
-and their tokens are recorded before they are written: what a new attempt is given is what the client has, or
-is about to get.
+and their tokens are recorded before they are written, so a new attempt resumes after the last token that the
+client has, or is about to get.
 """
 
 from __future__ import annotations
@@ -294,7 +294,7 @@ class Router:
     def _page_state(self) -> dict[str, Any]:
         """For the page: the router itself, and the requests that have been running for longest."""
         return {
-            **self._trouble(),
+            **self._health_status(),
             "is_draining": self._open.is_draining,
             "num_running": len(self._open),
             "num_waiting": self.queue.num_waiting,
@@ -306,13 +306,13 @@ class Router:
     async def _get_health(self, request: web.Request) -> web.StreamResponse:
         if self._open.is_draining:
             raise failure("DRAINING", "this router is draining")
-        trouble = self._trouble()
-        if trouble["status"] == "down":
-            raise failure("NO_INSTANCE", trouble["message"])
-        return json_response({name: text for name, text in trouble.items() if text})
+        health = self._health_status()
+        if health["status"] == "down":
+            raise failure("NO_INSTANCE", health["message"])
+        return json_response({name: text for name, text in health.items() if text})
 
-    def _trouble(self) -> dict[str, str]:
-        """What new requests meet: "ok", "degraded" where one side answers alone, "down"; and why."""
+    def _health_status(self) -> dict[str, str]:
+        """The status for new requests: "ok", "degraded" where one side answers alone, "down"; and why."""
         missing = self.fleet.missing()
         is_down = missing and (self.config.local is LocalMode.NEVER or not self.fleet.able())
         status = "down" if is_down else "degraded" if missing else "ok"
@@ -333,7 +333,7 @@ class Router:
         raise ApiError(404, text, param="model", code="model_not_found")
 
     async def _model_cards(self) -> dict[str, Any]:
-        """What one instance of each model says of it; where the sides differ, decode has the name."""
+        """The model card of each model, from one of its instances; if names differ, decode's counts."""
         able = self.fleet.able()
         answering = {instance.fingerprint for instance in able if instance.role is not Role.PREFILL}
         chosen = {
@@ -434,7 +434,7 @@ class Router:
 
 
 class AttemptFailed(Exception):  # noqa: N818  (an outcome of an attempt)
-    """What a client would be told, and which instances to avoid next."""
+    """An attempt failed: the error for the client, and the instances to avoid next."""
 
     def __init__(self, error: ApiError, *blamed: str, raw: bytes | None = None) -> None:
         super().__init__(error.message)
@@ -682,7 +682,7 @@ class ProxiedRequest:
         return web.Response(body=failed.raw, status=error.status, headers=JSON_HEADERS)
 
     def _missing_end(self, failed: AttemptFailed) -> bytes:
-        """What is missing of a stream whose choices are all finished."""
+        """The end of a stream whose choices are all finished."""
         if not self._request.wants_usage or self._progress.has_usage:
             return DONE
         if not self._prompt_tokens or not self._progress.is_exact:
@@ -706,11 +706,11 @@ class NoInstance(Exception):  # noqa: N818  (a state of the fleet, not an error)
 
 
 class AllFull(Exception):  # noqa: N818  (a state of the fleet, not an error)
-    """The instances that could answer have as much as they may be given."""
+    """Every instance that could answer is at its limit."""
 
 
 class RouteConstraints(msgspec.Struct, frozen=True):
-    """What an attempt needs beyond the request itself."""
+    """Constraints of one attempt, besides those of the request."""
 
     avoid: frozenset[str] = frozenset()
     """Instances that failed this request; used again only where there is no other."""
@@ -816,7 +816,7 @@ def _queue_full(text: str) -> ApiError:
 
 
 class ChosenRoute(msgspec.Struct, frozen=True):
-    """The instance that answers, the one that prefills for it if any, and what they are charged meanwhile."""
+    """The instance that answers, the one that prefills for it if any, and the tokens charged to each."""
 
     server: FleetInstance
     prefill: FleetInstance | None
@@ -981,7 +981,7 @@ class _Choice:
         self._hashes = chooser.prefixes.hashes(prompt) if request.num_prompts == 1 else ()
 
     def preferred(self, instances: Sequence[FleetInstance]) -> Sequence[FleetInstance]:
-        """Those that have not failed this request."""
+        """The instances that have not failed this request."""
         avoid = self._constraints.avoid
         return [instance for instance in instances if instance.name not in avoid] if avoid else instances
 
@@ -1325,7 +1325,7 @@ class UpstreamRequest:
         health, name = self.instance.health, self.instance.name
         unhealthy_s = now_s - health.healthy_s
         if min(silent_s, unhealthy_s) > self._limits.silence_s_max:
-            text = f"{name} has been unhealthy for {unhealthy_s:.0f} s: {health.trouble}"
+            text = f"{name} has been unhealthy for {unhealthy_s:.0f} s: {health.problem}"
             self.fail(UpstreamError(text, "DEADLINE"))
         elif self.queue_s_max is not None and silent_s > self.queue_s_max:
             error = failure(

@@ -3,7 +3,7 @@
 `Server._generate` is the handler. It reads and parses the body (`baton.serving.openai`) into jobs. A
 `Generation` submits them to the instance, whose events come back through the `EventBridge`, and writes the
 response. The response headers go out with the first token, so that a failure before it has a status of its
-own. After that each wake-up is one write, whatever has come by then.
+own. After that, each wake-up sends everything that has arrived in one write.
 """
 
 from __future__ import annotations
@@ -559,9 +559,9 @@ class Generation:
                 self._error = self._error or failure(code, for_clients(text))
                 self._observer.failed(self.recorded, job_index, code, text)
                 self._job_over(job_index)
-            case RequestFinished(story):
-                self._num_cached += story.num_cached
-                self._observer.traced(self.recorded, job_index, story)
+            case RequestFinished(trace):
+                self._num_cached += trace.num_cached
+                self._observer.traced(self.recorded, job_index, trace)
                 self._job_over(job_index)
         self._woken.set()
 

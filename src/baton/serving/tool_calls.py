@@ -584,7 +584,7 @@ class ToolCallParser:
         return content
 
     def _find_end(self, call: _OpenCall, is_over: bool) -> tuple[int | None, int]:
-        """Where a call ends, None: that is not known yet, -1: it is no call; and where text goes on."""
+        """(end, next): where the call ends (None: incomplete, -1: not a call), and where text resumes."""
         form, text = self.form, self._held
         if end := form.tags.get(call.tag, ""):
             index = text.find(end, call.search_index)

@@ -252,7 +252,7 @@ def read_routable(path: str, raw: bytes, private: Sequence[str] = _BOOTSTRAP_FIE
 
 
 def _read_openai(body: _Body) -> dict[str, Any]:
-    """What only OpenAI's API has of a RoutableRequest."""
+    """The fields of a RoutableRequest that only OpenAI's API has."""
     options = body.stream_options
     num_tokens_max = _count(body.max_completion_tokens) or _count(body.max_tokens)
     if body.echo is True and body.max_tokens == 0:
@@ -351,7 +351,7 @@ def _check_prompts(num_prompts: int, param: str) -> None:
 
 
 class StreamProgress:
-    """What a client has of its response, over all attempts: the tokens of every choice."""
+    """The part of its response that a client has, over all attempts: the tokens of every choice."""
 
     def __init__(self, num_choices: int, identity: str = "", created: int = 0) -> None:
         self.id = identity
@@ -422,7 +422,7 @@ class StreamFilter:
         self._held: dict[int, bytes] = {}
 
     def feed(self, data: bytes) -> bytes:
-        """What the client gets of these bytes."""
+        """The bytes to forward to the client."""
         out: list[bytes] = []
         for event in self._reader.feed(data):
             if event.note is not None:
@@ -444,7 +444,7 @@ class StreamFilter:
         return len(self._admitted) >= num_jobs
 
     def _forward(self, note: TokenNote, raw: bytes) -> bytes:
-        """What the client gets now of this event and of those held before it."""
+        """The bytes to forward now, of this event and of events held before it."""
         index = note.index
         held = self._held.pop(index, b"") if self._held else b""
         if not note.tokens and note.finish is None and not self._progress.has_token(index):

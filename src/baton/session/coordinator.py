@@ -203,7 +203,7 @@ class CoordinatorDriver:
                 self.inbound.on_message(session, message)
         except ProtocolError as error:
             # A peer that breaks the protocol loses its session; this instance goes on.
-            log.warning("session with %s: %s", session.instance, error)
+            log.warning("closing the session with %s: %s", session.instance, error)
             text = f"{session.instance} broke the protocol: {error}"
             cause = self.config.cause(Why.PEER_LOST, Stage.COPY, text)
             self.ports.send(session.link, Goodbye(cause=cause))
@@ -272,7 +272,7 @@ class CoordinatorDriver:
                     self.on_serving()
                 case StopGranting(text):
                     self.inbound.refusal = self.outbound.refusal = text
-                    log.error("%s stops granting: %s", self.config.instance, text)
+                    log.error("%s accepts no new transfers: %s", self.config.instance, text)
                 case EndAll(text, is_requested):
                     self._end_all(text, is_requested)
                 case _:

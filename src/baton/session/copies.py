@@ -95,7 +95,7 @@ class DroppedChunk:
 
 @dataclass(slots=True)
 class SourceTransfer:
-    """One transfer at this rank: its machine's record and what the driver keeps beside it."""
+    """One transfer at this rank: its machine's record and the driver's own state."""
 
     record: SourceRank
     handle: Sending
@@ -239,7 +239,7 @@ class SourceCopies:
             self._dispatcher.feed(transfer, Aborted(cause))
 
     def withdraw(self, sending: Sending) -> None:
-        """The engine takes back what is not copied."""
+        """The engine preempted the request; drop chunks not copied yet."""
         transfer = self._of(sending)
         if transfer is None:
             sending.end_withdrawal_if_settled()
@@ -292,7 +292,9 @@ class SourceCopies:
                 peer = self.transport.connect(Description.from_bytes(path.description))
             except BatonError as error:
                 # Copies over it will fail, and say so.
-                log.warning("path %d to rank %d: %s", path.number, path.target_rank, error)
+                log.warning(
+                    "cannot connect to target rank %d (path %d): %s", path.target_rank, path.number, error
+                )
                 continue
             for (session, target, _), connection in self.connections.items():
                 if (session, target) == (message.session, path.target_rank):

@@ -63,7 +63,7 @@ class Dispatcher(Generic[Item]):
                 except RemoteProtocolError as error:
                     peer_error = error
                 except Exception as error:
-                    log.exception("%s", type(event).__name__)
+                    log.exception("a transfer failed while handling %s", type(event).__name__)
                     end = self._give_up(f"{type(event).__name__}: {error}")
                     if type(end) is type(event):
                         raise

@@ -153,7 +153,7 @@ class Membership:
 
 
 class EndpointBase(ABC):
-    """What an endpoint is, wherever its work is done."""
+    """The interface of an endpoint, in this process or in another."""
 
     config: EndpointConfig
     _is_open = True

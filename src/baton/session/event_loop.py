@@ -202,7 +202,7 @@ class EventLoop:
             link.flush()
 
     def end(self, cause: str) -> None:
-        """Sends what is queued, then tells the owner, once, that the instance is over."""
+        """Sends what is queued, then reports to the owner, once, that the instance is over."""
         if self._is_over:
             return
         self._is_over = True

@@ -220,7 +220,7 @@ class CopyTiming:
 
 
 class SendingDriver(Protocol):
-    """What a sending handle asks of its driver; `read_pages` on any thread, the rest on the driver's."""
+    """The calls of a sending handle to its driver; `read_pages` on any thread, the rest on the driver's."""
 
     def read_pages(self, pages: Pages) -> CheckedPages: ...
     def chunk_ready(self, sending: Sending, chunk: OfferedChunk) -> None: ...
@@ -232,7 +232,7 @@ class SendingDriver(Protocol):
 
 
 class Withdrawal:
-    """What becomes of a `Sending.withdraw()`: poll `is_quiet`, or wait for it."""
+    """The progress of a `Sending.withdraw()`: poll `is_quiet`, or wait for it."""
 
     def __init__(self) -> None:
         self.landed: tuple[Chunk, ...] = ()
@@ -449,7 +449,7 @@ class Sending(Handle):
         self.on_change(self)
 
     def _missing(self, box: Rectangle) -> list[Rectangle]:
-        """What of a chunk has not landed, in parts that fit into the places of dropped chunks."""
+        """The parts of a chunk that have not landed, cut to fit the places of dropped chunks."""
         missing = [] if self._is_committed else [box]
         for landed in self._landed:
             missing = [part for whole in missing for part in whole.without(landed)]

@@ -42,7 +42,7 @@ from baton.protocol.messages import (
     Receive,
     Released,
     Settled,
-    Unpack,
+    UnpackChunk,
     Unpacked,
     Unquiet,
 )
@@ -77,7 +77,7 @@ PAGE_ID = np.dtype("<i4")
 
 @dataclass(slots=True)
 class InboundTransfer:
-    """One transfer: its machine's record and what the driver keeps beside it."""
+    """One transfer: its machine's record and the driver's own state."""
 
     record: TargetCoordinator
     target_dp: int
@@ -457,7 +457,7 @@ class InboundTransfers:
                 for rank in sorted(transfer.callers):
                     to_rank(rank, msgspec.structs.replace(aux, transfer=transfer_id))
             case UnpackAt(rank, landed):
-                to_rank(rank, Unpack(grant=landed.grant, landed=landed))
+                to_rank(rank, UnpackChunk(grant=landed.grant, landed=landed))
             case CloseRanks() if (
                 transfer.record.is_ahead and transfer.record.state is TargetCoordinatorState.READY
             ):
@@ -534,7 +534,7 @@ class InboundTransfers:
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """What a plan under a prompt will bring: how pairs move, what they move, and which cells matter."""
+    """The transfer of a prompt, by its plan: modes and bytes by pair of ranks, and the cells to wait for."""
 
     modes: Mapping[Pair, Mode]
     num_bytes: Mapping[Pair, Mapping[str, int]]
@@ -543,7 +543,7 @@ class Expectation:
 
 
 def expect(bound: Plan, prompt: Prompt, cost: PackCost) -> Expectation:
-    """What to expect; the same object for prompts of the same length."""
+    """The same object for prompts of the same length."""
     return _expect(PlanKey(bound), prompt.num_tokens, tuple(sorted(prompt.held.items())), prompt.offset, cost)
 
 

@@ -322,8 +322,8 @@ class SocketLink(asyncio.BufferedProtocol):
     def _report(self, cause: Cause) -> None:
         if self.number < 0:
             name = self._socket.get_extra_info("peername") if self._socket is not None else None
-            peer = f"{name[0]}:{name[1]}" if name else "a peer that is gone"
-            logger.warning("no link with %s: %s", peer, cause)
+            peer = f"{name[0]}:{name[1]}" if name else "a disconnected peer"
+            logger.warning("control link with %s not established: %s", peer, cause)
         self.handler.on_lost(self.number, cause)
 
     def _expire(self) -> None:
@@ -371,7 +371,7 @@ class TlsAcceptor(asyncio.Protocol):
         self._sockets.tls_acceptors.discard(self)
         error = task.exception()
         if isinstance(error, OSError):
-            logger.warning("no link with a peer that failed TLS: %s", error)
+            logger.warning("control link not established, TLS failed: %s", error)
         elif (secured := task.result()) is not None:
             self._link.connection_made(secured)
 

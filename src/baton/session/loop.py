@@ -169,19 +169,19 @@ class DriverPorts:
         return number
 
     def linked(self, number: int, peer: Introduction, channel: bytes) -> None:
-        """Tells the driver of a link that is still there; a peer that it finds at fault loses the link."""
+        """Passes a new link to the driver; if the driver rejects the peer, the link is closed."""
         assert self.driver is not None
         if (link := self._links.get(number)) is not None:
             self.events.step(self.driver.linked, number, peer, channel, refuse=link.refuse)
 
     def on_message(self, number: int, message: Message) -> None:
-        """Tells the driver of a message on a link that is still there."""
+        """Passes a message to the driver, unless the link is gone."""
         assert self.driver is not None
         if (link := self._links.get(number)) is not None:
             self.events.step(self.driver.received, number, message, refuse=link.refuse)
 
     def on_lost(self, number: int, cause: Cause) -> None:
-        """Tells the driver that a link is gone, unless it hung up itself."""
+        """Reports a lost link to the driver, unless the driver hung up itself."""
         assert self.driver is not None
         if self._links.pop(number, None) is not None:
             self.events.step(self.driver.lost, number, cause)

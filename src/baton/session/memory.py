@@ -73,11 +73,11 @@ def check_buffers(spec: Spec, rank: int, pools: Mapping[str, Bytes]) -> None:
     # Memory that an engine has already may have room to spare.
     is_declared = bool(spec.storage.placements)
     for name, num_bytes in wanted.items():
-        found = pools[name].nbytes
-        if found < num_bytes if is_declared else found != num_bytes:
+        size = pools[name].nbytes
+        if size < num_bytes if is_declared else size != num_bytes:
             least = " or more" if is_declared else ""
             raise ConfigError(
-                f"buffer {name!r} of rank {rank} has to have {num_bytes} bytes{least}, got {found}"
+                f"buffer {name!r} of rank {rank} has to have {num_bytes} bytes{least}, got {size}"
             )
 
 

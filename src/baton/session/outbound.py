@@ -134,23 +134,22 @@ class OutboundTransfers:
     # Messages of this instance's ranks.
 
     def on_rank_message(self, rank: int, message: Message) -> None:
-        """A source rank reports something about a transfer."""
+        """A source rank reports something about a transfer; if that is not known, only an offer counts."""
+        event: object = message
         match message:
+            case Offer() | Landed() | Commit() | Quiet() | Unquiet() if message.source_rank != rank:
+                raise LocalProtocolError(f"rank {rank} sent a message as rank {message.source_rank}")
             case Offer():
-                self._check_rank(rank, message.source_rank)
                 self._offered(rank, message)
-            case Landed() | Commit() | Quiet() | Unquiet():
-                self._check_rank(rank, message.source_rank)
-                self._feed(message.transfer, message)
-            case AuxRecord() | Queued():
-                self._feed(message.transfer, message)
-            case Abort():
-                self._feed(message.transfer, RankAborted(message.cause))
-
-    @staticmethod
-    def _check_rank(rank: int, claimed: int) -> None:
-        if claimed != rank:
-            raise LocalProtocolError(f"rank {rank} sent a message as rank {claimed}")
+                return
+            case Abort(transfer=transfer_id):
+                event = RankAborted(message.cause)
+            case Landed() | Commit() | Quiet() | Unquiet() | AuxRecord() | Queued():
+                transfer_id = message.transfer
+            case _:
+                raise LocalProtocolError(f"a source rank does not send {type(message).__name__}")
+        if transfer := self.transfers.get(transfer_id):
+            self._dispatcher.feed(transfer, event)
 
     def _offered(self, rank: int, offer: Offer) -> None:
         outcome: Outcome | None = None
@@ -301,10 +300,6 @@ class OutboundTransfers:
         """Transfers without an outcome, or with ranks that are not quiet; others only wait for a query."""
         records = [transfer.record for transfer in list(self.transfers.values())]
         return sum(1 for record in records if record.state is not SourceCoordinatorState.DECIDED)
-
-    def _feed(self, transfer_id: str, event: object) -> None:
-        if transfer := self.transfers.get(transfer_id):
-            self._dispatcher.feed(transfer, event)
 
     def _feed_granted(self, transfer_id: str, grant: bytes, event: object) -> None:
         transfer = self.transfers.get(transfer_id)

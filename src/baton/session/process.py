@@ -26,6 +26,7 @@ from functools import cache
 from typing import Any, NoReturn
 
 import msgspec
+from msgspec.structs import astuple
 
 from baton.errors import BatonError
 from baton.protocol.ledger import Rectangle
@@ -70,15 +71,14 @@ class SharedBuffer:
 
 @dataclass(frozen=True, slots=True)
 class ProcessSetup:
-    """What the process begins with."""
+    """The first message: configuration, transport and pools."""
 
     config: EndpointConfig
     transport: TransportConfig
     buffers: tuple[SharedBuffer, ...]
 
 
-# Messages. They are pickled: each of the two processes trusts the other one. A call travels as a tuple of its
-# fields, which the engine's thread pickles in a quarter of the time.
+# Messages. They are pickled: each of the two processes trusts the other one.
 
 
 class FenceName(msgspec.Struct, frozen=True):
@@ -119,7 +119,7 @@ class Serving(msgspec.Struct, frozen=True):
 
 
 class Changed(msgspec.Struct, frozen=True):
-    """What a handle is now."""
+    """The state of a handle."""
 
     key: int
     is_granted: bool = False
@@ -145,22 +145,21 @@ class Over(msgspec.Struct, frozen=True):
 
 
 class Wire:
-    """Messages over one end of the socket pair, each after its length; any thread may send."""
+    """Messages over one end of the socket pair, each after its length; any thread may send.
+
+    A call travels as a tuple of its fields, which the engine's thread pickles in a quarter of the time.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._file = sock.makefile("rb")
         self._lock = threading.Lock()
 
-    def send(self, message: object) -> bool:
-        """Whether the other end was there."""
-        raw = pickle.dumps(message)
-        try:
-            with self._lock:
-                self._socket.sendall(len(raw).to_bytes(4, "little") + raw)
-        except OSError:
-            return False
-        return True
+    def send(self, message: object) -> None:
+        """Does nothing if the other end is gone: the thread that receives sees it."""
+        raw = pickle.dumps(astuple(message) if isinstance(message, Call) else message)
+        with suppress(OSError), self._lock:
+            self._socket.sendall(len(raw).to_bytes(4, "little") + raw)
 
     def receive(self) -> Any:
         """The next message; None once one of the ends has closed."""
@@ -170,7 +169,10 @@ class Wire:
             raw = self._file.read(num_bytes)
         except (OSError, ValueError):
             return None
-        return pickle.loads(raw) if len(head) == 4 and len(raw) == num_bytes else None
+        if len(head) < 4 or len(raw) < num_bytes:
+            return None
+        message = pickle.loads(raw)
+        return Call(*message) if isinstance(message, tuple) else message
 
     def hang_up(self) -> None:
         """Both ends, and the thread that receives here, get to know."""
@@ -238,8 +240,7 @@ class EndpointServer:
 
     def run(self) -> None:
         """Executes calls until the engine closes the endpoint, or is gone."""
-        while (fields := self._wire.receive()) is not None:
-            call = Call(*fields)
+        while (call := self._wire.receive()) is not None:
             if call.method == "close":
                 self.endpoint.close()
                 return
@@ -265,12 +266,30 @@ class EndpointServer:
                 self._open(key, self.endpoint.receive(replace(request, fence=self._fence(call.fence))))
             case Call(_, _, None):
                 return getattr(self.endpoint, call.method)(*call.arguments)
-            case Call(_, _, int(key)):
+            case Call("abort", (text,), int(key)):
+                if isinstance(handle := self._handles.get(key), Sending | Receiving):
+                    handle.abort(text)
+            case Call(method, arguments, int(key)):
                 # Also where the transfer is over: the handle of an event comes once, and others will use it.
                 awaited = self._fence(call.fence)
-                # Where it was released, the engine does not know yet.
-                if (handle := self._handles.get(key)) is not None:
-                    self._call_handle(handle, call, awaited)
+                sending = self._handles.get(key)
+                if not isinstance(sending, Sending) or not isinstance(sending.state, Waiting):
+                    return None  # it has ended, which the engine does not know yet
+                # What follows a withdrawal that is over resumes it, unless it ends the transfer.
+                if (withdrawal := sending.withdrawal) is not None and withdrawal.is_quiet:
+                    sending.resume()
+                match method:
+                    case "ready":
+                        layers, tokens, table = arguments
+                        if table is not None:
+                            self._tables[sending] = sending.read_pages(table)
+                        sending.ready(layers, tokens, self._tables[sending], awaited)
+                    case "withdraw":
+                        # Before it can become quiet: the message that it is quiet has this number.
+                        (self._withdrawals[sending],) = arguments
+                        sending.withdraw()
+                    case _:
+                        getattr(sending, method)(*arguments)
         return None
 
     def _open(self, key: int, handle: Handle) -> None:
@@ -278,26 +297,6 @@ class EndpointServer:
             self._handles[key], self._keys[handle] = handle, key
             self._sent[key] = Changed(key)
         self._changed(handle)
-
-    def _call_handle(self, handle: Handle, call: Call, fence: Fence) -> None:
-        if isinstance(handle, Sending) and call.method != "abort":
-            if not isinstance(handle.state, Waiting):
-                return  # it has ended, which the engine does not know yet
-            # What follows a withdrawal that is over resumes it, unless it ends the transfer.
-            if (withdrawal := handle.withdrawal) is not None and withdrawal.is_quiet:
-                handle.resume()
-            if call.method == "ready":
-                layers, tokens, table = call.arguments
-                if table is not None:
-                    self._tables[handle] = handle.read_pages(table)
-                handle.ready(layers, tokens, self._tables[handle], fence)
-                return
-            if call.method == "withdraw":
-                # Before it can become quiet, so that what is told of it has its number.
-                (self._withdrawals[handle],) = call.arguments
-                handle.withdraw()
-                return
-        getattr(handle, call.method)(*call.arguments)
 
     def _fence(self, fields: tuple[Any, ...] | None) -> Fence:
         if fields is None:
@@ -311,7 +310,7 @@ class EndpointServer:
         return HostWait(CudaFence(self._events[name.number]))
 
     def _changed(self, handle: Handle) -> None:
-        """Tells the engine what it waits for; that chunks were copied is told once the engine has to know."""
+        """Sends state changes to the engine; copy progress only after an outcome or withdrawal."""
         with self._lock:
             key = self._keys.get(handle)
             if key is None:

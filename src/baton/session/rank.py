@@ -32,7 +32,7 @@ from baton.protocol.messages import (
     SessionOpened,
     SessionPaths,
     Settled,
-    Unpack,
+    UnpackChunk,
 )
 from baton.protocol.outcomes import Cause, Failed, Stage, Why
 from baton.protocol.timings import check_progress
@@ -193,7 +193,7 @@ class RankDriver:
                 self.target.invite(message)
             case Open():
                 self.target.open(message)
-            case Unpack():
+            case UnpackChunk():
                 self.target.unpack(message)
             case Close():
                 self.target.close(message)

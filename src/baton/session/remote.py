@@ -1,8 +1,8 @@
 """An endpoint whose work is done by another process: the engine's half of `baton.session.process`.
 
-`RemoteEndpoint` has the calls of `Endpoint`, and its handles are the same classes. What a call does here is
-to check its arguments and to send one message. A thread receives what changed. For a group of layers on a GPU
-the engine records one more event, which the other process can wait for.
+`RemoteEndpoint` has the calls of `Endpoint`, and its handles are the same classes. A call checks its
+arguments here and sends one message. A thread receives the changes. For a group of layers on a GPU the engine
+records one more event, which the other process can wait for.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class EndpointProcess:
 
 
 class EventPool:
-    """CUDA events that the other process can wait for. An event is recorded anew once nobody waits for it."""
+    """CUDA events that the other process can wait for; an event is reused once nothing waits for it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -127,7 +127,7 @@ class EventPool:
         self._streams: dict[int, Any] = {}
 
     def record(self, event: Any) -> tuple[FenceName, tuple[int, int, Any]]:
-        """An event that is passed when `event` is; give the second value back when nobody waits for it."""
+        """An event that completes when `event` does; give the second value back when nothing waits for it."""
         cuda = torch().cuda
         device = event.device.index if event.device is not None else cuda.current_device()
         with self._lock:
@@ -145,18 +145,18 @@ class EventPool:
         return FenceName(number, True, device, own.ipc_handle() if is_new else b""), (device, number, own)
 
     def give_back(self, used: list[tuple[int, int, Any]]) -> None:
-        """Nobody waits for these any more."""
+        """Nothing waits for these events any more."""
         with self._lock:
             for device, number, event in used:
                 self._free[device].append((number, event))
 
 
 class RemoteSendings:
-    """What the sending handles of an engine ask of their driver: one message each."""
+    """The driver of an engine's sending handles: each call becomes one message."""
 
-    def __init__(self, spec: Spec, send: Callable[[Call], None]) -> None:
+    def __init__(self, spec: Spec, wire: Wire) -> None:
         self._spec = spec
-        self._send = send
+        self._wire = wire
         self._keys: dict[Sending, int] = {}
         self._tables: dict[Sending, Mapping[str, Ints]] = {}
         """The table that was sent last."""
@@ -171,7 +171,7 @@ class RemoteSendings:
         self._keys[sending] = key
 
     def forget(self, sending: Sending) -> None:
-        """It was released: nobody waits for its events."""
+        """It was released: nothing waits for its events."""
         self._keys.pop(sending, None)
         self._tables.pop(sending, None)
         self._withdrawals.pop(sending, None)
@@ -186,12 +186,14 @@ class RemoteSendings:
         return self._last_table
 
     def chunk_ready(self, sending: Sending, chunk: OfferedChunk) -> None:
-        if sending not in self._keys:
+        key = self._keys.get(sending)
+        if key is None:
             return
         is_known = self._tables.get(sending) is chunk.pages
         self._tables[sending] = chunk.pages
         arguments = (chunk.layers, chunk.tokens, None if is_known else chunk.pages)
-        self._call(sending, "ready", *arguments, fence=self.name_fence(chunk.fence, sending))
+        fence = self.name_fence(chunk.fence, sending)
+        self._wire.send(Call("ready", arguments, key, None if fence is None else astuple(fence)))
 
     def queued(self, sending: Sending) -> None:
         self._call(sending, "queued")
@@ -213,11 +215,9 @@ class RemoteSendings:
         """Whether what the process says of a withdrawal is meant for the last one."""
         return self._withdrawals.get(sending) == number
 
-    def _call(
-        self, sending: Sending, method: str, *arguments: object, fence: FenceName | None = None
-    ) -> None:
+    def _call(self, sending: Sending, method: str, *arguments: object) -> None:
         if (key := self._keys.get(sending)) is not None:
-            self._send(Call(method, arguments, key, None if fence is None else astuple(fence)))
+            self._wire.send(Call(method, arguments, key))
 
     def name_fence(self, fence: Fence, sending: Sending | None = None) -> FenceName | None:
         """How the other process knows a fence; None for one that is ready."""
@@ -233,7 +233,7 @@ class RemoteSendings:
         # Sent after the message that names it: the caller is about to send that one.
         threading.Thread(
             target=fence.call_when_ready,
-            args=(lambda: self._send(Call("fence_ready", (number,))),),
+            args=(lambda: self._wire.send(Call("fence_ready", (number,))),),
             daemon=True,
         ).start()
         return FenceName(number)
@@ -260,9 +260,9 @@ class RemoteEndpoint(EndpointBase):
         self._answers: dict[int, Future[Any]] = {}
         self._numbers = itertools.count(1)
         self._claims = PageClaims(config.spec)
-        self._sendings = RemoteSendings(config.spec, self._send)
         check_buffers(config.spec, config.rank, pools)
         address, epoch = self._open(pools)
+        self._sendings = RemoteSendings(config.spec, self._wire)
         self.config = replace(config, epoch=epoch)
         self._address = config.coordinator or address
         self._thread = threading.Thread(target=self._listen, name="baton-endpoint", daemon=True)
@@ -291,9 +291,6 @@ class RemoteEndpoint(EndpointBase):
             f"the endpoint's process of rank {self.config.rank} ended before it was open; its output says why"
         )
 
-    def _send(self, call: Call) -> None:
-        self._wire.send(astuple(call))  # where the process is gone, the receiving thread sees it
-
     # Calls of the engine.
 
     @property
@@ -320,10 +317,10 @@ class RemoteEndpoint(EndpointBase):
         if progress_s is not None:
             check_progress(progress_s)
         key = next(self._keys)
-        sending = Sending(transfer_id, digest.num_tokens, self._sendings, _call, self._changed)
+        sending = Sending(transfer_id, digest.num_tokens, self._sendings, _call_now, self._changed)
         self._handles[key] = sending
         self._sendings.add(sending, key)
-        self._send(Call("send", (transfer_id, digest, progress_s, is_queued), key))
+        self._wire.send(Call("send", (transfer_id, digest, progress_s, is_queued), key))
         return sending
 
     def receive(self, request: Request) -> Receiving:
@@ -334,23 +331,23 @@ class RemoteEndpoint(EndpointBase):
         receiving = Receiving(
             checked.transfer,
             checked.source,
-            lambda handle, text: self._send(Call("abort", (text,), key)),
+            lambda handle, text: self._wire.send(Call("abort", (text,), key)),
             self._changed,
         )
         receiving.claim = self._claims.take_unless_live(checked)
         self._handles[key] = receiving
         fence = self._sendings.name_fence(checked.fence)
         fields = None if fence is None else astuple(fence)
-        self._send(Call("receive", (replace(checked, fence=NOW),), key, fields))
+        self._wire.send(Call("receive", (replace(checked, fence=NOW),), key, fields))
         return receiving
 
     def decline(self, transfer_id: str, source: str, text: str) -> None:
         """Target: tells a source that there is no room for its transfer."""
-        self._send(Call("decline", (transfer_id, source, text)))
+        self._wire.send(Call("decline", (transfer_id, source, text)))
 
     def queue(self, transfer_id: str, source: str) -> None:
         """Target: tells a source that its transfer waits for room; again and again, while the queue moves."""
-        self._send(Call("queue", (transfer_id, source)))
+        self._wire.send(Call("queue", (transfer_id, source)))
 
     def on_change(self, callback: Callable[[Handle], None]) -> None:
         """Calls back on the endpoint's thread whenever a handle changed; it must neither block nor raise."""
@@ -375,7 +372,7 @@ class RemoteEndpoint(EndpointBase):
         """Ends this rank, and with the coordinator the instance, and the process."""
         self._is_open = False
         self._serving.set()
-        self._send(Call("close"))
+        self._wire.send(Call("close"))
         if threading.current_thread() is not self._thread:
             self._thread.join(END_S_MAX)
             self._wire.hang_up()
@@ -387,7 +384,7 @@ class RemoteEndpoint(EndpointBase):
         self._check_open()
         number, answer = next(self._numbers), Future[Any]()
         self._answers[number] = answer
-        self._send(Call(method, arguments, number=number))
+        self._wire.send(Call(method, arguments, number=number))
         return answer.result(ANSWER_S_MAX)
 
     # What the process says.
@@ -451,7 +448,7 @@ class RemoteEndpoint(EndpointBase):
         self._on_change(handle)
 
 
-def _call(job: Callable[[], None]) -> None:
+def _call_now(job: Callable[[], None]) -> None:
     """The messages of a handle are sent by the thread that calls it."""
     job()
 

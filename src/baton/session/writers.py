@@ -32,7 +32,7 @@ from baton.protocol.messages import (
     Receive,
     Released,
     Settled,
-    Unpack,
+    UnpackChunk,
     Unpacked,
 )
 from baton.protocol.outcomes import Stage, Waiting, Why
@@ -42,7 +42,7 @@ from baton.session.handles import Receiving, Request
 from baton.session.memory import PageClaims, Pools, StagingLease, tensors
 from baton.session.page_tables import encode_pages, terms_of
 from baton.session.ports import Ports
-from baton.transport import Bytes, Invitation, Quiet, Ranges, RevokeResult, Transport, Unknown
+from baton.transport import Bytes, Invitation, Ranges, RevokedQuiet, RevokedUnknown, RevokeResult, Transport
 
 
 class PathGoneError(BatonError):
@@ -78,7 +78,7 @@ class WriterLease:
     writer: Writer
     permissions: list[int] = field(default_factory=list)
     staging: StagingLease | None = None
-    quietness: RevokeResult = field(default_factory=Quiet)
+    quietness: RevokeResult = field(default_factory=RevokedQuiet)
     """The transport's answer when the permissions were revoked."""
 
 
@@ -238,10 +238,10 @@ class TargetWriters:
 
     def _revoke(self, writer: Writer) -> RevokeResult:
         if writer.is_gone:
-            return Quiet()
+            return RevokedQuiet()
         writer.is_revoked = True
         answer = self.transport.revoke(writer.invitation.peer)
-        writer.is_gone = isinstance(answer, Quiet)
+        writer.is_gone = isinstance(answer, RevokedQuiet)
         return answer
 
     # A grant is opened.
@@ -300,7 +300,7 @@ class TargetWriters:
 
     # Chunks are unpacked, and the grant is closed.
 
-    def unpack(self, message: Unpack) -> None:
+    def unpack(self, message: UnpackChunk) -> None:
         """A chunk is complete, and has to be unpacked or checked."""
         if opened := self.grants.get(message.grant):
             self._feed(opened, message)
@@ -369,9 +369,9 @@ class TargetWriters:
         doubts = []
         for lease in opened.leases.values():
             answer = self._ungrant(lease)
-            if must_prove_quiet and (lease.writer.is_unchecked or isinstance(answer, Unknown)):
+            if must_prove_quiet and (lease.writer.is_unchecked or isinstance(answer, RevokedUnknown)):
                 answer = self._revoke(lease.writer)
-            if isinstance(answer, Unknown):
+            if isinstance(answer, RevokedUnknown):
                 doubts.append(f"rank {lease.writer.source_rank}: {answer.cause}")
         return Closed(
             grant=opened.record.grant,
@@ -397,7 +397,7 @@ class TargetWriters:
             return self._revoke(lease.writer)
         for permission in lease.permissions:
             answer = self.transport.ungrant(lease.writer.invitation.peer, permission)
-            lease.quietness = answer if isinstance(answer, Unknown) else lease.quietness
+            lease.quietness = answer if isinstance(answer, RevokedUnknown) else lease.quietness
         lease.permissions.clear()
         return lease.quietness
 

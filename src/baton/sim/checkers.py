@@ -1,4 +1,4 @@
-"""What must hold in every seed, one small class each.
+"""Invariants that hold in every seed, one small class each.
 
 A method with the name of an event (see `baton.sim.core.Context`) is called when that event happens.
 """
@@ -284,7 +284,7 @@ class Pages(Checker):
 
 
 class FinalQuiet(Checker):
-    """After a source said Quiet of a grant, nothing is written under it and no rank is given it.
+    """After a source sent Quiet for a grant, nothing is written under it and no rank is given it.
 
     Also, no rank is given a grant of another channel than the one by which it arrived.
     """
@@ -409,7 +409,7 @@ class AllCommitted(Checker):
 
 
 class RankQuiet(Checker):
-    """A source rank says Commit, Quiet or Unquiet once, the first two after its copies have ended."""
+    """A source rank sends Commit, Quiet or Unquiet once, the first two after its copies have ended."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)

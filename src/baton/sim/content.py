@@ -170,7 +170,7 @@ class ExpectedCache:
 
     def carried(self, chunks: Iterable[Chunk]) -> dict[str, Ints]:
         """The bytes that copies of these chunks read at the source, by buffer."""
-        granule, found = self.spec.storage.granule, dict[str, list[Ints]]()
+        granule, reads = self.spec.storage.granule, dict[str, list[Ints]]()
         whole = -(-self.num_tokens // granule) * granule
         for chunk in chunks:
             # A granule goes with the chunk that ends it, the last one with the end of the prompt.
@@ -180,8 +180,8 @@ class ExpectedCache:
             for part in components_of(self.spec, self.rank, whole):
                 layers, entries = part.select(granules, whole)
                 if len(layers) and len(entries):
-                    found.setdefault(part.buffer, []).append(self._bytes(part, layers, entries).reshape(-1))
-        return {buffer: np.concatenate(parts) for buffer, parts in found.items()}
+                    reads.setdefault(part.buffer, []).append(self._bytes(part, layers, entries).reshape(-1))
+        return {buffer: np.concatenate(parts) for buffer, parts in reads.items()}
 
     def transferred(self, held: Mapping[str, int]) -> list[tuple[str, Ints]]:
         """The bytes that a transfer has to bring, by buffer."""

@@ -3,8 +3,8 @@
 The source prefills in chunks of tokens and groups of layers, in any order, with fences that become ready
 later. It may preempt a prompt at any moment: its pages are overwritten as soon as no copy reads them, and the
 prompt is computed again later, in other pages and other chunks. The target reserves pages, waits for the
-outcome, decodes for a while, and frees. Attempts without room wait in a queue, for as long as it takes; their
-peers are told again and again while the engine gets something done.
+outcome, decodes for a while, and frees. Attempts without room wait in a queue without a limit; their
+peers are notified again and again while the engine makes progress.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Fault:
     @classmethod
     def draw(cls, rng: random.Random) -> Self:
         """A fault of random strength."""
-        return cls(**{each.name: each.metadata["draw"](rng) for each in fields(cls)})
+        return cls(**{strength.name: strength.metadata["draw"](rng) for strength in fields(cls)})
 
     def install(self, world: World) -> None:
         raise NotImplementedError

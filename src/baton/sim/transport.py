@@ -43,13 +43,13 @@ from baton.transport.base import (
     Invitation,
     Peer,
     Place,
-    Quiet,
     Ranges,
     Reach,
     Region,
+    RevokedQuiet,
+    RevokedUnknown,
     RevokeResult,
     Ticket,
-    Unknown,
 )
 from baton.transport.common.regions import Grants, Regions, do_ranges_overlap, memory_of
 from baton.transport.common.tickets import check_batch
@@ -79,7 +79,7 @@ class CopyEnd(Enum):
 
 @dataclass(slots=True)
 class CopyCourse:
-    """What becomes of one batch, drawn when it begins to move."""
+    """The fate of one batch, drawn when it begins to move."""
 
     duration_s: float
     num_pieces: int
@@ -128,7 +128,7 @@ class SimCopy:
 
 
 class CopyObserver(Protocol):
-    """Is told of all copies."""
+    """Is called for every copy."""
 
     def on_submit(self, copy: SimCopy) -> None:
         """A batch was queued."""
@@ -142,7 +142,7 @@ class CopyObserver(Protocol):
 
 @dataclass(slots=True)
 class Fabric:
-    """What joins all transports of a seed."""
+    """Connects all transports of a seed."""
 
     schedule: Schedule
     rng: random.Random
@@ -322,31 +322,31 @@ class SimTransport:
         self.regions.release(removed.region)
         if not self.capabilities.can_revoke:
             is_near = invited.caller is not None or bool(invited.under_way())
-            return Unknown("the peer knows the region") if is_near else Quiet()
+            return RevokedUnknown("the peer knows the region") if is_near else RevokedQuiet()
         for copy in invited.under_way():
             written = Ranges(copy.batch.spans.target, copy.batch.spans.length)
             if copy.batch.target.number == removed.region and do_ranges_overlap(written, removed.ranges):
-                return Unknown("a write of this peer is under way there")
-        return Quiet()
+                return RevokedUnknown("a write of this peer is under way there")
+        return RevokedQuiet()
 
     def revoke(self, peer: Peer) -> RevokeResult:
         invited = self.peers.get(peer.number)
         if invited is None:
-            return Quiet()
+            return RevokedQuiet()
         was_revoked, invited.is_revoked = invited.is_revoked, True
         under_way = invited.under_way()
         schedule, copy_s = self.fabric.schedule, self.fabric.copy_s
         if not self.capabilities.can_revoke and (invited.caller is not None or under_way):
             if not was_revoked and invited.caller is not None:
                 schedule.after(copy_s, self._ask_to_leave, invited)
-            return Unknown("the peer has not hung up, or its writes have not drained")
+            return RevokedUnknown("the peer has not hung up, or its writes have not drained")
         for copy in list(invited.copies):
             copy.drop()
             schedule.after(copy_s, copy.sender.fail, copy, True, "revoked by the target")
         for grant in invited.grants.remove_all():
             self.regions.release(grant.region)
         del self.peers[peer.number]
-        return Quiet()
+        return RevokedQuiet()
 
     def is_unchecked(self, peer: Peer, region: Region) -> bool:
         invited = self.peers.get(peer.number)

@@ -13,7 +13,7 @@ The types of the completions carry the guarantees that the rest of the system re
 A ticket ends in exactly one of these. A source reports FailedQuiet only if it knows: it did the copying
 itself and has stopped, no byte left it, or the target said so after it had drained. If a connection was lost
 with bytes in flight, the completion is FailedUnknown, and only the target can settle the question: `revoke`
-returns Quiet if no write of that peer can land any more, else Unknown, and can be called again.
+returns RevokedQuiet if no write of that peer can land any more, else RevokedUnknown, and can be called again.
 
 A name is valid as long as its owner lives. Every opened transport has a random incarnation, which is part of
 its descriptions and of its regions; a connection is made once and never re-established implicitly. A batch
@@ -70,7 +70,7 @@ class Place(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a transport can do."""
+    """The capabilities of a transport."""
 
     reach: Reach
     places: frozenset[Place]
@@ -79,7 +79,7 @@ class Capabilities:
     can_enforce_grants: bool
     """Whether the target refuses an invited peer's write outside of its grants."""
     can_revoke: bool
-    """Whether `revoke` can stop a peer that is alive, and return Quiet."""
+    """Whether `revoke` can stop a peer that is alive, and return RevokedQuiet."""
     needs_allocate: bool
     """Whether target buffers have to come from `allocate`."""
     needs_own_memory: bool = False
@@ -214,18 +214,18 @@ Completion: TypeAlias = Done | FailedQuiet | FailedUnknown
 
 
 @dataclass(frozen=True, slots=True)
-class Quiet:
+class RevokedQuiet:
     """No write of this peer can land any more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unknown:
+class RevokedUnknown:
     """A write of this peer may still land."""
 
     cause: str
 
 
-RevokeResult: TypeAlias = Quiet | Unknown
+RevokeResult: TypeAlias = RevokedQuiet | RevokedUnknown
 
 
 class Fence(Protocol):
@@ -271,7 +271,7 @@ class Transport(Protocol):
         """At the target: allows an invited peer to write these bytes; returns a number for `ungrant`."""
 
     def ungrant(self, peer: Peer, grant: int) -> RevokeResult:
-        """At the target: takes one grant back; Quiet if no write of this peer is in progress inside it."""
+        """At the target: takes one grant back; quiet if no write of this peer is in progress inside it."""
 
     def revoke(self, peer: Peer) -> RevokeResult:
         """At the target: removes an invited peer and all its grants; can be called again."""

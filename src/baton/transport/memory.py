@@ -16,8 +16,8 @@ from baton.transport.base import (
     FailedQuiet,
     Peer,
     Place,
-    Quiet,
     Reach,
+    RevokedQuiet,
     RevokeResult,
 )
 from baton.transport.common.regions import Grants, RegionGrant
@@ -47,13 +47,13 @@ class MemoryWriter:
     def check_quiet(self, grant: RegionGrant) -> RevokeResult:
         """Waits for the write in progress, if any; it cannot hang."""
         with self.lock:
-            return Quiet()
+            return RevokedQuiet()
 
     def revoke(self, cause: str) -> RevokeResult:
         """Stops the write in progress, if any."""
         self.is_revoked = True
         with self.lock:
-            return Quiet()
+            return RevokedQuiet()
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,9 @@ def test_folder_with_several_gguf_files(tmp_path: Path):
     (tmp_path / "b.gguf").unlink()
     with pytest.raises(ConfigError, match=r"a\.gguf: is not a GGUF file"):
         open_checkpoint(str(tmp_path))
+    (tmp_path / "a.gguf").write_bytes(b"GGUF" + (9).to_bytes(4, "little"))
+    with pytest.raises(ConfigError, match=r"a\.gguf: GGUF version 9 is not supported"):
+        open_checkpoint(str(tmp_path))
 
 
 def test_home_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

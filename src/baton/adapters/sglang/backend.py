@@ -77,7 +77,7 @@ class BootstrapAnswer:
 
 
 class BatonManager(BaseKVManager):
-    """What SGLang's queues ask of a backend; `transfers` are there once the queue's hook has opened them."""
+    """The interface of SGLang's queues to a backend; the queue's hook opens `transfers`."""
 
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool | None = False
@@ -96,7 +96,7 @@ class BatonManager(BaseKVManager):
             threading.Thread(target=self.register_to_bootstrap, daemon=True).start()
 
     def register_to_bootstrap(self) -> None:
-        """Tells the bootstrap server of this prefill server where the coordinator is."""
+        """Registers the coordinator's address at the bootstrap server of this prefill server."""
         parallel, disagg, serving = get_parallel(), get_disagg(), get_serving()
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(serving.host, serving.host)
         if parallel.dist_init_addr:
@@ -122,7 +122,7 @@ class BatonManager(BaseKVManager):
                 return
             except requests.RequestException as error:
                 logger.warning(
-                    "baton: the bootstrap server at %s does not accept this server yet: %s", url, error
+                    "baton: cannot register at the bootstrap server %s, trying again: %s", url, error
                 )
                 time.sleep(REGISTER_AGAIN_S)
 
@@ -143,8 +143,8 @@ class BatonManager(BaseKVManager):
         """The coordinator of a data-parallel group of a prefill server."""
         key, now = (bootstrap_addr, prefill_dp_rank), time.monotonic()
         if key not in self._routes or self._routes[key].until_s < now:
-            found = _get_route(bootstrap_addr, prefill_dp_rank, 0)
-            self._routes[key] = BootstrapAnswer(f"{found['rank_ip']}:{found['rank_port']}", now + ROUTE_S)
+            route = _get_route(bootstrap_addr, prefill_dp_rank, 0)
+            self._routes[key] = BootstrapAnswer(f"{route['rank_ip']}:{route['rank_port']}", now + ROUTE_S)
         return self._routes[key].source
 
     def forget(self, bootstrap_addr: str) -> None:

@@ -220,7 +220,7 @@ class Sender:
             if self.steps:
                 self.steps[-1].offered.append((layers, tokens, monotonic()))
         except BatonError as error:
-            logger.warning("baton: transfer %s: %s", self.bootstrap_room, error)
+            logger.warning("baton: transfer %s: cannot offer a chunk: %s", self.bootstrap_room, error)
             self._sending.abort(str(error))
 
     # SGLang's calls.
@@ -309,7 +309,7 @@ class Sender:
             sending.abort(text)
         withdrawal = sending.withdraw()
         while not withdrawal.wait(QUIET_LOG_S):
-            logger.warning("baton: transfer %s: waiting until its pages are not read", self.bootstrap_room)
+            logger.warning("baton: transfer %s: waiting for copies out of its pages", self.bootstrap_room)
 
     def _stay_queued(self, sending: Sending) -> None:
         now = monotonic()
@@ -416,9 +416,7 @@ class Receiver:
             if isinstance(receiving.state, Waiting):
                 receiving.abort("another rank failed")
             while not receiving.wait_released(QUIET_LOG_S):
-                logger.warning(
-                    "baton: transfer %s: waiting until its pages are not written", receiving.transfer
-                )
+                logger.warning("baton: transfer %s: waiting for copies into its pages", receiving.transfer)
             self._error = self._error or outcome_text(receiving)
         raise TransferFailedError(self._error)
 

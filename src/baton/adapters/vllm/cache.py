@@ -304,7 +304,7 @@ def _stored_places(cache: torch.Tensor, store: Store, part: str) -> torch.Tensor
     shape = (num_tokens, channels // 2)
     numbers = torch.arange(shape[0] * shape[1])
     slots = torch.arange(num_tokens, 2 * num_tokens, device=cache.device)
-    found = torch.zeros(num_heads, num_tokens * channels, dtype=torch.int64)
+    cells = torch.zeros(num_heads, num_tokens * channels, dtype=torch.int64)
     for digit in range(NUM_DIGITS):
         block = cache.new_zeros(2, *cache.shape[1:])
         # Zeros are where nothing is stored.
@@ -313,9 +313,9 @@ def _stored_places(cache: torch.Tensor, store: Store, part: str) -> torch.Tensor
         blank = torch.zeros_like(marks)
         key, value = (marks, blank) if part == "k" else (blank, marks)
         store(key, value, block, slots)
-        found += (block[1].reshape(num_heads, -1).cpu().long() - 1) * BASE**digit
-    order = found[0].argsort()[-len(numbers) :]
-    if not (found == found[0]).all() or not torch.equal(found[0][order], numbers):
+        cells += (block[1].reshape(num_heads, -1).cpu().long() - 1) * BASE**digit
+    order = cells[0].argsort()[-len(numbers) :]
+    if not (cells == cells[0]).all() or not torch.equal(cells[0][order], numbers):
         return None
     places = order.view(shape)
     token, channel = places[1, 0] - places[0, 0], places[0, 1] - places[0, 0]

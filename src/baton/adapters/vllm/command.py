@@ -73,21 +73,21 @@ def parse_command(text: str) -> VllmCommand:
     for word in ("vllm", "serve"):
         if words[:1] == [word]:
             words = words[1:]
-    found = dict(_options(words))
-    model = found.get("model") or (words[0] if words and not words[0].startswith("-") else "")
+    options = dict(_options(words))
+    model = options.get("model") or (words[0] if words and not words[0].startswith("-") else "")
     for name in ("decode-context-parallel-size", "prefill-context-parallel-size"):
-        if _number(found, name, 1) > 1:
-            raise ConfigError(f"vLLM command: --{name} {found[name]} cannot be handed over yet; use 1")
-    dtype = found.get("kv-cache-dtype", "auto")
+        if _number(options, name, 1) > 1:
+            raise ConfigError(f"vLLM command: --{name} {options[name]} cannot be handed over yet; use 1")
+    dtype = options.get("kv-cache-dtype", "auto")
     if dtype == "auto":
-        dtype = found.get("dtype", "auto")
+        dtype = options.get("dtype", "auto")
     if dtype not in DTYPES:
         raise ConfigError(f"vLLM command: dtype {dtype!r} is not known here; use one of {', '.join(DTYPES)}")
     return VllmCommand(
         model=model,
-        tp=_number(found, "tensor-parallel-size", 1),
-        pp=_number(found, "pipeline-parallel-size", 1),
-        block_tokens=_number(found, "block-size", BLOCK_TOKENS),
+        tp=_number(options, "tensor-parallel-size", 1),
+        pp=_number(options, "pipeline-parallel-size", 1),
+        block_tokens=_number(options, "block-size", BLOCK_TOKENS),
         dtype=DTYPES[dtype],
     )
 
@@ -108,8 +108,8 @@ def _options(words: list[str]) -> Iterator[tuple[str, str]]:
         yield name, value
 
 
-def _number(found: dict[str, str], name: str, default: int) -> int:
-    text = found.get(name, str(default))
+def _number(options: dict[str, str], name: str, default: int) -> int:
+    text = options.get(name, str(default))
     if not (text.isascii() and text.isdigit() and 0 < int(text) <= 1 << 20):
         raise ConfigError(f"vLLM command: --{name} is {text!r}; give a whole number from 1")
     return int(text)

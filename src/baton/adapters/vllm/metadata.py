@@ -1,4 +1,4 @@
-"""What the scheduler's side sends to the workers with each step; vLLM pickles it."""
+"""The metadata that the scheduler side sends to the workers with each step; vLLM pickles it."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ class SchedulerSide:
         self._address = address
         """Of this engine's coordinator, for responses; empty where it is not known beforehand."""
         self._renew_s = renew_s
-        """How often the other sides of prompts in the queue are told that it moves."""
+        """How often peers of queued prompts are told that the queue moves."""
         self._num_left = num_left
         """Tokens at the end of a prompt that are not handed over."""
         self._has_states = has_states

@@ -230,7 +230,7 @@ class WorkerSide:
                 results.failed.add(request)
                 if self._rank == 0 and request not in self._given_up:
                     text = outcome_text(receiving)
-                    logger.warning("baton: request %s: the transfer failed: %s", request, text)
+                    logger.warning("baton: request %s: transfer failed: %s", request, text)
             self._given_up.discard(request)
         return results
 
@@ -267,7 +267,7 @@ class WorkerSide:
         try:
             return self.endpoint.receive(request)
         except BatonError as error:
-            logger.warning("baton: request %s: %s", load.request, error)
+            logger.warning("baton: request %s: cannot receive the KV cache: %s", load.request, error)
             return None
 
     def _pages(self, blocks: BlockIds | list[list[int]]) -> dict[str, list[int]]:
@@ -287,7 +287,7 @@ class WorkerSide:
                 if self._trace:
                     prompt.steps[step.number].offered.append((layers, chunk.tokens, monotonic()))
             except BatonError as error:
-                logger.warning("baton: transfer %s: %s", chunk.transfer.id, error)
+                logger.warning("baton: transfer %s: cannot offer a chunk: %s", chunk.transfer.id, error)
                 prompt.sending.abort(str(error))
 
     def _write_trace(self, prompt: SentPrompt) -> None:

@@ -131,8 +131,8 @@ def run(
     failures = sum((Counter(tally["failures"]) for tally in tallies), Counter[str]())
     return ControlResult(
         scene=workload,
-        tth_s=[one.tth_s for one in alone],
-        control_s=[one.control_s for one in alone],
+        tth_s=[handoff.tth_s for handoff in alone],
+        control_s=[handoff.control_s for handoff in alone],
         num_at_once=min(tally["num_at_once_max"] for tally in tallies),
         num_transfers=workload.num_slots * num_rounds,
         num_failed=failures.total(),

@@ -116,9 +116,10 @@ class HandoffResult(Measurement):
     @property
     def timeline(self) -> Timeline:
         """Of the run with the median tth."""
-        handoffs = self.cases[0].handoffs
-        middle = sorted(handoffs, key=lambda one: one.received.settled_s - one.start_s)[len(handoffs) // 2]
-        return timeline_of(middle, self.workload.model)
+        handoffs = sorted(
+            self.cases[0].handoffs, key=lambda handoff: handoff.received.settled_s - handoff.start_s
+        )
+        return timeline_of(handoffs[len(handoffs) // 2], self.workload.model)
 
     def as_json(self) -> dict[str, Any]:
         """Everything but the timeline."""
@@ -271,7 +272,7 @@ def pace_of(workload: Workload, serial: SerialTransfer, options: HandoffOptions)
 
 def _bytes_per_s(workload: Workload, serial: SerialTransfer) -> float:
     """The speed of the busiest rank."""
-    rank = max(serial.transfer_s, key=lambda one: serial.transfer_s[one], default=None)
+    rank = max(serial.transfer_s, key=lambda number: serial.transfer_s[number], default=None)
     if rank is None or not serial.transfer_s[rank]:
         return 1e9
     routes = workload.plan.narrowed(source=rank)

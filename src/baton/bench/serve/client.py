@@ -411,18 +411,18 @@ async def time_to_handoff(session: aiohttp.ClientSession, endpoint: OpenAIEndpoi
     """tth of a request from the server's timeline; None if the server keeps none."""
     try:
         async with session.get(endpoint.at(f"/v1/timelines/{id}")) as response:
-            found = msgspec.json.decode(await response.read()) if response.status == 200 else {}
+            timeline = msgspec.json.decode(await response.read()) if response.status == 200 else {}
     except (aiohttp.ClientError, TimeoutError, OSError, asyncio.IncompleteReadError, msgspec.DecodeError):
         return None
-    return latest_handoff(found)
+    return latest_handoff(timeline)
 
 
 def latest_handoff(timeline: Any) -> float | None:
     """tth of the job that was admitted last; a router's timeline holds those of its instances."""
-    told = timeline if isinstance(timeline, dict) else {}
-    jobs = [job for each in (told, *told.get("instances", ())) for job in each.get("jobs", ())]
-    found = [(job.get("figures") or {}).get("tth_s") for job in jobs]
-    return max((float(value) for value in found if isinstance(value, int | float)), default=None)
+    body = timeline if isinstance(timeline, dict) else {}
+    jobs = [job for part in (body, *body.get("instances", ())) for job in part.get("jobs", ())]
+    tths = [(job.get("figures") or {}).get("tth_s") for job in jobs]
+    return max((float(value) for value in tths if isinstance(value, int | float)), default=None)
 
 
 async def probe(session: aiohttp.ClientSession, endpoint: OpenAIEndpoint) -> tuple[OpenAIEndpoint, int]:

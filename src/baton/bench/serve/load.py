@@ -129,15 +129,15 @@ def make_requests(load: LoadSpec, vocabulary: int) -> tuple[list[BenchRequest], 
     source = random.Random(load.seed)
     shared = make_prompt(source, load.num_shared, vocabulary)
 
-    def one() -> BenchRequest:
+    def draw_request() -> BenchRequest:
         num_own = load.input_tokens.draw(source) - load.num_shared
         prompt = make_prompt(source, num_own, vocabulary)
         return BenchRequest(
             join(shared, prompt) if load.num_shared else prompt, load.output_tokens.draw(source)
         )
 
-    run = [one() for _ in range(load.num_requests)]
-    return [one() for _ in range(load.num_warmup)], run
+    run = [draw_request() for _ in range(load.num_requests)]
+    return [draw_request() for _ in range(load.num_warmup)], run
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,9 +171,9 @@ def _store(
         page = tl.load(pages + row * table_stride + token // PAGE).to(tl.int64)
         channel = tl.arange(0, BLOCK)
         is_in = channel < CHANNELS
-        found = tl.load(rows + row * row_stride + unit * row_unit_stride + channel, mask=is_in)
+        values = tl.load(rows + row * row_stride + unit * row_unit_stride + channel, mask=is_in)
         at = page * page_stride + unit * unit_stride + (token % PAGE) * token_stride
-        tl.store(pool + at + channel, found.to(pool.dtype.element_ty), mask=is_in)
+        tl.store(pool + at + channel, values.to(pool.dtype.element_ty), mask=is_in)
 
 
 @triton.jit
@@ -183,9 +183,9 @@ def _span(lengths, row, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK
     lowest = 0
     if WINDOW > 0:
         lowest = tl.maximum(0, length - WINDOW)
-    each = tl.cdiv(tl.cdiv(length - lowest, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
-    first = lowest + split * each
-    return first, tl.minimum(first + each, length)
+    share = tl.cdiv(tl.cdiv(length - lowest, SPLITS), BLOCK_KEYS) * BLOCK_KEYS
+    first = lowest + split * share
+    return first, tl.minimum(first + share, length)
 
 
 @triton.jit
@@ -317,6 +317,6 @@ def _merge(
     if HAS_SINKS:
         total += tl.exp(tl.load(sinks + head).to(tl.float32) - top)
     is_used = (weight > float("-inf"))[:, None] & (value < VALUES)[None]
-    found = tl.load(parts + (at * SPLITS + split)[:, None] * VALUES + value[None], mask=is_used, other=0.0)
-    mixed = tl.sum(found * shares[:, None], 0) / tl.maximum(total, 1e-30)
+    outputs = tl.load(parts + (at * SPLITS + split)[:, None] * VALUES + value[None], mask=is_used, other=0.0)
+    mixed = tl.sum(outputs * shares[:, None], 0) / tl.maximum(total, 1e-30)
     tl.store(out + at * VALUES + value, mixed.to(out.dtype.element_ty), mask=value < VALUES)

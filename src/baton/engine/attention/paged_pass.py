@@ -34,7 +34,7 @@ def _is_decoding(work: ScheduledSequence) -> bool:
 
 
 class DecodeInputs:
-    """What decode steps of up to `rows_max` sequences read, on the host and on the device."""
+    """Inputs of decode steps of up to `rows_max` sequences, on the host and on the device."""
 
     def __init__(self, groups: Sequence[str], rows_max: int, pages_max: int, device: torch.device) -> None:
         self._groups = tuple(groups)
@@ -87,12 +87,12 @@ class DecodeInputs:
 
     def tables(self, num_rows: int, page_tokens: int) -> dict[str, PageTable]:
         """By page-table group."""
-        found = {}
+        tables = {}
         for index, group in enumerate(self._groups):
             first = 2 * num_rows + index * num_rows * self._pages_max
             pages = self._device[first : first + num_rows * self._pages_max].view(num_rows, self._pages_max)
-            found[group] = PageTable(pages, self.lengths(num_rows), page_tokens)
-        return found
+            tables[group] = PageTable(pages, self.lengths(num_rows), page_tokens)
+        return tables
 
 
 class PagedPass:

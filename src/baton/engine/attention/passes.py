@@ -63,7 +63,7 @@ class Pass:
         self._keeping = Keeping(spec.layout.scheme, mesh.cp.index, mesh.cp.size, spec.storage.page_tokens)
         self._segments = _segments(batch, self._own if self._keeping.is_whole else (0, self.rows.count))
         self._masks = Masks(pools.device)
-        self._found: dict[tuple[str, tuple[int, int]], Writes] = {}
+        self._writes_of: dict[tuple[str, tuple[int, int]], Writes] = {}
         self._reads: dict[tuple[str, tuple[int, int], int | None, torch.dtype], Reads] = {}
         self._choice: Reads | None = None
         """What the last indexer chose."""
@@ -91,25 +91,26 @@ class Pass:
 
     def heads(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: HeadOptions) -> Tensor:
         """Stores k and v, attends causally with q; all are (rows, heads of this rank, dim)."""
-        keeper = self._pools.component("k", layer)
+        component = self._pools.component("k", layer)
         (keys, page_rows), (values, _) = self._pools.rows("k", layer), self._pools.rows("v", layer)
         form, window = (k.shape[1], page_rows), options.window
-        if keeper.extent.window != window:
+        if component.extent.window != window:
             raise EngineError(
-                f"layer {layer} attends over {_told(window)}, its cache keeps {_told(keeper.extent.window)}; "
+                f"layer {layer} attends over {_window_text(window)}, its cache keeps "
+                f"{_window_text(component.extent.window)}; "
                 "the plan and the model read the config differently"
             )
         if self.rows.is_dealt:
             q, k, v = self._gathered(q, k, v)
         if (both := self._pools.side_by_side(layer)) is not None:
-            _store(both, self._writes(keeper, (2 * k.shape[1], page_rows)), torch.cat((k, v), 1))
+            _store(both, self._writes(component, (2 * k.shape[1], page_rows)), torch.cat((k, v), 1))
         else:
-            writes = self._writes(keeper, form)
+            writes = self._writes(component, form)
             _store(keys, writes, k)
             _store(values, writes, v)
         if q.shape[1] == 0:
             return q.new_empty((self._own[1] - self._own[0], 0, v.shape[-1]))
-        reads = self._read(keeper, form, window, q.dtype)
+        reads = self._read(component, form, window, q.dtype)
         source = AttentionInputs(
             q, k.transpose(0, 1), v.transpose(0, 1), CachedRows(keys, values, self._pools.scratch)
         )
@@ -128,13 +129,13 @@ class Pass:
         chosen_by: IndexQuery | Literal["shared"] | None = None,
     ) -> Tensor:
         """Stores latent (rows, channels), attends causally; returns (rows, heads, value channels)."""
-        keeper = self._pools.component("latent", layer)
+        component = self._pools.component("latent", layer)
         rows, page_rows = self._pools.rows("latent", layer)
         pool = CachedRows(rows, rows, self._pools.scratch)
         every = self._cp.gather(latent, self.rows.sizes) if self.rows.is_dealt else latent
-        _store(rows, self._writes(keeper, (1, page_rows)), every)
-        options = HeadOptions(scale, keeper.extent.window)
-        reads = self._read(keeper, (1, page_rows), options.window, latent.dtype)
+        _store(rows, self._writes(component, (1, page_rows)), every)
+        options = HeadOptions(scale, component.extent.window)
+        reads = self._read(component, (1, page_rows), options.window, latent.dtype)
         if chosen_by == "shared":
             assert self._choice is not None, f"layer {layer} has no indexer before it on this stage"
             reads = self._choice
@@ -171,29 +172,29 @@ class Pass:
         widths = [part[0].numel() for part in parts]
         every = self._cp.gather(torch.cat([part.flatten(1) for part in parts], 1), self.rows.sizes)
         shaped = [
-            torch.unflatten(found, 1, part.shape[1:])
-            for found, part in zip(torch.split_with_sizes(every, widths, 1), parts, strict=True)
+            torch.unflatten(gathered, 1, part.shape[1:])
+            for gathered, part in zip(torch.split_with_sizes(every, widths, 1), parts, strict=True)
         ]
         return (q if self._keeping.is_whole else shaped[2]), shaped[0], shaped[1]
 
-    def _writes(self, keeper: Component, form: tuple[int, int]) -> Writes:
+    def _writes(self, component: Component, form: tuple[int, int]) -> Writes:
         """By units and rows of a page."""
-        key = (keeper.group, form)
-        if key not in self._found:
-            self._found[key] = slots.find_writes(self._pages(keeper, form), self._batch.sequences)
-        return self._found[key]
+        key = (component.group, form)
+        if key not in self._writes_of:
+            self._writes_of[key] = slots.find_writes(self._pages(component, form), self._batch.sequences)
+        return self._writes_of[key]
 
     def _read(
-        self, keeper: Component, form: tuple[int, int], window: int | None, dtype: torch.dtype
+        self, component: Component, form: tuple[int, int], window: int | None, dtype: torch.dtype
     ) -> Reads:
-        key = (keeper.group, form, window, dtype)
+        key = (component.group, form, window, dtype)
         if key not in self._reads:
-            pages = self._pages(keeper, form)
+            pages = self._pages(component, form)
             self._reads[key] = slots.find_reads(pages, self._segments, window, dtype)
         return self._reads[key]
 
-    def _pages(self, keeper: Component, form: tuple[int, int]) -> PageMap:
-        return PageMap(keeper.group, *form, self._keeping, self._pools.device)
+    def _pages(self, component: Component, form: tuple[int, int]) -> PageMap:
+        return PageMap(component.group, *form, self._keeping, self._pools.device)
 
     def _attend(self, source: AttentionInputs, reads: Reads, options: HeadOptions) -> Tensor:
         answer = AttentionOutput(len(source.q))
@@ -219,10 +220,10 @@ class Pass:
             if plain.q.shape[1] == 0:
                 return _headless(query, plain.q)
             for chunk in wide:
-                found = plain.of_chunk(chunk)
-                keys, values = query.expand(found.k[0])
-                inputs = ChunkInputs(found.q, keys.transpose(0, 1), values.transpose(0, 1))
-                answer.put_chunk(chunk, self._over(chunk, inputs, options))
+                inputs = plain.of_chunk(chunk)
+                keys, values = query.expand(inputs.k[0])
+                expanded = ChunkInputs(inputs.q, keys.transpose(0, 1), values.transpose(0, 1))
+                answer.put_chunk(chunk, self._over(chunk, expanded, options))
         if short or reads.buckets:
             absorbed = AttentionInputs(query.absorbed(), own, own, pool)
             if absorbed.q.shape[1] == 0:
@@ -270,18 +271,18 @@ class Pass:
 
 def _segments(batch: ScheduledBatch, wanted: Range) -> list[QuerySegment]:
     """The sequences' rows that fall in a range of the batch's rows."""
-    found = []
+    segments = []
     row = 0
     for work in batch.sequences:
         first, last = max(row, wanted[0]), min(row + len(work.tokens), wanted[1])
         if first < last:
             start = work.start + first - row
-            found.append(QuerySegment(work, first - wanted[0], last - wanted[0], start, (row, last)))
+            segments.append(QuerySegment(work, first - wanted[0], last - wanted[0], start, (row, last)))
         row += len(work.tokens)
-    return found
+    return segments
 
 
-def _told(window: int | None) -> str:
+def _window_text(window: int | None) -> str:
     return "all tokens" if window is None else f"a window of {window}"
 
 

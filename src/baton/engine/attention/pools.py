@@ -54,21 +54,21 @@ class CachePools:
 
     def component(self, part: str, layer: int) -> Component:
         """The component that keeps `part` (k, v, latent, ssm, conv.q, ...) of a layer."""
-        return self._found(part, layer)[0]
+        return self._entry(part, layer)[0]
 
     def view(self, part: str, layer: int) -> Tensor:
         """(pages, units, tokens of a page, channels), without units for a latent; (slots, units, ...)."""
-        return self._found(part, layer)[1]
+        return self._entry(part, layer)[1]
 
     def rows(self, part: str, layer: int) -> tuple[Tensor, int]:
         """The same as rows of channels, and how many rows a page begins after the one before.
 
         Rows of other components may lie between the rows of two pages.
         """
-        found = self._rows.get((part, layer))
-        if found is None:
-            found = self._rows[part, layer] = _as_rows(*self._found(part, layer))
-        return found
+        rows = self._rows.get((part, layer))
+        if rows is None:
+            rows = self._rows[part, layer] = _as_rows(*self._entry(part, layer))
+        return rows
 
     def side_by_side(self, layer: int) -> Tensor | None:
         """The rows of k and v as one, v's as further units of a page; None where they lie apart."""
@@ -91,7 +91,7 @@ class CachePools:
             if self.spec.cache.by_name[name].group == group:
                 whole.index_copy_(1, targets, whole.index_select(1, sources))
 
-    def _found(self, part: str, layer: int) -> tuple[Component, Tensor]:
+    def _entry(self, part: str, layer: int) -> tuple[Component, Tensor]:
         try:
             return self._layers[part, layer]
         except KeyError:

@@ -83,9 +83,9 @@ class PageMap:
     def _steps(self) -> Ints:
         return np.arange(self.num_units, dtype=np.int64) * self.keeping.page_tokens
 
-    def tensor(self, found: Ints) -> Tensor:
+    def tensor(self, slots: Ints) -> Tensor:
         """On the device, flat."""
-        flat = torch.from_numpy(np.ascontiguousarray(found).reshape(-1))
+        flat = torch.from_numpy(np.ascontiguousarray(slots).reshape(-1))
         return flat.to(self.device, non_blocking=True)
 
 
@@ -168,8 +168,8 @@ def _chunk(pages: PageMap, segment: QuerySegment, window: int | None) -> QueryCh
     lowest = _lowest(segment, window)
     if not pages.keeping.is_whole:
         positions, slots = pages.keeping.kept(segment.work, (lowest, segment.stop))
-        found = pages.by_unit(pages.firsts(segment.work, slots))
-        return QueryChunk(segment, lowest, found, len(slots), pages.tensor(positions))
+        rows = pages.by_unit(pages.firsts(segment.work, slots))
+        return QueryChunk(segment, lowest, rows, len(slots), pages.tensor(positions))
     if segment.work.start == 0:
         return QueryChunk(segment, 0, None, segment.stop)
     _, slots = pages.keeping.kept(segment.work, (lowest, segment.stop))
@@ -261,21 +261,21 @@ class Keeping:
         if not isinstance(self.scheme, Split):
             return _members(self.scheme.share(self.index, self.count, _END, self.page_tokens), positions)
         share = self.scheme.share(self.index, self.count, work.prompt_tokens, self.page_tokens)
-        found, slots = _members(share, positions)
+        kept, slots = _members(share, positions)
         if self.index < self.count - 1:
-            return found, slots
+            return kept, slots
         # What is generated after a split prompt follows the last rank's own part of it.
         later = positions[positions >= work.prompt_tokens]
         after = later - work.prompt_tokens + share.num_below(work.prompt_tokens)
-        return np.concatenate((found, later)), np.concatenate((slots, after))
+        return np.concatenate((kept, later)), np.concatenate((slots, after))
 
 
 def _members(stride: Stride, positions: Ints) -> tuple[Ints, Ints]:
     inside = (positions >= stride.start) & (positions < stride.stop)
     if not stride.is_whole:
         inside &= (positions - stride.phase) % stride.period < stride.block
-    found = positions[inside]
-    return found, count_below(stride, found)
+    members = positions[inside]
+    return members, count_below(stride, members)
 
 
 # What rows attend with, and their answers put together again.

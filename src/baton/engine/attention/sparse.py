@@ -77,8 +77,8 @@ class Chooser:
         return self.stored.read(slots, (-1,), self.query.queries.dtype)[0]
 
     def _best(self, scores: Tensor) -> Best:
-        found = scores.topk(min(self.query.num_chosen, scores.shape[-1]), dim=-1)
-        return Best(found.values, found.indices, scores.shape[-1])
+        best = scores.topk(min(self.query.num_chosen, scores.shape[-1]), dim=-1)
+        return Best(best.values, best.indices, scores.shape[-1])
 
     def _agree(self, reads: Reads, chunks: list[Best], buckets: list[Best]) -> None:
         """Removes from this rank's best what is not among the best of all ranks."""
@@ -136,7 +136,7 @@ def _scores(queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     parts = []
     for first in range(0, queries.shape[1], step):
         last = min(first + step, queries.shape[1])
-        found = torch.matmul(flat[:, first * num_heads : last * num_heads], keys.float().mT).relu_()
-        shaped = torch.unflatten(found, 1, (last - first, num_heads))
+        products = torch.matmul(flat[:, first * num_heads : last * num_heads], keys.float().mT).relu_()
+        shaped = torch.unflatten(products, 1, (last - first, num_heads))
         parts.append(torch.matmul(weights[:, first:last], shaped).squeeze(2))
     return torch.cat(parts, 1)

@@ -61,7 +61,7 @@ class PassStates:
     def recur(self, layer: int, rows: Tensor, rule: Recurrence) -> Tensor:
         """Returns the results for all rows of the batch, and stores the states after them."""
         group = self._pools.component(next(iter(rule.parts)), layer).group
-        found: Tensor | None = None
+        results: Tensor | None = None
         for alike in self._of_group(group):
             taken = rows if alike.rows is None else rows.index_select(0, alike.rows)
             before = {part: self._read(part, layer, units, alike) for part, units in rule.parts.items()}
@@ -80,11 +80,11 @@ class PassStates:
             flat = out.flatten(0, 1)
             if alike.rows is None:
                 return flat
-            if found is None:
-                found = flat.new_empty((len(rows), *flat.shape[1:]))
-            found.index_copy_(0, alike.rows, flat)
-        assert found is not None, "a pass without rows has nothing to recur over"
-        return found
+            if results is None:
+                results = flat.new_empty((len(rows), *flat.shape[1:]))
+            results.index_copy_(0, alike.rows, flat)
+        assert results is not None, "a pass without rows has nothing to recur over"
+        return results
 
     def total(self, x: Tensor) -> Tensor:
         """The sum of x over tp."""
@@ -144,7 +144,7 @@ def _alike(batch: ScheduledBatch, group: str, device: torch.device) -> list[Alik
             key = (len(work.tokens), work.num_drafted, work.num_accepted)
             works.setdefault(key, []).append((work, row))
         row += len(work.tokens)
-    found = []
+    batches = []
     for (num_tokens, num_drafted, num_accepted), members in sorted(works.items()):
         slots = torch.tensor([_slot(work, group) for work, _ in members])
         begun = [i for i, (work, _) in enumerate(members) if work.start == 0]
@@ -153,7 +153,7 @@ def _alike(batch: ScheduledBatch, group: str, device: torch.device) -> list[Alik
             firsts = np.array([first for _, first in members], dtype=np.int64)
             places = (firsts[:, None] + np.arange(num_tokens)).reshape(-1)
             rows = torch.from_numpy(places).to(device, non_blocking=True)
-        found.append(
+        batches.append(
             Alike(
                 num_tokens,
                 num_drafted,
@@ -163,7 +163,7 @@ def _alike(batch: ScheduledBatch, group: str, device: torch.device) -> list[Alik
                 torch.tensor(begun).to(device, non_blocking=True) if begun else None,
             )
         )
-    return found
+    return batches
 
 
 def _slot(work: ScheduledSequence, group: str) -> int:

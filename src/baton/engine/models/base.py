@@ -135,7 +135,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What one rank holds of a model."""
+    """The part of a model that one rank holds."""
 
     layers: tuple[int, int]
     """Its pipeline stage; the first stage has the embedding, the last the head."""

@@ -181,6 +181,6 @@ def assemble_latent(
     types = fields.per_layer("mlp_layer_types", (DENSE, SPARSE))
     if types is None:
         types = [SPARSE if i >= first and i % step == 0 else DENSE for i in range(fields.num_layers)]
-    made = assemble(fields, mixers, [sparse if each == SPARSE else dense for each in types])
+    made = assemble(fields, mixers, [sparse if kind == SPARSE else dense for kind in types])
     has_draft = bool(fields.number_or_none("num_nextn_predict_layers", least=0))
     return replace(made, draft=DraftSpec(made.layers[-1]) if has_draft else None)

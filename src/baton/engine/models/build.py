@@ -39,7 +39,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What the rest of the engine asks of a model before any weight is read."""
+    """The facts about a model that the engine needs before any weight is read."""
 
     model_type: str
     num_layers: int
@@ -147,13 +147,13 @@ def _load(blueprint: Blueprint, loader: Loader) -> ModelStage:
 
 def _blueprint(config: Mapping[str, Any], has_draft: bool) -> Blueprint:
     """A model with its draft layer or without."""
-    fields, found = _read(config)
-    if has_draft and found.draft is None:
+    fields, blueprint = _read(config)
+    if has_draft and blueprint.draft is None:
         raise fields.refusal(
             "there is no draft layer that can be run (num_nextn_predict_layers, mtp_num_hidden_layers); "
             "decode without drafts"
         )
-    return found if has_draft else replace(found, draft=None)
+    return blueprint if has_draft else replace(blueprint, draft=None)
 
 
 def _read(config: Mapping[str, Any]) -> tuple[ModelFields, Blueprint]:
@@ -172,7 +172,7 @@ def _read(config: Mapping[str, Any]) -> tuple[ModelFields, Blueprint]:
 @cache
 def _families() -> dict[str, ModelFamily]:
     """Every family by model_type: what the modules of the folder list."""
-    found: dict[str, ModelFamily] = {}
+    by_type: dict[str, ModelFamily] = {}
     for module in pkgutil.iter_modules(families.__path__):
-        found |= importlib.import_module(f"{families.__name__}.{module.name}").FAMILIES
-    return dict(sorted(found.items()))
+        by_type |= importlib.import_module(f"{families.__name__}.{module.name}").FAMILIES
+    return dict(sorted(by_type.items()))

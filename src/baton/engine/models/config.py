@@ -32,7 +32,7 @@ class ModelFields(Fields):
         """Whole numbers; one alone counts as a list of one, and none as an empty list."""
         value = self.values.get(name)
         listed = [] if value is None else value if isinstance(value, list | tuple) else [value]
-        if not all(isinstance(each, int) and not isinstance(each, bool) for each in listed):
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in listed):
             raise self.refusal(f"{name} is {shown(value)}; it must be whole numbers")
         return tuple(listed)
 
@@ -49,7 +49,7 @@ class ModelFields(Fields):
         """Refuses a field whose value changes the model in a way that is not built here."""
         value = self.values.get(name)
         if value is not None and value not in allowed:
-            listed = " or ".join(shown(each) for each in allowed) or "absent"
+            listed = " or ".join(shown(choice) for choice in allowed) or "absent"
             raise self.refusal(f"{name} is {shown(value)}, which is not supported; it must be {listed}")
 
     @property

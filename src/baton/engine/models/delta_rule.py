@@ -48,19 +48,19 @@ def advance(tokens: DeltaTokens, state: Tensor) -> tuple[Tensor, Tensor]:
     """Results (n, tokens, heads, value channels) from a state (n, heads, key channels, value channels) on."""
     num_tokens = tokens.v.shape[1]
     if num_tokens == 1:
-        out, state = step(DeltaTokens(*(each[:, 0] for each in tokens)), state)
+        out, state = step(DeltaTokens(*(tensor[:, 0] for tensor in tokens)), state)
         return out.unsqueeze(1), state
     # Sequences and heads are one dim, so that products can be added to what is there.
-    every = DeltaTokens(*(each.transpose(1, 2).flatten(0, 1) for each in tokens))
+    every = DeltaTokens(*(tensor.transpose(1, 2).flatten(0, 1) for tensor in tokens))
     num_sequences, after = len(state), state.flatten(0, 1)
     out = torch.empty_like(every.v, memory_format=torch.contiguous_format)
     reached = reaches(every.log_decay)
     faded = (reached, decay(reached), decay(reached[:, :, -1:] - reached))
     for index, chunk in enumerate(chunks(num_tokens)):
-        part = DeltaTokens(*(each[:, chunk] for each in every))
-        fades = Fades(*(each[:, index, : part.v.shape[1]] for each in faded))
+        part = DeltaTokens(*(tensor[:, chunk] for tensor in every))
+        fades = Fades(*(tensor[:, index, : part.v.shape[1]] for tensor in faded))
         after = scan(part, fades, after, out[:, chunk])
-    out, after = (torch.unflatten(each, 0, (num_sequences, -1)) for each in (out, after))
+    out, after = (torch.unflatten(tensor, 0, (num_sequences, -1)) for tensor in (out, after))
     return out.transpose(1, 2), after
 
 

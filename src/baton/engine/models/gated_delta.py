@@ -88,14 +88,15 @@ class GatedDeltaSpec:
 
     def _packed(self, prefix: str, part: str, head: int) -> TensorSlice:
         """Of one head: key head by key head there are q, k, all v and all z, and apart from these b and a."""
-        each, key_dim, value_dim = self.kind.heads // self.num_key_heads, self.key_dim, self.value_dim
-        key, place = (head, 0) if part in "qk" else divmod(head, each)
+        heads_per_key = self.kind.heads // self.num_key_heads
+        key_dim, value_dim = self.key_dim, self.value_dim
+        key, place = (head, 0) if part in "qk" else divmod(head, heads_per_key)
         if part in "ba":
-            first = key * 2 * each + (0 if part == "b" else each) + place
+            first = key * 2 * heads_per_key + (0 if part == "b" else heads_per_key) + place
             shape = (2 * self.kind.heads, self.hidden_size)
             return rows(f"{prefix}.in_proj_ba.weight", shape, (first, first + 1))
-        block = 2 * (key_dim + each * value_dim)
-        inside = {"q": 0, "k": key_dim, "v": 2 * key_dim, "z": 2 * key_dim + each * value_dim}[part]
+        block = 2 * (key_dim + heads_per_key * value_dim)
+        inside = {"q": 0, "k": key_dim, "v": 2 * key_dim, "z": 2 * key_dim + heads_per_key * value_dim}[part]
         size = key_dim if part in "qk" else value_dim
         first = key * block + inside + place * size
         shape = (self.num_key_heads * block, self.hidden_size)

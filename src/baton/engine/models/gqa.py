@@ -121,7 +121,7 @@ class Gqa:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One of them: what its family calls it, and what its rows and results are multiplied with."""
+    """One branch: its name in the checkpoint and its scale factors."""
 
     name: str
     spec: MixerSpec

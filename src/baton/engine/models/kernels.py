@@ -59,10 +59,10 @@ def _rms_norm(x, weight, out, row_stride, eps, CHANNELS: tl.constexpr, BLOCK: tl
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
     is_in = channel < CHANNELS
-    found = tl.load(x + row * row_stride + channel, mask=is_in, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(found * found, 0) / CHANNELS + eps)
+    values = tl.load(x + row * row_stride + channel, mask=is_in, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / CHANNELS + eps)
     factor = tl.load(weight + channel, mask=is_in, other=0.0).to(tl.float32)
-    tl.store(out + row * CHANNELS + channel, (found * scale * factor).to(out.dtype.element_ty), mask=is_in)
+    tl.store(out + row * CHANNELS + channel, (values * scale * factor).to(out.dtype.element_ty), mask=is_in)
 
 
 @triton.jit

@@ -29,14 +29,14 @@ class Mlp(Protocol):
 
 
 class MixerSpec(Protocol):
-    """What a config says of a mixer."""
+    """A mixer, as the config describes it."""
 
     def load(self, loader: Loader, index: int, prefix: str, /) -> Mixer:
         """This rank's part of it at layer `index`, from the module named `prefix`."""
 
 
 class MlpSpec(Protocol):
-    """What a config says of an MLP."""
+    """An MLP, as the config describes it."""
 
     def load(self, loader: Loader, index: int, prefix: str, /) -> Mlp:
         """This rank's part of it at layer `index`, from the module named `prefix`."""
@@ -44,7 +44,7 @@ class MlpSpec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What a family calls the modules of a layer."""
+    """The names of a layer's modules in a family's checkpoints."""
 
     mixer_norm: str = "input_layernorm"
     mixer: str = "self_attn"
@@ -59,7 +59,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """What a config says of a layer."""
+    """A layer, as the config describes it."""
 
     norm: NormSpec
     """All norms of a layer are alike."""
@@ -275,7 +275,7 @@ class DraftLayer:
 
 @dataclass(frozen=True, slots=True)
 class ModelStage:
-    """What one rank runs."""
+    """The layers that one rank runs."""
 
     layers: tuple[Decoder, ...]
     embedding: VocabularyEmbedding | None

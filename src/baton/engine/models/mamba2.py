@@ -97,8 +97,8 @@ class Mamba2Spec:
     def _factors(self, loader: Loader, parts: Sequence[OutputSlice]) -> Tensor | None:
         if set(self.factors) == {1.0}:
             return None
-        each = torch.tensor(self.factors, dtype=loader.cut.dtype, device=loader.cut.device)
-        return torch.cat([each[i].expand(part.span[1] - part.span[0]) for i, part in enumerate(parts)])
+        factors = torch.tensor(self.factors, dtype=loader.cut.dtype, device=loader.cut.device)
+        return torch.cat([factors[i].expand(part.span[1] - part.span[0]) for i, part in enumerate(parts)])
 
     def _norm(self, loader: Loader, name: str, added: slice, units: RecurrentUnits) -> GroupNorm:
         assert self.norm is not None

@@ -176,5 +176,5 @@ class RecurrentUnits:
         kept = zip(names, counts, torch.split_with_sizes(after, sizes, 1), strict=True)
         return (
             [torch.unflatten(out, -1, (count, -1)) for out, count in zip(outs, counts, strict=True)],
-            {name: torch.unflatten(each, 1, (count, -1)) for name, count, each in kept},
+            {name: torch.unflatten(tensor, 1, (count, -1)) for name, count, tensor in kept},
         )

@@ -65,7 +65,7 @@ class Rope:
         angles = torch.outer(positions, spec.frequencies().to(device))
         table = torch.cat((angles.cos(), angles.sin()), dim=1)
         self._table = table.mul_(spec.amplitude).to(dtype)
-        self._found: _Rotation | None = None
+        self._last_rotation: _Rotation | None = None
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """x (rows, heads, channels) turned by each row's position; channels past the spec's are kept."""
@@ -95,10 +95,10 @@ class Rope:
 
     def _rotation(self, positions: Tensor) -> _Rotation:
         """Those of a pass: its layers ask with the same positions."""
-        if self._found is None or self._found.positions is not positions:
+        if self._last_rotation is None or self._last_rotation.positions is not positions:
             cos, sin = self._table[positions].unsqueeze(1).chunk(2, dim=-1)
-            self._found = _Rotation(positions, cos, sin, torch.cat((cos, cos), dim=-1))
-        return self._found
+            self._last_rotation = _Rotation(positions, cos, sin, torch.cat((cos, cos), dim=-1))
+        return self._last_rotation
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,11 +37,11 @@ def advance(tokens: ScanTokens, of_head: Tensor, state: Tensor) -> tuple[Tensor,
     """
     num_tokens = tokens.x.shape[1]
     if num_tokens == 1:
-        out, state = step(ScanTokens(*(each[:, 0] for each in tokens)), of_head, state)
+        out, state = step(ScanTokens(*(tensor[:, 0] for tensor in tokens)), of_head, state)
         return out.unsqueeze(1), state
     outs = []
     for chunk in chunks(num_tokens):
-        out, state = scan(ScanTokens(*(by_unit(each, chunk) for each in tokens)), of_head, state)
+        out, state = scan(ScanTokens(*(by_unit(tensor, chunk) for tensor in tokens)), of_head, state)
         outs.append(out)
     return torch.cat(outs, dim=2).transpose(1, 2), state
 

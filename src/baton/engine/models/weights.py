@@ -37,7 +37,7 @@ class TensorSlice:
         """The shape of the part."""
         whole = self.shape[len(self.index) :]
         return (
-            *(len(range(*each.indices(n))) for each, n in zip(self.index, self.shape, strict=False)),
+            *(len(range(*cut.indices(n))) for cut, n in zip(self.index, self.shape, strict=False)),
             *whole,
         )
 
@@ -76,13 +76,13 @@ class Loader:
         dtype = dtype or self.cut.dtype
         if 0 in piece.sizes:
             return torch.empty(piece.sizes, dtype=dtype, device=self.cut.device)
-        found = self._checkpoint.read(piece.name, piece.index, device=self.cut.device)
-        if tuple(found.shape) != piece.sizes:
+        tensor = self._checkpoint.read(piece.name, piece.index, device=self.cut.device)
+        if tuple(tensor.shape) != piece.sizes:
             raise EngineError(
-                f"{piece.name}: read {tuple(found.shape)} where the slice is {piece.sizes}; "
+                f"{piece.name}: read {tuple(tensor.shape)} where the slice is {piece.sizes}; "
                 "the file does not match its header, fetch it again"
             )
-        return found.to(device=self.cut.device, dtype=dtype).contiguous()
+        return tensor.to(device=self.cut.device, dtype=dtype).contiguous()
 
     def join(self, pieces: Sequence[TensorSlice]) -> Tensor:
         """Pieces one under the other."""
@@ -140,11 +140,11 @@ class ShapesOnly(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.cat and len(args) == 1 and not kwargs and all(each.is_meta for each in args[0]):
+        if func is torch.cat and len(args) == 1 and not kwargs and all(tensor.is_meta for tensor in args[0]):
             first = args[0][0]
             num_rows = sum(len(tensor) for tensor in args[0])
             return torch.empty((num_rows, *first.shape[1:]), dtype=first.dtype, device=first.device)
-        tensors = [each for each in args if isinstance(each, Tensor)]
+        tensors = [tensor for tensor in args if isinstance(tensor, Tensor)]
         is_elementwise = func.__name__.strip("_") in _ELEMENTWISE and not kwargs
         if is_elementwise and tensors and all(tensor.is_meta for tensor in tensors):
             shape = np.broadcast_shapes(*(tuple(tensor.shape) for tensor in tensors))
@@ -154,11 +154,11 @@ class ShapesOnly(TorchFunctionMode):
 
 def shape_problem(checkpoint: Checkpoint, piece: TensorSlice) -> str:
     """What is wrong with a piece's tensor, empty where nothing is."""
-    found = checkpoint.shape(piece.name)
-    if found is None:
+    shape = checkpoint.shape(piece.name)
+    if shape is None:
         return f"{piece.name} is missing from the checkpoint, {piece.shape} is wanted"
-    if tuple(found) != piece.shape:
-        return f"{piece.name} is {tuple(found)} in the checkpoint, {piece.shape} is wanted"
+    if tuple(shape) != piece.shape:
+        return f"{piece.name} is {tuple(shape)} in the checkpoint, {piece.shape} is wanted"
     return ""
 
 
@@ -279,7 +279,7 @@ def covering(heads: Sequence[Range], kept: Sequence[Range], num_heads_each: int)
 def cut_mirrored(blocks: Sequence[Range], size: int, share: Share) -> Range:
     """The elements of a share's heads, `size` each, that it adds to a sum; mirrors add a part each."""
     block = blocks[share.index]
-    mirrors = [i for i, each in enumerate(blocks) if each == block]
+    mirrors = [i for i, other in enumerate(blocks) if other == block]
     first, last = cut_evenly((block[1] - block[0]) * size, Share(mirrors.index(share.index), len(mirrors)))
     return block[0] * size + first, block[0] * size + last
 

@@ -100,10 +100,11 @@ class Fields:
 
 def placed_by(words: Sequence[str], kinds: Mapping[str, Kind]) -> tuple[Placed, ...]:
     """Each kind with the layers whose entry names it; kinds without layers are left out."""
-    placed = [
-        (kind, from_ids(i for i, each in enumerate(words) if each == word)) for word, kind in kinds.items()
-    ]
-    return tuple((kind, layers) for kind, layers in placed if layers)
+    placed = []
+    for word, kind in kinds.items():
+        if layers := from_ids(i for i, layer_word in enumerate(words) if layer_word == word):
+            placed.append((kind, layers))
+    return tuple(placed)
 
 
 Reader: TypeAlias = Callable[[Fields], tuple[Placed, ...]]

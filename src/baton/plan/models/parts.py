@@ -50,7 +50,7 @@ class Mixed:
     kinds: tuple[Placed, ...]
 
     def components(self, layers: Ranges) -> tuple[Component, ...]:
-        """What those of the kinds keep that are on any of `layers`."""
+        """What the kinds on any of `layers` store."""
         return tuple(
             component
             for kind, on in self.kinds
@@ -145,9 +145,9 @@ class Form:
         """The keys of the kind itself, and whether each is needed."""
         hints = get_type_hints(self.kind)
         return {
-            each.name: each.default is MISSING
-            for each in fields(cast(Any, self.kind))
-            if hints[each.name] is int
+            parameter.name: parameter.default is MISSING
+            for parameter in fields(cast(Any, self.kind))
+            if hints[parameter.name] is int
         }
 
 

@@ -80,7 +80,7 @@ class RegistryConnection:
         self._session: aiohttp.ClientSession | None = None
 
     async def call(self, call: RegistryCall, kind: type[Value]) -> Value:
-        """What the registry answers; raises RegistryError when it refuses or cannot be reached."""
+        """The registry's answer; raises RegistryError when it refuses or cannot be reached."""
         try:
             return await self._call(call, kind)
         except RegistryError as error:
@@ -178,7 +178,7 @@ class Backoff:
         return wait_s * (1 + self._chance()) / 2
 
     def reset(self) -> None:
-        """It worked: the next trouble begins with the first wait."""
+        """It worked: after the next failure the first wait comes again."""
         self._next_s = self._first_s
 
 
@@ -216,7 +216,7 @@ class Registration:
 
     def __init__(self, member: Member) -> None:
         self.member = member
-        self.trouble = ""
+        self.last_error = ""
         """Why the last try failed; empty when it did not."""
         self._registered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         # The caller need not wait for it: asyncio then does not warn of an exception that was never read.
@@ -229,22 +229,22 @@ class Registration:
 
     def succeeded(self) -> None:
         """The registry has it."""
-        self.trouble = ""
+        self.last_error = ""
         if not self._registered.done():
             self._registered.set_result(None)
 
     def failed(self, error: RegistryError, *, is_final: bool) -> None:
         """The registry does not have it, as far as is known."""
-        if str(error) != self.trouble:
-            log.warning("rank %d of %s: %s", self.member.rank, self.member.instance, error)
-        self.trouble = str(error)
+        if str(error) != self.last_error:
+            log.warning("cannot register rank %d of %s: %s", self.member.rank, self.member.instance, error)
+        self.last_error = str(error)
         if is_final and not self._registered.done():
             self._registered.set_exception(error)
 
     def end(self) -> None:
         """It is not kept any more."""
         if not self._registered.done():
-            text = f"the client was closed before the registry had answered; {self.trouble}".rstrip("; ")
+            text = f"the client was closed before the registry had answered; {self.last_error}".rstrip("; ")
             self._registered.set_exception(RegistryError(Refusal.UNREACHABLE, text))
 
     def wake(self) -> None:
@@ -315,17 +315,17 @@ class RegistryClient:
 
     async def watch(self) -> AsyncIterator[Topology | Change]:
         """The topology, then its changes; after a reconnection a topology again, which replaces the old."""
-        backoff, trouble = Backoff(RETRY_S_FIRST, RETRY_S_MAX), ""
+        backoff, last_error = Backoff(RETRY_S_FIRST, RETRY_S_MAX), ""
         while not self._is_closed:
             try:
                 async for event in self._events():
                     backoff.reset()
-                    trouble = ""
+                    last_error = ""
                     yield event
             except RegistryError as error:
-                if str(error) != trouble and not self._is_closed:
-                    log.warning("watch: %s", error)
-                trouble = str(error)
+                if str(error) != last_error and not self._is_closed:
+                    log.warning("lost the registry's event stream, reconnecting: %s", error)
+                last_error = str(error)
             await asyncio.sleep(backoff.next())
 
     async def close(self) -> None:

@@ -112,7 +112,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What all members of one epoch agree on."""
+        """The fields that are equal for all members of one epoch."""
         names = ("role", "layout", "coordinator", "fingerprint", "transport", "url")
         return {name: getattr(self, name) for name in names}
 

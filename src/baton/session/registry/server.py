@@ -249,12 +249,12 @@ class RegistryServer:
 
     async def _check_host(self, host: str) -> None:
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            places = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             raise ConfigError(
                 f"host {host!r} has no address: {error}; use 127.0.0.1 or an address here"
             ) from None
-        addresses = {str(place[4][0]).partition("%")[0] for place in found}
+        addresses = {str(place[4][0]).partition("%")[0] for place in places}
         outside = sorted(text for text in addresses if not ipaddress.ip_address(text).is_loopback)
         if outside and self._secret is None:
             raise ConfigError(
@@ -364,8 +364,8 @@ class RegistryServer:
         names = request.query.getall("instance", None)
         for name in names or ():
             check_instance(name)
-        found = self._state.topology(self._now(), names)
-        return self._answer(found, 200 if found.is_complete else STATUSES[Refusal.INCOMPLETE])
+        topology = self._state.topology(self._now(), names)
+        return self._answer(topology, 200 if topology.is_complete else STATUSES[Refusal.INCOMPLETE])
 
     async def _watch(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(

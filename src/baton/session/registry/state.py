@@ -243,9 +243,11 @@ class RegistryState:
     def _id(self) -> str:
         return f"{self._boot}-{self._num_changes}"
 
-    def _limit(self, count: int, most: int, what: str) -> None:
+    def _limit(self, count: int, most: int, entries: str) -> None:
         if count >= most:
-            raise RegistryError(Refusal.FULL, f"the registry holds {most} {what}, its most; try again later")
+            raise RegistryError(
+                Refusal.FULL, f"the registry holds {most} {entries}, its most; try again later"
+            )
 
 
 def _check_agreement(member: Member, other: Member) -> None:

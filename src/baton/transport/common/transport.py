@@ -28,12 +28,12 @@ from baton.transport.base import (
     Fence,
     Invitation,
     Peer,
-    Quiet,
     Ranges,
     Region,
+    RevokedQuiet,
+    RevokedUnknown,
     RevokeResult,
     Ticket,
-    Unknown,
 )
 from baton.transport.common.regions import Grants, Memory, RegionGrant, Regions, memory_of
 from baton.transport.common.tickets import NUMBER_MAX, EventQueue, SubmittedBatch, Tickets, check_batch
@@ -61,7 +61,7 @@ class PeerWriter(Protocol):
         """Whether no write is in progress inside ranges that are no longer granted."""
 
     def revoke(self, cause: str) -> RevokeResult:
-        """Stops the peer from writing; can be called again after Unknown."""
+        """Stops the peer from writing; can be called again after RevokedUnknown."""
 
 
 ConnectionT = TypeVar("ConnectionT", bound=SourceConnection)
@@ -156,7 +156,7 @@ class BaseTransport(ABC, Generic[ConnectionT, WriterT]):
 
     def revoke(self, peer: Peer) -> RevokeResult:
         if not self.is_open:
-            return Unknown(CLOSED) if peer in self.writers else Quiet()
+            return RevokedUnknown(CLOSED) if peer in self.writers else RevokedQuiet()
         return self._revoke(peer, "revoked by the target")
 
     def is_unchecked(self, peer: Peer, region: Region) -> bool:
@@ -226,9 +226,9 @@ class BaseTransport(ABC, Generic[ConnectionT, WriterT]):
         with self.lock:
             writer = self.writers.get(peer)
         if writer is None:
-            return Quiet()
+            return RevokedQuiet()
         result = writer.revoke(cause)
-        if isinstance(result, Quiet):
+        if isinstance(result, RevokedQuiet):
             for grant in writer.grants.remove_all():
                 self.regions.release(grant.region)
             with self.lock:

@@ -25,7 +25,17 @@ from functools import partial
 from typing import TypeVar
 
 from baton.errors import RemoteProtocolError, TransportError
-from baton.transport.base import Batch, Description, Fence, Peer, Place, Quiet, Region, RevokeResult, Unknown
+from baton.transport.base import (
+    Batch,
+    Description,
+    Fence,
+    Peer,
+    Place,
+    Region,
+    RevokedQuiet,
+    RevokedUnknown,
+    RevokeResult,
+)
 from baton.transport.common.connection import WorkerConnection
 from baton.transport.common.handshake import introduce
 from baton.transport.common.listener import HANDSHAKES_MAX, ListeningTransport
@@ -151,13 +161,13 @@ class UnixWriter(ABC):
         """Answers a request for a region of which something is granted; adds it to `mapped`, or refuses."""
 
     def check_quiet(self, grant: RegionGrant) -> RevokeResult:
-        """Unknown while a peer that mapped a region lives: the target cannot see its stores."""
+        """RevokedUnknown while a peer that mapped a region lives: the target cannot see its stores."""
         return self.settle(self.watcher.call(self.check_mapped))
 
     def revoke(self, cause: str) -> RevokeResult:
         """Asks a living writer to leave, which a stopped one cannot."""
         result = self.settle(self.watcher.call(self.shut_out))
-        if isinstance(result, Quiet):
+        if isinstance(result, RevokedQuiet):
             self.end()
         return result
 
@@ -193,12 +203,14 @@ class UnixWriter(ABC):
     def check_mapped(self) -> RevokeResult:
         """On the watcher's thread: whether nothing can be stored into what was handed out."""
         if not self.mapped or self.has_left:
-            return Quiet()
+            return RevokedQuiet()
         if self.pidfd is None:
-            return Unknown("the writer's process cannot be watched from here; it has the memory mapped")
+            return RevokedUnknown(
+                "the writer's process cannot be watched from here; it has the memory mapped"
+            )
         if has_events(self.pidfd, select.POLLIN):
-            return Quiet()
-        return Unknown("the writer's process is alive and has the memory mapped")
+            return RevokedQuiet()
+        return RevokedUnknown("the writer's process is alive and has the memory mapped")
 
     def _hang_up(self) -> None:
         """Closes the socket; the pidfd still shows whether the writer's process lives."""

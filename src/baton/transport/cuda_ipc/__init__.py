@@ -12,9 +12,9 @@ A handle opens only while its exporter lives, and a mapping keeps the memory it 
 the target has other memory and another socket, so nothing that was meant for its predecessor reaches it.
 
 The target cannot see or stop the copies of a source that has its memory mapped: grants are enforced per
-region only, a mapping reaches the whole allocation, and `revoke` is Quiet when the source's process is dead
-or has reported that it unmapped everything, which it does when its stream has run dry. A source whose device
-has failed cannot know that, and never reports it.
+region only, a mapping reaches the whole allocation, and `revoke` returns RevokedQuiet when the source's
+process is dead or has reported that it unmapped everything, which it does when its stream has run dry. A
+source whose device has failed cannot know that, and never reports it.
 
 device.py has everything that touches CUDA.
 """
@@ -33,11 +33,11 @@ from baton.transport.base import (
     Description,
     Peer,
     Place,
-    Quiet,
     Reach,
     Region,
+    RevokedQuiet,
+    RevokedUnknown,
     RevokeResult,
-    Unknown,
 )
 from baton.transport.common.threads import has_events
 from baton.transport.common.unix import (
@@ -64,9 +64,9 @@ class CudaIpcWriter(UnixWriter):
     def check_mapped(self) -> RevokeResult:
         """Unknown also while a forked child of a dead peer lives: it may hold the peer's device files."""
         result = super().check_mapped()
-        is_dead = isinstance(result, Quiet) and bool(self.mapped) and not self.has_left
+        is_dead = isinstance(result, RevokedQuiet) and bool(self.mapped) and not self.has_left
         if is_dead and self.sock is not None and not has_events(self.sock.fileno(), select.POLLRDHUP):
-            return Unknown("the writer's process has ended, and a child of it has its socket open")
+            return RevokedUnknown("the writer's process has ended, and a child of it has its socket open")
         return result
 
     def hand_out(self, sock: socket.socket, number: int, *, is_staged: bool) -> None:

@@ -252,7 +252,7 @@ class CudaIpcConnection(UnixConnection):
 
     def _fail(self, cause: str) -> str:
         self._failure = self._failure or f"the device failed: {cause}"
-        log.error("%s; the target is not told that this source left", self._failure)
+        log.error("%s; the target cannot be notified that this source left", self._failure)
         self.lose(self._failure)
         return self._failure
 

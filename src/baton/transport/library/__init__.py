@@ -30,7 +30,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from baton.errors import RemoteProtocolError, TransportError
-from baton.transport.base import Description, Peer, Quiet, Region, RevokeResult, Unknown
+from baton.transport.base import Description, Peer, Region, RevokedQuiet, RevokedUnknown, RevokeResult
 from baton.transport.common.listener import TcpListeningTransport, receive_exactly
 from baton.transport.common.regions import Grants, Memory, RegionGrant, Regions
 from baton.transport.common.threads import has_events
@@ -73,8 +73,10 @@ class LibraryWriter:
         """Unknown while the peer has access to the region: no library reports what is in flight to it."""
         with self.lock:
             if grant.region not in self.exposed:
-                return Quiet()
-        return Unknown("the peer has access to the region, and its writes cannot be observed from here")
+                return RevokedQuiet()
+        return RevokedUnknown(
+            "the peer has access to the region, and its writes cannot be observed from here"
+        )
 
     def revoke(self, cause: str) -> RevokeResult:
         """Closes the peer's library instance; if the peer can write without it, asks the peer to leave."""
@@ -86,11 +88,11 @@ class LibraryWriter:
                 with suppress(OSError):
                     self.sock.shutdown(socket.SHUT_WR if can_write else socket.SHUT_RDWR)
         if can_write:
-            return Unknown("the peer runs on this machine and can write until it hangs up")
+            return RevokedUnknown("the peer runs on this machine and can write until it hangs up")
         if self.thread is not None:
             self.thread.join()
         self.exposed.clear()
-        return Quiet()
+        return RevokedQuiet()
 
     def withdraw(self, number: int) -> None:
         """Refuses this peer's writes to a region that start from now on."""

@@ -8,8 +8,9 @@ in a file system, so nothing outlives the processes that hold them, however they
 other segments and another socket, so a write meant for a dead target lands in memory that nothing reads.
 
 The target cannot see or stop the stores of a source that has its memory mapped: grants are enforced per
-region only, and `revoke` is Quiet when the source's process is dead (by pidfd) or has reported that it
-unmapped everything. A half-closed socket asks it to; a living source does so within one burst of its copy.
+region only, and `revoke` returns RevokedQuiet when the source's process is dead (by pidfd) or has reported
+that it unmapped everything. A half-closed socket asks it to; a living source does so within one burst of its
+copy.
 
 If one end of a batch is on a device, nothing can be copied straight into place: such batches go through a
 bounded ring of pinned host memory (ring.py). Both paths share the connection.

@@ -241,7 +241,7 @@ class CudaStream:
         error = self._copy_batch(spans, source, target, self._stream.cuda_stream)
         if error:
             # It would refuse the next one too; if the device is lost, the kernels will fail.
-            log.warning("the driver copies no batches (error %d): spans go by kernels from now on", error)
+            log.warning("the driver cannot copy batches (error %d); copying by kernels from now on", error)
             self._copy_batch = None
         return not error
 

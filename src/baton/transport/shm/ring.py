@@ -12,7 +12,7 @@ a device. The stream that reads the source waits for a fence that is a CUDA even
 and so do the fences of one connection: a batch waits for those submitted before it.
 
 The source maps the ring only, never the region itself. A target therefore enforces grants on this path, and
-a peer is Quiet, even while alive, as soon as the slots taken from it are scattered.
+a peer is quiet, even while alive, as soon as the slots taken from it are scattered.
 
 Rings and target buffers lie in segments: shared memory without a name (a memfd), mapped by its owner and by
 each process that gets its descriptor.
@@ -287,7 +287,7 @@ def open_copier(memory: Memory, ring: Ring) -> SlotCopier:
     """A copier for regions on the same device as this one."""
     if memory.place is Place.HOST:
         return HostCopier()
-    # torch is an optional extra; a process with a region on a device has it.
+    # torch takes seconds to import; a process with a region on a device has imported it.
     copier: SlotCopier = importlib.import_module("baton.transport.shm.cuda").open_cuda_copier(memory, ring)
     return copier
 

@@ -15,7 +15,7 @@ from functools import partial
 
 from baton.errors import RemoteProtocolError, TransportError
 from baton.plan.steps import Spans
-from baton.transport.base import Peer, Quiet, RevokeResult, Unknown
+from baton.transport.base import Peer, RevokedQuiet, RevokedUnknown, RevokeResult
 from baton.transport.common.regions import Grants, Regions
 from baton.transport.common.spans import are_inside
 from baton.transport.common.threads import Watcher
@@ -35,7 +35,7 @@ from baton.transport.shm.ring import (
 )
 
 SETTLE_S = 1.0
-"""How long `settle` waits for a device before it returns Unknown."""
+"""How long `settle` waits for a device before it returns RevokedUnknown."""
 
 
 class RingReader:
@@ -74,8 +74,8 @@ class RingReader:
         with self._changed:
             waited_for = set(self._draining)
             if self._changed.wait_for(lambda: not waited_for & self._draining, SETTLE_S):
-                return Quiet()
-        return Unknown(f"{len(waited_for)} slots are being scattered for more than {SETTLE_S} s")
+                return RevokedQuiet()
+        return RevokedUnknown(f"{len(waited_for)} slots are being scattered for more than {SETTLE_S} s")
 
     def close(self) -> None:
         """Ends the thread when the slots it took are scattered, and releases the ring."""
@@ -194,7 +194,7 @@ class ShmWriter(UnixWriter):
     def settle(self, result: RevokeResult) -> RevokeResult:
         """Waits for the slots that were taken from the ring."""
         ring_reader = self.ring_reader
-        return ring_reader.settle() if ring_reader and isinstance(result, Quiet) else result
+        return ring_reader.settle() if ring_reader and isinstance(result, RevokedQuiet) else result
 
     def _hand_out_ring(self, sock: socket.socket, number: int) -> None:
         memory = self.regions.find(number)

@@ -18,7 +18,7 @@ import numpy as np
 
 from baton.errors import RemoteProtocolError
 from baton.plan.steps import Spans
-from baton.transport.base import Bytes, Quiet, Ranges, RevokeResult, Unknown
+from baton.transport.base import Bytes, Ranges, RevokedQuiet, RevokedUnknown, RevokeResult
 from baton.transport.common.listener import receive_all, receive_exactly
 from baton.transport.common.regions import Grants, RegionGrant, Regions, do_ranges_overlap
 from baton.transport.common.spans import are_inside, copy_spans
@@ -63,8 +63,8 @@ class TcpWriter:
             writing = [stream.writing for stream in self.streams.values() if stream]
         for write in writing:
             if write and write.region == grant.region and do_ranges_overlap(write.ranges, grant.ranges):
-                return Unknown("a write that was allowed before is in progress")
-        return Quiet()
+                return RevokedUnknown("a write that was allowed before is in progress")
+        return RevokedQuiet()
 
     def revoke(self, cause: str) -> RevokeResult:
         """Stops every stream and says goodbye; nothing is written after it returns.
@@ -85,7 +85,7 @@ class TcpWriter:
                 with suppress(OSError):
                     stream.sock.send(goodbye(cause), socket.MSG_DONTWAIT)
                 stream.sock.close()
-        return Quiet()
+        return RevokedQuiet()
 
     def attach(self, index: int, sock: socket.socket) -> bool:
         """Takes over a stream with a thread of its own; each index can be used once."""

@@ -121,8 +121,8 @@ def _read_sparse(fields: ModelFields, types: Sequence[str], *, is_index_paired: 
         num_chosen=fields.number("index_topk"),
     )
     mixers = {INDEXED: replace(mixer, indexer=indexer), SHARED: replace(mixer, is_choice_shared=True)}
-    made = assemble_latent(fields, [mixers[each] for each in types], read_rule(fields))
-    return replace(made, stage_starts=tuple(i for i, each in enumerate(types) if each == INDEXED))
+    made = assemble_latent(fields, [mixers[kind] for kind in types], read_rule(fields))
+    return replace(made, stage_starts=tuple(i for i, kind in enumerate(types) if kind == INDEXED))
 
 
 def _read_v32(fields: ModelFields) -> Blueprint:

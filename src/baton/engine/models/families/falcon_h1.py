@@ -75,7 +75,7 @@ def _factors(fields: ModelFields, name: str, count: int) -> tuple[float, ...]:
         return (1.0,) * count
     if not isinstance(listed, list | tuple) or len(listed) != count:
         raise fields.refusal(f"{name} is {listed}; it must list {count} numbers")
-    inner = ModelFields(f"{fields.where}: {name}", {str(i): each for i, each in enumerate(listed)})
+    inner = ModelFields(f"{fields.where}: {name}", {str(i): number for i, number in enumerate(listed)})
     return tuple(inner.real(str(i)) for i in range(count))
 
 
