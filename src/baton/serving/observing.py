@@ -89,9 +89,9 @@ class Side(Enum):
         if self is Side.SOURCE and story.prompt_s:
             last_s = last_byte_s(story)
             yield "exposed_s", (story.prompt_s, last_s)
-            if story.settled_s:
+            if story.is_handed_over:
                 yield "admission_s", (last_s, max(last_s, story.settled_s))
-        if self is Side.TARGET and story.settled_s:
+        if self is Side.TARGET and story.is_handed_over:
             yield "tth_s", (arrived_s, story.settled_s)
             if story.stepped_s:
                 yield "first_step_s", (story.settled_s, max(story.settled_s, story.stepped_s))
@@ -103,6 +103,8 @@ class Side(Enum):
     def _intervals(self, story: RequestTrace) -> Iterator[Interval]:
         zero_s, stages = story.arrived_s, dict(self._stages(story))
         details: dict[str, str | int] = {"cached tokens": story.num_cached, "held tokens": story.num_held}
+        if story.failure:
+            details["failure"] = story.failure
         if story.unpipelined:
             details["not pipelined"] = "; ".join(dict.fromkeys(story.unpipelined))
         for stage, label in _STAGE_LABELS.items():
@@ -181,17 +183,32 @@ class RequestObserver:
             recorded.traces[job_index], recorded.figures[job_index] = story, figures
         if "queue_s" in figures:
             self.metrics.queue.observe(figures["queue_s"])
-        is_failed = job_index in recorded.failed_jobs
-        if "tth_s" in figures and not is_failed:
-            self.metrics.tth.observe(figures["tth_s"])
         if side is not Side.ALONE:
-            self.metrics.add_handoff(story, figures)
-        if side is not Side.ALONE and not is_failed:
-            reasons = "; ".join(dict.fromkeys(story.unpipelined))
-            shown = {"not_pipelined": reasons} if reasons and side is Side.SOURCE else {}
-            self._log_handoff(recorded.parsed, job_index, {**handoff_sizes(side, story), **figures, **shown})
+            self.metrics.add_copies(story)
+            if job_index not in recorded.failed_jobs:
+                self._handoff_over(recorded.parsed, job_index, story, figures)
 
-    def _log_handoff(self, parsed: ParsedRequest, job_index: int, figures: Mapping[str, float | str]) -> None:
+    def _handoff_over(
+        self, parsed: ParsedRequest, job_index: int, story: RequestTrace, figures: Mapping[str, float]
+    ) -> None:
+        """A hand-over ended well, or was aborted because the request ended."""
+        side = Side.of(parsed.jobs[job_index].request)
+        shown: dict[str, float | str] = dict(handoff_sizes(side, story))
+        if not story.is_handed_over:
+            shown["cause"] = story.failure or "the request ended before its hand-over began"
+            self._log_handoff(parsed, job_index, "aborted", shown)
+            return
+        if "tth_s" in figures:
+            self.metrics.tth.observe(figures["tth_s"])
+        self.metrics.add_handoff(story, figures)
+        shown |= figures
+        if story.unpipelined and side is Side.SOURCE:
+            shown["not_pipelined"] = "; ".join(dict.fromkeys(story.unpipelined))
+        self._log_handoff(parsed, job_index, "done", shown)
+
+    def _log_handoff(
+        self, parsed: ParsedRequest, job_index: int, state: str, figures: Mapping[str, float | str]
+    ) -> None:
         """One line on each side; transfer and request are the same in both."""
         handoff = parsed.jobs[job_index].request.handoff
         if handoff is None:
@@ -207,9 +224,8 @@ class RequestObserver:
             for name, value in fields.items()
             if name != "transfer"
         ]
-        state = "failed" if "cause" in figures else "done"
         _log.log(
-            logging.WARNING if "cause" in figures else logging.INFO,
+            logging.WARNING if state == "failed" else logging.INFO,
             "hand-over %s %s: %s",
             handoff.transfer,
             state,
@@ -217,9 +233,20 @@ class RequestObserver:
             extra={"fields": {"event": "handoff", "state": state, **fields}},
         )
 
-    def failed(self, recorded: RecordedRequest, job_index: int, code: str, text: str) -> None:
-        """A job failed, of a code that is also the label of a metric."""
-        self._log_handoff(recorded.parsed, job_index, {"cause": f"{code}: {text}"})
+    def failed(
+        self,
+        recorded: RecordedRequest,
+        job_index: int,
+        code: str,
+        text: str,
+        story: RequestTrace | None = None,
+    ) -> None:
+        """A job failed, of a code that is also the label of a metric; perhaps after its hand-over."""
+        if story is not None and story.is_handed_over:
+            side = Side.of(recorded.parsed.jobs[job_index].request)
+            self._handoff_over(recorded.parsed, job_index, story, side.figures(story))
+        else:
+            self._log_handoff(recorded.parsed, job_index, "failed", {"cause": f"{code}: {text}"})
         recorded.failure = code
         recorded.failed_jobs.add(job_index)
         self.metrics.failures.labels(code).inc()
