@@ -234,6 +234,10 @@ def test_what_is_no_http_is_refused_and_no_key_is_logged(caplog: pytest.LogCaptu
     for record in caplog.records:
         if record.name.startswith("baton"):
             assert API_KEY not in logging.Formatter().format(record)
+            assert record.levelno < logging.WARNING or record.name != "baton.serving.aiohttp", (
+                "a mistake of ours"
+            )
+    assert any(record.name == "baton.serving.aiohttp" for record in caplog.records)
 
 
 def test_a_port_in_use_is_told_with_the_remedy():

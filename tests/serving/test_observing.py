@@ -62,6 +62,7 @@ def test_a_timeline_has_stages_groups_and_copies():
 def test_metrics_of_a_handoff():
     metrics = ServerMetrics("some/model")
     metrics.add_handoff(story(), Side.SOURCE.figures(story()))
+    metrics.add_copies(story())
     text = metrics.text().decode()
     assert 'baton_route_bytes_total{model_name="some/model",source_rank="0",target_rank="1"} 50.0' in text
     assert 'baton_unpipelined_total{model_name="some/model",reason="cost: N groups"} 1.0' in text
@@ -111,10 +112,46 @@ def test_a_handoff_that_failed_is_not_done_when_its_pages_are_free(caplog: pytes
     recorded = RecordedRequest(handed("8", "p:1"))
     with caplog.at_level(logging.INFO, logger="baton.serving.handoff"):
         observer.started(recorded)
-        observer.failed(recorded, 0, "DEADLINE", "no progress for 30 s")
-        observer.traced(recorded, 0, story())
+        observer.failed(recorded, 0, "DEADLINE", "no progress for 30 s", replace(story(), settled_s=0.0))
+        observer.traced(recorded, 0, replace(story(), failure="no progress"))
     assert [record.fields["state"] for record in caplog.records] == ["failed"]
     assert 'baton_tth_seconds_count{model_name="m"} 0.0' in observer.metrics.text().decode()
+
+
+def test_a_request_that_fails_after_its_handoff_leaves_the_handoff_done(caplog: pytest.LogCaptureFixture):
+    """Prefill has logged it as done; decode lost a rank while it decoded."""
+    observer = RequestObserver("d", "decode", "tp3", "m")
+    recorded = RecordedRequest(handed("8", "p:1"))
+    with caplog.at_level(logging.INFO, logger="baton.serving.handoff"):
+        observer.failed(recorded, 0, "PEER_LOST", "rank 1 ended", story())
+        observer.traced(recorded, 0, story())
+    assert [record.fields["state"] for record in caplog.records] == ["done"]
+    text = observer.metrics.text().decode()
+    assert 'baton_tth_seconds_count{model_name="m"} 1.0' in text
+    assert 'baton_failures_total{cause="PEER_LOST",model_name="m"} 1.0' in text
+
+
+@pytest.mark.parametrize("source", [None, "p:1"])
+@pytest.mark.parametrize(
+    ("settled_s", "failure"), [(15.5, "aborted by the source: the client left"), (0.0, "")]
+)
+def test_an_aborted_handoff_is_not_done(
+    caplog: pytest.LogCaptureFixture, settled_s: float, failure: str, source: str | None
+):
+    """The client left: nothing failed, but no cache was handed over."""
+    observer = RequestObserver("d", "decode", "tp3", "m")
+    trace = replace(story(), settled_s=settled_s, failure=failure)
+    with caplog.at_level(logging.INFO, logger="baton.serving.handoff"):
+        observer.traced(RecordedRequest(handed("8", source)), 0, trace)
+    (record,) = caplog.records
+    assert (record.levelname, record.fields["state"]) == ("INFO", "aborted")
+    assert record.fields["cause"] == (failure or "the request ended before its hand-over began")
+    assert not {"tth_s", "exposed_s", "efficiency"} & record.fields.keys()
+    text = observer.metrics.text().decode()
+    assert 'baton_tth_seconds_count{model_name="m"} 0.0' in text
+    assert 'baton_exposed_seconds_total{model_name="m"} 0.0' in text
+    assert "baton_unpipelined_total{" not in text
+    assert 'baton_route_bytes_total{model_name="m",source_rank="0",target_rank="1"} 50.0' in text
 
 
 def test_only_the_latest_timelines_are_kept():

@@ -272,6 +272,9 @@ def test_names_of_models():
     assert (problem.status, problem.code) == (404, "model_not_found")
     assert "'tiny'" in problem.message
     assert problem_of({"prompt": "a", "model": "tiny:my-lora"}).status == 400
+    # A stock PD router sends one name to two sides that may have two.
+    assert asked({"prompt": "a", "model": "peers-name", "bootstrap_room": 7}, **PREFILL)
+    assert problem_of({"prompt": "a", "model": "tiny:my-lora", "bootstrap_room": 7}).status == 400
     path = {"role": "both", "name": "/models/tiny"}
     assert asked({"prompt": "a", "model": "tiny"}, **path)
     assert asked({"prompt": "a", "model": "/models/tiny"}, **path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 
 import pytest
 from tests.serving.peers import NUM_TOKENS, Fault, expected, token
@@ -43,6 +44,21 @@ def test_completion_goes_on_after_any_event(end: str, after: int):
             check(await w.stream({"prompt": "the fox"}), {0: expected("the fox")})
 
     run(body)
+
+
+def test_the_log_says_who_failed_and_that_the_stream_goes_on(caplog: pytest.LogCaptureFixture):
+    async def body() -> None:
+        async with world(2, 2) as w:
+            w.d0.faults = [Fault(error_code="PEER_LOST", after=2)]
+            check(await w.stream({"prompt": "the fox"}), {0: expected("the fox")})
+
+    with caplog.at_level(logging.INFO, logger="baton.serving"):
+        run(body)
+    (record,) = (record for record in caplog.records if getattr(record, "fields", {}).get("event") == "retry")
+    assert (record.levelname, record.fields["num_tokens"]) == ("WARNING", 2)
+    assert "PEER_LOST" in record.getMessage()
+    assert record.getMessage().endswith("the stream is resumed")
+    assert any("is unhealthy" in text for text in caplog.messages), "the instance that was blamed"
 
 
 @pytest.mark.parametrize("after", range(2 * NUM_TOKENS + 2))

@@ -9,7 +9,7 @@ import pytest
 from tests.serving.peers import Fault, expected
 from tests.serving.router_world import LIMIT_S, Clock, read_stream, run, until, world
 
-from baton.serving.router import RouterLimits
+from baton.serving.router import LocalMode, RouterLimits
 
 PROMPT = {"prompt": "the fox"}
 RIGHT = expected("the fox")
@@ -131,6 +131,33 @@ def test_attempts_are_bounded_and_the_last_cause_is_told():
             assert json.loads(raw)["error"]["code"] == "CORRUPTED"
             assert len(w.d0.seen) == 3
             assert await w.metric('baton_router_failures_total{cause="CORRUPTED"}') == 3
+
+    run(body)
+
+
+@pytest.mark.parametrize(("full", "other"), [("d0", "p0"), ("p0", "d0")])
+def test_a_full_side_is_not_done_by_the_other(full: str, other: str):
+    """Its requests would pass those that wait there, and slow down what the other side is for."""
+
+    async def body() -> None:
+        async with world(1, 1, local=LocalMode.AUTO, local_prefill_max=0) as w:
+            w.peers[full].faults = [Fault(429, "QUEUE_FULL", headers={"Retry-After": "1"})] * 9
+            status, raw, headers = await w.post(PROMPT)
+            assert (status, headers["Retry-After"]) == (429, "1")
+            assert json.loads(raw)["error"]["code"] == "QUEUE_FULL"
+            assert all("bootstrap_room" in seen.body for seen in w.peers[other].seen), "it answered alone"
+            assert await w.metric("baton_router_local_prefills_total") == 0
+
+    run(body)
+
+
+def test_a_side_that_fails_is_done_by_the_other():
+    async def body() -> None:
+        async with world(1, 1, local=LocalMode.AUTO, local_prefill_max=0) as w:
+            w.d0.faults = [Fault(is_cut=True)] * 9
+            status, raw, _ = await w.post(PROMPT)
+            assert (status, text_of(raw)) == (200, RIGHT)
+            assert await w.metric('baton_router_local_prefills_total{reason="no_decode"}') == 1
 
     run(body)
 

@@ -135,8 +135,8 @@ class RequestState:
     def handoff_s(self) -> float | None:
         """What its hand-over took beyond compute, as this side sees it; None: it had none, or it failed."""
         begun_s = self.trace.prompt_s if self.is_source else self.early_s
-        is_handed = self.request.handoff is not None and self.trace.settled_s and begun_s
-        return self.trace.settled_s - begun_s if is_handed and not self.is_closed else None
+        is_known = self.trace.is_handed_over and begun_s and not self.is_closed
+        return self.trace.settled_s - begun_s if is_known else None
 
     @property
     def digest(self) -> bytes:
@@ -211,7 +211,7 @@ class RequestState:
         """Reports the failure to the caller, once."""
         if not self.is_closed:
             self.is_closed = True
-            self.sink(RequestError(cause, text))
+            self.sink(RequestError(cause, text, self.trace))
 
     def finish(self, now_s: float) -> None:
         """Reports the trace: nothing of the request is left here."""
@@ -656,6 +656,7 @@ class EngineCore:
     def _settle(self, state: RequestState, outcome: Outcome, now_s: float) -> None:
         match outcome:
             case Failed(cause):
+                state.trace.failure = str(cause)
                 if state.is_source or state.is_open:
                     state.fail(str(cause), cause)
                 self._drop(state, str(cause), now_s)

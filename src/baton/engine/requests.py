@@ -86,16 +86,17 @@ class OutputChunk:
 
 @dataclass(frozen=True, slots=True)
 class RequestError:
-    """The request failed; no event follows."""
+    """The request failed; once its pages are free, RequestFinished follows, unless the instance has ended."""
 
     cause: Cause | None
     """None: it waited longer than `queue_s_max`."""
     text: str
+    trace: RequestTrace | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFinished:
-    """The last event of a request that did not fail: its pages are free and its trace is complete."""
+    """The last event of a request: its pages are free and its trace is complete."""
 
     trace: RequestTrace
 

@@ -36,6 +36,8 @@ class RequestTrace:
     """Its first token was sent to the caller."""
     settled_s: float = 0.0
     """The outcome of the hand-over arrived."""
+    failure: str = ""
+    """Why the hand-over failed or was aborted."""
     stepped_s: float = 0.0
     """Its first decode step completed."""
     ended_s: float = 0.0
@@ -45,6 +47,11 @@ class RequestTrace:
     """By rank: what was computed of the prompt."""
     copies: dict[int, list[CopyRecord]] = field(default_factory=dict)
     unpipelined: list[str] = field(default_factory=list)
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether the hand-over ended well."""
+        return bool(self.settled_s) and not self.failure
 
 
 @dataclass(frozen=True, slots=True)

@@ -485,8 +485,11 @@ class FleetInstance:
 
     def doubt(self, text: str) -> None:
         """Somebody reports that it has ended: it gets nothing new until it has answered a poll."""
+        was_able = self.is_able
         self.health.is_healthy = False
         self.health.problem = text
+        if was_able:
+            log.warning("%s", _described(self))
         self.wake()
 
     def summary(self) -> dict[str, Any]:

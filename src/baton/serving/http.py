@@ -27,6 +27,7 @@ from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar, cast
 
 import msgspec
 from aiohttp import ClientPayloadError, web
+from aiohttp.http_exceptions import HttpProcessingError
 from msgspec import Meta
 
 from baton import __version__
@@ -524,11 +525,18 @@ def route_pattern(request: web.Request) -> str:
 
 
 class _NoTrace(logging.Filter):
-    """aiohttp's parser errors quote the input, keys and all: log only that they happened."""
+    """aiohttp's parser errors quote the input, keys and all: log only that they happened.
+
+    What is not HTTP/1.1 is the client's mistake, and sglang-router asks for HTTP/2 first: only for debugging.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
         record.exc_info = None
-        return True
+        if not isinstance(error, HttpProcessingError):
+            return True
+        record.levelno, record.levelname = logging.DEBUG, "DEBUG"
+        return _aiohttp_log.isEnabledFor(logging.DEBUG)
 
 
 _aiohttp_log = logging.getLogger("baton.serving.aiohttp")

@@ -113,7 +113,7 @@ class ServerMetrics(Collector):
         self.requests.labels(endpoint, str(status)).inc()
 
     def add_handoff(self, trace: RequestTrace, figures: Mapping[str, float]) -> None:
-        """The trace of one job, and its stages in seconds."""
+        """A hand-over that ended well: the trace of its job, and its stages in seconds."""
         for stage in ("queue", "compute", "exposed", "admission"):
             if (time_s := figures.get(f"{stage}_s")) is not None:
                 self._stages.labels(stage).observe(time_s)
@@ -121,12 +121,15 @@ class ServerMetrics(Collector):
             self._exposed.inc(exposed_s)
         if (efficiency := figures.get("efficiency")) is not None:
             self._efficiency.observe(efficiency)
-        for rank, copies in trace.copies.items():
-            for copy in copies:
-                self._route_bytes.labels(str(rank), str(copy.target_rank)).inc(copy.num_bytes)
         for reason in dict.fromkeys(trace.unpipelined):
             # With its numbers every request would be a series of its own.
             self._unpipelined.labels(NUMBER.sub("N", reason)).inc()
+
+    def add_copies(self, trace: RequestTrace) -> None:
+        """What a job sent, also if its hand-over failed."""
+        for rank, copies in trace.copies.items():
+            for copy in copies:
+                self._route_bytes.labels(str(rank), str(copy.target_rank)).inc(copy.num_bytes)
 
     def set_load(
         self, load: EngineLoad, counts: Mapping[str, int], *, is_ready: bool, num_starts: int

@@ -90,9 +90,9 @@ class Side(Enum):
         if self is Side.SOURCE and trace.prompt_s:
             last_s = last_byte_s(trace)
             yield "exposed_s", (trace.prompt_s, last_s)
-            if trace.settled_s:
+            if trace.is_handed_over:
                 yield "admission_s", (last_s, max(last_s, trace.settled_s))
-        if self is Side.TARGET and trace.settled_s:
+        if self is Side.TARGET and trace.is_handed_over:
             yield "tth_s", (arrived_s, trace.settled_s)
             if trace.stepped_s:
                 yield "first_step_s", (trace.settled_s, max(trace.settled_s, trace.stepped_s))
@@ -104,6 +104,8 @@ class Side(Enum):
     def _intervals(self, trace: RequestTrace) -> Iterator[Interval]:
         zero_s, stages = trace.arrived_s, dict(self._stages(trace))
         details: dict[str, str | int] = {"cached tokens": trace.num_cached, "held tokens": trace.num_held}
+        if trace.failure:
+            details["failure"] = trace.failure
         if trace.unpipelined:
             details["not pipelined"] = "; ".join(dict.fromkeys(trace.unpipelined))
         for stage, label in _STAGE_LABELS.items():
@@ -182,17 +184,32 @@ class RequestObserver:
             recorded.traces[job_index], recorded.figures[job_index] = trace, figures
         if "queue_s" in figures:
             self.metrics.queue.observe(figures["queue_s"])
-        is_failed = job_index in recorded.failed_jobs
-        if "tth_s" in figures and not is_failed:
-            self.metrics.tth.observe(figures["tth_s"])
         if side is not Side.ALONE:
-            self.metrics.add_handoff(trace, figures)
-        if side is not Side.ALONE and not is_failed:
-            reasons = "; ".join(dict.fromkeys(trace.unpipelined))
-            shown = {"not_pipelined": reasons} if reasons and side is Side.SOURCE else {}
-            self._log_handoff(recorded.parsed, job_index, {**handoff_sizes(side, trace), **figures, **shown})
+            self.metrics.add_copies(trace)
+            if job_index not in recorded.failed_jobs:
+                self._handoff_over(recorded.parsed, job_index, trace, figures)
 
-    def _log_handoff(self, parsed: ParsedRequest, job_index: int, figures: Mapping[str, float | str]) -> None:
+    def _handoff_over(
+        self, parsed: ParsedRequest, job_index: int, trace: RequestTrace, figures: Mapping[str, float]
+    ) -> None:
+        """A hand-over ended well, or was aborted because the request ended."""
+        side = Side.of(parsed.jobs[job_index].request)
+        shown: dict[str, float | str] = dict(handoff_sizes(side, trace))
+        if not trace.is_handed_over:
+            shown["cause"] = trace.failure or "the request ended before its hand-over began"
+            self._log_handoff(parsed, job_index, "aborted", shown)
+            return
+        if "tth_s" in figures:
+            self.metrics.tth.observe(figures["tth_s"])
+        self.metrics.add_handoff(trace, figures)
+        shown |= figures
+        if trace.unpipelined and side is Side.SOURCE:
+            shown["not_pipelined"] = "; ".join(dict.fromkeys(trace.unpipelined))
+        self._log_handoff(parsed, job_index, "done", shown)
+
+    def _log_handoff(
+        self, parsed: ParsedRequest, job_index: int, state: str, figures: Mapping[str, float | str]
+    ) -> None:
         """One line on each side; transfer and request are the same in both."""
         handoff = parsed.jobs[job_index].request.handoff
         if handoff is None:
@@ -208,9 +225,8 @@ class RequestObserver:
             for name, value in fields.items()
             if name != "transfer"
         ]
-        state = "failed" if "cause" in figures else "done"
         _log.log(
-            logging.WARNING if "cause" in figures else logging.INFO,
+            logging.WARNING if state == "failed" else logging.INFO,
             "hand-over %s %s: %s",
             handoff.transfer,
             state,
@@ -218,9 +234,20 @@ class RequestObserver:
             extra={"fields": {"event": "handoff", "state": state, **fields}},
         )
 
-    def failed(self, recorded: RecordedRequest, job_index: int, code: str, text: str) -> None:
-        """A job failed, of a code that is also the label of a metric."""
-        self._log_handoff(recorded.parsed, job_index, {"cause": f"{code}: {text}"})
+    def failed(
+        self,
+        recorded: RecordedRequest,
+        job_index: int,
+        code: str,
+        text: str,
+        trace: RequestTrace | None = None,
+    ) -> None:
+        """A job failed, of a code that is also the label of a metric; perhaps after its hand-over."""
+        if trace is not None and trace.is_handed_over:
+            side = Side.of(recorded.parsed.jobs[job_index].request)
+            self._handoff_over(recorded.parsed, job_index, trace, side.figures(trace))
+        else:
+            self._log_handoff(recorded.parsed, job_index, "failed", {"cause": f"{code}: {text}"})
         recorded.failure = code
         recorded.failed_jobs.add(job_index)
         self.metrics.failures.labels(code).inc()

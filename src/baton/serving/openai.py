@@ -705,7 +705,7 @@ async def parse_request(body: RequestBody, caller: Caller, model: ServedModel) -
             )
             raise ApiError(403, text, param=name, code="room_not_allowed")
     if not hints.id:  # a router found this instance by its fingerprint; the name may be its peer's
-        check_model(getattr(body, "model", None), model.name)
+        check_model(getattr(body, "model", None), model.name, is_handed_over=body.bootstrap_room is not None)
     room = body.bootstrap_room
     if isinstance(room, list):
         room = room[0] if room else 0
@@ -744,11 +744,18 @@ async def parse_request(body: RequestBody, caller: Caller, model: ServedModel) -
     )
 
 
-def check_model(wanted: str | None, served: str) -> None:
+def check_model(wanted: str | None, served: str, *, is_handed_over: bool = False) -> None:
+    """Raises an ApiError for a name that is not served.
+
+    A stock PD router sends one name to both sides, which may serve the model under two; the hand-over checks
+    that it is the same model.
+    """
     if wanted is None or wanted in (served, served.rstrip("/").rpartition("/")[2]):
         return
     if wanted.startswith(f"{served}:"):
         raise bad_field("model", wanted, f"adapters are not served; use {served!a}", code="unsupported")
+    if is_handed_over:
+        return
     text = f"the model {wanted[:80]!a} is not served here; use {served!a}"
     raise ApiError(404, text, param="model", code="model_not_found")
 

@@ -125,7 +125,7 @@ def _traced(source: _Request, target: _Request) -> HandoffTrace | None:
         shift_s = 0.0
     for job in source.jobs:
         prefill, decode = job.trace, traces.get(job.transfer)
-        if job.side == "source" and prefill and decode and prefill.prompt_s and decode.settled_s:
+        if job.side == "source" and prefill and decode and prefill.prompt_s and decode.is_handed_over:
             stepped_s = decode.stepped_s and decode.stepped_s + shift_s
             decode = replace(decode, settled_s=decode.settled_s + shift_s, stepped_s=stepped_s)
             return HandoffTrace(prefill.arrived_s, prefill.token_s, prefill, decode)

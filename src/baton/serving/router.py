@@ -466,6 +466,8 @@ class ProxiedRequest:
         """Later by the time that the request waited for room."""
         self._avoid: frozenset[str] = frozenset()
         """Instances that failed it since its last token."""
+        self._full: frozenset[str] = frozenset()
+        """Those of them that answered 429."""
         self._last_failure: AttemptFailed | None = None
         self._num_in_row = 0
         """Failures since its last token."""
@@ -533,7 +535,8 @@ class ProxiedRequest:
             is_strict = last is not None and last.error.status == 429 and not self._progress.has_begun
             asked_s = monotonic()
             num_streamed = self._progress.num_tokens if self._progress.has_begun else 0
-            constraints = RouteConstraints(self._avoid, is_strict, num_streamed)
+            full = frozenset[str]() if self._progress.has_begun else self._full
+            constraints = RouteConstraints(self._avoid, full, is_strict, num_streamed)
             route = await router.queue.route(self._request, constraints)
             if route.server.role is not Role.PREFILL:  # whose own name need not be that of /v1/models
                 self._http_request[MODEL] = route.server.model
@@ -555,6 +558,7 @@ class ProxiedRequest:
                     text = f"{error.message}; the stream cannot be resumed: {problem}"
                     raise ApiError(error.status, text, param=error.param, code=error.code) from None
                 wait_s = self._retry_wait_s(failed.error, is_resume=is_resume)
+                self._log_attempt(failed, "the stream is resumed" if is_resume else "it is tried again")
             metrics.count("resumes" if is_resume else "retries", self._model)
             await asyncio.sleep(wait_s)
 
@@ -626,7 +630,7 @@ class ProxiedRequest:
                 self._router.metrics.added.observe(monotonic() - added_from_s, self._model)
             if events:
                 # Tokens have come: earlier failures do not count any more.
-                self._num_in_row, self._avoid = 0, frozenset()
+                self._num_in_row, self._avoid, self._full = 0, frozenset(), frozenset()
             if stream_filter.error is not None:
                 raise attempt.failed_stream(stream_filter.error)
             if response is not None:
@@ -653,6 +657,21 @@ class ProxiedRequest:
         self._num_in_row += 1
         self._num_failures += 1
         self._avoid |= failed.blamed
+        if failed.error.status == 429:
+            self._full |= failed.blamed
+        else:
+            self._full -= failed.blamed
+
+    def _log_attempt(self, failed: AttemptFailed, remedy: str) -> None:
+        names, num_tokens = ", ".join(sorted(failed.blamed)) or "no instance", self._progress.num_tokens
+        reason = log_reason(failed.error) or str(failed.error.status)
+        fields = {"event": "retry", "request": self._id, "instances": names, "cause": _cause(failed.error)}
+        _log.log(
+            logging.WARNING if self._is_failure(failed.error) else logging.INFO,
+            "request %s: %s failed after %d tokens (%s); %s",
+            *(self._id, names, num_tokens, reason, remedy),
+            extra={"fields": {**fields, "num_tokens": num_tokens}},
+        )
 
     def _can_retry(self, failed: AttemptFailed) -> bool:
         """A request that is itself wrong stays wrong and is not retried."""
@@ -714,6 +733,8 @@ class RouteConstraints(msgspec.Struct, frozen=True):
 
     avoid: frozenset[str] = frozenset()
     """Instances that failed this request; used again only where there is no other."""
+    full: frozenset[str] = frozenset()
+    """Those of them that only had no room: the other side does not do their work."""
     is_strict: bool = False
     """Not even then."""
     num_streamed: int = 0
@@ -876,9 +897,9 @@ class RouteChooser:
         can_fall_back = self._mode is not LocalMode.NEVER
         if paired and (choice.preferred(paired) or not can_fall_back):
             return self._pair(choice, paired, prefills)
-        if can_fall_back and choice.preferred(servers):
+        if can_fall_back and choice.preferred(servers) and not choice.has_full(prefills):
             return choice.route(choice.choose(servers, self._decode_policy), None, "no_prefill")
-        if can_fall_back and choice.preferred(prefills):
+        if can_fall_back and choice.preferred(prefills) and not choice.has_full(servers):
             return choice.route(choice.choose(prefills, self._prefill_policy), None, "no_decode")
         paired = [] if constraints.is_strict else self._with_prefill(servers, prefills)
         if paired:
@@ -984,6 +1005,10 @@ class _Choice:
         """The instances that have not failed this request."""
         avoid = self._constraints.avoid
         return [instance for instance in instances if instance.name not in avoid] if avoid else instances
+
+    def has_full(self, instances: Sequence[FleetInstance]) -> bool:
+        """Whether one of them had no room for this request."""
+        return any(instance.name in self._constraints.full for instance in instances)
 
     def choose(self, instances: Sequence[FleetInstance], policy: Policy) -> FleetInstance:
         """The policy's choice among the preferred instances that have room; silent ones come last."""

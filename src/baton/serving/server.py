@@ -554,10 +554,10 @@ class Generation:
             case OutputChunk():
                 prompt_index = self.parsed.jobs[job_index].prompt_index
                 self._add(prompt_index * self.parsed.n + event.index, event)
-            case RequestError(cause, text):
+            case RequestError(cause, text, trace):
                 code = cause.why.name if cause is not None else "QUEUE_TIMEOUT"
                 self._error = self._error or failure(code, for_clients(text))
-                self._observer.failed(self.recorded, job_index, code, text)
+                self._observer.failed(self.recorded, job_index, code, text, trace)
                 self._job_over(job_index)
             case RequestFinished(trace):
                 self._num_cached += trace.num_cached
