@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 from baton.observe import Interval, Timeline, Track, trace
 from baton.serving.fleet import Fleet
 from baton.serving.policies import local_threshold
+from baton.serving.wire import BatonWire
 from baton.session.registry import Role
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ class RouterMetrics(Collector):
         for (_, reason), num in counts["local_prefills"].items():
             reasons[reason] += num
         return {
-            "answers": sum(num for key, num in counts["requests"].items() if key[1].startswith("/v1/c")),
+            "answers": sum(num for key, num in counts["requests"].items() if key[1] in BatonWire.paths),
             "handoffs": counts["handoffs"].total(),
             "retries": counts["retries"].total(),
             "resumes": counts["resumes"].total(),
