@@ -150,6 +150,8 @@ def test_commands_on_every_page_have_the_options_that_there_are() -> None:
         for problem in problems([word for word in words if word != "..."])
     ]
     assert wrong == []
+    (wrong_value,) = problems(["route", "--registry", "http://10.0.0.1:8400", "--policy", "foo"])
+    assert "'foo' is not one of 'least_loaded'" in wrong_value
 
 
 RUN_BY = {
