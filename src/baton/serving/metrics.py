@@ -286,8 +286,10 @@ class AttemptRecord:
     names: tuple[str, ...]
     """The instance that answers, then the one that prefills for it."""
     local_reason: str
+    is_streamed: bool = True
     began_s: float = field(default_factory=time.time)
     answered_s: float = 0.0
+    """When the response began: with the first token of a stream, else with the whole answer."""
     ended_s: float = 0.0
     failure: str = ""
     """The cause, a colon and the message."""
@@ -372,7 +374,8 @@ def _attempt_intervals(attempts: Sequence[AttemptRecord], zero_s: float) -> Iter
         yield Interval(Track("router", "attempts"), f"attempt {number}", start_s, stop_s, details)
         if attempt.answered_s:
             answered_s = min(max(start_s, attempt.answered_s - zero_s), stop_s)
-            yield Interval(Track("router", "until the answer begins"), "first token", start_s, answered_s)
+            name = "first token" if attempt.is_streamed else "whole answer"
+            yield Interval(Track("router", "until the answer begins"), name, start_s, answered_s)
 
 
 def _arrived_s(timeline: Any, fallback_s: float) -> float:
