@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -323,6 +324,52 @@ def test_recipes_of_make_are_commands_that_there_are() -> None:
         assert [name for name in files if not (ROOT / name).exists()] == []
     assert len(commands) > 8
     assert [problem for words in commands for problem in problems(words)] == []
+
+
+def copy_of_the_repository(folder: Path) -> Path:
+    """The tracked files as they are now, and the real .venv, for targets of make that write files."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    (folder / ".venv").symlink_to(ROOT / ".venv")
+    return folder
+
+
+def make(folder: Path, *words: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["make", "--assume-old=.venv/.stamp", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def test_make_without_a_target_lists_every_target_that_pages_name() -> None:
+    done = make(ROOT)
+    listed = set(re.findall(r"^make (\S+) +\S", done.stdout, re.MULTILINE))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {"demo", "test", "test-all", "check", "serve", "site", "docs", "sim", "soak"} <= listed
+    assert done.stdout == make(ROOT, "help").stdout
+
+
+def test_make_builds_the_site_and_generated_pages_are_up_to_date(tmp_path: Path) -> None:
+    folder = copy_of_the_repository(tmp_path)
+    done = make(folder, "docs", "site")
+    assert done.returncode == 0, done.stderr
+    assert (folder / "site/index.html").exists()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert (folder / "docs" / page.name).read_text() == page.read_text(), f"{page.name}: run make docs"
+
+
+@pytest.mark.long
+def test_make_sim_searches_and_ends(tmp_path: Path) -> None:
+    folder = copy_of_the_repository(tmp_path)
+    done = make(folder, "sim", "SEEDS=30", "EXAMPLES=20", timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_benchmarks_on_the_pages_have_their_options() -> None:
