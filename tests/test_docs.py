@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -19,6 +21,8 @@ from baton.plan.cache import Dim, Full, Units
 from baton.plan.ownership import buffers
 from baton.plan.wire import storage_from_bytes
 from tests.cli.commands import in_shell, problems
+from tests.ports import free_port
+from tests.serve.parts import ask, until
 
 ROOT = Path(__file__).parent.parent
 
@@ -363,6 +367,28 @@ def test_make_builds_the_site_and_generated_pages_are_up_to_date(tmp_path: Path)
     assert (folder / "site/index.html").exists()
     for page in (ROOT / "docs").glob("*.md"):
         assert (folder / "docs" / page.name).read_text() == page.read_text(), f"{page.name}: run make docs"
+
+
+@pytest.mark.serve
+def test_make_serve_answers_until_ctrl_c(tmp_path: Path) -> None:
+    files = [tmp_path / "stdout", tmp_path / "stderr"]
+    with files[0].open("wb") as out, files[1].open("wb") as err:
+        process = subprocess.Popen(
+            ["make", "--assume-old=.venv/.stamp", "serve", f"PORT={free_port()}"],
+            cwd=ROOT,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+    try:
+        until(lambda: "curl" in files[0].read_text() or process.poll() is not None, "it serves", 600)
+        assert process.poll() is None, files[1].read_text()
+        url = re.search(r"serving demo at (http://\S+)", files[0].read_text())[1]
+        reply = ask(url, "/v1/completions", {"prompt": "A relay race is", "max_tokens": 4})
+        assert (reply.status, reply.json["usage"]["completion_tokens"]) == (200, 4)
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(300)
 
 
 @pytest.mark.long
