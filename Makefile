@@ -9,6 +9,7 @@ WAITERS = $(shell echo $$(($(JOBS) * 3 / 2)))
 WAITERS_ALL = $(shell echo $$(($(JOBS) * 2)))
 EXAMPLES ?= 5000
 SEEDS ?= 20000
+PORT ?= 8000
 # test-all skips vLLM's tests after this time (Unix time).
 VLLM_UNTIL ?= 9999999999
 BIN := .venv/bin
@@ -52,8 +53,8 @@ setup-sglang: .venv-sglang/.stamp  ## make .venv-sglang with SGLang for CPUs and
 demo: setup  ## a real model, prefilled in one layout, decoded in another: timed, every token checked
 	$(BIN)/baton demo
 
-serve: setup  ## the demo deployment behind an OpenAI endpoint, until Ctrl-C
-	$(BIN)/baton up --model demo --prefill pp2 --decode tp3
+serve: setup  ## the demo deployment behind an OpenAI endpoint on PORT=8000, until Ctrl-C
+	$(BIN)/baton up --model demo --prefill pp2 --decode tp3 --port $(PORT)
 
 # What tests use and pip cannot install: system libraries of two transports, and a browser. If one cannot be
 # installed, a line says so, and the tests that need it are skipped with the reason.

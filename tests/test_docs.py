@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -18,6 +21,8 @@ from baton.plan.cache import Dim, Full, Units
 from baton.plan.ownership import buffers
 from baton.plan.wire import storage_from_bytes
 from tests.cli.commands import in_shell, problems
+from tests.ports import free_port
+from tests.serve.parts import ask, until
 
 ROOT = Path(__file__).parent.parent
 
@@ -150,6 +155,8 @@ def test_commands_on_every_page_have_the_options_that_there_are() -> None:
         for problem in problems([word for word in words if word != "..."])
     ]
     assert wrong == []
+    (wrong_value,) = problems(["route", "--registry", "http://10.0.0.1:8400", "--policy", "foo"])
+    assert "'foo' is not one of 'least_loaded'" in wrong_value
 
 
 RUN_BY = {
@@ -321,6 +328,74 @@ def test_recipes_of_make_are_commands_that_there_are() -> None:
         assert [name for name in files if not (ROOT / name).exists()] == []
     assert len(commands) > 8
     assert [problem for words in commands for problem in problems(words)] == []
+
+
+def copy_of_the_repository(folder: Path) -> Path:
+    """The tracked files as they are now, and the real .venv, for targets of make that write files."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    (folder / ".venv").symlink_to(ROOT / ".venv")
+    return folder
+
+
+def make(folder: Path, *words: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["make", "--assume-old=.venv/.stamp", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def test_make_without_a_target_lists_every_target_that_pages_name() -> None:
+    done = make(ROOT)
+    listed = set(re.findall(r"^make (\S+) +\S", done.stdout, re.MULTILINE))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {"demo", "test", "test-all", "check", "serve", "site", "docs", "sim", "soak"} <= listed
+    assert done.stdout == make(ROOT, "help").stdout
+
+
+def test_make_builds_the_site_and_generated_pages_are_up_to_date(tmp_path: Path) -> None:
+    folder = copy_of_the_repository(tmp_path)
+    done = make(folder, "docs", "site")
+    assert done.returncode == 0, done.stderr
+    assert (folder / "site/index.html").exists()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert (folder / "docs" / page.name).read_text() == page.read_text(), f"{page.name}: run make docs"
+
+
+@pytest.mark.serve
+def test_make_serve_answers_until_ctrl_c(tmp_path: Path) -> None:
+    files = [tmp_path / "stdout", tmp_path / "stderr"]
+    with files[0].open("wb") as out, files[1].open("wb") as err:
+        process = subprocess.Popen(
+            ["make", "--assume-old=.venv/.stamp", "serve", f"PORT={free_port()}"],
+            cwd=ROOT,
+            stdout=out,
+            stderr=err,
+            start_new_session=True,
+        )
+    try:
+        until(lambda: "curl" in files[0].read_text() or process.poll() is not None, "it serves", 600)
+        assert process.poll() is None, files[1].read_text()
+        url = re.search(r"serving demo at (http://\S+)", files[0].read_text())[1]
+        reply = ask(url, "/v1/completions", {"prompt": "A relay race is", "max_tokens": 4})
+        assert (reply.status, reply.json["usage"]["completion_tokens"]) == (200, 4)
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+        process.wait(300)
+
+
+@pytest.mark.long
+def test_make_sim_searches_and_ends(tmp_path: Path) -> None:
+    folder = copy_of_the_repository(tmp_path)
+    done = make(folder, "sim", "SEEDS=30", "EXAMPLES=20", timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_benchmarks_on_the_pages_have_their_options() -> None:

@@ -44,6 +44,10 @@ WARNING = "/lib/resource_tracker.py:254: UserWarning: resource_tracker: 1 leaked
             ["2026-11-19 10:00:00,000 ERROR vllm: engine died", "bye"],
             "2026-11-19 10:00:00,000 ERROR vllm: engine died",
         ),
+        (
+            ['{"time": "x", "level": "error", "message": "no such file"}', "bye"],
+            "no such file",
+        ),
         (["loading", "cannot go on", "10:00 WARNING slow"], "cannot go on"),
         (["/lib/fx.py:1: FutureWarning: use another", "  return func(*args, **kwargs)"], "no message"),
         ([], "no message"),

@@ -91,6 +91,10 @@ class SpawnRequest(msgspec.Struct, frozen=True):
     """What the end of the fork server sends it."""
 
 
+class _LogRecord(msgspec.Struct):
+    message: str
+
+
 def last_error(lines: Sequence[str]) -> str:
     """Of the output of a process that ended: its last error, or else its last line that is no warning."""
     errors, others, is_quoted = [], [], False
@@ -101,7 +105,14 @@ def last_error(lines: Sequence[str]) -> str:
         elif line.strip() and not is_warning and not (is_quoted and line.startswith(" ")):
             others.append(line)
         is_quoted = is_warning  # the next line is the source that it is about
-    return (errors or others or ["no message"])[-1].strip()
+    return _message((errors or others or ["no message"])[-1].strip())
+
+
+def _message(line: str) -> str:
+    """Of a log line in JSON, what it says."""
+    with suppress(msgspec.DecodeError):
+        return msgspec.json.decode(line, type=_LogRecord).message
+    return line
 
 
 def ended_error(name: str, code: int | None, output: IO[bytes]) -> EngineError:
@@ -431,6 +442,9 @@ def _run_forked(pipe: int, output: int, server: int) -> NoReturn:
     for standard in (1, 2):
         os.dup2(output, standard)
     os.close(output)
+    # The server may be a fork of a command that logs as JSON; a command that does so will say it again.
+    sys.stderr, sys.excepthook = sys.__stderr__, sys.__excepthook__
+    threading.excepthook = threading.__excepthook__
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)

@@ -7,6 +7,8 @@ import shlex
 from collections.abc import Iterator
 from typing import Any
 
+import click
+
 from baton.cli import make_app
 
 
@@ -65,6 +67,21 @@ def problems(words: list[str]) -> Iterator[str]:
     if num_words > num_arguments:
         yield f"baton {verb} takes {num_arguments} words beside its options, not {num_words}"
     yield from (f"baton {verb} has {name} twice" for name in set(given) if given.count(name) > 1)
+    yield from _bad_values(verb, words[len(verb.split()) :])
+
+
+def _bad_values(verb: str, line: list[str]) -> Iterator[str]:
+    """Values that the command's own parser refuses. Placeholders in capitals stand for any value."""
+    if any(re.fullmatch(r"[A-Z][A-Z_]*", word) for word in line):
+        return
+    try:
+        _command(verb).make_context(verb, line, resilient_parsing=False)
+    except click.exceptions.Exit:  # --help
+        return
+    except click.MissingParameter:  # an excerpt of a line
+        return
+    except click.ClickException as error:
+        yield f"baton {verb}: {error.format_message()}"
 
 
 def in_shell(script: str) -> Iterator[list[str]]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import datetime
 
@@ -61,3 +64,53 @@ def test_the_level_is_that_of_baton_alone(
     lines = capsys.readouterr().err.splitlines()
     assert [line.split()[2][0] for line in lines] == [*shown]
     assert all(is_log(line) for line in lines)
+
+
+def test_lines_from_elsewhere_become_records() -> None:
+    raw = io.StringIO()
+    stream = logs.JsonStream(raw)
+    record = '{"time": "now", "level": "info", "logger": "baton", "message": "as it is"}'
+    stream.write(f"{record}\n{logs.with_service(record, 'prefill-0')}\nbaton: no ")
+    stream.write("such file\n\n 3%\rloaded 9%\nUserWarning: odd")
+    stream.close()
+    first, second, *others = map(json.loads, raw.getvalue().splitlines())
+    assert (first, second) == (json.loads(record), {"service": "prefill-0", **first})
+    assert [(each["level"], each["logger"], each["message"]) for each in others] == [
+        ("error", "baton", "no such file"),
+        ("warning", "stderr", "loaded 9%"),
+        ("warning", "stderr", "UserWarning: odd"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "up --model demo --log-format json --frob",
+        "serve --model nowhere --log-format=json",
+        "route --log-format json",
+        "registry --log-format json --secret-file nowhere",
+    ],
+)
+def test_misuse_is_told_in_json_too(line: str) -> None:
+    command = [sys.executable, "-m", "baton", *line.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    (record,) = map(json.loads, done.stderr.splitlines())
+    assert (done.returncode, record["level"], record["logger"]) == (2, "error", "baton")
+    assert not record["message"].startswith("baton: ")
+
+
+def test_a_traceback_is_one_record() -> None:
+    program = "from baton.cli import logs; logs.write_only_json(); import threading\n"
+    program += "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join(); [][1]"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
+    )
+    thread, main = map(json.loads, done.stderr.splitlines())
+    assert (thread["level"], thread["message"]) == ("critical", "ZeroDivisionError: division by zero")
+    assert main["message"] == "IndexError: list index out of range"
+    assert "line 2" in main["trace"]
+
+
+def test_only_the_own_options_of_a_command_count() -> None:
+    assert not logs.asks_for_json(["up", "--", "--log-format", "json"])
+    assert not logs.asks_for_json(["up", "--log-format", "text"])

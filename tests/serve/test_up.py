@@ -205,6 +205,29 @@ def test_instances_that_store_their_kv_cache_differently(tmp_path, started) -> N
     assert texts[1] == texts[2]
 
 
+def test_with_json_logs_all_of_stderr_is_json(tmp_path, started) -> None:
+    """From the plan to the end, with a restart and a failure for good."""
+    up = Up(tmp_path, "--prefill", "tp1", "--decode", "tp1", "--port", "0", "--log-format", "json")
+    started.append(up)
+    url, expected = up.url(), oracle_text(PROMPT, NUM_TOKENS)
+    assert answer(url) == expected.text
+    again(up, "prefill-0")
+    until(lambda: _is_answered(url, expected.text), "it answers again", LIMIT_S)
+    for _ in range(3):
+        again(up, "registry")
+    os.kill(up.parts()["registry"], signal.SIGKILL)
+    assert up.ended() == 1
+    records = [json.loads(line) for line in up.err.splitlines()]
+    assert [each for each in records if not {"time", "level", "message"} <= each.keys()] == []
+    messages = [(each["level"], each.get("service"), each["message"]) for each in records]
+    assert ("info", "prefill-0", "prefill-0 (tp1): starting") in messages
+    restart = "prefill-0: was ended by signal 9; restarting it (1 of at most 3 restarts a minute)"
+    assert ("warning", "prefill-0", restart) in messages
+    assert any(each.get("event") == "request" and each["service"] == "router" for each in records)
+    assert records[-1]["level"] == "error"
+    assert records[-1]["message"].startswith("registry ended 4 times within 60 s")
+
+
 def _is_answered(url: str, text: str) -> bool:
     try:
         return answer(url) == text

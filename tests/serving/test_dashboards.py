@@ -12,12 +12,34 @@ import pytest
 
 from baton.serving.fleet import Fleet
 from baton.serving.metrics import RouterMetrics, ServerMetrics
+from baton.serving.wire import BatonWire
+from baton.session.registry import Role
 
 yaml = pytest.importorskip("yaml", reason="no PyYAML here to read the rules with")
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
 OF_SCRAPES = {"instance", "job", "le"}
+ROUTER_PAGE = (DEPLOY.parent / "docs/router.md").read_text()
+VALUES = {
+    "path": set(BatonWire.paths),
+    "role": {role.value for role in Role},
+    "state": {"able", "draining", "leaving", "loading", "unhealthy"}
+    | {"free", "cached", "used", "leased", "quarantined"},
+    "reason": set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`[^|]*)\|", ROUTER_PAGE, re.MULTILINE)))),
+    "phase": {"prefill", "decode"},
+    "kind": {"drafted", "accepted"},
+}
+"""What a label that is selected by can be, where the values are known."""
+UNUSED = {
+    "baton_e2e_request_latency_seconds": "for dashboards of vLLM, which has it",
+    "baton_request_queue_time_seconds": "for dashboards of vLLM; hand-overs have the stage queue",
+    "baton_requests": "the router counts them",
+    "baton_failures": "the router counts them",
+    "baton_exposed_seconds": "the dashboard has its distribution, as a stage",
+    "baton_ready": "a router has it as the state of the instance",
+}
+"""Metrics that no panel and no rule shows, and why."""
 
 
 def known() -> dict[str, set[str]]:
@@ -48,6 +70,12 @@ def problems(expression: str) -> Iterator[str]:
     for group in re.findall(r"\b(?:by|without|ignoring|on)\s*\(([^)]*)\)", expression):
         used += re.findall(r"\w+", group)
     yield from (f"no label {label} in {expression}" for label in used if label not in labels)
+    for label, operator, text in re.findall(r"(\w+)\s*(=~|!~|!=|=)\s*\"([^\"]*)\"", expression):
+        values = VALUES.get(label)
+        if values and "$" not in text:
+            yield from (f"no {label} {value}" for value in text.split("|") if value not in values)
+        if label == "path" and (operator != "=~" or {*text.split("|")} != values):
+            yield f"not every path that is counted, and only these: {text}"
     if expression.count("(") != expression.count(")"):
         yield f"parentheses do not match in {expression}"
 
@@ -66,6 +94,10 @@ def test_the_checker_sees_what_is_wrong():
         ('baton_pages{status="free"}', "no label status"),
         ("sum(baton_pages", "parentheses"),
         ("up == 0", "no metric of ours"),
+        ('baton_router_requests_total{path=~"/v1/c.*"}', "no path /v1/c.*"),
+        ('baton_router_requests_total{path=~"/v1/completions"}', "not every path"),
+        ('baton_pages{state="full"}', "no state full"),
+        ('baton_router_local_prefills_total{reason=~"no_prefill|none"}', "no reason none"),
     ):
         assert any(words in problem for problem in problems(expression)), expression
 
@@ -100,8 +132,22 @@ def test_rules_and_panels_are_whole():
         assert shown <= OF_SCRAPES.union(*known().values()), rule["alert"]
     panels = json.loads((DEPLOY / "grafana/baton.json").read_text())["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
+
+
+def test_every_metric_is_in_a_panel_or_a_rule():
+    used = set(re.findall(r"\bbaton_\w+", " ".join(expressions())))
+    families = {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in known()}
+    shown = {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in used}
+    assert families - shown == set(UNUSED)
     # Every metric of a failure or a hand-over is on the dashboard.
-    text = json.dumps(panels)
+    text = (DEPLOY / "grafana/baton.json").read_text()
     for name in known():
         if name.startswith(("baton_router_", "baton_handoff")) and name.endswith(("_total", "_bucket")):
             assert name in text, name
+
+
+def test_the_page_counts_answers_of_every_path():
+    metrics = RouterMetrics(Fleet())
+    for path in (*BatonWire.paths, "/v1/models", "/health"):
+        metrics.count("requests", "m", path, "200")
+    assert metrics.totals()["answers"] == len(BatonWire.paths)

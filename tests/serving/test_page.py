@@ -116,6 +116,26 @@ def test_a_snapshot_says_what_the_router_knows():
     run(body)
 
 
+def test_of_a_whole_answer_no_first_token_is_known():
+    async def body() -> None:
+        async with world(1, 1) as w:
+            w.d0.gate.clear()
+            asking = asyncio.create_task(w.post(PROMPT))
+            await until(lambda: w.d0.seen)
+            (running,) = (await snapshot(w))["running"]
+            assert running["waits_for"] == "answer"
+            w.d0.gate.set()
+            await asking
+            await w.stream(PROMPT)
+            while len(answered := (await snapshot(w))["answered"]) < 2:
+                await asyncio.sleep(0.1)
+            streamed, whole = answered
+            assert streamed["first_s"] <= streamed["total_s"]
+            assert whole["first_s"] is None
+
+    run(body)
+
+
 def test_an_instance_that_can_never_hand_off_is_shown():
     async def body() -> None:
         async with world(1, 0, local=LocalMode.AUTO) as w:
@@ -434,6 +454,15 @@ def test_a_browser_draws_the_page_and_keeps_up(tmp_path: Path):
             rows = "[...document.querySelectorAll('#instances tr')].map(e => e.dataset.instance)"
             assert await tab.value(rows) == ["d0", "p0"]
             await tab.until("document.querySelector('[data-instance=d0]').innerText.includes('60 % of 100')")
+            requests = "document.querySelector('#requests').innerText"
+            await tab.until(f"{requests}.includes('to the first token')")
+            w.d0.gate.clear()
+            asking = asyncio.create_task(w.post(PROMPT))
+            cells = "[...document.querySelectorAll('#requests td')].map(e => e.innerText)"
+            await tab.until(f"{cells}.includes('runs')")
+            w.d0.gate.set()
+            await asking
+            await tab.until(f"{requests}.includes('answered after')")
             # It goes on by itself, and stays with the hand-over that was chosen.
             chosen = "document.querySelector('#overs [aria-pressed=true]').dataset.number"
             await tab.value("document.querySelector('#overs button').click()")

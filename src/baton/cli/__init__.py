@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from baton import __version__
+from baton.cli import logs
 from baton.errors import BatonError, ConfigError, LayoutError
 
 VERBS = {
@@ -42,6 +43,8 @@ def make_app(verb: str | None = None) -> click.Group:
 def main() -> None:
     """Runs a command. Misuse is one line on stderr and exit code 2, a failure exit code 1."""
     line = sys.argv[1:] or ["--help"]
+    if logs.asks_for_json(line):
+        logs.write_only_json()
     result: Any = None
     try:
         result = make_app(line[0])(args=line, prog_name="baton", standalone_mode=False)

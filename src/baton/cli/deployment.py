@@ -7,8 +7,10 @@ the opposite order, so that no process waits for one that has left.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import secrets
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +18,6 @@ from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -25,7 +26,7 @@ from baton import settings
 from baton.cli.checks import check_same_transport, side_options, side_words
 from baton.cli.logs import is_json_log, with_service
 from baton.cli.options import DeploymentOptions, InstanceOptions
-from baton.cli.output import REFRESH_PER_S
+from baton.cli.output import REFRESH_PER_S, StatusLines
 from baton.cli.parser import engine_fields, given, override, words
 from baton.cli.vllm_servers import VllmServer, plan_servers
 from baton.engine.config import EngineConfig, EngineSizes, check_config, worker_modules
@@ -239,7 +240,7 @@ class DeploymentProcesses:
 
     def __init__(self, options: DeploymentOptions, *, shows_logs: bool = True) -> None:
         self.options = options
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.status = StatusLines(options.server)
         self._shows_logs = shows_logs
         environment, folder = settings.service_environment(secrets.token_hex(32)), ""
         if options.is_vllm:
@@ -340,9 +341,10 @@ class DeploymentProcesses:
         else:
             is_log_shown = self._shows_logs and was_ready and not self._supervisor.is_closing
             is_shown = is_log_shown or not is_log(line)
-        if is_shown:
-            shown = with_service(line, name) if is_json_log(line) else f"{name}: {line}"
-            self.console.print(Text(shown, style="dim"))
+        if is_shown and is_json_log(line):
+            print(with_service(line, name), file=sys.stderr, flush=True)
+        elif is_shown:
+            self.status.say(f"{name}: {line}", logging.WARNING, service=name)
 
     @contextmanager
     def _progress(self) -> Iterator[Callable[[SupervisedService], None]]:
@@ -353,11 +355,15 @@ class DeploymentProcesses:
             name = supervised.service.name
             return f"{name} ({layouts[name]})" if name in layouts else name
 
-        if not self.console.is_terminal:
-            yield lambda supervised: self.console.print(Text(f"{title(supervised)}: {supervised.stage}"))
+        if self.status.is_json or not self.status.console.is_terminal:
+            yield lambda supervised: self.status.say(
+                f"{title(supervised)}: {supervised.stage}",
+                service=supervised.service.name,
+                stage=supervised.stage,
+            )
             return
         rows: dict[str, SupervisedService] = {}
-        with Live(console=self.console, refresh_per_second=REFRESH_PER_S, transient=True) as live:
+        with Live(console=self.status.console, refresh_per_second=REFRESH_PER_S, transient=True) as live:
 
             def show(supervised: SupervisedService) -> None:
                 rows[supervised.service.name] = supervised

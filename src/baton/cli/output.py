@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,18 +11,41 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
+from baton.cli.logs import set_up_logs
 from baton.engine.trace import HandoffStages
 from baton.errors import ConfigError
 from baton.observe import NO_MATPLOTLIB, Timeline, draw, trace
 from baton.plan.printer import human_bytes, human_time
 
 if TYPE_CHECKING:
+    from baton.cli.options import ServerOptions
     from baton.engine.deployment import Deployment
 
 PICTURE, TRACE = ".png", ".json"
 REFRESH_PER_S = 4
 """Low, because the ranks need the cores."""
+
+
+_log = logging.getLogger("baton.up")
+
+
+class StatusLines:
+    """What `baton up` says of its services: dim lines on stderr, or with --log-format json log records."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.is_json = options.log_format == "json"
+        if self.is_json:
+            set_up_logs(options.log_level, "json")
+
+    def say(self, text: str, level: int = logging.INFO, **fields: str) -> None:
+        """One line; `fields` are for the record."""
+        if self.is_json:
+            _log.log(level, "%s", text, extra={"fields": fields})
+        else:
+            self.console.print(Text(text, style="dim"))
 
 
 @contextmanager

@@ -8,9 +8,6 @@ import signal
 from contextlib import suppress
 from types import FrameType
 
-from rich.console import Console
-from rich.text import Text
-
 from baton import settings
 from baton.cli.deployment import (
     DeploymentProcesses,
@@ -21,6 +18,7 @@ from baton.cli.deployment import (
     plan_pairs,
 )
 from baton.cli.options import DeploymentOptions
+from baton.cli.output import StatusLines
 from baton.cli.vllm_servers import VllmServer
 
 EXAMPLE = "Explain in one sentence what a relay race is."
@@ -43,9 +41,11 @@ def _plan(options: DeploymentOptions) -> list[str]:
     fork_early(options.instance.model)
     instances = plan_instances(options)
     pairs = plan_pairs(instances)
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    for line in (*map(str, instances), *(f"planned {pair}" for pair in pairs)):
-        console.print(Text(line, style="dim"))
+    status = StatusLines(options.server)  # after the fork: instances set up their own loggers
+    for instance in instances:
+        status.say(str(instance), service=instance.config.name)
+    for pair in pairs:
+        status.say(f"planned {pair}")
     return pairs or [f"{instance.title} prefills and decodes by itself" for instance in instances]
 
 
@@ -74,8 +74,7 @@ def _serve(options: DeploymentOptions, lines: list[str], servers: list[VllmServe
             deployment.wait_failure()
         finally:
             is_interrupted = True
-            text = "finishing running requests; interrupt again to end at once"
-            deployment.console.print(Text(text, style="dim"))
+            deployment.status.say("finishing running requests; interrupt again to end at once")
 
 
 def chat_command(url: str, options: DeploymentOptions) -> str:

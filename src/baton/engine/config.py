@@ -197,10 +197,17 @@ class EngineSizes:
 
     def lines(self) -> list[str]:
         """What the user is shown at the start."""
-        pages = ", ".join(f"{count} {group}" for group, count in sorted(self.num_pages.items()))
+        cache = self.spec.cache
+        has_tokens = {component.group for component in cache.components if component.extent.has_tokens}
+        unit = dict.fromkeys(has_tokens, f"pages of {self.spec.storage.page_tokens} tokens")
+        of_group = {group: f" ({group})" for group in self.num_pages if len(self.num_pages) > 1}
+        pages = ", ".join(
+            f"{count} {unit.get(group, 'slots')}{of_group.get(group, '')}"
+            for group, count in sorted(self.num_pages.items())
+        )
         lines = [
             f"{self.layout.num_ranks} ranks ({self.layout}), {self.num_threads} threads each",
-            f"KV cache of {self.pool_tokens} tokens per dp group ({pages} pages); context up to "
+            f"KV cache of {self.pool_tokens} tokens per dp group: {pages}; context up to "
             f"{self.context_max} tokens",
         ]
         # The reason does not depend on the page size.

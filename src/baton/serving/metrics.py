@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 from baton.observe import Interval, Timeline, Track, trace
 from baton.serving.fleet import Fleet
 from baton.serving.policies import local_threshold
+from baton.serving.wire import BatonWire
 from baton.session.registry import Role
 
 if TYPE_CHECKING:
@@ -226,7 +227,7 @@ class RouterMetrics(Collector):
         for (_, reason), num in counts["local_prefills"].items():
             reasons[reason] += num
         return {
-            "answers": sum(num for key, num in counts["requests"].items() if key[1].startswith("/v1/c")),
+            "answers": sum(num for key, num in counts["requests"].items() if key[1] in BatonWire.paths),
             "handoffs": counts["handoffs"].total(),
             "retries": counts["retries"].total(),
             "resumes": counts["resumes"].total(),
@@ -288,8 +289,10 @@ class AttemptRecord:
     names: tuple[str, ...]
     """The instance that answers, then the one that prefills for it."""
     local_reason: str
+    is_streamed: bool = True
     began_s: float = field(default_factory=time.time)
     answered_s: float = 0.0
+    """When the response began: with the first token of a stream, else with the whole answer."""
     ended_s: float = 0.0
     failure: str = ""
     """The cause, a colon and the message."""
@@ -374,7 +377,8 @@ def _attempt_intervals(attempts: Sequence[AttemptRecord], zero_s: float) -> Iter
         yield Interval(Track("router", "attempts"), f"attempt {number}", start_s, stop_s, details)
         if attempt.answered_s:
             answered_s = min(max(start_s, attempt.answered_s - zero_s), stop_s)
-            yield Interval(Track("router", "until the answer begins"), "first token", start_s, answered_s)
+            name = "first token" if attempt.is_streamed else "whole answer"
+            yield Interval(Track("router", "until the answer begins"), name, start_s, answered_s)
 
 
 def _arrived_s(timeline: Any, fallback_s: float) -> float:

@@ -397,7 +397,7 @@ class RouterPage:
                     "names": record.names[::-1],
                     "local": record.local_reason,
                     "time_s": record.ended_s,
-                    "first_s": round(record.answered_s - record.began_s, 4),
+                    "first_s": round(record.answered_s - record.began_s, 4) if record.is_streamed else None,
                     "total_s": round(record.ended_s - record.began_s, 4),
                 }
 

@@ -482,7 +482,7 @@ class ProxiedRequest:
         """For the router's page."""
         record = self._record
         is_routed = record is not None and not record.ended_s
-        waits_for = "first token" if is_routed else "room"
+        waits_for = ("first token" if record.is_streamed else "answer") if record and is_routed else "room"
         return {
             "id": self._id,
             "client_id": client_id(self._http_request),
@@ -570,7 +570,7 @@ class ProxiedRequest:
         queue_s_max = None if self._progress.has_begun else router.config.limits.queue_s_max
         attempt = Attempt(router, route, requests, queue_s_max)
         self._http_request[ROUTE] = route.text
-        record = self._record = AttemptRecord(route.names, route.local_reason)
+        record = self._record = AttemptRecord(route.names, route.local_reason, stream_filter is not None)
         router.log.add(self._id, record)
         if route.prefill is not None:
             router.metrics.count("handoffs", self._model)

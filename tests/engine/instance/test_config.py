@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -227,3 +228,16 @@ def test_auto_is_what_the_checkpoint_states(tmp_path: Path, stated: object, dtyp
 
 def test_a_model_that_is_not_there_is_refused_later() -> None:
     assert EngineConfig("/no/such/folder").dtype == "fp32"
+
+
+def test_the_line_of_the_kv_cache_counts_pages_of_tokens_and_slots() -> None:
+    def shown(model: Path) -> str:
+        (line,) = (
+            each for each in derive_sizes(EngineConfig(str(model), pool_tokens=1000)).lines() if "KV" in each
+        )
+        return line.partition(";")[0]
+
+    assert shown(tiny("llama")) == "KV cache of 1000 tokens per dp group: 63 pages of 16 tokens"
+    of_windows = f"63 pages of 16 tokens (tokens), 63 pages of 16 tokens ({GROUP})"
+    assert shown(windowed("gemma3_text")) == f"KV cache of 1000 tokens per dp group: {of_windows}"
+    assert re.search(r": \d+ slots \(state\), 63 pages of 16 tokens \(tokens\)$", shown(hybrid("qwen3_next")))
