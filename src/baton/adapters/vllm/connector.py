@@ -279,8 +279,12 @@ def _check_supported(vllm_config: VllmConfig) -> None:
     for name, size in sizes:
         if size > 1:
             raise ConfigError(f"{name} of size {size}: the KV cache cannot be handed over yet; use size 1")
-    if parallel.enable_dbo:
-        raise ConfigError("dual batch overlap calls each layer twice in a step; start without --enable-dbo")
+    if parallel.use_ubatching:
+        option = "--enable-dbo" if parallel.enable_dbo else f"--ubatch-size {parallel.ubatch_size}"
+        raise ConfigError(
+            f"{option}: each layer runs once for every part of a batch, and would be sent after the first one; "
+            f"start without {option}"
+        )
 
 
 def _has_states(cache: KVCacheConfig) -> bool:
