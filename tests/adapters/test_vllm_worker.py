@@ -172,9 +172,10 @@ class EagerWorker(WorkerSide):
 
     def begin_step(self, step: StepMetadata) -> None:
         super().begin_step(step)
-        if step.chunks:
-            for layer in self._layers:
-                self.layer_done(layer)
+        if step.chunks and self._step is not None and self._step.layers is not None:
+            for group in self._step.layers.left:
+                self._offer(self._step, group)
+            self._step.layers = None
 
 
 @pytest.mark.parametrize("worker", [WorkerSide, EagerWorker])
@@ -207,6 +208,23 @@ def test_layers_without_a_hook_leave_at_the_end_of_the_step(engines: Callable[..
     )
     assert decode.results(set(), lambda got: bool(got.received)).failed == set()
     assert torch.equal(prefill.blocks(3, [3, 8, 4]), decode.blocks(3, [5, 9, 2]))
+
+
+def test_a_layer_that_runs_twice_in_a_step_ends_the_transfer(engines: Callable[..., Engine]) -> None:
+    """Its first run stored a part of the step's tokens; by then the layer was sent."""
+    prefill, decode = engines("p", 1, 1), engines("d", 1, 1)
+    load(decode, prefill, "t", [5, 9, 2])
+    (worker,) = prefill.workers
+    worker.begin_step(StepMetadata(chunks=[CachedChunk("t", transfer("t"), (0, 40), ([3, 8, 4],))]))
+    for name in 2 * [*prefill.caches[0]]:
+        worker.layer_done(name)
+    sending = worker._outgoing["t"].sending
+    worker.end_step()
+    assert decode.results(set(), lambda got: bool(got.received)).failed == {"t"}
+    assert sending is not None
+    assert isinstance(sending.state, Failed)
+    assert "model.layers.0.self_attn.attn ran twice" in sending.state.cause.text
+    assert prefill.results({"t"}, lambda got: bool(got.sent)).sent == {"t"}
 
 
 def test_blocks_that_decode_has_are_not_written(engines: Callable[..., Engine]) -> None:

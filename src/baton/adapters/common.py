@@ -90,15 +90,23 @@ class StepLayers:
         self._layers = layers
         self.left: dict[tuple[int, int], set[Hashable]] = {}
         """By group that was not offered, a range of layers: those of them that are not computed yet."""
+        self.repeated: list[Hashable] = []
+        """Layers that were reported again. Where an engine computes a batch in parts, the first report of a
+        layer comes before all its tokens are stored, so nothing of this step may be used."""
         for name, number in layers.items():
             self.left.setdefault(self._group_of[number], set()).add(name)
 
     def done(self, name: Hashable) -> tuple[int, int] | None:
         """A layer is computed; its group if that was the last one of it."""
         number = self._layers.get(name)
-        if number is None or (names := self.left.get(group := self._group_of[number])) is None:
+        if number is None:
             return None
-        names.discard(name)
+        group = self._group_of[number]
+        names = self.left.get(group, set())
+        if name not in names:
+            self.repeated.append(name)
+            return None
+        names.remove(name)
         if names:
             return None
         del self.left[group]

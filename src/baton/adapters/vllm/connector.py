@@ -73,6 +73,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = ConnectorConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
         _check_supported(vllm_config)
+        drafts = vllm_config.speculative_config
+        self._has_hooks = drafts is None or drafts.num_speculative_tokens == 1
+        """Whether layers leave when they are computed. With more guesses draft layers run several times in a
+        step, so all leave at its end."""
         self._groups: tuple[int, ...] = kv_cache_config.transfer_group_ids
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
@@ -246,7 +250,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        self.worker_side.layer_done(layer_name)
+        if self._has_hooks:
+            self.worker_side.layer_done(layer_name)
 
     def wait_for_save(self) -> None:
         self.worker_side.end_step()

@@ -187,6 +187,13 @@ class WorkerSide:
         step, self._step = self._step, None
         if step is None:
             return
+        if step.layers is not None and step.layers.repeated:
+            self._abort(
+                step,
+                f"layer {step.layers.repeated[0]} ran twice in one step and was sent after the first time; "
+                "start vLLM without options that cut a batch in parts",
+            )
+            return
         for group in step.layers.left if step.layers is not None else ():
             self._offer(step, group)
         for chunk in step.metadata.chunks:
@@ -289,6 +296,14 @@ class WorkerSide:
             except BatonError as error:
                 logger.warning("baton: transfer %s: %s", chunk.transfer.id, error)
                 prompt.sending.abort(str(error))
+
+    def _abort(self, step: StepProgress, text: str) -> None:
+        """Gives up the prompts of a step."""
+        for chunk in step.metadata.chunks:
+            prompt = self._outgoing[chunk.request]
+            if prompt.is_open and prompt.sending is not None:
+                logger.warning("baton: transfer %s: %s", chunk.transfer.id, text)
+                prompt.sending.abort(text)
 
     def _write_trace(self, prompt: SentPrompt) -> None:
         if self._trace is not None and prompt.sending is not None:
