@@ -74,12 +74,12 @@ class WindowPins:
     _pinned: dict[str, list[Any]] = field(default_factory=dict)
 
     def pin(self, request: str, num_tokens: int) -> None:
-        """Keeps the windows at the end of `num_tokens`; the last block is the request's to write."""
+        """Keeps the windows at the end of `num_tokens`, with the last block, which need not be full."""
         groups = self.manager.get_blocks(request).blocks
         pinned = self._pinned.setdefault(request, [])
         for group, window in self.windows.items():
-            first, last = max(0, num_tokens - window) // self.block_tokens, num_tokens // self.block_tokens
-            kept = [block for block in groups[group][first:last] if not block.is_null]
+            first, end = max(0, num_tokens - window) // self.block_tokens, -(-num_tokens // self.block_tokens)
+            kept = [block for block in groups[group][first:end] if not block.is_null]
             self.manager.block_pool.touch(kept)
             pinned += kept
 
