@@ -34,6 +34,14 @@ class SlidingWindowSpec:
     sliding_window = 64
 
 
+class ChunkedLocalAttentionSpec:
+    attention_chunk_size = 32
+
+
+class CrossAttentionSpec:
+    pass
+
+
 def name(layer: int) -> str:
     return f"model.layers.{layer}.self_attn.attn"
 
@@ -141,6 +149,19 @@ def test_groups_with_unlike_blocks_are_refused() -> None:
     layers = describe_layers({name(0): raw, name(1): small}, groups, BLOCKS)
     with pytest.raises(ConfigError, match="blocks of 8, 16 tokens"):
         make_spec([layers], WorkerMesh(0, 0, 1, 1, HEADS))
+
+
+@pytest.mark.parametrize(
+    ("spec", "remedy"),
+    [
+        (ChunkedLocalAttentionSpec(), "--disable-hybrid-kv-cache-manager"),
+        (CrossAttentionSpec(), "FullAttentionSpec"),
+    ],
+)
+def test_caches_of_other_kinds_are_refused_by_name(spec: object, remedy: str) -> None:
+    """Of chunked attention, decode has null blocks before the chunk of its last token."""
+    with pytest.raises(ConfigError, match=rf"{name(0)}: .*{type(spec).__name__}.*{remedy}"):
+        stage(range(2), spec=spec)
 
 
 def test_a_layer_without_a_number_is_refused() -> None:

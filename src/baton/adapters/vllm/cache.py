@@ -36,6 +36,13 @@ Store: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 
 BASE, NUM_DIGITS = 255, 3
 """Of the numbers that a kernel is asked to store: every dtype has the integers up to 256."""
+ATTENTION_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
+"""vLLM's classes of attention caches that are understood: others keep or free blocks in ways of their own."""
+_OTHER_REMEDY = f"run a model whose layers have a {', '.join(ATTENTION_SPECS)} or MambaSpec"
+_REMEDIES = {
+    "ChunkedLocalAttentionSpec": "start both sides with --disable-hybrid-kv-cache-manager, so that vLLM keeps "
+    "all blocks of these layers"
+}
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
@@ -158,8 +165,10 @@ def buffer_names(kv_caches: Mapping[str, torch.Tensor]) -> dict[int, str]:
 
 def _describe(name: str, cache: torch.Tensor, group: int, spec: Any, num_blocks: int) -> CacheLayer:
     kind = type(spec).__name__
-    if "Attention" not in kind and "SlidingWindow" not in kind:
-        raise ConfigError(f"layer {name}: caches of kind {kind} cannot be handed over yet")
+    if kind not in ATTENTION_SPECS:
+        raise ConfigError(
+            f"layer {name}: caches of kind {kind} cannot be handed over; {_REMEDIES.get(kind, _OTHER_REMEDY)}"
+        )
     if cache.dim() not in (3, 4):
         raise ConfigError(f"layer {name}: a cache of blocks, heads, tokens and channels is needed")
     if cache.dtype not in DTYPES:
