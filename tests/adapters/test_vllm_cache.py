@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from baton.adapters.common import WorkerMesh
+from baton.adapters.common import StepLayers, WorkerMesh
 from baton.adapters.vllm.cache import (
     CacheLayer,
     describe_layers,
@@ -130,6 +130,31 @@ def test_groups_may_overlay_each_other() -> None:
     first, second = placements(spec, 0, "pool").values()
     assert (first.buffer, first.offset) == (second.buffer, second.offset) == ("cache.0", 0)
     assert {key: pool.nbytes for key, pool in make_pools(caches).items()} == {"cache.0": raw.nbytes}
+
+
+@pytest.mark.parametrize("is_in_group", [False, True])
+def test_a_layer_that_reads_the_cache_of_another_is_passed_over(is_in_group: bool) -> None:
+    """As in Gemma 3n. vLLM registers it with the tensor of the layer that writes, and names it in no group that
+    a connector gets, or behind the others. Groups overlay each other as ever."""
+    raw = torch.zeros(2, BLOCKS, HEADS, TOKENS, CHANNELS)
+    caches = {name(0): raw[0], name(1): raw[1], name(2): raw[0], name(3): raw[0], name(4): raw[1]}
+    windows = SimpleNamespace(layer_names=[name(2)], kv_cache_spec=SlidingWindowSpec())
+    full = SimpleNamespace(layer_names=[name(0), name(1)], kv_cache_spec=FullAttentionSpec())
+    if is_in_group:
+        full.layer_names += [name(3), name(4)]
+    layers = describe_layers(caches, [windows, full], BLOCKS)
+    assert [(layer.name, layer.group) for layer in layers] == [(name(0), 1), (name(1), 1), (name(2), 0)]
+    step = StepLayers("fixed:1", {layer.name: layer.index for layer in layers}, [40])
+    offered = [step.done(layer) for layer in caches]
+    assert offered == [(0, 1), (1, 2), (2, 3), None, None]
+    assert not step.repeated
+
+
+def test_a_layer_with_a_cache_of_its_own_in_no_group_is_refused() -> None:
+    raw = torch.zeros(2, BLOCKS, HEADS, TOKENS, CHANNELS)
+    group = SimpleNamespace(layer_names=[name(0)], kv_cache_spec=FullAttentionSpec())
+    with pytest.raises(ConfigError, match=f"{name(1)}' is in no KV cache group"):
+        describe_layers({name(0): raw[0], name(1): raw[1]}, [group], BLOCKS)
 
 
 def test_layers_of_a_kind_in_several_allocations_are_refused() -> None:

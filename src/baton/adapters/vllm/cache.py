@@ -122,29 +122,47 @@ def describe_layers(
 ) -> tuple[CacheLayer, ...]:
     """The layers that vLLM has registered, by number; ConfigError on a cache that cannot be handed over.
 
-    `groups` are the `kv_cache_groups` of vLLM's KVCacheConfig.
+    `groups` are the `kv_cache_groups` of vLLM's KVCacheConfig. A layer that reads the cache of another is left
+    out: vLLM registers it with the tensor of the layer that writes, and names it in no group or behind that one.
     """
     buffers, layers = buffer_names(kv_caches), []
+    places: set[tuple[int, TensorView]] = set()
+    unknown = set(kv_caches)
     for number, group in enumerate(groups):
+        own_places: set[tuple[int, TensorView]] = set()
         for name in group.layer_names:
-            if name in kv_caches:
-                cache = kv_caches[name]
-                spec = layer_spec(name, group.kv_cache_spec)
-                if is_state(spec):
-                    described = _describe_state(name, cache, number, spec, state_form)
-                else:
-                    described = (_describe(name, cache, number, spec, num_blocks),)
-                storage = cache.untyped_storage()
-                layers += [
-                    replace(layer, buffer=buffers[storage.data_ptr()], buffer_bytes=storage.nbytes())
-                    for layer in described
-                ]
-    unknown = sorted(set(kv_caches) - {layer.name for layer in layers})
-    if unknown:
-        raise ConfigError(f"layer {unknown[0]!r} is in no KV cache group; its cache cannot be handed over")
+            if name not in kv_caches:
+                continue
+            cache = kv_caches[name]
+            unknown.discard(name)
+            if _place(cache) in own_places:
+                continue
+            own_places.add(_place(cache))
+            spec = layer_spec(name, group.kv_cache_spec)
+            if is_state(spec):
+                described = _describe_state(name, cache, number, spec, state_form)
+            else:
+                described = (_describe(name, cache, number, spec, num_blocks),)
+            storage = cache.untyped_storage()
+            layers += [
+                replace(layer, buffer=buffers[storage.data_ptr()], buffer_bytes=storage.nbytes())
+                for layer in described
+            ]
+        places |= own_places
+    for name in sorted(unknown):
+        if _place(kv_caches[name]) not in places:
+            raise ConfigError(
+                f"layer {name!r} is in no KV cache group and has a cache of its own, which cannot be handed "
+                "over; run a model without such layers"
+            )
     if not layers:
         raise ConfigError("this worker has no KV cache to hand over")
     return tuple(sorted(layers, key=lambda layer: (layer.index, layer.name, layer.part)))
+
+
+def _place(cache: torch.Tensor) -> tuple[int, TensorView]:
+    """Where a cache lies: the address of its allocation, and its view of it."""
+    return cache.untyped_storage().data_ptr(), TensorView.of(cache)
 
 
 def layer_spec(name: str, group_spec: Any) -> Any:
