@@ -355,6 +355,11 @@ def window_of(spec: Any) -> int:
     return int(spec.sliding_window or 0) if "SlidingWindow" in type(spec).__name__ else 0
 
 
+def reach(window: int) -> int:
+    """How many tokens of a prompt its last token but one has in its window: the last one is not handed over."""
+    return max(1, window - 1)
+
+
 def make_spec(stages: Sequence[Sequence[CacheLayer]], mesh: WorkerMesh) -> Spec:
     """The spec of an engine, from the layers of each of its pipeline stages."""
     starts = [min(layer.index for layer in stage) for stage in stages]
@@ -412,8 +417,7 @@ def _component(name: str, layers: Sequence[CacheLayer], mesh: WorkerMesh) -> Com
     if len(shapes) > 1:
         raise ConfigError(f"{name}: layers with different heads, dtypes or windows in one cache group")
     layer = layers[0]
-    # Without the last token of the prompt, a window reaches one token less far back.
-    extent: Extent = Window(max(1, layer.window - 1)) if layer.window else Full()
+    extent: Extent = Window(reach(layer.window)) if layer.window else Full()
     units, dims = mesh.units(layer.num_heads), [Dim("channel", layer.channels)]
     if layer.is_state:
         extent, units = State(), Units(layer.num_units or layer.num_heads * mesh.tp_size)
