@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from baton.adapters import common
 from baton.adapters.common import StepLayers, WorkerMesh
 from baton.adapters.vllm.cache import (
     CacheLayer,
@@ -18,6 +19,7 @@ from baton.adapters.vllm.cache import (
 from baton.errors import ConfigError
 from baton.plan import plan
 from baton.plan.ownership import buffers, placements
+from baton.transport import open_transport
 
 HEADS, TOKENS, CHANNELS, BLOCKS = 4, 16, 8, 12
 
@@ -134,8 +136,8 @@ def test_groups_may_overlay_each_other() -> None:
 
 @pytest.mark.parametrize("is_in_group", [False, True])
 def test_a_layer_that_reads_the_cache_of_another_is_passed_over(is_in_group: bool) -> None:
-    """As in Gemma 3n. vLLM registers it with the tensor of the layer that writes, and names it in no group that
-    a connector gets, or behind the others. Groups overlay each other as ever."""
+    """As in Gemma 3n. vLLM registers it with the tensor of the layer that writes, and names it in no group
+    that a connector gets, or behind the others. Groups overlay each other as ever."""
     raw = torch.zeros(2, BLOCKS, HEADS, TOKENS, CHANNELS)
     caches = {name(0): raw[0], name(1): raw[1], name(2): raw[0], name(3): raw[0], name(4): raw[1]}
     windows = SimpleNamespace(layer_names=[name(2)], kv_cache_spec=SlidingWindowSpec())
@@ -161,8 +163,31 @@ def test_layers_of_a_kind_in_several_allocations_are_refused() -> None:
     caches = {name(layer): torch.zeros(BLOCKS, HEADS, TOKENS, CHANNELS) for layer in range(2)}
     group = SimpleNamespace(layer_names=list(caches), kv_cache_spec=FullAttentionSpec())
     layers = describe_layers(caches, [group], BLOCKS)
-    with pytest.raises(ConfigError, match="several allocations"):
+    remedy = rf"{name(0)} in cache.0, {name(1)} in cache.1; .*dtype"
+    with pytest.raises(ConfigError, match=remedy):
         make_spec([layers], WorkerMesh(0, 0, 1, 1, HEADS))
+
+
+def test_layers_of_unlike_windows_in_one_group_are_named() -> None:
+    first, second = stage(range(2))
+    layers = [first, replace(second, window=64)]
+    problem = rf"{name(0)} has 4 heads of 8 channels, fp32, window 0; {name(1)} has .* window 64"
+    with pytest.raises(ConfigError, match=problem):
+        make_spec([layers], WorkerMesh(0, 0, 1, 1, HEADS))
+
+
+def test_ranks_that_do_not_attach_are_said_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec([stage(range(2), 2)], WorkerMesh(0, 0, 1, 2, HEADS))
+    monkeypatch.setenv("BATON_SECRET", "a secret of the tests")
+    never_ready = SimpleNamespace(
+        address="10.0.0.1:9001", config=SimpleNamespace(epoch=1), wait_ready=lambda timeout_s: False
+    )
+    monkeypatch.setattr(common, "Endpoint", lambda *_: never_ready)
+    group = SimpleNamespace(world_size=2, rank_in_group=0, broadcast_object=lambda known, src: known)
+    options, transport = common.ConnectorConfig.parse({"host": "10.0.0.1"}), open_transport("tcp")
+    problem = r"2 ranks of pp1:2.tp2 .* 10.0.0.1:9001 within 120 s; .* host .*'10.0.0.1'"
+    with pytest.raises(ConfigError, match=problem):
+        common.open_endpoint(options, spec, {}, transport, (group,), instance="p")
 
 
 def test_groups_with_unlike_blocks_are_refused() -> None:

@@ -80,7 +80,7 @@ def test_engines_of_a_data_parallel_server_have_ports_of_their_own(
 def test_a_port_beyond_the_last_one_is_refused_with_its_rank() -> None:
     config = ConnectorConfig.parse({"port": 65535})
     assert config.sockets("kv_producer", kv_port=9000, dp=0).port == 65535
-    with pytest.raises(ConfigError, match="port 65538 of data-parallel rank 3: .* at most 65532"):
+    with pytest.raises(ConfigError, match=r"port 65538 of data-parallel rank 3: .* at most 65532"):
         config.sockets("kv_producer", kv_port=9000, dp=3)
 
 

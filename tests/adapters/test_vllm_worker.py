@@ -359,8 +359,8 @@ def test_a_preempted_prompt_is_handed_over_from_other_blocks(
 
 
 def test_blocks_that_leave_the_window_do_not_count_as_held() -> None:
-    """Without a grant a prompt may hold 12 of 24 blocks. It holds 7 and the 2 in the window of its last token;
-    the 5 others are free again, with the null block in their place."""
+    """Without a grant a prompt may hold 12 of 24 blocks. It holds 7 and the 2 in the window of its last
+    token; the 5 others are free again, with the null block in their place."""
     num_tokens = 7 * TOKENS
     prefill, decode = WindowEngine("p"), WindowEngine("d")
     for index in range(7):
@@ -419,6 +419,7 @@ def test_a_load_that_cannot_begin_is_reported_as_failed(engines: Callable[..., E
         (torch.zeros(BLOCKS * 2, HEADS, TOKENS, CHANNELS), "--block-size 16"),
         (torch.zeros(BLOCKS, TOKENS, HEADS, CHANNELS).transpose(1, 2), "VLLM_KV_CACHE_LAYOUT"),
         (torch.zeros(BLOCKS, HEADS, TOKENS, CHANNELS, dtype=torch.int16), "torch.int16"),
+        (torch.zeros(2, BLOCKS, HEADS, TOKENS, CHANNELS), r"\(2, 24, 4, 16, 8\).*--attention-backend"),
     ],
 )
 def test_a_cache_that_cannot_be_handed_over_is_refused(cache: torch.Tensor, problem: str) -> None:

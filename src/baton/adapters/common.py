@@ -176,7 +176,7 @@ class ConnectorConfig:
     host: str = "127.0.0.1"
     """The address of this machine that peers use."""
     port: int | None = None
-    """Where an engine listens for decode instances, plus its data-parallel rank; 0 takes any free one, and none
+    """Where an engine listens for decode instances, plus its data-parallel rank. 0 takes any free one; None
     is `kv_port` of the transfer config, or any free one on a consumer."""
     transport: str = "tcp"
     secret_file: str | None = None
@@ -322,7 +322,11 @@ def open_endpoint(
     if endpoint is None:
         endpoint = Endpoint(replace(hosting, coordinator=coordinator, epoch=epoch), pools, transport)
     elif not endpoint.wait_ready(ATTACH_S_MAX):
-        raise ConfigError(f"not every rank of {spec.layout} has attached within {ATTACH_S_MAX:g} s")
+        raise ConfigError(
+            f"not every one of the {spec.layout.num_ranks} ranks of {spec.layout} has attached to "
+            f"{endpoint.address} within {ATTACH_S_MAX:g} s; look for errors in the logs of the other "
+            f"workers, and give as host an address that they reach (it is {options.host!r})"
+        )
     return endpoint
 
 

@@ -40,8 +40,8 @@ ATTENTION_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
 """vLLM's classes of attention caches that are understood: others keep or free blocks in ways of their own."""
 _OTHER_REMEDY = f"run a model whose layers have a {', '.join(ATTENTION_SPECS)} or MambaSpec"
 _REMEDIES = {
-    "ChunkedLocalAttentionSpec": "start both sides with --disable-hybrid-kv-cache-manager, so that vLLM keeps "
-    "all blocks of these layers"
+    "ChunkedLocalAttentionSpec": "start both sides with --disable-hybrid-kv-cache-manager, so that vLLM "
+    "keeps all blocks of these layers"
 }
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
@@ -122,8 +122,8 @@ def describe_layers(
 ) -> tuple[CacheLayer, ...]:
     """The layers that vLLM has registered, by number; ConfigError on a cache that cannot be handed over.
 
-    `groups` are the `kv_cache_groups` of vLLM's KVCacheConfig. A layer that reads the cache of another is left
-    out: vLLM registers it with the tensor of the layer that writes, and names it in no group or behind that one.
+    `groups` are the `kv_cache_groups` of vLLM's KVCacheConfig. A layer that reads the cache of another is
+    left out: vLLM registers it with the tensor of the one that writes, and names it in no group or behind it.
     """
     buffers, layers = buffer_names(kv_caches), []
     places: set[tuple[int, TensorView]] = set()
@@ -188,7 +188,10 @@ def _describe(name: str, cache: torch.Tensor, group: int, spec: Any, num_blocks:
             f"layer {name}: caches of kind {kind} cannot be handed over; {_REMEDIES.get(kind, _OTHER_REMEDY)}"
         )
     if cache.dim() not in (3, 4):
-        raise ConfigError(f"layer {name}: a cache of blocks, heads, tokens and channels is needed")
+        raise ConfigError(
+            f"layer {name}: its cache has the shape {tuple(cache.shape)}, not one of blocks, heads, tokens "
+            "and channels; use another --attention-backend"
+        )
     if cache.dtype not in DTYPES:
         raise ConfigError(f"layer {name}: caches of {cache.dtype} cannot be handed over")
     if cache.stride()[-2:] != (cache.shape[-1], 1):
@@ -356,7 +359,7 @@ def window_of(spec: Any) -> int:
 
 
 def reach(window: int) -> int:
-    """How many tokens of a prompt its last token but one has in its window: the last one is not handed over."""
+    """How far a window reaches back from the end of a prompt without its last token: one token less."""
     return max(1, window - 1)
 
 
@@ -389,8 +392,14 @@ def make_spec(stages: Sequence[Sequence[CacheLayer]], mesh: WorkerMesh) -> Spec:
     for stage, stage_layers in enumerate(stages):
         for name in sorted(parts):
             held = [layer for layer in stage_layers if layer.component == name]
-            if len({layer.buffer for layer in held}) > 1:
-                raise ConfigError(f"{name}: its layers lie in several allocations; that is not supported yet")
+            other = next((layer for layer in held if layer.buffer != held[0].buffer), None)
+            if other is not None:
+                raise ConfigError(
+                    f"{name}: vLLM has these layers in several allocations ({held[0].name} in "
+                    f"{held[0].buffer}, {other.name} in {other.buffer}; {len(held)} layers in all), which "
+                    "cannot be handed over; give all layers one KV cache dtype (--kv-cache-dtype), or use "
+                    "another model"
+                )
             if held:
                 view = held[0].view
                 if held[0].is_state:
@@ -412,11 +421,20 @@ def make_spec(stages: Sequence[Sequence[CacheLayer]], mesh: WorkerMesh) -> Spec:
     return replace(spec, storage=storage.with_placements(placements))
 
 
+def _shape(layer: CacheLayer) -> str:
+    """What layers of a component have in common."""
+    return f"{layer.num_heads} heads of {layer.channels} channels, {layer.dtype}, window {layer.window}"
+
+
 def _component(name: str, layers: Sequence[CacheLayer], mesh: WorkerMesh) -> Component:
-    shapes = {(layer.num_heads, layer.channels, layer.dtype, layer.window) for layer in layers}
-    if len(shapes) > 1:
-        raise ConfigError(f"{name}: layers with different heads, dtypes or windows in one cache group")
     layer = layers[0]
+    other = next((other for other in layers if _shape(other) != _shape(layer)), None)
+    if other is not None:
+        raise ConfigError(
+            f"{name}: layers of one cache group differ: {layer.name} has {_shape(layer)}; {other.name} has "
+            f"{_shape(other)}; such a model cannot be handed over, unless the dtypes alone differ: then give "
+            "all layers one (--kv-cache-dtype)"
+        )
     extent: Extent = Window(reach(layer.window)) if layer.window else Full()
     units, dims = mesh.units(layer.num_heads), [Dim("channel", layer.channels)]
     if layer.is_state:

@@ -287,8 +287,8 @@ def _check_supported(vllm_config: VllmConfig) -> None:
     if parallel.use_ubatching:
         option = "--enable-dbo" if parallel.enable_dbo else f"--ubatch-size {parallel.ubatch_size}"
         raise ConfigError(
-            f"{option}: each layer runs once for every part of a batch, and would be sent after the first one; "
-            f"start without {option}"
+            f"{option}: each layer runs once for every part of a batch, and would be sent after the first "
+            f"one; start without {option}"
         )
 
 
