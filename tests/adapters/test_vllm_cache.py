@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from baton.adapters.common import WorkerMesh
+from baton.adapters import common
+from baton.adapters.common import StepLayers, WorkerMesh
 from baton.adapters.vllm.cache import (
     CacheLayer,
     describe_layers,
@@ -18,6 +19,7 @@ from baton.adapters.vllm.cache import (
 from baton.errors import ConfigError
 from baton.plan import plan
 from baton.plan.ownership import buffers, placements
+from baton.transport import open_transport
 
 HEADS, TOKENS, CHANNELS, BLOCKS = 4, 16, 8, 12
 
@@ -32,6 +34,14 @@ class MLAAttentionSpec:
 
 class SlidingWindowSpec:
     sliding_window = 64
+
+
+class ChunkedLocalAttentionSpec:
+    attention_chunk_size = 32
+
+
+class CrossAttentionSpec:
+    pass
 
 
 def name(layer: int) -> str:
@@ -124,12 +134,60 @@ def test_groups_may_overlay_each_other() -> None:
     assert {key: pool.nbytes for key, pool in make_pools(caches).items()} == {"cache.0": raw.nbytes}
 
 
+@pytest.mark.parametrize("is_in_group", [False, True])
+def test_a_layer_that_reads_the_cache_of_another_is_passed_over(is_in_group: bool) -> None:
+    """As in Gemma 3n. vLLM registers it with the tensor of the layer that writes, and names it in no group
+    that a connector gets, or behind the others. Groups overlay each other as ever."""
+    raw = torch.zeros(2, BLOCKS, HEADS, TOKENS, CHANNELS)
+    caches = {name(0): raw[0], name(1): raw[1], name(2): raw[0], name(3): raw[0], name(4): raw[1]}
+    windows = SimpleNamespace(layer_names=[name(2)], kv_cache_spec=SlidingWindowSpec())
+    full = SimpleNamespace(layer_names=[name(0), name(1)], kv_cache_spec=FullAttentionSpec())
+    if is_in_group:
+        full.layer_names += [name(3), name(4)]
+    layers = describe_layers(caches, [windows, full], BLOCKS)
+    assert [(layer.name, layer.group) for layer in layers] == [(name(0), 1), (name(1), 1), (name(2), 0)]
+    step = StepLayers("fixed:1", {layer.name: layer.index for layer in layers}, [40])
+    offered = [step.done(layer) for layer in caches]
+    assert offered == [(0, 1), (1, 2), (2, 3), None, None]
+    assert not step.repeated
+
+
+def test_a_layer_with_a_cache_of_its_own_in_no_group_is_refused() -> None:
+    raw = torch.zeros(2, BLOCKS, HEADS, TOKENS, CHANNELS)
+    group = SimpleNamespace(layer_names=[name(0)], kv_cache_spec=FullAttentionSpec())
+    with pytest.raises(ConfigError, match=f"{name(1)}' is in no KV cache group"):
+        describe_layers({name(0): raw[0], name(1): raw[1]}, [group], BLOCKS)
+
+
 def test_layers_of_a_kind_in_several_allocations_are_refused() -> None:
     caches = {name(layer): torch.zeros(BLOCKS, HEADS, TOKENS, CHANNELS) for layer in range(2)}
     group = SimpleNamespace(layer_names=list(caches), kv_cache_spec=FullAttentionSpec())
     layers = describe_layers(caches, [group], BLOCKS)
-    with pytest.raises(ConfigError, match="several allocations"):
+    remedy = rf"{name(0)} in cache.0, {name(1)} in cache.1; .*dtype"
+    with pytest.raises(ConfigError, match=remedy):
         make_spec([layers], WorkerMesh(0, 0, 1, 1, HEADS))
+
+
+def test_layers_of_unlike_windows_in_one_group_are_named() -> None:
+    first, second = stage(range(2))
+    layers = [first, replace(second, window=64)]
+    problem = rf"{name(0)} has 4 heads of 8 channels, fp32, window 0; {name(1)} has .* window 64"
+    with pytest.raises(ConfigError, match=problem):
+        make_spec([layers], WorkerMesh(0, 0, 1, 1, HEADS))
+
+
+def test_ranks_that_do_not_attach_are_said_with_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec([stage(range(2), 2)], WorkerMesh(0, 0, 1, 2, HEADS))
+    monkeypatch.setenv("BATON_SECRET", "a secret of the tests")
+    never_ready = SimpleNamespace(
+        address="10.0.0.1:9001", config=SimpleNamespace(epoch=1), wait_ready=lambda timeout_s: False
+    )
+    monkeypatch.setattr(common, "Endpoint", lambda *_: never_ready)
+    group = SimpleNamespace(world_size=2, rank_in_group=0, broadcast_object=lambda known, src: known)
+    options, transport = common.ConnectorConfig.parse({"host": "10.0.0.1"}), open_transport("tcp")
+    problem = r"2 ranks of pp1:2.tp2 .* 10.0.0.1:9001 within 120 s; .* host .*'10.0.0.1'"
+    with pytest.raises(ConfigError, match=problem):
+        common.open_endpoint(options, spec, {}, transport, (group,), instance="p")
 
 
 def test_groups_with_unlike_blocks_are_refused() -> None:
@@ -141,6 +199,19 @@ def test_groups_with_unlike_blocks_are_refused() -> None:
     layers = describe_layers({name(0): raw, name(1): small}, groups, BLOCKS)
     with pytest.raises(ConfigError, match="blocks of 8, 16 tokens"):
         make_spec([layers], WorkerMesh(0, 0, 1, 1, HEADS))
+
+
+@pytest.mark.parametrize(
+    ("spec", "remedy"),
+    [
+        (ChunkedLocalAttentionSpec(), "--disable-hybrid-kv-cache-manager"),
+        (CrossAttentionSpec(), "FullAttentionSpec"),
+    ],
+)
+def test_caches_of_other_kinds_are_refused_by_name(spec: object, remedy: str) -> None:
+    """Of chunked attention, decode has null blocks before the chunk of its last token."""
+    with pytest.raises(ConfigError, match=rf"{name(0)}: .*{type(spec).__name__}.*{remedy}"):
+        stage(range(2), spec=spec)
 
 
 def test_a_layer_without_a_number_is_refused() -> None:

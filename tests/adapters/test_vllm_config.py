@@ -39,6 +39,18 @@ def test_without_vllm_it_says_what_to_install(monkeypatch: Any) -> None:
         ({"port": "9001"}, "port is '9001'; give a whole number"),
         ({"port": True}, "port is True"),
         ({"verify": 1}, "verify is 1; give true or false"),
+        ({"port": -5}, "port is -5; give 0 to 65535"),
+        ({"port": 70000}, "port is 70000; give 0 to 65535"),
+        ({"host": ""}, "host is ''; give the address that peers reach this machine by"),
+        ({"host": "0.0.0.0"}, "host is '0.0.0.0'; give the address"),
+        ({"ungranted_share_max": 2.0}, r"ungranted_share_max is 2.0; give a share above 0, up to 1"),
+        ({"ungranted_share_max": 0}, "ungranted_share_max is 0;"),
+        ({"offer_s": -1}, "offer_s is -1; give a finite number of seconds above 0"),
+        ({"offer_s": 0}, "offer_s is 0; give"),
+        ({"progress_s": float("inf")}, "progress_s is inf; give"),
+        ({"total_s": 0}, "total_s is 0; give"),
+        ({"silence_s": 0}, "silence_s is 0; give"),
+        ({"silence_s": float("nan")}, "silence_s is nan; give"),
         ({"overlap": "fixed"}, "fixed needs its layers"),
         ({"overlap": "cost"}, "use fixed:N or adaptive"),
     ],
@@ -63,6 +75,13 @@ def test_engines_of_a_data_parallel_server_have_ports_of_their_own(
 ) -> None:
     config = ConnectorConfig.parse(options)
     assert config.sockets(kv_role, kv_port=9000, dp=3).port == port
+
+
+def test_a_port_beyond_the_last_one_is_refused_with_its_rank() -> None:
+    config = ConnectorConfig.parse({"port": 65535})
+    assert config.sockets("kv_producer", kv_port=9000, dp=0).port == 65535
+    with pytest.raises(ConfigError, match=r"port 65538 of data-parallel rank 3: .* at most 65532"):
+        config.sockets("kv_producer", kv_port=9000, dp=3)
 
 
 def test_a_trace_needs_its_folder(tmp_path: Path) -> None:

@@ -141,6 +141,35 @@ def test_blocks_of_a_sent_prompt_stay_and_the_response_names_the_source(side: Sc
     assert params == decode_params("r", "127.0.0.1:9001") | {"do_remote_decode": False}
 
 
+def test_a_request_id_that_is_no_transfer_id_is_not_taken_for_one(side: SchedulerSide) -> None:
+    """A client may name its request as it likes (X-Request-Id)."""
+    decode, name = SchedulerSide((0,), "", renew_s=0.0), "x" * 129
+    asking = request(name, PROMPT, {"do_remote_decode": True})
+    side.add_request(asking)
+    (chunk,) = step(side, new={name: (0, 300, [1, 2, 3])}).chunks
+    _, params = side.finished(asking)
+    assert params is not None
+    assert params["transfer_id"] == chunk.transfer.id
+    loaded = request("d", PROMPT, params)
+    decode.add_request(loaded)
+    assert decode.num_to_load(loaded, 0) == 299
+
+
+@pytest.mark.parametrize("params", [prefill_params("t"), decode_params("t", "p:1")])
+@pytest.mark.parametrize("tokens", [PROMPT, None], ids=["mixed", "embeddings alone"])
+def test_a_prompt_with_embeddings_is_served_without_a_hand_over(
+    side: SchedulerSide, caplog: Any, params: dict[str, Any], tokens: list[int] | None
+) -> None:
+    """Where they are, the token ids are placeholders: prompts with other embeddings have the same ones."""
+    asking = request("r", PROMPT, params, prompt_embeds=object())
+    asking.prompt_token_ids = tokens
+    with caplog.at_level(logging.WARNING):
+        side.add_request(asking)
+    assert "request r is served without a hand-over: the prompt has embeddings" in caplog.text
+    assert side.num_to_load(asking, 0) == 0
+    assert step(side, new={"r": (0, 300, [1, 2, 3])}).chunks == []
+
+
 def test_a_preempted_prompt_is_sent_again_from_its_first_token(side: SchedulerSide) -> None:
     side.add_request(request("r", PROMPT, prefill_params("t")))
     step(side, new={"r": (0, 128, [4])})
@@ -213,7 +242,8 @@ class BlockPool:
 
 
 def test_the_window_of_a_prompt_is_kept_until_it_was_sent(side: SchedulerSide) -> None:
-    """Of 299 tokens with a window of 60, blocks 14 to 17 are full and in reach of the last token."""
+    """Of 299 tokens with a window of 60, blocks 14 to 18 are in reach of the last token. The last one is not
+    full: when prefill has generated a window more, vLLM frees it too."""
     pool = BlockPool()
     blocks = [SimpleNamespace(id=number, is_null=number < 13) for number in range(19)]
     manager = SimpleNamespace(
@@ -225,7 +255,7 @@ def test_the_window_of_a_prompt_is_kept_until_it_was_sent(side: SchedulerSide) -
     step(side, new={"r": (0, 128, [*range(8)])})
     assert pool.counts == {}
     step(side, cached={"r": (128, 172, [*range(8, 19)])})
-    assert pool.counts == {14: 1, 15: 1, 16: 1, 17: 1}
+    assert pool.counts == {14: 1, 15: 1, 16: 1, 17: 1, 18: 1}
     side.finished(asking)
     side.sent({"r", "another"})
     assert set(pool.counts.values()) == {0}

@@ -1,6 +1,7 @@
 """The connector in vLLM's workers, with real endpoints over tensors that stand for vLLM's caches."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic, sleep
@@ -23,7 +24,7 @@ from baton.adapters.vllm.metadata import (
 )
 from baton.adapters.vllm.worker import TransferResults, WorkerSide
 from baton.errors import ConfigError
-from baton.session import Endpoint, EndpointConfig, Failed, Timings, prompt_digest
+from baton.session import Endpoint, EndpointConfig, Failed, Timings, Waiting, prompt_digest
 from baton.transport import NOW, open_transport
 
 LAYERS, HEADS, TOKENS, CHANNELS, BLOCKS = 4, 4, 16, 8, 24
@@ -32,6 +33,10 @@ WAIT_S = 180.0
 
 class FullAttentionSpec:
     """Named as vLLM's class is."""
+
+
+class SlidingWindowSpec:
+    sliding_window = 20
 
 
 def allocate(names: list[str], shape: tuple[int, ...], *, is_block_major: bool) -> dict[str, torch.Tensor]:
@@ -128,6 +133,30 @@ class Engine:
             worker.close()
 
 
+class WindowEngine(Engine):
+    """One worker with a layer that keeps everything and one with a window, over one another."""
+
+    def __init__(self, name: str) -> None:
+        cache = torch.randn(BLOCKS, HEADS, TOKENS, CHANNELS)
+        self.caches = [{"layers.0": cache, "layers.1": cache}]
+        groups = [
+            SimpleNamespace(layer_names=["layers.0"], kv_cache_spec=FullAttentionSpec()),
+            SimpleNamespace(layer_names=["layers.1"], kv_cache_spec=SlidingWindowSpec()),
+        ]
+        layers = describe_layers(self.caches[0], groups, BLOCKS)
+        config = EndpointConfig(
+            instance=name,
+            spec=make_spec([layers], WorkerMesh(0, 0, 1, 1, HEADS)),
+            rank=0,
+            secret=b"a secret of the tests",
+            timings=Timings(silence_s=WAIT_S),
+        )
+        endpoint = Endpoint(config, make_pools(self.caches[0]), open_transport("tcp"))
+        assert endpoint.wait_ready(WAIT_S)
+        self.address = endpoint.address
+        self.workers = [WorkerSide(endpoint, layers, (0, 1), fence=lambda: NOW)]
+
+
 @pytest.fixture
 def engines() -> Iterator[Callable[..., Engine]]:
     started: list[Engine] = []
@@ -172,9 +201,10 @@ class EagerWorker(WorkerSide):
 
     def begin_step(self, step: StepMetadata) -> None:
         super().begin_step(step)
-        if step.chunks:
-            for layer in self._layers:
-                self.layer_done(layer)
+        if step.chunks and self._step is not None and self._step.layers is not None:
+            for group in self._step.layers.left:
+                self._offer(self._step, group)
+            self._step.layers = None
 
 
 @pytest.mark.parametrize("worker", [WorkerSide, EagerWorker])
@@ -207,6 +237,23 @@ def test_layers_without_a_hook_leave_at_the_end_of_the_step(engines: Callable[..
     )
     assert decode.results(set(), lambda got: bool(got.received)).failed == set()
     assert torch.equal(prefill.blocks(3, [3, 8, 4]), decode.blocks(3, [5, 9, 2]))
+
+
+def test_a_layer_that_runs_twice_in_a_step_ends_the_transfer(engines: Callable[..., Engine]) -> None:
+    """Its first run stored a part of the step's tokens; by then the layer was sent."""
+    prefill, decode = engines("p", 1, 1), engines("d", 1, 1)
+    load(decode, prefill, "t", [5, 9, 2])
+    (worker,) = prefill.workers
+    worker.begin_step(StepMetadata(chunks=[CachedChunk("t", transfer("t"), (0, 40), ([3, 8, 4],))]))
+    for name in 2 * [*prefill.caches[0]]:
+        worker.layer_done(name)
+    sending = worker._outgoing["t"].sending
+    worker.end_step()
+    assert decode.results(set(), lambda got: bool(got.received)).failed == {"t"}
+    assert sending is not None
+    assert isinstance(sending.state, Failed)
+    assert "model.layers.0.self_attn.attn ran twice" in sending.state.cause.text
+    assert prefill.results({"t"}, lambda got: bool(got.sent)).sent == {"t"}
 
 
 def test_blocks_that_decode_has_are_not_written(engines: Callable[..., Engine]) -> None:
@@ -311,6 +358,43 @@ def test_a_preempted_prompt_is_handed_over_from_other_blocks(
         assert torch.equal(computed[layer], decode.blocks(layer, [5, 9, 2]))
 
 
+def test_blocks_that_leave_the_window_do_not_count_as_held() -> None:
+    """Without a grant a prompt may hold 12 of 24 blocks. It holds 7 and the 2 in the window of its last
+    token; the 5 others are free again, with the null block in their place."""
+    num_tokens = 7 * TOKENS
+    prefill, decode = WindowEngine("p"), WindowEngine("d")
+    for index in range(7):
+        tokens = (index * TOKENS, (index + 1) * TOKENS)
+        chunk = CachedChunk("t", transfer("t", num_tokens), tokens, ([1 + index], [9 + index]))
+        prefill.compute(StepMetadata(chunks=[chunk]), writes=False)
+    handled = threading.Event()
+    prefill.workers[0].endpoint._loop.post(handled.set)
+    assert handled.wait(WAIT_S)
+    sending = prefill.workers[0]._outgoing["t"].sending
+    assert sending is not None
+    assert sending.state == Waiting()
+    blocks = ([*range(1, 8)], [0, 0, 0, 0, 0, 10, 11])
+    decode.compute(StepMetadata(loads=[Load("t", transfer("t", num_tokens), prefill.address, 0, blocks)]))
+    assert decode.results(set(), lambda got: bool(got.received)).failed == set()
+    source, target = prefill.caches[0]["layers.0"], decode.caches[0]["layers.0"]
+    assert torch.equal(source[[*range(1, 8), 14, 15]], target[[*range(1, 8), 10, 11]])
+    for engine in (prefill, decode):
+        engine.close()
+
+
+def test_a_page_table_that_is_refused_ends_that_prompt_alone(engines: Callable[..., Engine]) -> None:
+    prefill, decode = engines("p", 1, 1), engines("d", 1, 1)
+    for name, blocks in (("t", [5, 9, 2]), ("u", [6, 10, 3])):
+        load(decode, prefill, name, blocks)
+    chunks = [
+        CachedChunk("t", transfer("t"), (0, 40), ([3, 8, BLOCKS],)),
+        CachedChunk("u", transfer("u"), (0, 40), ([13, 18, 14],)),
+    ]
+    prefill.compute(StepMetadata(chunks=chunks), writes=False)
+    assert decode.results(set(), lambda got: len(got.received) == 2).failed == {"t"}
+    assert torch.equal(prefill.blocks(3, [13, 18, 14]), decode.blocks(3, [6, 10, 3]))
+
+
 def test_a_decline_ends_the_transfer_at_prefill(engines: Callable[..., Engine]) -> None:
     prefill, decode = engines("p", 1, 1), engines("d", 1, 1)
     prefill.compute(StepMetadata(chunks=[CachedChunk("t", transfer("t"), (0, 40), ([3, 8, 4],))]))
@@ -335,6 +419,7 @@ def test_a_load_that_cannot_begin_is_reported_as_failed(engines: Callable[..., E
         (torch.zeros(BLOCKS * 2, HEADS, TOKENS, CHANNELS), "--block-size 16"),
         (torch.zeros(BLOCKS, TOKENS, HEADS, CHANNELS).transpose(1, 2), "VLLM_KV_CACHE_LAYOUT"),
         (torch.zeros(BLOCKS, HEADS, TOKENS, CHANNELS, dtype=torch.int16), "torch.int16"),
+        (torch.zeros(2, BLOCKS, HEADS, TOKENS, CHANNELS), r"\(2, 24, 4, 16, 8\).*--attention-backend"),
     ],
 )
 def test_a_cache_that_cannot_be_handed_over_is_refused(cache: torch.Tensor, problem: str) -> None:

@@ -8,7 +8,7 @@ from baton.adapters.vllm.scheduler import SchedulerSide
 
 
 def request(name: str, tokens: list[int], params: dict[str, Any] | None, **fields: Any) -> SimpleNamespace:
-    defaults = {"lora_request": None, "mm_features": [], "cache_salt": None}
+    defaults = {"lora_request": None, "mm_features": [], "cache_salt": None, "prompt_embeds": None}
     return SimpleNamespace(
         request_id=name,
         prompt_token_ids=tokens,

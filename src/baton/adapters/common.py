@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -40,6 +41,8 @@ DTYPES = {
 
 ATTACH_S_MAX = 120.0
 """How long the other ranks may take to attach once the first one waits for them."""
+
+PORT_MAX = 65535
 
 logger = logging.getLogger(__name__)
 
@@ -90,15 +93,23 @@ class StepLayers:
         self._layers = layers
         self.left: dict[tuple[int, int], set[Hashable]] = {}
         """Per group not yet offered: the layers not computed yet."""
+        self.repeated: list[Hashable] = []
+        """Layers that were reported again. Where an engine computes a batch in parts, the first report of a
+        layer comes before all its tokens are stored, so nothing of this step may be used."""
         for name, number in layers.items():
             self.left.setdefault(self._group_of[number], set()).add(name)
 
     def done(self, name: Hashable) -> tuple[int, int] | None:
         """A layer is computed; its group if that was the last one of it."""
         number = self._layers.get(name)
-        if number is None or (names := self.left.get(group := self._group_of[number])) is None:
+        if number is None:
             return None
-        names.discard(name)
+        group = self._group_of[number]
+        names = self.left.get(group, set())
+        if name not in names:
+            self.repeated.append(name)
+            return None
+        names.remove(name)
         if names:
             return None
         del self.left[group]
@@ -164,8 +175,8 @@ class ConnectorConfig:
 
     host: str = "127.0.0.1"
     """The address of this machine that peers use."""
-    port: int = -1
-    """Where an engine listens for decode instances, plus its data-parallel rank; 0 takes any free one, and -1
+    port: int | None = None
+    """Where an engine listens for decode instances, plus its data-parallel rank. 0 takes any free one; None
     is `kv_port` of the transfer config, or any free one on a consumer."""
     transport: str = "tcp"
     secret_file: str | None = None
@@ -214,6 +225,21 @@ class ConnectorConfig:
                 remedy = wanted[types[key][-1]]
                 raise ConfigError(f"{where}: {key} is {value!r}; give {remedy}")
         config = ConnectorConfig(**options)
+        for key, is_usable, remedy in (
+            (
+                "host",
+                config.host not in ("", "0.0.0.0", "::"),
+                "the address that peers reach this machine by",
+            ),
+            ("port", config.port is None or 0 <= config.port <= PORT_MAX, f"0 to {PORT_MAX}"),
+            ("ungranted_share_max", 0 < config.ungranted_share_max <= 1, "a share above 0, up to 1"),
+            *(
+                (key, 0 < getattr(config, key) < math.inf, "a finite number of seconds above 0")
+                for key in ("offer_s", "progress_s", "total_s", "silence_s")
+            ),
+        ):
+            if not is_usable:
+                raise ConfigError(f"{where}: {key} is {getattr(config, key)!r}; give {remedy}")
         if config.overlap.partition(":")[0] == "cost":
             raise ConfigError(
                 "overlap 'cost' needs timings that the engine does not give; use fixed:N or adaptive"
@@ -227,8 +253,13 @@ class ConnectorConfig:
     def sockets(self, kv_role: str, kv_port: int, dp: int) -> SocketConfig:
         """Where the coordinator of one engine listens; ports follow the data-parallel rank."""
         port = self.port
-        if port < 0:
+        if port is None:
             port = 0 if kv_role == "kv_consumer" else kv_port
+        if port and port + dp > PORT_MAX:
+            raise ConfigError(
+                f"port {port + dp} of data-parallel rank {dp}: the first rank's is {port}; give it at most "
+                f"{PORT_MAX - dp}"
+            )
         paths = (Path(path) if path else None for path in (self.tls_cert, self.tls_key, self.tls_ca))
         return SocketConfig(host=self.host, port=port + dp if port else 0, tls=tls_files(*paths))
 
@@ -291,7 +322,11 @@ def open_endpoint(
     if endpoint is None:
         endpoint = Endpoint(replace(hosting, coordinator=coordinator, epoch=epoch), pools, transport)
     elif not endpoint.wait_ready(ATTACH_S_MAX):
-        raise ConfigError(f"not every rank of {spec.layout} has attached within {ATTACH_S_MAX:g} s")
+        raise ConfigError(
+            f"not every one of the {spec.layout.num_ranks} ranks of {spec.layout} has attached to "
+            f"{endpoint.address} within {ATTACH_S_MAX:g} s; look for errors in the logs of the other "
+            f"workers, and give as host an address that they reach (it is {options.host!r})"
+        )
     return endpoint
 
 

@@ -36,6 +36,13 @@ Store: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Ten
 
 BASE, NUM_DIGITS = 255, 3
 """Of the numbers that a kernel is asked to store: every dtype has the integers up to 256."""
+ATTENTION_SPECS = ("FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec")
+"""vLLM's classes of attention caches that are understood: others keep or free blocks in ways of their own."""
+_OTHER_REMEDY = f"run a model whose layers have a {', '.join(ATTENTION_SPECS)} or MambaSpec"
+_REMEDIES = {
+    "ChunkedLocalAttentionSpec": "start both sides with --disable-hybrid-kv-cache-manager, so that vLLM "
+    "keeps all blocks of these layers"
+}
 _LAYER_NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
@@ -115,29 +122,47 @@ def describe_layers(
 ) -> tuple[CacheLayer, ...]:
     """The layers that vLLM has registered, by number; ConfigError on a cache that cannot be handed over.
 
-    `groups` are the `kv_cache_groups` of vLLM's KVCacheConfig.
+    `groups` are the `kv_cache_groups` of vLLM's KVCacheConfig. A layer that reads the cache of another is
+    left out: vLLM registers it with the tensor of the one that writes, and names it in no group or behind it.
     """
     buffers, layers = buffer_names(kv_caches), []
+    places: set[tuple[int, TensorView]] = set()
+    unknown = set(kv_caches)
     for number, group in enumerate(groups):
+        own_places: set[tuple[int, TensorView]] = set()
         for name in group.layer_names:
-            if name in kv_caches:
-                cache = kv_caches[name]
-                spec = layer_spec(name, group.kv_cache_spec)
-                if is_state(spec):
-                    described = _describe_state(name, cache, number, spec, state_form)
-                else:
-                    described = (_describe(name, cache, number, spec, num_blocks),)
-                storage = cache.untyped_storage()
-                layers += [
-                    replace(layer, buffer=buffers[storage.data_ptr()], buffer_bytes=storage.nbytes())
-                    for layer in described
-                ]
-    unknown = sorted(set(kv_caches) - {layer.name for layer in layers})
-    if unknown:
-        raise ConfigError(f"layer {unknown[0]!r} is in no KV cache group; its cache cannot be handed over")
+            if name not in kv_caches:
+                continue
+            cache = kv_caches[name]
+            unknown.discard(name)
+            if _place(cache) in own_places:
+                continue
+            own_places.add(_place(cache))
+            spec = layer_spec(name, group.kv_cache_spec)
+            if is_state(spec):
+                described = _describe_state(name, cache, number, spec, state_form)
+            else:
+                described = (_describe(name, cache, number, spec, num_blocks),)
+            storage = cache.untyped_storage()
+            layers += [
+                replace(layer, buffer=buffers[storage.data_ptr()], buffer_bytes=storage.nbytes())
+                for layer in described
+            ]
+        places |= own_places
+    for name in sorted(unknown):
+        if _place(kv_caches[name]) not in places:
+            raise ConfigError(
+                f"layer {name!r} is in no KV cache group and has a cache of its own, which cannot be handed "
+                "over; run a model without such layers"
+            )
     if not layers:
         raise ConfigError("this worker has no KV cache to hand over")
     return tuple(sorted(layers, key=lambda layer: (layer.index, layer.name, layer.part)))
+
+
+def _place(cache: torch.Tensor) -> tuple[int, TensorView]:
+    """Where a cache lies: the address of its allocation, and its view of it."""
+    return cache.untyped_storage().data_ptr(), TensorView.of(cache)
 
 
 def layer_spec(name: str, group_spec: Any) -> Any:
@@ -158,10 +183,15 @@ def buffer_names(kv_caches: Mapping[str, torch.Tensor]) -> dict[int, str]:
 
 def _describe(name: str, cache: torch.Tensor, group: int, spec: Any, num_blocks: int) -> CacheLayer:
     kind = type(spec).__name__
-    if "Attention" not in kind and "SlidingWindow" not in kind:
-        raise ConfigError(f"layer {name}: caches of kind {kind} cannot be handed over yet")
+    if kind not in ATTENTION_SPECS:
+        raise ConfigError(
+            f"layer {name}: caches of kind {kind} cannot be handed over; {_REMEDIES.get(kind, _OTHER_REMEDY)}"
+        )
     if cache.dim() not in (3, 4):
-        raise ConfigError(f"layer {name}: a cache of blocks, heads, tokens and channels is needed")
+        raise ConfigError(
+            f"layer {name}: its cache has the shape {tuple(cache.shape)}, not one of blocks, heads, tokens "
+            "and channels; use another --attention-backend"
+        )
     if cache.dtype not in DTYPES:
         raise ConfigError(f"layer {name}: caches of {cache.dtype} cannot be handed over")
     if cache.stride()[-2:] != (cache.shape[-1], 1):
@@ -328,6 +358,11 @@ def window_of(spec: Any) -> int:
     return int(spec.sliding_window or 0) if "SlidingWindow" in type(spec).__name__ else 0
 
 
+def reach(window: int) -> int:
+    """How far a window reaches back from the end of a prompt without its last token: one token less."""
+    return max(1, window - 1)
+
+
 def make_spec(stages: Sequence[Sequence[CacheLayer]], mesh: WorkerMesh) -> Spec:
     """The spec of an engine, from the layers of each of its pipeline stages."""
     starts = [min(layer.index for layer in stage) for stage in stages]
@@ -357,8 +392,14 @@ def make_spec(stages: Sequence[Sequence[CacheLayer]], mesh: WorkerMesh) -> Spec:
     for stage, stage_layers in enumerate(stages):
         for name in sorted(parts):
             held = [layer for layer in stage_layers if layer.component == name]
-            if len({layer.buffer for layer in held}) > 1:
-                raise ConfigError(f"{name}: its layers lie in several allocations; that is not supported yet")
+            other = next((layer for layer in held if layer.buffer != held[0].buffer), None)
+            if other is not None:
+                raise ConfigError(
+                    f"{name}: vLLM has these layers in several allocations ({held[0].name} in "
+                    f"{held[0].buffer}, {other.name} in {other.buffer}; {len(held)} layers in all), which "
+                    "cannot be handed over; give all layers one KV cache dtype (--kv-cache-dtype), or use "
+                    "another model"
+                )
             if held:
                 view = held[0].view
                 if held[0].is_state:
@@ -380,13 +421,21 @@ def make_spec(stages: Sequence[Sequence[CacheLayer]], mesh: WorkerMesh) -> Spec:
     return replace(spec, storage=storage.with_placements(placements))
 
 
+def _shape(layer: CacheLayer) -> str:
+    """What layers of a component have in common."""
+    return f"{layer.num_heads} heads of {layer.channels} channels, {layer.dtype}, window {layer.window}"
+
+
 def _component(name: str, layers: Sequence[CacheLayer], mesh: WorkerMesh) -> Component:
-    shapes = {(layer.num_heads, layer.channels, layer.dtype, layer.window) for layer in layers}
-    if len(shapes) > 1:
-        raise ConfigError(f"{name}: layers with different heads, dtypes or windows in one cache group")
     layer = layers[0]
-    # Without the last token of the prompt, a window reaches one token less far back.
-    extent: Extent = Window(max(1, layer.window - 1)) if layer.window else Full()
+    other = next((other for other in layers if _shape(other) != _shape(layer)), None)
+    if other is not None:
+        raise ConfigError(
+            f"{name}: layers of one cache group differ: {layer.name} has {_shape(layer)}; {other.name} has "
+            f"{_shape(other)}; such a model cannot be handed over, unless the dtypes alone differ: then give "
+            "all layers one (--kv-cache-dtype)"
+        )
+    extent: Extent = Window(reach(layer.window)) if layer.window else Full()
     units, dims = mesh.units(layer.num_heads), [Dim("channel", layer.channels)]
     if layer.is_state:
         extent, units = State(), Units(layer.num_units or layer.num_heads * mesh.tp_size)

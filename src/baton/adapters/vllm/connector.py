@@ -73,6 +73,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = ConnectorConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
         _check_supported(vllm_config)
+        drafts = vllm_config.speculative_config
+        self._has_hooks = drafts is None or drafts.num_speculative_tokens == 1
+        """Whether layers leave when they are computed. With more guesses draft layers run several times in a
+        step, so all leave at its end."""
         self._groups: tuple[int, ...] = kv_cache_config.transfer_group_ids
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerSide | None = None
@@ -246,7 +250,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        self.worker_side.layer_done(layer_name)
+        if self._has_hooks:
+            self.worker_side.layer_done(layer_name)
 
     def wait_for_save(self) -> None:
         self.worker_side.end_step()
@@ -279,8 +284,12 @@ def _check_supported(vllm_config: VllmConfig) -> None:
     for name, size in sizes:
         if size > 1:
             raise ConfigError(f"{name} of size {size}: the KV cache cannot be handed over yet; use size 1")
-    if parallel.enable_dbo:
-        raise ConfigError("dual batch overlap calls each layer twice in a step; start without --enable-dbo")
+    if parallel.use_ubatching:
+        option = "--enable-dbo" if parallel.enable_dbo else f"--ubatch-size {parallel.ubatch_size}"
+        raise ConfigError(
+            f"{option}: each layer runs once for every part of a batch, and would be sent after the first "
+            f"one; start without {option}"
+        )
 
 
 def _has_states(cache: KVCacheConfig) -> bool:

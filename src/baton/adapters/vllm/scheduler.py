@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,12 +75,12 @@ class WindowPins:
     _pinned: dict[str, list[Any]] = field(default_factory=dict)
 
     def pin(self, request: str, num_tokens: int) -> None:
-        """Keeps the windows at the end of `num_tokens`; the last block is the request's to write."""
+        """Keeps the windows at the end of `num_tokens`, with the last block, which need not be full."""
         groups = self.manager.get_blocks(request).blocks
         pinned = self._pinned.setdefault(request, [])
         for group, window in self.windows.items():
-            first, last = max(0, num_tokens - window) // self.block_tokens, num_tokens // self.block_tokens
-            kept = [block for block in groups[group][first:last] if not block.is_null]
+            first, end = max(0, num_tokens - window) // self.block_tokens, -(-num_tokens // self.block_tokens)
+            kept = [block for block in groups[group][first:end] if not block.is_null]
             self.manager.block_pool.touch(kept)
             pinned += kept
 
@@ -132,7 +133,9 @@ class SchedulerSide:
         if problem:
             logger.warning("baton: request %s is served without a hand-over: %s", name, problem)
             return
-        transfer = Transfer(str(params.get("transfer_id") or name), num_tokens, _digest(request))
+        # A client's X-Request-Id may be longer than a transfer id.
+        own_id = name if len(name) <= TRANSFER_CHARS_MAX else uuid.uuid4().hex
+        transfer = Transfer(params.get("transfer_id") or own_id, num_tokens, _digest(request))
         if is_incoming:
             self._incoming[name] = PromptTransfer(transfer, params["source"])
         else:
@@ -255,8 +258,8 @@ def _problem(params: dict[str, Any], request: Any) -> str:
             return "there is no transfer_id; give the one of the prefill request"
     if transfer is not None and not (isinstance(transfer, str) and 0 < len(transfer) <= TRANSFER_CHARS_MAX):
         return f"transfer_id is {transfer!r:.60}; use a string of 1 to {TRANSFER_CHARS_MAX} characters"
-    if request.prompt_token_ids is None:
-        return "the prompt consists of embeddings"
+    if request.prompt_embeds is not None or request.prompt_token_ids is None:
+        return "the prompt has embeddings, which the two sides cannot compare; send token ids or text alone"
     return ""
 
 

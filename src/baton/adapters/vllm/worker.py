@@ -18,7 +18,7 @@ from pathlib import Path
 from time import monotonic
 
 from baton.adapters.common import StepLayers, StepTrace, outcome_text, write_trace
-from baton.adapters.vllm.cache import CacheLayer, group_name
+from baton.adapters.vllm.cache import CacheLayer, group_name, reach
 from baton.adapters.vllm.metadata import BlockIds, Cancel, Load, StepMetadata, Transfer
 from baton.errors import BatonError
 from baton.session import (
@@ -37,6 +37,8 @@ from baton.transport import Fence
 
 IDLE_S = 0.002
 """How long a step without a forward waits for a change: an idle vLLM with transfers steps all the time."""
+NULL_BLOCK = 0
+"""What vLLM has in a block table where a block was freed."""
 QUIET_S_MAX = 60.0
 """How long the blocks of a preempted request are waited for; copies end within their deadline."""
 
@@ -52,7 +54,7 @@ class SentPrompt:
     blocks: list[list[int]]
     """By group."""
     pages: CheckedPages | None = None
-    """The same, read once for all layers of a step."""
+    """The same, read once for all layers of a step; None if it was refused."""
     is_committed: bool = False
     is_withdrawn: bool = False
     """Whether the request was preempted and is not scheduled again yet."""
@@ -103,6 +105,10 @@ class WorkerSide:
         self._rank = endpoint.config.rank
         self._layers = {layer.name: layer.index for layer in layers}
         self._group_names = [group_name(group) for group in groups]
+        self._block_tokens = max(layer.block_tokens for layer in layers)
+        windows = {layer.group: layer.window for layer in layers}
+        self._windows = [windows.get(group, 0) for group in groups]
+        """By group, in tokens; 0 where there is none."""
         self._policy = policy
         self._is_verified = is_verified
         self._fence = fence
@@ -168,7 +174,7 @@ class WorkerSide:
                 prompt.is_withdrawn, prompt.blocks = False, [[] for _ in self._group_names]
             for blocks, new_blocks in zip(prompt.blocks, chunk.new_blocks, strict=False):
                 blocks.extend(new_blocks)
-            prompt.pages = None
+            self._read_pages(prompt, chunk.transfer)
             if self._trace:
                 prompt.steps[self._num_steps] = StepTrace(monotonic())
         lengths = [chunk.transfer.num_tokens for chunk in step.chunks]
@@ -187,13 +193,20 @@ class WorkerSide:
         step, self._step = self._step, None
         if step is None:
             return
+        if step.layers is not None and step.layers.repeated:
+            self._abort(
+                step,
+                f"layer {step.layers.repeated[0]} ran twice in one step and was sent after the first time; "
+                "start vLLM without options that cut a batch in parts",
+            )
+            return
         for group in step.layers.left if step.layers is not None else ():
             self._offer(step, group)
         for chunk in step.metadata.chunks:
             prompt = self._outgoing[chunk.request]
             if self._trace:
                 prompt.steps[step.number].ended_s = monotonic()
-            if prompt.is_open and chunk.tokens[1] == chunk.transfer.num_tokens:
+            if prompt.is_open and prompt.pages is not None and chunk.tokens[1] == chunk.transfer.num_tokens:
                 assert prompt.sending is not None
                 prompt.sending.commit(Aux() if self._rank == 0 else None)
                 prompt.is_committed = True
@@ -273,22 +286,45 @@ class WorkerSide:
     def _pages(self, blocks: BlockIds | list[list[int]]) -> dict[str, list[int]]:
         return dict(zip(self._group_names, blocks, strict=True))
 
+    def _read_pages(self, prompt: SentPrompt, transfer: Transfer) -> None:
+        """Reads the page table of a prompt for a step."""
+        prompt.pages = None
+        for blocks, window in zip(prompt.blocks, self._windows, strict=True):
+            if window:
+                # vLLM frees them on the way, and decode's window does not reach back to them.
+                num_freed = max(0, transfer.num_tokens - reach(window)) // self._block_tokens
+                blocks[:num_freed] = [NULL_BLOCK] * min(num_freed, len(blocks))
+        if not prompt.is_open:
+            return
+        assert prompt.sending is not None
+        try:
+            prompt.pages = prompt.sending.read_pages(self._pages(prompt.blocks))
+        except BatonError as error:
+            logger.warning("baton: transfer %s: %s", transfer.id, error)
+            prompt.sending.abort(str(error))
+
     def _offer(self, step: StepProgress, layers: tuple[int, int]) -> None:
         fence = self._fence()
         for chunk in step.metadata.chunks:
             prompt = self._outgoing[chunk.request]
-            if not prompt.is_open:
+            if not prompt.is_open or prompt.pages is None:
                 continue
             assert prompt.sending is not None
             try:
-                if prompt.pages is None:
-                    prompt.pages = prompt.sending.read_pages(self._pages(prompt.blocks))
                 prompt.sending.ready(layers, chunk.tokens, prompt.pages, fence)
                 if self._trace:
                     prompt.steps[step.number].offered.append((layers, chunk.tokens, monotonic()))
             except BatonError as error:
                 logger.warning("baton: transfer %s: cannot offer a chunk: %s", chunk.transfer.id, error)
                 prompt.sending.abort(str(error))
+
+    def _abort(self, step: StepProgress, text: str) -> None:
+        """Gives up the prompts of a step."""
+        for chunk in step.metadata.chunks:
+            prompt = self._outgoing[chunk.request]
+            if prompt.is_open and prompt.sending is not None:
+                logger.warning("baton: transfer %s: %s", chunk.transfer.id, text)
+                prompt.sending.abort(text)
 
     def _write_trace(self, prompt: SentPrompt) -> None:
         if self._trace is not None and prompt.sending is not None:
