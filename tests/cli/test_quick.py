@@ -79,7 +79,12 @@ def test_a_router_that_is_restarted_imports_neither_plans_nor_engine() -> None:
     assert {name for name in modules if name.startswith("baton.engine")} <= traces
 
 
-SERVE, UP, ROUTE = "serve --model demo", "up --model demo", "route --registry http://127.0.0.1:9"
+GENERATE = "generate hi --model dummy:llama-3-8b"
+SERVE, UP, ROUTE = (
+    "serve --model dummy:llama-3-8b",
+    "up --model dummy:llama-3-8b",
+    "route --registry http://127.0.0.1:9",
+)
 FIRST_MISTAKES = {
     f"{SERVE} --layout tpp2": "tpp2",
     "serve --model no/model": "there is no model 'no/model' here",
@@ -101,7 +106,6 @@ FIRST_MISTAKES = {
 """Those that people make, found before anything slow is imported."""
 BAD_TRANSPORTS = {
     "pigeon": "transport 'pigeon' is not known; use cuda_ipc, memory, mooncake, nixl, shm, tcp",
-    "tcp:colour=red": "transport 'tcp' has no option 'colour'; it has host, port, num_streams",
     "tcp:num_streams=many": "num_streams is 'many'; give a whole number",
     "tcp:num_streams=0": "tcp num_streams 0: use 1 to",
     "shm:num_slots=-1": "shm num_slots -1: use 1 or more",
@@ -112,6 +116,16 @@ MISTAKES = {
     f"{SERVE} --overlap adaptive:x=1": "adaptive:x=1",
     f"{SERVE} --role reader": "reader",
     f"{SERVE} --host 0.0.0.0": "API key",
+    **{
+        f"{verb} {option}": said
+        for verb, layout in ((SERVE, "--layout"), (f"{UP} --decode tp1", "--prefill"), (GENERATE, "--decode"))
+        for option, said in (
+            (f"{layout} tp12", "layout tp12: the model has 8 KV heads; use tp up to 8, or a multiple of 8"),
+            (f"{layout} pp40", "layout pp40: 40 pipeline stages for 32 layers; use at most pp32"),
+            (f"{layout} tp1 --max-model-len 9000", "is beyond max_position_embeddings; use at most 8192"),
+            (f"{layout} tp1 --kv-cache-dtype fp7", "--kv-cache-dtype 'fp7' is not supported; use auto"),
+        )
+    },
     f"{UP} --prefill tp2 --decode tp1 --decode-args '--colour red'": "--colour",
     f"{UP} --prefill tp2 --decode tp1 --decode-args '--transport tcp:colour=red'": "'colour'",
     f"{ROUTE} --policy fastest": "round_robin",
