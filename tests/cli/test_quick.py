@@ -100,12 +100,15 @@ FIRST_MISTAKES = {
     "bench serve --decode tpp2": "tpp2",
     "demo --model no/model": "there is no model 'no/model' here",
     "demo --prefill tpp2": "tpp2",
+    f"{UP} --prefill tp1 -tp 2": "up has no option -tp; give a layout for each side, like --prefill tp2",
+    f"{GENERATE} -pp 2": "generate has no option -pp; give a layout for each side",
     f"{SERVE} --registry nowhere": "registry 'nowhere' is not an address; write http://host:port",
     "route --registry http://127.0.0.1:99999": "is not an address; write http://host:port",
 }
 """Those that people make, found before anything slow is imported."""
 BAD_TRANSPORTS = {
     "pigeon": "transport 'pigeon' is not known; use cuda_ipc, memory, mooncake, nixl, shm, tcp",
+    "tcp:colour=red": "transport 'tcp' has no option 'colour'; it has host, port, num_streams",
     "tcp:num_streams=many": "num_streams is 'many'; give a whole number",
     "tcp:num_streams=0": "tcp num_streams 0: use 1 to",
     "shm:num_slots=-1": "shm num_slots -1: use 1 or more",

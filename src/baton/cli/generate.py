@@ -5,11 +5,21 @@ The answer goes to stdout as it comes, everything else to stderr.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from baton.cli.options import DECODE_ARGS, DRAFT, FIRST_TOKEN, MODEL, PREFILL_ARGS, EngineOptions, Side
+from baton.cli.options import (
+    DECODE_ARGS,
+    DRAFT,
+    FIRST_TOKEN,
+    LAYOUT_REMEDIES,
+    MODEL,
+    PREFILL_ARGS,
+    EngineOptions,
+    Side,
+)
 from baton.cli.parser import argument, command, engine_fields, flag, option, override
 from baton.errors import ConfigError
 
@@ -17,7 +27,7 @@ if TYPE_CHECKING:
     from baton.engine.deployment import Deployment, PairRequest, PairResponse
 
 
-@command
+@partial(command, remedies=LAYOUT_REMEDIES)
 def generate(
     prompt: str = argument("PROMPT"),
     *,

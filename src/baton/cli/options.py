@@ -99,6 +99,11 @@ DECODE_ARGS = option(None, "ARGS", "`baton serve` (or `vllm serve`) options of t
 POLICY = option("least_loaded", None, "how the router picks an instance")
 LOCAL = option("auto", None, "which prompts a decode instance prefills itself")
 ENGINE = option("baton", None, "what the instances run: Baton's own engine, or vLLM")
+LAYOUT_REMEDIES = dict.fromkeys(
+    ("-tp", "-pp", "-dp", "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"),
+    "give a layout for each side, like --prefill tp2 --decode tp2",
+)
+"""For commands that start both sides: they have no sizes of one layout."""
 PORT = option(8000, "PORT", "port; 0: any free port", min=0, max=65_535)
 HOST = option(settings.LOOPBACK, "ADDRESS", "address to bind")
 URL_TLS_CA = option(None, "FILE", "PEM CA certificate to verify an https URL with (default: the system's)")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from baton import settings
-from baton.cli.options import DeploymentOptions
+from baton.cli.options import LAYOUT_REMEDIES, DeploymentOptions
 from baton.cli.parser import command
 from baton.errors import ConfigError
 
 
-@command
+@partial(command, remedies=LAYOUT_REMEDIES)
 def up(options: DeploymentOptions) -> None:
     """Start a registry, prefill and decode instances and a router, and serve until interrupted.
 
