@@ -41,9 +41,7 @@ MODEL = option(
     "MODEL",
     "checkpoint folder, id of a model in the Hugging Face cache (org/name), .gguf file, demo, or dummy:CARD",
 )
-TRANSPORT = option(
-    "shm", "NAME", "KV transfer transport: NAME or NAME:OPTION=VALUE (`up` on GPUs: cuda_ipc by default)"
-)
+TRANSPORT = option("shm", "NAME", "KV transfer transport: NAME or NAME:OPTION=VALUE")
 LINK = option(
     None,
     "SPEED",
@@ -73,7 +71,7 @@ DRAFT = option(
 ENDPOINT_PROCESS = option(
     None,
     None,
-    "run KV transfers of each rank in a process of their own (default: on a GPU)",
+    "run each rank's KV transfers in a separate process (default: on a GPU)",
     sets="has_endpoint_process",
 )
 QUEUE_TIMEOUT = option(
@@ -174,7 +172,7 @@ class EngineOptions:
     )
     verify: bool = flag("verify received KV caches with checksums", sets="is_verified")
     endpoint_process: bool | None = ENDPOINT_PROCESS
-    silence_s: float = option(3.0, "S", "seconds without a heartbeat until a rank or peer is lost")
+    silence_s: float = option(3.0, "S", "seconds without a heartbeat before a rank or peer counts as lost")
     progress_s: float = option(30.0, "S", "seconds without progress until a KV transfer fails")
     transfer_timeout: float = option(
         600.0, "S", "seconds until a KV transfer fails, prefill included", sets="total_s"

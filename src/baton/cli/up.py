@@ -14,6 +14,7 @@ from baton.errors import ConfigError
 def up(options: DeploymentOptions) -> None:
     """Start a registry, prefill and decode instances and a router, and serve until interrupted.
 
+    Between GPUs the default transport is cuda_ipc.
     VLLM-ARGS, with --engine vllm, are options of `vllm serve`.
     """
     # What follows takes longer to import than --help may take.
