@@ -21,6 +21,7 @@ from baton.bench.handoff.records import (
     serial_of,
     timeline_of,
 )
+from baton.bench.handoff.run import CaseRuns, HandoffOptions, bound_notes
 from baton.bench.handoff.workload import (
     PrefillStep,
     PrefillTiming,
@@ -217,6 +218,16 @@ def test_figures_by_hand() -> None:
     late = figures(observed([0, 0], [(2, 3), (4, 5)], settled_s=7), SerialTransfer({}))
     assert late.control_s == pytest.approx(5), "what is neither compute nor copy"
     assert late.late_s == 0
+
+
+@pytest.mark.parametrize(("last_s", "is_noted"), [(9.0, False), (8.0, True)])
+def test_an_efficiency_above_its_bound_is_noted(last_s: float, is_noted: bool) -> None:
+    """By the bound the last byte comes at 9, as in the test above."""
+    observation = observed([1, 2, 3, 4], [(1, 3), (2, 5), (3.5, 6), (4.25, last_s)], settled_s=9.5)
+    runs = [figures(observation, SerialTransfer({0: 8.0}))]
+    notes = bound_notes([CaseRuns(HandoffOptions(), PrefillTiming(), [observation], runs)])
+    assert bool(notes) == is_noted
+    assert all("efficiency 0.500 is above its bound 0.375" in note for note in notes)
 
 
 @pytest.mark.parametrize("layer_s", [0.25, 1.0, 4.0])

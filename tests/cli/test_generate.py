@@ -74,7 +74,10 @@ def test_token_ids_without_a_tokenizer_and_without_decode(baton, folder) -> None
 
 MISUSES = {
     "no layout": (["--prefill", "xp2"], "xp2"),
-    "heads that tp does not divide": (["--prefill", "tp1", "--decode", "tp5"], "component k"),
+    "heads that tp does not divide": (
+        ["--prefill", "tp1", "--decode", "tp5"],
+        "layout tp5: the model has 4 KV heads",
+    ),
     "too many stages": (["--prefill", "pp9"], "pp9"),
     "no policy": (["--overlap", "wild"], "wild"),
     "no speed": (["--decode", "tp1", "--link", "fast"], "12.5GB/s"),

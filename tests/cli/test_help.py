@@ -33,6 +33,14 @@ def test_help_is_plain_text(
         assert noise not in text
 
 
+@pytest.mark.parametrize("command", ["serve", "generate", "up"])
+def test_help_of_the_transport_names_defaults_of_this_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    text = said(monkeypatch, capsys, command, "--help")
+    assert text.count("cuda_ipc") == (command == "up")
+
+
 def test_the_version_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert said(monkeypatch, capsys, "--version") == f"baton {__version__}\n"
     overview = said(monkeypatch, capsys)

@@ -79,7 +79,12 @@ def test_a_router_that_is_restarted_imports_neither_plans_nor_engine() -> None:
     assert {name for name in modules if name.startswith("baton.engine")} <= traces
 
 
-SERVE, UP, ROUTE = "serve --model demo", "up --model demo", "route --registry http://127.0.0.1:9"
+GENERATE = "generate hi --model dummy:llama-3-8b"
+SERVE, UP, ROUTE = (
+    "serve --model dummy:llama-3-8b",
+    "up --model dummy:llama-3-8b",
+    "route --registry http://127.0.0.1:9",
+)
 FIRST_MISTAKES = {
     f"{SERVE} --layout tpp2": "tpp2",
     "serve --model no/model": "there is no model 'no/model' here",
@@ -95,6 +100,8 @@ FIRST_MISTAKES = {
     "bench serve --decode tpp2": "tpp2",
     "demo --model no/model": "there is no model 'no/model' here",
     "demo --prefill tpp2": "tpp2",
+    f"{UP} --prefill tp1 -tp 2": "up has no option -tp; give a layout for each side, like --prefill tp2",
+    f"{GENERATE} -pp 2": "generate has no option -pp; give a layout for each side",
     f"{SERVE} --registry nowhere": "registry 'nowhere' is not an address; write http://host:port",
     "route --registry http://127.0.0.1:99999": "is not an address; write http://host:port",
 }
@@ -112,6 +119,16 @@ MISTAKES = {
     f"{SERVE} --overlap adaptive:x=1": "adaptive:x=1",
     f"{SERVE} --role reader": "reader",
     f"{SERVE} --host 0.0.0.0": "API key",
+    **{
+        f"{verb} {option}": said
+        for verb, layout in ((SERVE, "--layout"), (f"{UP} --decode tp1", "--prefill"), (GENERATE, "--decode"))
+        for option, said in (
+            (f"{layout} tp12", "layout tp12: the model has 8 KV heads; use tp up to 8, or a multiple of 8"),
+            (f"{layout} pp40", "layout pp40: 40 pipeline stages for 32 layers; use at most pp32"),
+            (f"{layout} tp1 --max-model-len 9000", "is beyond max_position_embeddings; use at most 8192"),
+            (f"{layout} tp1 --kv-cache-dtype fp7", "--kv-cache-dtype 'fp7' is not supported; use auto"),
+        )
+    },
     f"{UP} --prefill tp2 --decode tp1 --decode-args '--colour red'": "--colour",
     f"{UP} --prefill tp2 --decode tp1 --decode-args '--transport tcp:colour=red'": "'colour'",
     f"{ROUTE} --policy fastest": "round_robin",

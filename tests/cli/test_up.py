@@ -63,7 +63,10 @@ MISUSES = {
     "no layout": (["--prefill", "xp2"], "xp2"),
     "an empty layout": (["--prefill", "tp1,,tp2"], "empty layout"),
     "one of several layouts": (["--prefill", "tp1", "--decode", "tp2,pp9"], "pp9"),
-    "a pair without a plan": (["--prefill", "tp1,tp2", "--decode", "tp1,tp5"], "component k, this tp5"),
+    "a pair without a plan": (
+        ["--prefill", "tp1,tp2", "--decode", "tp1,tp5"],
+        "layout tp5: the model has 4 KV heads",
+    ),
     "no settings of a policy": (
         ["--prefill", "tp1", "--overlap", "adaptive:min_token=3"],
         "set min_tokens, max_iters, min_iters, saturation once each",
@@ -86,7 +89,7 @@ MISUSES = {
     ),
     "no KV cache dtype": (
         ["--prefill", "tp1", "--decode", "tp1", "--decode-args", "--kv-cache-dtype fp8_e5m2"],
-        "kv_cache_dtype 'fp8_e5m2'",
+        "--kv-cache-dtype 'fp8_e5m2'",
     ),
     "no storage order": (["--prefill", "tp1", "--prefill-args", "--kv-layout nhd"], "hnd.fused or hnd.apart"),
     "options without a side": (["--prefill", "tp1", "--decode-args", "--verify"], "give --decode too"),

@@ -69,6 +69,9 @@ def test_stages_must_fit_the_model() -> None:
 
 
 def test_more_ranks_than_units_must_be_a_multiple() -> None:
-    with pytest.raises(LayoutError, match=r"component k, source tp6.*4 heads") as caught:
+    with pytest.raises(
+        LayoutError,
+        match=r"component k, source tp6: the model has 4 heads; use tp up to 4, or a multiple of 4",
+    ) as caught:
         blocks(4, 6)
     assert (caught.value.component, caught.value.sides) == ("k", "source tp6")

@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from baton.checkpoint.names import GENERATION, read_object
 from baton.errors import ConfigError
 from baton.plan.ranges import Range
 
@@ -116,26 +115,3 @@ def sample_ranges(num_bytes: int) -> list[Range]:
     """Where a tensor of so many bytes is looked at: its beginning, its middle and its end."""
     starts = {0, num_bytes // 2, max(0, num_bytes - _SAMPLE_BYTES)}
     return [(start, min(num_bytes, start + _SAMPLE_BYTES)) for start in sorted(starts)]
-
-
-# JSON files of a checkpoint, read with one clear line for each way in which they can be wrong.
-
-
-CONFIG = "config.json"
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The config of a folder."""
-    path = folder / CONFIG
-    if not path.is_file():
-        raise ConfigError(
-            f"folder {folder} has no {CONFIG}; name the folder that holds it beside the weights, "
-            "as a download from the Hugging Face Hub has them"
-        )
-    return read_object(path)
-
-
-def read_generation_config(folder: Path) -> dict[str, Any]:
-    """The defaults for generating, empty where the folder has none."""
-    path = folder / GENERATION
-    return read_object(path) if path.is_file() else {}

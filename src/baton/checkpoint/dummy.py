@@ -12,15 +12,14 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from baton.checkpoint.base import CONFIG, Checkpoint, TensorInfo
-from baton.checkpoint.names import DUMMY, read_object
+from baton.checkpoint.base import Checkpoint, TensorInfo
+from baton.checkpoint.configs import read_dummy_config
+from baton.checkpoint.names import DUMMY
 from baton.errors import ConfigError
-from baton.plan.models import card_names, read_card
 from baton.plan.ranges import Range
 
 # A prime, so that rows one after the other do not come round to the same windows.
@@ -44,7 +43,7 @@ class DummyWeights(Checkpoint):
     @classmethod
     def open(cls, text: str) -> DummyWeights:
         """`text` is a built-in card, a config.json or a folder with one."""
-        config = _config(text)
+        config = read_dummy_config(text)
         shapes = _shapes(config, f"{DUMMY}{text}")
         dtype = _DTYPES.get(str(config.get("dtype") or config.get("torch_dtype")), torch.bfloat16)
         tensors = {name: TensorInfo(shape, dtype) for name, shape in shapes.items()}
@@ -92,27 +91,6 @@ def _seed(name: str) -> int:
 
 def _is_norm(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 1 and name.endswith(("norm.weight", "norm1.weight", "norm2.weight"))
-
-
-def _config(text: str) -> dict[str, Any]:
-    cards = {name: read_card(name) for name in card_names()}
-    complete = [name for name, card in cards.items() if "vocab_size" in card]
-    if text in complete:
-        return cards[text]
-    if text in cards:
-        raise ConfigError(
-            f"{DUMMY}{text}: the card has the shape of the cache only; use a config.json, "
-            f"or one of {', '.join(complete)}"
-        )
-    path = Path(text).expanduser()
-    if path.is_dir():
-        path = path / CONFIG
-    if not path.is_file():
-        raise ConfigError(
-            f"{DUMMY}{text}: is neither a built-in card ({', '.join(complete)}) "
-            "nor a config.json or a folder with one"
-        )
-    return read_object(path)
 
 
 def _shapes(config: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...]]:

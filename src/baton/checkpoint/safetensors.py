@@ -20,17 +20,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from baton.checkpoint.base import (
-    CONFIG,
-    Checkpoint,
-    TensorInfo,
-    read_config,
-    read_generation_config,
-    sample_ranges,
-)
+from baton.checkpoint.base import Checkpoint, TensorInfo, sample_ranges
+from baton.checkpoint.configs import CONFIG, read_folder_config, read_generation_config
 from baton.checkpoint.names import read_object
 from baton.errors import ConfigError
-from baton.plan.models.config import text_config
 from baton.plan.ranges import Range
 
 INDEX = "model.safetensors.index.json"
@@ -78,7 +71,7 @@ class SafetensorsFolder(Checkpoint):
     @classmethod
     def open(cls, folder: Path) -> SafetensorsFolder:
         """Reads the config and the headers of the weights, and checks that all files are there and whole."""
-        config = text_config(read_config(folder), f"{folder / CONFIG}")
+        config = read_folder_config(folder)
         block = _block_size(config, f"{folder / CONFIG}")
         tensors: dict[str, StoredTensor] = {}
         for file in _files(folder):

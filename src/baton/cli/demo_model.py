@@ -2,9 +2,9 @@
 
 A deployment starts as `baton up` starts it, and all questions go over HTTP. First a chat question. Then a
 long one at the full speed of the transport, which measures how long a rank takes to compute its layers. The
-prefill instance then restarts behind links on which sending takes as long as computing, first without layer
-pipelining and then with it, and answers the same question. At the end a single instance in one layout answers
-everything again, and every token must be identical.
+prefill instance then restarts behind links throttled so that transfer takes as long as prefill, first without
+layer pipelining and then with it, and answers the same question. At the end a single instance in one layout
+answers everything again, and every token must be identical.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ def _ask_deployment(
             console.print(figures_text(answers[-1].trace.figures()), style="dim")
         speed, compute_s = _balanced_link(answers[-1].trace)
         console.print(
-            f"\nThe same question, each prefill rank behind a link of {speed / 1e6:.3g} MB/s, on which "
-            f"sending what a rank computes takes as long as computing it, {human_time(compute_s)}:"
+            f"\nThe same question, with links throttled to {speed / 1e6:.3g} MB/s for each prefill rank, so "
+            f"that transfer takes as long as prefill ({human_time(compute_s)}):"
         )
         for name, policy in ((OFF, "off"), (WARM_UP, "cost"), (ON, "cost")):
             if name != ON:  # asked on the instance that has measured its links

@@ -5,11 +5,21 @@ The answer goes to stdout as it comes, everything else to stderr.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from baton.cli.options import DECODE_ARGS, DRAFT, FIRST_TOKEN, MODEL, PREFILL_ARGS, EngineOptions, Side
+from baton.cli.options import (
+    DECODE_ARGS,
+    DRAFT,
+    FIRST_TOKEN,
+    LAYOUT_REMEDIES,
+    MODEL,
+    PREFILL_ARGS,
+    EngineOptions,
+    Side,
+)
 from baton.cli.parser import argument, command, engine_fields, flag, option, override
 from baton.errors import ConfigError
 
@@ -17,7 +27,7 @@ if TYPE_CHECKING:
     from baton.engine.deployment import Deployment, PairRequest, PairResponse
 
 
-@command
+@partial(command, remedies=LAYOUT_REMEDIES)
 def generate(
     prompt: str = argument("PROMPT"),
     *,
@@ -52,14 +62,8 @@ def generate(
     layouts = [prefill] if decode is None else [prefill, decode]
     check_first(model, layouts, engine.dtype)
     check_transport(engine.transport)
-    from rich.console import Console
-
-    from baton.cli.output import check_timeline, figures_text, size_lines, start_engine, write_timelines
-    from baton.engine.config import EngineConfig
-    from baton.engine.deployment import Deployment, PairRequest
-    from baton.engine.requests import EngineRequest
+    from baton.engine.config import EngineConfig, check_config
     from baton.engine.sampling_params import SamplingParams
-    from baton.plan.printer import human_time
 
     params = SamplingParams(
         temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, max_tokens=max_tokens
@@ -76,10 +80,20 @@ def generate(
         if layout is not None
     ]
     check_same_transport(config.transport for config in configs)
+    for config in configs:
+        check_config(config)
+    from rich.console import Console
+
+    from baton.cli.output import check_timeline, figures_text, size_lines, start_engine, write_timelines
+
     for path in timeline:
         check_timeline(path)
     if timeline and decode is None:
         raise ConfigError("--timeline shows a hand-over; give --decode too")
+    from baton.engine.deployment import Deployment, PairRequest
+    from baton.engine.requests import EngineRequest
+    from baton.plan.printer import human_time
+
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     deployment = Deployment(*configs)
     request = EngineRequest(deployment.prompt(prompt, is_raw=raw), params)

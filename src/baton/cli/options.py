@@ -41,9 +41,7 @@ MODEL = option(
     "MODEL",
     "checkpoint folder, id of a model in the Hugging Face cache (org/name), .gguf file, demo, or dummy:CARD",
 )
-TRANSPORT = option(
-    "shm", "NAME", "KV transfer transport: NAME or NAME:OPTION=VALUE (`up` on GPUs: cuda_ipc by default)"
-)
+TRANSPORT = option("shm", "NAME", "KV transfer transport: NAME or NAME:OPTION=VALUE")
 LINK = option(
     None,
     "SPEED",
@@ -73,7 +71,7 @@ DRAFT = option(
 ENDPOINT_PROCESS = option(
     None,
     None,
-    "run KV transfers of each rank in a process of their own (default: on a GPU)",
+    "run each rank's KV transfers in a separate process (default: on a GPU)",
     sets="has_endpoint_process",
 )
 QUEUE_TIMEOUT = option(
@@ -99,6 +97,11 @@ DECODE_ARGS = option(None, "ARGS", "`baton serve` (or `vllm serve`) options of t
 POLICY = option("least_loaded", None, "how the router picks an instance")
 LOCAL = option("auto", None, "which prompts a decode instance prefills itself")
 ENGINE = option("baton", None, "what the instances run: Baton's own engine, or vLLM")
+LAYOUT_REMEDIES = dict.fromkeys(
+    ("-tp", "-pp", "-dp", "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size"),
+    "give a layout for each side, like --prefill tp2 --decode tp2",
+)
+"""For commands that start both sides: they have no sizes of one layout."""
 PORT = option(8000, "PORT", "port; 0: any free port", min=0, max=65_535)
 HOST = option(settings.LOOPBACK, "ADDRESS", "address to bind")
 URL_TLS_CA = option(None, "FILE", "PEM CA certificate to verify an https URL with (default: the system's)")
@@ -172,7 +175,7 @@ class EngineOptions:
     )
     verify: bool = flag("verify received KV caches with checksums", sets="is_verified")
     endpoint_process: bool | None = ENDPOINT_PROCESS
-    silence_s: float = option(3.0, "S", "seconds without a heartbeat until a rank or peer is lost")
+    silence_s: float = option(3.0, "S", "seconds without a heartbeat before a rank or peer counts as lost")
     progress_s: float = option(30.0, "S", "seconds without progress until a KV transfer fails")
     transfer_timeout: float = option(
         600.0, "S", "seconds until a KV transfer fails, prefill included", sets="total_s"

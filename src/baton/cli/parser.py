@@ -8,10 +8,10 @@ type and its first name are those of the parameter or field; a bool that is not 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass, replace
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
@@ -85,16 +85,21 @@ def words(**values: object) -> list[str]:
     return line
 
 
-def command(function: Callable[..., Any]) -> click.Command:
-    """A command that calls the function; its help is the function's docstring."""
+def command(function: Callable[..., Any], *, remedies: Mapping[str, str] | None = None) -> click.Command:
+    """A command that calls the function; its help is the function's docstring.
+
+    `remedies` says what to write in place of options that other commands have and this one does not.
+    """
     params = [_parameter(*stated) for stated in _parameters(function)]
-    return _Command(
+    made = _Command(
         function.__name__,
         callback=lambda **values: _call(function, values, click.get_current_context()),
         params=sorted(params, key=lambda parameter: not parameter.required),
         help=function.__doc__,
         context_settings={"show_default": True},
     )
+    made.remedies = remedies or {}
+    return made
 
 
 def parse(kind: Any, line: Sequence[str]) -> Any:
@@ -111,6 +116,8 @@ class _Option(click.Option):
 
 
 class _Command(click.Command):
+    remedies: Mapping[str, str] = MappingProxyType({})
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Without this, click takes the next word as the option's value."""
         alone = {
@@ -120,6 +127,9 @@ class _Command(click.Command):
             for name in option.opts
         }
         stop = args.index("--") if "--" in args else len(args)
+        for word in args[:stop]:
+            if word in self.remedies:
+                raise click.UsageError(f"{self.name} has no option {word}; {self.remedies[word]}")
         words = [
             f"{word}={alone[word]}"
             if word in alone and index < stop and not "".join(args[index + 1 : index + 2]).isdecimal()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from baton import settings
-from baton.cli.options import DeploymentOptions
+from baton.cli.options import LAYOUT_REMEDIES, DeploymentOptions
 from baton.cli.parser import command
 from baton.errors import ConfigError
 
 
-@command
+@partial(command, remedies=LAYOUT_REMEDIES)
 def up(options: DeploymentOptions) -> None:
     """Start a registry, prefill and decode instances and a router, and serve until interrupted.
 
+    Between GPUs the default transport is cuda_ipc.
     VLLM-ARGS, with --engine vllm, are options of `vllm serve`.
     """
     # What follows takes longer to import than --help may take.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
+from baton.checkpoint.configs import read_model_config
 from baton.checkpoint.names import (
     DUMMY,
     GENERATION,
@@ -18,11 +19,14 @@ from baton.checkpoint.names import (
     find_model,
     read_object,
 )
-from baton.engine.pages import KV_LAYOUTS, PageGeometry
+from baton.engine.models.config import ModelFields
+from baton.engine.pages import KV_LAYOUTS, PageGeometry, engine_storage
 from baton.engine.sampling_params import sampling_defaults
-from baton.errors import ConfigError
+from baton.errors import ConfigError, LayoutError
 from baton.plan import Cache, Layout, Spec, parse_layout
+from baton.plan.models.config import read_cache
 from baton.plan.overlap import LayerTimes, choose
+from baton.plan.ownership import cuts
 from baton.protocol.instance import PACKING, ROLES
 from baton.protocol.timings import Timings
 from baton.settings import Tls, check_registry
@@ -216,14 +220,14 @@ class EngineSizes:
 
 
 def check_config(config: EngineConfig) -> None:
-    """Raises ConfigError on values that cannot be, whatever the model and the machine."""
+    """Raises on values that cannot be, or that do not fit the model's config, whatever the machine."""
     parse_layout(config.layout)
     check_model(config.model)
     check_dtype(config.dtype)
     if config.cache_dtype not in KV_DTYPES:
         raise ConfigError(
-            f"kv_cache_dtype {config.kv_cache_dtype!r} is not supported; use {', '.join(KV_DTYPES)}, "
-            "or leave it out to take the dtype of the weights"
+            f"--kv-cache-dtype {config.kv_cache_dtype!r} is not supported; use auto (that of --dtype), "
+            "bfloat16, float16, float32 or fp8"
         )
     if config.kv_layout and config.kv_layout not in KV_LAYOUTS:
         raise ConfigError(f"kv_layout {config.kv_layout!r} is not known; use {' or '.join(KV_LAYOUTS)}")
@@ -281,6 +285,42 @@ def check_config(config: EngineConfig) -> None:
     if config.tls is not None:
         config.tls.dialling()  # reads the files
     choose(config.policy, LayerTimes((0.0,), (0.0,), 0.0), 1)
+    model = read_model_config(config.model)
+    if model is not None:
+        cache_spec(config, model)
+        ModelFields(f"config of a {model['model_type']} model", model).check_context(config.context_max)
+    if 0 < config.pool_tokens < config.context_max:
+        raise ConfigError(
+            f"a context of {config.context_max} tokens does not fit into a KV cache of {config.pool_tokens}; "
+            "raise pool_tokens, or ask for a shorter context"
+        )
+
+
+def cache_spec(config: EngineConfig, model: Mapping[str, Any]) -> Spec:
+    """The layout, and the KV cache of a model with this config, without the sizes of pools.
+
+    Raises LayoutError where the layout cannot divide its layers or heads.
+    """
+    cache = read_cache(model, f"model {config.model}", has_draft=config.has_draft)
+    if config.cache_dtype == "fp8":
+        cache = _with_wide_states(cache, config.dtype)
+    storage = engine_storage(cache, config.page_tokens, config.cache_dtype, config.kv_layout)
+    spec = Spec(parse_layout(config.layout), cache, storage)
+    for component in cache.components:
+        try:
+            cuts(spec, component, "layout")
+        except LayoutError as error:
+            raise LayoutError(error.reason, sides=error.sides) from None
+    return spec
+
+
+def _with_wide_states(cache: Cache, dtype: str) -> Cache:
+    """The cache with recurrent state in `dtype`: its rounding adds up over a sequence, unlike a token's."""
+    components = [
+        each if each.extent.has_tokens else replace(each, dtype=each.dtype or dtype)
+        for each in cache.components
+    ]
+    return replace(cache, components=tuple(components))
 
 
 def check_memory(config: EngineConfig) -> None:

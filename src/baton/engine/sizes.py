@@ -11,7 +11,7 @@ from baton import settings
 from baton.checkpoint.base import Checkpoint
 from baton.checkpoint.opening import open_checkpoint
 from baton.engine.attention.pools import DTYPES
-from baton.engine.config import EngineConfig, EngineSizes, check_config, check_memory
+from baton.engine.config import EngineConfig, EngineSizes, cache_spec, check_config, check_memory
 from baton.engine.gpu_memory import (
     CONTEXT_BYTES,
     WORKSPACE_BYTES,
@@ -22,12 +22,10 @@ from baton.engine.gpu_memory import (
     read_gpus,
 )
 from baton.engine.models.build import Architecture, check_weights, describe
-from baton.engine.pages import engine_storage
 from baton.engine.parallel import cut_of
 from baton.errors import ConfigError
 from baton.plan import Cache, Spec, parse_layout
 from baton.plan.dtypes import item_bytes
-from baton.plan.models.config import read_cache
 from baton.plan.ownership import box, buffers
 from baton.plan.printer import human_bytes
 from baton.plan.ranges import Ranges, size
@@ -72,17 +70,11 @@ def derive_sizes(config: EngineConfig, *, is_checked: bool = False) -> EngineSiz
     if not is_checked:
         check_config(config)
         check_machine(config)
-    layout = parse_layout(config.layout)
     checkpoint = open_checkpoint(config.model)
     if not is_checked:
         check_weights(checkpoint, has_draft=config.has_draft)
-    cache = read_cache(checkpoint.config, f"model {config.model}", has_draft=config.has_draft)
-    if config.cache_dtype == "fp8":
-        cache = _with_wide_states(cache, config.dtype)
-    storage = engine_storage(cache, config.page_tokens, config.cache_dtype, config.kv_layout)
-    spec = Spec(layout, cache, storage)
-    for component in cache.components:
-        box(spec, component, 0, "this")  # refuses a tp that cannot divide it
+    spec = cache_spec(config, checkpoint.config)
+    layout, cache = spec.layout, spec.cache
     architecture = describe(checkpoint.config, config.context_max or None)
     if architecture.stage_starts is not None:
         _check_stages(layout.stages(cache.num_layers, "this"), architecture.stage_starts)
@@ -95,11 +87,6 @@ def derive_sizes(config: EngineConfig, *, is_checked: bool = False) -> EngineSiz
         token_bytes = _entry_bytes(cache, config.cache_dtype, has_tokens=True)
         # Twice the context: half of a pool may wait for a grant, so that the longest prompt has to fit there.
         pool_tokens = max(1024, POOL_BYTES_DEFAULT // max(1, token_bytes), 2 * config.context_max)
-    if config.context_max > pool_tokens:
-        raise ConfigError(
-            f"a context of {config.context_max} tokens does not fit into a KV cache of {pool_tokens}; raise "
-            "pool_tokens, or ask for a shorter context"
-        )
     num_threads = config.num_threads or settings.default_threads(layout.num_ranks)
     model = str(checkpoint.path) if checkpoint.path is not None else config.model
     spec = pool.spec(pool_tokens)
@@ -256,15 +243,6 @@ def _check_stages(stages: Ranges, starts: Sequence[int]) -> None:
                 f"a pipeline stage begins with layer {first}, which needs what layer {near} has computed; "
                 "give the sizes of the stages (pp2:3-5) so that it begins there"
             )
-
-
-def _with_wide_states(cache: Cache, dtype: str) -> Cache:
-    """The cache with recurrent state in `dtype`: its rounding adds up over a sequence, unlike a token's."""
-    components = [
-        component if component.extent.has_tokens else replace(component, dtype=component.dtype or dtype)
-        for component in cache.components
-    ]
-    return replace(cache, components=tuple(components))
 
 
 def _entry_bytes(cache: Cache, dtype: str, *, has_tokens: bool) -> int:

@@ -154,8 +154,7 @@ class Layout:
             return even_cuts(num_units, num_ranks, extra_first=True)
         if num_ranks % num_units:
             raise LayoutError(
-                f"tp{num_ranks} is more than its {num_units} {unit}s and not a multiple of them; "
-                f"use tp up to {num_units}, or a multiple of {num_units}",
+                f"the model has {num_units} {unit}s; use tp up to {num_units}, or a multiple of {num_units}",
                 component=component,
                 sides=f"{side} {self.text}",
             )

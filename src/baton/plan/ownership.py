@@ -69,9 +69,8 @@ def cuts(spec: Spec, component: Component, side: str) -> Partitioning:
     if component.units is None:
         units: tuple[Range, ...] = ((0, 1),) * layout.size("tp")
     else:
-        units = layout.unit_blocks(
-            component.units.count, component=component.name, unit=component.units.name, side=side
-        )
+        unit = "KV head" if component.bundle.startswith("kv") else component.units.name
+        units = layout.unit_blocks(component.units.count, component=component.name, unit=unit, side=side)
     num_shares = scheme(spec, component).num_shares(layout.size("cp"))
     _check_granule(spec, component, side)
     shares = tuple(i if num_shares > 1 else 0 for i in range(layout.size("cp")))

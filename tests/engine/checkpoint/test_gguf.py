@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from baton.checkpoint.gguf import GgufHeader
+from baton.checkpoint.gguf_header import GgufHeader
 from baton.checkpoint.opening import open_checkpoint
 from baton.errors import ConfigError
 

@@ -33,7 +33,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"device": "tpu"}, "device 'tpu' is not known; use auto, cpu or cuda"),
     ({"growth_tokens": -1}, "growth_tokens is -1; give a count from 0"),
     ({"generation_config": "vllm"}, "generation_config 'vllm' is not known; use auto or none"),
-    ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype 'fp8_e5m2' .* use fp32, bf16, fp16, fp8"),
+    ({"kv_cache_dtype": "fp8_e5m2"}, "kv-cache-dtype 'fp8_e5m2' .* use auto .*float32 or fp8"),
     ({"dtype": "fp8"}, r"dtype 'fp8' is not supported; use auto, bfloat16 \(bf16\), float16 \(fp16\)"),
     ({"kv_layout": "nhd.fused"}, "kv_layout 'nhd.fused' is not known; use hnd.fused or hnd.apart"),
     ({"staging_mb": -1}, "staging_mb is -1"),
@@ -72,11 +72,14 @@ def test_sampling_defaults_are_checked_with_the_settings(tmp_path: Path, text: s
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ConfigError, match=words):
         check_config(EngineConfig(str(tmp_path)))
+    (tmp_path / "config.json").write_text((tiny("llama") / "config.json").read_text())
     check_config(EngineConfig(str(tmp_path), generation_config="none"))
 
 
 def test_a_tp_that_cannot_cut_the_heads() -> None:
-    with pytest.raises(LayoutError, match="tp"):
+    with pytest.raises(
+        LayoutError, match="layout tp5: the model has 2 KV heads; use tp up to 2, or a multiple"
+    ):
         derive_sizes(EngineConfig(str(tiny("llama")), "tp5"))
 
 

@@ -58,12 +58,7 @@ class Architecture:
 def describe(config: Mapping[str, Any], max_context: int | None = None) -> Architecture:
     """What a config describes; raises ConfigError where it cannot be run up to `max_context` tokens."""
     fields, blueprint = _read(config)
-    limit = max_context or fields.max_positions
-    if limit > fields.max_positions:
-        raise fields.refusal(
-            f"the maximum context of {limit} is beyond max_position_embeddings; "
-            f"use at most {fields.max_positions}"
-        )
+    fields.check_context(max_context or 0)
     dtype = fields.values.get("dtype") or fields.values.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
         raise fields.refusal(f"dtype is {shown(dtype)}; use one of {', '.join(DTYPES)}")

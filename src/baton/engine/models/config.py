@@ -52,6 +52,14 @@ class ModelFields(Fields):
             listed = " or ".join(shown(choice) for choice in allowed) or "absent"
             raise self.refusal(f"{name} is {shown(value)}, which is not supported; it must be {listed}")
 
+    def check_context(self, context_max: int) -> None:
+        """Raises ConfigError where no sequence may be that long."""
+        if context_max > self.max_positions:
+            raise self.refusal(
+                f"the maximum context of {context_max} is beyond max_position_embeddings; "
+                f"use at most {self.max_positions}"
+            )
+
     @property
     def max_positions(self) -> int:
         """max_position_embeddings: no sequence may be longer."""
