@@ -317,8 +317,8 @@ def cache_spec(config: EngineConfig, model: Mapping[str, Any]) -> Spec:
 def _with_wide_states(cache: Cache, dtype: str) -> Cache:
     """The cache with recurrent state in `dtype`: its rounding adds up over a sequence, unlike a token's."""
     components = [
-        each if each.extent.has_tokens else replace(each, dtype=each.dtype or dtype)
-        for each in cache.components
+        component if component.extent.has_tokens else replace(component, dtype=component.dtype or dtype)
+        for component in cache.components
     ]
     return replace(cache, components=tuple(components))
 
