@@ -42,7 +42,7 @@ from baton.errors import BatonError, ConfigError
 from baton.plan import Spec, load_cache, parse_layout
 from baton.plan.content import allocate
 from baton.session import Aux, Endpoint, EndpointConfig, Ready, Request, Timings, prompt_digest
-from baton.transport import NOW, open_transport
+from baton.transport import NOW, HostFence, open_transport
 
 LAYERS, HEADS, CHANNELS, SLOTS = 3, 12, 8, 256
 WHOLE, UNEVEN = [range(LAYERS)], [range(2), range(2, LAYERS)]
@@ -242,6 +242,25 @@ class Side:
                     found.append(parts[0] if buffers == "kv_buffer" else torch.cat(parts, dim=1))
         return found
 
+    def load(self, slots: Any) -> list[torch.Tensor]:
+        """What lies in these slots, on every rank of the first CP rank."""
+        return [tensor[rows].clone() for tensor, rows in self._rows(slots)]
+
+    def store(self, slots: Any, parts: list[torch.Tensor]) -> None:
+        for (tensor, rows), part in zip(self._rows(slots), parts, strict=True):
+            tensor[rows] = part
+
+    def _rows(self, slots: Any) -> list[tuple[torch.Tensor, Any]]:
+        rows = []
+        for pool in (pool for pools in self.stages for pool in pools):
+            parts = [(pool, slots)]
+            if isinstance(pool, SWAKVPool):
+                parts = [(pool.full_kv_pool, slots), (pool.swa_kv_pool, slots + 2 * self.page_size)]
+            for part, part_rows in parts:
+                for buffers in BUFFERS[type(part).__name__]:
+                    rows += [(tensor, part_rows) for tensor in getattr(part, buffers)]
+        return rows
+
     def close(self) -> None:
         for manager in reversed(self.managers):
             manager.transfers.endpoint.close()
@@ -394,6 +413,75 @@ def test_what_decode_has_is_not_sent(pair: Pair, kind: Any) -> None:
     for old, given, got in zip(before, source.content(sent), target.content(wanted), strict=True):
         num_held = {50: held, WINDOW: held - (50 - WINDOW)}.get(len(got), 0)
         assert torch.equal(got, torch.cat([old[:num_held], given[num_held:]]))
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "cuts"),
+    [
+        ("tp1", MHATokenToKVPool, [50]),
+        ("tp1", MHATokenToKVPool, [20, 50]),
+        ("tp2", SWAKVPool, [20, 50]),
+        ("pp2.tp2", MLATokenToKVPool, [50]),
+    ],
+)
+def test_pages_that_sglang_frees_as_duplicates_are_not_read(
+    pair: Pair, layout: str, kind: Any, cuts: list[int]
+) -> None:
+    """Another request has inserted the first 37 tokens into SGLang's tree while this one was computed."""
+    source, target = pair(layout, "tp1", kind)
+    sent, wanted, senders, receivers = begin(source, target, 1)
+    # As on a GPU: the layers are launched, not computed, when they are offered.
+    fence = HostFence()
+    for manager in source.managers:
+        manager.transfers.fence = lambda: fence
+    num_shared, start = 37, 0
+    for end in cuts:
+        sent.extend_end = end
+        for manager, sender in zip(source.managers, senders, strict=True):
+            sent.disagg_kv_sender = sender
+            manager.transfers.begin_step([sent])
+            for layer, is_state in manager.transfers.caches:
+                manager.transfers.layer_done(layer, is_state=is_state)
+            manager.transfers.end_step()
+        # SGLang's checkpoint: the tree's slots in the row, and the request's own ones freed.
+        own = sent.slots[start : min(end, num_shared)].copy()
+        tree = np.arange(150 + start, 150 + start + len(own))
+        source.store(tree, source.load(own))
+        sent.slots[start : start + len(own)] = tree
+        for manager, sender in zip(source.managers, senders, strict=True):
+            sent.disagg_kv_sender = sender
+            manager.transfers.follow(sent)
+            assert not sender._sending.reading().get(GROUP, frozenset()) & {*own}
+        # The next batch writes them.
+        source.store(own, [torch.full_like(part, -1.0) for part in source.load(own)])
+        for sender in senders:
+            sender.init(0, 1)
+            sender.send([], [] if end == 50 else None, num_kv_tokens=end - start)
+        start = end
+    fence.set()
+    poll_until(senders, SUCCESS)
+    poll_until(receivers, SUCCESS)
+    for one, other in zip(source.content(sent), target.content(wanted), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_pages_that_stay_are_read_on(pair: Pair) -> None:
+    """Nothing is withdrawn: what is copied while SGLang inserts the prompt goes on."""
+    source, target = pair("tp1", "tp1", SWAKVPool)
+    sent, wanted, senders, receivers = begin(source, target, 1)
+    transfers, fence = source.managers[0].transfers, HostFence()
+    transfers.fence = lambda: fence
+    sent.extend_end, sent.disagg_kv_sender = 50, senders[0]
+    transfers.begin_step([sent])
+    transfers.end_step()
+    offered = senders[0]._sending.chunks_read()
+    transfers.follow(sent)
+    assert senders[0]._sending.chunks_read() == offered
+    fence.set()
+    senders[0].init(0, 1)
+    senders[0].send([], [], num_kv_tokens=50)
+    poll_until(receivers, SUCCESS)
+    assert all(map(torch.equal, source.content(sent), target.content(wanted)))
 
 
 def test_a_layer_leaves_when_its_state_is_there_too(pair: Pair) -> None:

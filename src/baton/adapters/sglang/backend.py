@@ -322,6 +322,11 @@ def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: 
         _transfers.end_step()
 
 
+def _checkpoint(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+    if _transfers is not None:
+        _transfers.follow(req)
+
+
 def _attention(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(layer, *args, **kwargs)
     if _transfers is not None:
@@ -355,6 +360,11 @@ HOOKS = (
         HookType.AFTER,
     ),
     ("sglang.srt.managers.scheduler.Scheduler.run_batch", _run_batch, HookType.AROUND),
+    (
+        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.checkpoint_disagg_prefill",
+        _checkpoint,
+        HookType.AFTER,
+    ),
     ("sglang.srt.layers.radix_attention.RadixAttention.forward", _attention, HookType.AROUND),
     (
         "sglang.srt.layers.radix_linear_attention.RadixLinearAttention.forward",

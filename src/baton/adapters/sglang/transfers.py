@@ -8,6 +8,11 @@ Another rank may show Failed first, so what SGLang calls before it frees pages (
 A step's tokens are offered by layer while the forward runs. Where a layer does not report, the end of the
 step offers them, and SGLang's own `send` whatever is left: prefix hits, and prompts that were computed before
 decode had room for them.
+
+After a forward SGLang inserts the prompt into its tree of prefixes. Where another request has inserted the
+same tokens first, it frees this request's pages of them and gives it the tree's. `Transfers.follow` then
+takes back what is not copied, waits until nothing reads the freed pages, and offers out of the new ones.
+Pages are allocated on the scheduler's thread only, so until it returns nobody has written the freed ones.
 """
 
 from __future__ import annotations
@@ -42,8 +47,8 @@ FAILED, BOOTSTRAPPING, WAITING_FOR_INPUT, TRANSFERRING, SUCCESS = range(5)
 """SGLang's KVPoll."""
 METADATA = "sglang.metadata"
 """The name of a row of SGLang's metadata buffers in an aux record."""
-QUIET_LOG_S = 10.0
-"""How often a scheduler that waits for quiet pages says so."""
+QUIET_S_MAX = 60.0
+"""How long a scheduler may stand still until pages are quiet."""
 
 logger = logging.getLogger("sglang.baton")
 
@@ -114,6 +119,11 @@ class Transfers:
     """A file that gets a line of JSON for each prompt that was sent."""
     step: ForwardStep | None = None
 
+    @property
+    def all_layers(self) -> tuple[int, int]:
+        """Of this rank, as a range."""
+        return min(self.caches.values()), max(self.caches.values()) + 1
+
     def begin_step(self, requests: Iterable[Any]) -> None:
         """Before the forward of requests that prefill."""
         prompts = []
@@ -147,6 +157,12 @@ class Transfers:
             sender.num_offered = end
             sender.steps[-1].ended_s = monotonic()
 
+    def follow(self, request: Any) -> None:
+        """After SGLang has inserted the prompt of a request into its tree of prefixes."""
+        sender = getattr(request, "disagg_kv_sender", None)
+        if isinstance(sender, Sender):
+            sender.follow_pages()
+
     def _offer(self, step: ForwardStep, layers: tuple[int, int]) -> None:
         fence = self.fence()
         for sender, end, pages in step.prompts:
@@ -172,6 +188,8 @@ class Sender:
         self.steps: list[StepTrace] = []
         self._transfers: Transfers = mgr.transfers
         self._sending: Sending | None = None
+        self._offered = CheckedPages()
+        """The page table of the last offer; those of earlier offers agree with it."""
         self._error = ""
         self._num_sent = 0
         """Tokens that SGLang has sent, as it sees it."""
@@ -217,11 +235,25 @@ class Sender:
         assert self._sending is not None
         try:
             self._sending.ready(layers, tokens, pages, fence)
+            self._offered = pages
             if self.steps:
                 self.steps[-1].offered.append((layers, tokens, monotonic()))
         except BatonError as error:
             logger.warning("baton: transfer %s: %s", self.bootstrap_room, error)
             self._sending.abort(str(error))
+
+    def follow_pages(self) -> None:
+        """Offers out of the pages that SGLang has given the request now, if they are not those offered."""
+        sending, transfers = self._sending, self._transfers
+        if sending is None or not sending.chunks_read()[1]:
+            return
+        pages = self.read_pages(self.num_offered)
+        if not is_moved(self._offered, pages):
+            return
+        wait_until_quiet(sending.withdraw().wait, self.bootstrap_room, "read")
+        sending.resume()
+        # What has landed is passed over.
+        self.offer(transfers.all_layers, (0, self.num_offered), pages, transfers.fence())
 
     # SGLang's calls.
 
@@ -237,10 +269,10 @@ class Sender:
         transfers = self._transfers
         self._num_sent += num_kv_tokens or 0
         if self._num_sent > self.num_offered:
-            layers = (min(transfers.caches.values()), max(transfers.caches.values()) + 1)
             if self.is_open:
                 pages = self.read_pages(self._num_sent)
-                self.offer(layers, (self.num_offered, self._num_sent), pages, transfers.fence())
+                tokens = self.num_offered, self._num_sent
+                self.offer(transfers.all_layers, tokens, pages, transfers.fence())
             self.num_offered = self._num_sent
         if state_indices is not None and self.is_open:
             assert self._sending is not None
@@ -248,8 +280,8 @@ class Sender:
             aux = None
             if transfers.has_aux:
                 row = transfers.metadata.read(self._metadata_index)
-                tokens, logprobs = tuple(self.request.output_ids), first_logprobs(self.request)
-                aux = Aux(tokens=tokens, logprobs=logprobs, tensors={METADATA: row})
+                first, logprobs = tuple(self.request.output_ids), first_logprobs(self.request)
+                aux = Aux(tokens=first, logprobs=logprobs, tensors={METADATA: row})
             self._sending.commit(aux)
 
     def poll(self) -> int:
@@ -307,9 +339,7 @@ class Sender:
         if isinstance(sending.state, Waiting):
             self._error = text
             sending.abort(text)
-        withdrawal = sending.withdraw()
-        while not withdrawal.wait(QUIET_LOG_S):
-            logger.warning("baton: transfer %s: waiting until its pages are not read", self.bootstrap_room)
+        wait_until_quiet(sending.withdraw().wait, self.bootstrap_room, "read")
 
     def _stay_queued(self, sending: Sending) -> None:
         now = monotonic()
@@ -415,10 +445,7 @@ class Receiver:
         if receiving is not None:
             if isinstance(receiving.state, Waiting):
                 receiving.abort("another rank failed")
-            while not receiving.wait_released(QUIET_LOG_S):
-                logger.warning(
-                    "baton: transfer %s: waiting until its pages are not written", receiving.transfer
-                )
+            wait_until_quiet(receiving.wait_released, self.bootstrap_room, "written")
             self._error = self._error or outcome_text(receiving)
         raise TransferFailedError(self._error)
 
@@ -449,6 +476,25 @@ class Receiver:
         if endpoint.config.rank == 0 and now - self._queued_s > endpoint.config.timings.offer_s / 4:
             self._queued_s = now
             endpoint.queue(str(self.bootstrap_room), self._source)
+
+
+def wait_until_quiet(wait: Callable[[float], bool], room: int | None, access: str) -> None:
+    """Waits until the pages of a transfer are not read or written any more: SGLang is about to reuse them.
+
+    If they do not become quiet, this server ends. An Exception would not do: SGLang logs it and goes on.
+    """
+    if not wait(QUIET_S_MAX):
+        text = (
+            f"baton: transfer {room}: its pages are still {access} after {QUIET_S_MAX:g} s; "
+            "the server cannot continue"
+        )
+        logger.error(text)
+        raise SystemExit(text)
+
+
+def is_moved(offered: CheckedPages, pages: CheckedPages) -> bool:
+    """Whether tokens that were offered lie in other pages now. Page 0 is before a window and not read."""
+    return any(((pages[group] != ids) & (pages[group] != 0)).any() for group, ids in offered.items())
 
 
 def request_digest(request: Any) -> Digest:
