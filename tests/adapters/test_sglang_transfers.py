@@ -465,6 +465,27 @@ def test_pages_that_sglang_frees_as_duplicates_are_not_read(
         assert torch.equal(one, other)
 
 
+def test_a_batch_that_is_computed_in_parts_is_not_handed_over(pair: Pair) -> None:
+    """As with --enable-two-batch-overlap: a layer is computed for one half after the other."""
+    source, target = pair("tp1", "tp1")
+    sent, _, senders, receivers = begin(source, target, 1)
+    transfers = source.managers[0].transfers
+    sent.extend_end, sent.disagg_kv_sender = 50, senders[0]
+    transfers.begin_step([sent])
+    halves = object(), object()
+    transfers.layer_done(0, batch=halves[0])
+    transfers.layer_done(0, batch=halves[0])
+    assert senders[0].is_open, "attention to a prefix in pieces"
+    transfers.layer_done(0, batch=halves[1])
+    transfers.end_step()
+    senders[0].init(0, 1)
+    senders[0].send([], [], num_kv_tokens=50)
+    poll_until(senders, FAILED)
+    poll_until(receivers, FAILED)
+    with pytest.raises(TransferFailedError, match="layer 0 for several parts of a batch"):
+        senders[0].failure_exception()
+
+
 def test_pages_that_stay_are_read_on(pair: Pair) -> None:
     """Nothing is withdrawn: what is copied while SGLang inserts the prompt goes on."""
     source, target = pair("tp1", "tp1", SWAKVPool)

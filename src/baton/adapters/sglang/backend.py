@@ -26,7 +26,7 @@ from sglang.srt.disaggregation.base.conn import BaseKVManager, BaseKVReceiver, B
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_disagg, get_model, get_parallel, get_serving
+from sglang.srt.runtime_context import get_disagg, get_exec, get_model, get_parallel, get_serving
 
 from baton.adapters.common import (
     ConnectorConfig,
@@ -246,6 +246,9 @@ def _check_supported(queue: Any, kv_args: Any) -> None:
         "speculative decoding with a draft cache": queue.draft_token_to_kv_pool is not None,
         f"state of kind {', '.join(states)}": bool(states),
         "--enable-lora": scheduler.enable_lora,
+        # A layer would leave after the first half of the batch.
+        "--enable-two-batch-overlap": get_exec().overlap.enable_two_batch_overlap
+        and disagg.disaggregation_mode == "prefill",
         "--enable-pd-role-switch": disagg.enable_pd_role_switch,
         "a hierarchical cache at decode": is_hierarchical,
         # SGLang asks its own manager for the data-parallel rank; decode cannot know yet if there are several.
@@ -330,14 +333,16 @@ def _checkpoint(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any
 def _attention(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(layer, *args, **kwargs)
     if _transfers is not None:
-        _transfers.layer_done(layer.layer_id)
+        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[3]
+        _transfers.layer_done(layer.layer_id, batch=batch)
     return result
 
 
 def _linear_attention(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(layer, *args, **kwargs)
     if _transfers is not None:
-        _transfers.layer_done(layer.layer_id, is_state=True)
+        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[0]
+        _transfers.layer_done(layer.layer_id, is_state=True, batch=batch)
     return result
 
 

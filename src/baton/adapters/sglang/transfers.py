@@ -20,7 +20,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -97,6 +97,8 @@ class ForwardStep:
     prompts: list[tuple[Sender, int, CheckedPages]]
     """With the end of the tokens that it computes and the pages up to there."""
     layers: StepLayers
+    batches: dict[tuple[int, bool], Any] = field(default_factory=dict)
+    """Of each layer that was reported: the batch for which it was computed."""
 
 
 @dataclass(slots=True)
@@ -140,10 +142,20 @@ class Transfers:
             lengths = [len(sender.request.origin_input_ids) for sender, _, _ in prompts]
             self.step = ForwardStep(prompts, StepLayers(self.policy, self.caches, lengths))
 
-    def layer_done(self, layer: int, *, is_state: bool = False) -> None:
-        """A layer has stored the step's tokens, or its state; on a GPU it was launched to do so."""
+    def layer_done(self, layer: int, *, is_state: bool = False, batch: Any = None) -> None:
+        """A layer has stored the step's tokens, or its state; on a GPU it was launched to do so.
+
+        `batch`: for which SGLang computed it. A layer may report several times for one batch, as those with
+        latents do, which attend to a long prefix in pieces. Several batches are parts of the step's, and what
+        was offered after the first part may be in no other one.
+        """
         step = self.step
-        if step is not None and (group := step.layers.done((layer, is_state))):
+        if step is None:
+            return
+        if step.batches.setdefault((layer, is_state), batch) is not batch:
+            for sender, _, _ in step.prompts:
+                sender.fail(f"SGLang computed layer {layer} for several parts of a batch")
+        elif group := step.layers.done((layer, is_state)):
             self._offer(step, group)
 
     def end_step(self) -> None:
@@ -239,8 +251,15 @@ class Sender:
             if self.steps:
                 self.steps[-1].offered.append((layers, tokens, monotonic()))
         except BatonError as error:
-            logger.warning("baton: transfer %s: %s", self.bootstrap_room, error)
-            self._sending.abort(str(error))
+            self.fail(str(error))
+
+    def fail(self, text: str) -> None:
+        """Fails this prompt alone; SGLang learns of it by polling."""
+        if self._sending is None or self._is_given_up:
+            return
+        logger.warning("baton: transfer %s: %s", self.bootstrap_room, text)
+        self._is_given_up, self._error = True, text
+        self._sending.abort(text)
 
     def follow_pages(self) -> None:
         """Offers out of the pages that SGLang has given the request now, if they are not those offered."""
