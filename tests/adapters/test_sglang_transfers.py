@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
@@ -636,6 +637,31 @@ def test_an_abort_fails_both_sides_when_pages_are_quiet(pair: Pair) -> None:
     prefill(source, sent, senders, [50])
     poll_until(receivers, SUCCESS)
     receivers[0].kv_mgr.transfers.endpoint.counts()
+    assert all(map(torch.equal, source.content(sent), target.content(wanted)))
+
+
+def test_pages_are_not_written_before_decodes_last_forward_has_ended(pair: Pair) -> None:
+    """With overlap a finished request may have one more forward in flight, and its slots are free."""
+    source, target = pair("tp1", "tp1")
+    fence = HostFence()
+    target.managers[0].transfers.fence = lambda: fence
+    tokens = list(range(50))
+    sent, wanted = source.request(tokens, 16), target.request(tokens, 64)
+    sender, receiver = Sender(source.managers[0], "", 1), Receiver(target.managers[0], "", 1)
+    sender.bind(sent)
+    receiver.bind(wanted)
+    receiver.init(0)
+    receiver.send_metadata(wanted.slots, 2, [], 0)
+    for _ in range(2):
+        # Behind the request, and behind what it brought about.
+        is_done = Event()
+        target.managers[0].transfers.endpoint._loop.post(is_done.set)
+        assert is_done.wait(WAIT_S)
+    assert not receiver._receiving.is_asked
+    fence.set()
+    poll_until([sender], WAITING_FOR_INPUT)
+    prefill(source, sent, [sender], [50])
+    poll_until([receiver], SUCCESS)
     assert all(map(torch.equal, source.content(sent), target.content(wanted)))
 
 

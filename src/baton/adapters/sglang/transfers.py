@@ -428,6 +428,8 @@ class Receiver:
             digest=digest,
             pages={endpoint.config.rank: pages},
             held={group: decode_prefix_len or 0 for group in pages if group != STATES},
+            # A request that has finished may have one more forward in flight, which writes these slots.
+            fence=self._transfers.fence(),
             is_verified=self._transfers.is_verified,
         )
         try:
