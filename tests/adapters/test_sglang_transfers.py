@@ -677,6 +677,19 @@ def test_a_request_that_decode_gives_up_ends_at_prefill(pair: Pair) -> None:
     poll_until(receivers, FAILED)
 
 
+def test_an_abort_after_the_last_byte_is_not_lost(pair: Pair) -> None:
+    """Also after one rank has shown Success: SGLang may wait for the others."""
+    source, target = pair("tp1", "tp1")
+    sent, _, senders, receivers = begin(source, target, 1)
+    prefill(source, sent, senders, [50])
+    poll_until(senders, SUCCESS)
+    poll_until(receivers, SUCCESS)
+    receivers[0].abort()
+    assert receivers[0].poll() == FAILED
+    with pytest.raises(TransferFailedError, match="aborted at decode"):
+        receivers[0].failure_exception()
+
+
 def test_a_prompt_that_decode_never_asks_for_ends() -> None:
     """Its half was lost, or decode was refused; polls alone do not keep it."""
     source = Side("prefill", *LAYOUTS["tp1"], 1, MHATokenToKVPool, timings=Timings(offer_s=1.0))

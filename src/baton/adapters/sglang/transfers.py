@@ -457,7 +457,7 @@ class Receiver:
                 self._is_stored = True
             except BatonError as error:
                 self._fail(str(error))
-        return SUCCESS if self._is_stored else FAILED
+        return SUCCESS if self._is_stored and not self._error else FAILED
 
     poll_pp_consensus = poll
 
@@ -475,10 +475,10 @@ class Receiver:
         text = "the request was aborted at decode"
         if self._receiving is not None:
             self._receiving.abort(text)
-        elif not self._error:
-            if self._source and self._transfers.endpoint.config.rank == 0:
-                self._transfers.endpoint.decline(str(self.bootstrap_room), self._source, text)
-            self._error = text
+        elif not self._error and self._source and self._transfers.endpoint.config.rank == 0:
+            self._transfers.endpoint.decline(str(self.bootstrap_room), self._source, text)
+        # Also where the prompt has arrived: SGLang has not taken it yet.
+        self._error = self._error or text
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Nothing: pages are quiet before Failed is shown."""
