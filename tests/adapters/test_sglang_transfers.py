@@ -487,6 +487,23 @@ def test_a_batch_that_is_computed_in_parts_is_not_handed_over(pair: Pair) -> Non
         senders[0].failure_exception()
 
 
+@pytest.mark.parametrize("hooks", [True, False])
+def test_pages_that_the_pool_does_not_have_fail_their_prompt_alone(pair: Pair, hooks: bool) -> None:
+    source, target = pair("tp1", "tp1")
+    sent, _, senders, receivers = begin(source, target, 1)
+    sent.slots += 10 * SLOTS
+    if hooks:
+        sent.extend_end, sent.disagg_kv_sender = 50, senders[0]
+        source.managers[0].transfers.begin_step([sent])
+        assert source.managers[0].transfers.step is None
+    senders[0].init(0, 1)
+    senders[0].send([], [], num_kv_tokens=50)
+    poll_until(senders, FAILED)
+    poll_until(receivers, FAILED)
+    with pytest.raises(TransferFailedError, match="its pools have"):
+        senders[0].failure_exception()
+
+
 def test_pages_that_stay_are_read_on(pair: Pair) -> None:
     """Nothing is withdrawn: what is copied while SGLang inserts the prompt goes on."""
     source, target = pair("tp1", "tp1", SWAKVPool)

@@ -135,8 +135,8 @@ class Transfers:
             if not isinstance(sender, Sender) or request.pending_bootstrap or not sender.is_open:
                 continue
             end = min(request.extend_end, len(request.origin_input_ids))
-            if end > sender.num_offered:
-                prompts.append((sender, end, sender.read_pages(end)))
+            if end > sender.num_offered and (pages := sender.read_pages(end)) is not None:
+                prompts.append((sender, end, pages))
                 sender.steps.append(StepTrace(monotonic()))
         if prompts:
             lengths = [len(sender.request.origin_input_ids) for sender, _, _ in prompts]
@@ -233,10 +233,14 @@ class Sender:
             and not self._is_given_up
         )
 
-    def read_pages(self, num_tokens: int) -> CheckedPages:
-        """The page table of the first so many tokens."""
+    def read_pages(self, num_tokens: int) -> CheckedPages | None:
+        """The page table of the first so many tokens; None if it is not valid, and then the prompt fails."""
         assert self._sending is not None
-        return self._sending.read_pages(self._transfers.pages(self.request, num_tokens))
+        try:
+            return self._sending.read_pages(self._transfers.pages(self.request, num_tokens))
+        except BatonError as error:
+            self.fail(str(error))
+            return None
 
     def offer(
         self, layers: tuple[int, int], tokens: tuple[int, int], pages: CheckedPages, fence: Fence
@@ -267,9 +271,11 @@ class Sender:
         if sending is None or not sending.chunks_read()[1]:
             return
         pages = self.read_pages(self.num_offered)
-        if not is_moved(self._offered, pages):
+        if pages is not None and not is_moved(self._offered, pages):
             return
         wait_until_quiet(sending.withdraw().wait, self.bootstrap_room, "read")
+        if pages is None:
+            return
         sending.resume()
         # What has landed is passed over.
         self.offer(transfers.all_layers, (0, self.num_offered), pages, transfers.fence())
@@ -288,8 +294,7 @@ class Sender:
         transfers = self._transfers
         self._num_sent += num_kv_tokens or 0
         if self._num_sent > self.num_offered:
-            if self.is_open:
-                pages = self.read_pages(self._num_sent)
+            if self.is_open and (pages := self.read_pages(self._num_sent)) is not None:
                 tokens = self.num_offered, self._num_sent
                 self.offer(transfers.all_layers, tokens, pages, transfers.fence())
             self.num_offered = self._num_sent
