@@ -8,7 +8,6 @@ the coordinator is registered there as the one rank of its group.
 from __future__ import annotations
 
 import logging
-import pkgutil
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -394,11 +393,9 @@ def register() -> None:
 def check_hooks() -> None:
     """Raises ConfigError with the name of a hook that SGLang did not apply."""
     for target, _, _ in HOOKS:
-        try:
-            is_applied = hasattr(pkgutil.resolve_name(target), "__wrapped__")
-        except (AttributeError, ImportError):
-            is_applied = False
-        if not is_applied:
+        # Not by what is there: SGLang's own decorators leave the same traces as a hook.
+        if target not in HookRegistry._patched:
             raise ConfigError(
-                f"SGLang {sglang.__version__} has no {target}, which transfer backend baton hooks"
+                f"SGLang {sglang.__version__} did not apply the hook on {target}, which transfer backend "
+                "baton needs; its log says why"
             )
