@@ -35,6 +35,7 @@ from baton.adapters.sglang.transfers import (
     Sender,
     TransferFailedError,
     Transfers,
+    wait_until_quiet,
 )
 from baton.adapters.vllm import cache as vllm_cache
 from baton.adapters.vllm.cache import Store, describe_layers, split_layer
@@ -705,6 +706,35 @@ def test_an_abort_after_the_last_byte_is_not_lost(pair: Pair) -> None:
     assert receivers[0].poll() == FAILED
     with pytest.raises(TransferFailedError, match="aborted at decode"):
         receivers[0].failure_exception()
+
+
+def test_prompts_end_when_the_first_rank_has_left(pair: Pair) -> None:
+    """It was closed, and no verdict comes; copies that wait for the forward are cancelled."""
+    source, target = pair("tp2", "tp1")
+    sent, _, senders, _ = begin(source, target, 1)
+    fence = HostFence()
+    sent.extend_end = 20
+    for manager, sender in zip(source.managers, senders, strict=True):
+        manager.transfers.fence = lambda: fence
+        sent.disagg_kv_sender = sender
+        manager.transfers.begin_step([sent])
+        manager.transfers.end_step()
+    source.managers[0].transfers.endpoint.close()
+    poll_until(senders[1:], FAILED)
+    senders[1].abort()
+    assert not senders[1]._sending.reading()
+    late = Sender(source.managers[1], "", 2)
+    late.bind(source.request([1, 2, 3], 80))
+    poll_until([late], FAILED)
+    with pytest.raises(TransferFailedError, match="was closed"):
+        late.failure_exception()
+
+
+def test_pages_that_do_not_become_quiet_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang logs an Exception, and uses the pages."""
+    monkeypatch.setattr("baton.adapters.sglang.transfers.QUIET_S_MAX", 0.01)
+    with pytest.raises(SystemExit, match=r"transfer 5: its pages are still read after 0\.01 s"):
+        wait_until_quiet(Event().wait, 5, "read")
 
 
 def test_a_prompt_that_decode_never_asks_for_ends() -> None:
