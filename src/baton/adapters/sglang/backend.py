@@ -249,6 +249,10 @@ def _check_supported(queue: Any, kv_args: Any) -> None:
         "--enable-two-batch-overlap": get_exec().overlap.enable_two_batch_overlap
         and disagg.disaggregation_mode == "prefill",
         "--enable-pd-role-switch": disagg.enable_pd_role_switch,
+        # Decode's ranks get the metadata of one prefill rank, with the sum of its pages from token 0 on.
+        "--disaggregation-enable-kv-checksum (set verify in BATON_SGLANG)": (
+            disagg.disaggregation_enable_kv_checksum
+        ),
         "a hierarchical cache at decode": is_hierarchical,
         # SGLang asks its own manager for the data-parallel rank; decode cannot know yet if there are several.
         f"{query.name}=1 (unset it: decode finds the data-parallel rank by the room)": query.get(),
