@@ -35,6 +35,7 @@ from baton.adapters.sglang.transfers import (
     Sender,
     TransferFailedError,
     Transfers,
+    request_digest,
     wait_until_quiet,
 )
 from baton.adapters.vllm import cache as vllm_cache
@@ -205,6 +206,8 @@ class Side:
         return SimpleNamespace(
             origin_input_ids=tokens,
             extra_key=None,
+            input_embeds=None,
+            positional_embed_overrides=None,
             pending_bootstrap=False,
             output_ids=[42],
             return_logprob=False,
@@ -762,6 +765,21 @@ def test_other_prompts_are_refused(pair: Pair) -> None:
     poll_until([receiver], FAILED)
     with pytest.raises(TransferFailedError, match="prompt"):
         receiver.failure_exception()
+
+
+def test_embeddings_are_part_of_the_prompt(pair: Pair) -> None:
+    """SGLang puts 1 in the place of each token."""
+    source, _ = pair("tp1", "tp1")
+    prompts = [source.request([1, 1], 16) for _ in range(3)]
+    for prompt, value in zip(prompts[1:], (0.25, 0.5), strict=True):
+        prompt.input_embeds = [[value] * 4] * 2
+    assert len({request_digest(prompt) for prompt in prompts}) == 3
+    prompts[0].positional_embed_overrides = object()
+    sender = Sender(source.managers[0], "", 1)
+    sender.bind(prompts[0])
+    assert sender.poll() == FAILED
+    with pytest.raises(TransferFailedError, match="positional_embed_overrides cannot be handed over"):
+        sender.failure_exception()
 
 
 def test_unlike_metadata_and_unknown_versions_are_refused() -> None:

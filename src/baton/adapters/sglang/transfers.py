@@ -25,9 +25,11 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import numpy as np
+
 from baton.adapters.common import StepLayers, StepTrace, outcome_text, write_trace
 from baton.adapters.sglang.cache import STATES
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from baton.session import (
     Aux,
     CheckedPages,
@@ -425,19 +427,20 @@ class Receiver:
     ) -> None:
         """Asks for the prompt; SGLang's indices begin behind the prefix that decode has."""
         self._metadata_index = -1 if aux_index is None else aux_index
-        endpoint, digest = self._transfers.endpoint, request_digest(self.request)
-        pages = self._transfers.pages(self.request, digest.num_tokens)
-        request = Request(
-            transfer=str(self.bootstrap_room),
-            source=self._source,
-            digest=digest,
-            pages={endpoint.config.rank: pages},
-            held={group: decode_prefix_len or 0 for group in pages if group != STATES},
-            # A request that has finished may have one more forward in flight, which writes these slots.
-            fence=self._transfers.fence(),
-            is_verified=self._transfers.is_verified,
-        )
+        endpoint = self._transfers.endpoint
         try:
+            digest = request_digest(self.request)
+            pages = self._transfers.pages(self.request, digest.num_tokens)
+            request = Request(
+                transfer=str(self.bootstrap_room),
+                source=self._source,
+                digest=digest,
+                pages={endpoint.config.rank: pages},
+                held={group: decode_prefix_len or 0 for group in pages if group != STATES},
+                # A request that has finished may have one more forward in flight, which writes these slots.
+                fence=self._transfers.fence(),
+                is_verified=self._transfers.is_verified,
+            )
             self._receiving = endpoint.receive(request)
         except BatonError as error:
             self._fail(str(error))
@@ -524,8 +527,14 @@ def is_moved(offered: CheckedPages, pages: CheckedPages) -> bool:
 
 
 def request_digest(request: Any) -> Digest:
-    """What shaped the cache: the whole prompt and SGLang's extra key."""
-    return prompt_digest(request.origin_input_ids, salt=request.extra_key or "")
+    """What shaped the cache: the whole prompt, its embeddings if they were given, and SGLang's extra key."""
+    if request.positional_embed_overrides is not None:
+        raise ConfigError("positional_embed_overrides cannot be handed over: the digest does not cover them")
+    embeddings = b""
+    if request.input_embeds is not None:
+        # As Baton's own engine has them.
+        embeddings = np.asarray(request.input_embeds, "<f4").tobytes()
+    return prompt_digest(request.origin_input_ids, salt=request.extra_key or "", embeddings=embeddings)
 
 
 def first_logprobs(request: Any) -> tuple[dict[int, float], ...]:
