@@ -35,6 +35,7 @@ from baton.adapters.sglang.transfers import (
     Sender,
     TransferFailedError,
     Transfers,
+    is_moved,
     request_digest,
     wait_until_quiet,
 )
@@ -44,7 +45,7 @@ from baton.engine.pages import engine_storage
 from baton.errors import BatonError, ConfigError
 from baton.plan import Spec, load_cache, parse_layout
 from baton.plan.content import allocate
-from baton.session import Aux, Endpoint, EndpointConfig, Ready, Request, Timings, prompt_digest
+from baton.session import Aux, CheckedPages, Endpoint, EndpointConfig, Ready, Request, Timings, prompt_digest
 from baton.transport import NOW, HostFence, open_transport
 
 LAYERS, HEADS, CHANNELS, SLOTS = 3, 12, 8, 256
@@ -765,6 +766,14 @@ def test_other_prompts_are_refused(pair: Pair) -> None:
     poll_until([receiver], FAILED)
     with pytest.raises(TransferFailedError, match="prompt"):
         receiver.failure_exception()
+
+
+def test_pages_have_moved_if_a_token_that_was_offered_has_another() -> None:
+    """A window may have left tokens behind, and tokens may have come that were not offered."""
+    offered = CheckedPages(pages=np.array([4, 5]), windows=np.array([6, 7]))
+    assert not is_moved(offered, CheckedPages(pages=np.array([4, 5, 9]), windows=np.array([0, 7, 8])))
+    assert is_moved(offered, CheckedPages(pages=np.array([4, 9, 5]), windows=np.array([6, 7, 8])))
+    assert is_moved(offered, CheckedPages(pages=np.array([4, 5]), windows=np.array([6, 9])))
 
 
 def test_embeddings_are_part_of_the_prompt(pair: Pair) -> None:

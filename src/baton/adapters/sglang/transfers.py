@@ -522,8 +522,12 @@ def wait_until_quiet(wait: Callable[[float], bool], room: int | None, access: st
 
 
 def is_moved(offered: CheckedPages, pages: CheckedPages) -> bool:
-    """Whether tokens that were offered lie in other pages now. Page 0 is before a window and not read."""
-    return any(((pages[group] != ids) & (pages[group] != 0)).any() for group, ids in offered.items())
+    """Whether tokens that were offered lie in other pages now. Page 0 is before a window and not read.
+
+    There may be more tokens now: those of a step after which the transfer had failed were not offered.
+    """
+    rows = [(pages[group][: len(ids)], ids) for group, ids in offered.items()]
+    return any(((now != ids) & (now != 0)).any() for now, ids in rows)
 
 
 def request_digest(request: Any) -> Digest:
