@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +35,9 @@ from baton.adapters.sglang.transfers import (
     Sender,
     TransferFailedError,
     Transfers,
+    is_moved,
+    request_digest,
+    wait_until_quiet,
 )
 from baton.adapters.vllm import cache as vllm_cache
 from baton.adapters.vllm.cache import Store, describe_layers, split_layer
@@ -41,8 +45,8 @@ from baton.engine.pages import engine_storage
 from baton.errors import BatonError, ConfigError
 from baton.plan import Spec, load_cache, parse_layout
 from baton.plan.content import allocate
-from baton.session import Aux, Endpoint, EndpointConfig, Ready, Request, Timings, prompt_digest
-from baton.transport import NOW, open_transport
+from baton.session import Aux, CheckedPages, Endpoint, EndpointConfig, Ready, Request, Timings, prompt_digest
+from baton.transport import NOW, HostFence, open_transport
 
 LAYERS, HEADS, CHANNELS, SLOTS = 3, 12, 8, 256
 WHOLE, UNEVEN = [range(LAYERS)], [range(2), range(2, LAYERS)]
@@ -203,6 +207,8 @@ class Side:
         return SimpleNamespace(
             origin_input_ids=tokens,
             extra_key=None,
+            input_embeds=None,
+            positional_embed_overrides=None,
             pending_bootstrap=False,
             output_ids=[42],
             return_logprob=False,
@@ -241,6 +247,25 @@ class Side:
                     parts = [tensor[slots] for tensor in tensors]
                     found.append(parts[0] if buffers == "kv_buffer" else torch.cat(parts, dim=1))
         return found
+
+    def load(self, slots: Any) -> list[torch.Tensor]:
+        """What lies in these slots, on every rank of the first CP rank."""
+        return [tensor[rows].clone() for tensor, rows in self._rows(slots)]
+
+    def store(self, slots: Any, parts: list[torch.Tensor]) -> None:
+        for (tensor, rows), part in zip(self._rows(slots), parts, strict=True):
+            tensor[rows] = part
+
+    def _rows(self, slots: Any) -> list[tuple[torch.Tensor, Any]]:
+        rows = []
+        for pool in (pool for pools in self.stages for pool in pools):
+            parts = [(pool, slots)]
+            if isinstance(pool, SWAKVPool):
+                parts = [(pool.full_kv_pool, slots), (pool.swa_kv_pool, slots + 2 * self.page_size)]
+            for part, part_rows in parts:
+                for buffers in BUFFERS[type(part).__name__]:
+                    rows += [(tensor, part_rows) for tensor in getattr(part, buffers)]
+        return rows
 
     def close(self) -> None:
         for manager in reversed(self.managers):
@@ -396,6 +421,113 @@ def test_what_decode_has_is_not_sent(pair: Pair, kind: Any) -> None:
         assert torch.equal(got, torch.cat([old[:num_held], given[num_held:]]))
 
 
+@pytest.mark.parametrize(
+    ("layout", "kind", "cuts"),
+    [
+        ("tp1", MHATokenToKVPool, [50]),
+        ("tp1", MHATokenToKVPool, [20, 50]),
+        ("tp2", SWAKVPool, [20, 50]),
+        ("pp2.tp2", MLATokenToKVPool, [50]),
+    ],
+)
+def test_pages_that_sglang_frees_as_duplicates_are_not_read(
+    pair: Pair, layout: str, kind: Any, cuts: list[int]
+) -> None:
+    """Another request has inserted the first 37 tokens into SGLang's tree while this one was computed."""
+    source, target = pair(layout, "tp1", kind)
+    sent, wanted, senders, receivers = begin(source, target, 1)
+    # As on a GPU: the layers are launched, not computed, when they are offered.
+    fence = HostFence()
+    for manager in source.managers:
+        manager.transfers.fence = lambda: fence
+    num_shared, start = 37, 0
+    for end in cuts:
+        sent.extend_end = end
+        for manager, sender in zip(source.managers, senders, strict=True):
+            sent.disagg_kv_sender = sender
+            manager.transfers.begin_step([sent])
+            for layer, is_state in manager.transfers.caches:
+                manager.transfers.layer_done(layer, is_state=is_state)
+            manager.transfers.end_step()
+        # SGLang's checkpoint: the tree's slots in the row, and the request's own ones freed.
+        own = sent.slots[start : min(end, num_shared)].copy()
+        tree = np.arange(150 + start, 150 + start + len(own))
+        source.store(tree, source.load(own))
+        sent.slots[start : start + len(own)] = tree
+        for manager, sender in zip(source.managers, senders, strict=True):
+            sent.disagg_kv_sender = sender
+            manager.transfers.follow(sent)
+            assert not sender._sending.reading().get(GROUP, frozenset()) & {*own}
+        # The next batch writes them.
+        source.store(own, [torch.full_like(part, -1.0) for part in source.load(own)])
+        for sender in senders:
+            sender.init(0, 1)
+            sender.send([], [] if end == 50 else None, num_kv_tokens=end - start)
+        start = end
+    fence.set()
+    poll_until(senders, SUCCESS)
+    poll_until(receivers, SUCCESS)
+    for one, other in zip(source.content(sent), target.content(wanted), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_batch_that_is_computed_in_parts_is_not_handed_over(pair: Pair) -> None:
+    """As with --enable-two-batch-overlap: a layer is computed for one half after the other."""
+    source, target = pair("tp1", "tp1")
+    sent, _, senders, receivers = begin(source, target, 1)
+    transfers = source.managers[0].transfers
+    sent.extend_end, sent.disagg_kv_sender = 50, senders[0]
+    transfers.begin_step([sent])
+    halves = object(), object()
+    transfers.layer_done(0, batch=halves[0])
+    transfers.layer_done(0, batch=halves[0])
+    assert senders[0].is_open, "attention to a prefix in pieces"
+    transfers.layer_done(0, batch=halves[1])
+    transfers.end_step()
+    senders[0].init(0, 1)
+    senders[0].send([], [], num_kv_tokens=50)
+    poll_until(senders, FAILED)
+    poll_until(receivers, FAILED)
+    with pytest.raises(TransferFailedError, match="layer 0 for several parts of a batch"):
+        senders[0].failure_exception()
+
+
+@pytest.mark.parametrize("hooks", [True, False])
+def test_pages_that_the_pool_does_not_have_fail_their_prompt_alone(pair: Pair, hooks: bool) -> None:
+    source, target = pair("tp1", "tp1")
+    sent, _, senders, receivers = begin(source, target, 1)
+    sent.slots += 10 * SLOTS
+    if hooks:
+        sent.extend_end, sent.disagg_kv_sender = 50, senders[0]
+        source.managers[0].transfers.begin_step([sent])
+        assert source.managers[0].transfers.step is None
+    senders[0].init(0, 1)
+    senders[0].send([], [], num_kv_tokens=50)
+    poll_until(senders, FAILED)
+    poll_until(receivers, FAILED)
+    with pytest.raises(TransferFailedError, match="its pools have"):
+        senders[0].failure_exception()
+
+
+def test_pages_that_stay_are_read_on(pair: Pair) -> None:
+    """Nothing is withdrawn: what is copied while SGLang inserts the prompt goes on."""
+    source, target = pair("tp1", "tp1", SWAKVPool)
+    sent, wanted, senders, receivers = begin(source, target, 1)
+    transfers, fence = source.managers[0].transfers, HostFence()
+    transfers.fence = lambda: fence
+    sent.extend_end, sent.disagg_kv_sender = 50, senders[0]
+    transfers.begin_step([sent])
+    transfers.end_step()
+    offered = senders[0]._sending.chunks_read()
+    transfers.follow(sent)
+    assert senders[0]._sending.chunks_read() == offered
+    fence.set()
+    senders[0].init(0, 1)
+    senders[0].send([], [], num_kv_tokens=50)
+    poll_until(receivers, SUCCESS)
+    assert all(map(torch.equal, source.content(sent), target.content(wanted)))
+
+
 def test_a_layer_leaves_when_its_state_is_there_too(pair: Pair) -> None:
     source, target = pair("tp1", "tp1", HybridLinearKVPool)
     sent, _, senders, receivers = begin(source, target, 1)
@@ -530,6 +662,31 @@ def test_an_abort_fails_both_sides_when_pages_are_quiet(pair: Pair) -> None:
     assert all(map(torch.equal, source.content(sent), target.content(wanted)))
 
 
+def test_pages_are_not_written_before_decodes_last_forward_has_ended(pair: Pair) -> None:
+    """With overlap a finished request may have one more forward in flight, and its slots are free."""
+    source, target = pair("tp1", "tp1")
+    fence = HostFence()
+    target.managers[0].transfers.fence = lambda: fence
+    tokens = list(range(50))
+    sent, wanted = source.request(tokens, 16), target.request(tokens, 64)
+    sender, receiver = Sender(source.managers[0], "", 1), Receiver(target.managers[0], "", 1)
+    sender.bind(sent)
+    receiver.bind(wanted)
+    receiver.init(0)
+    receiver.send_metadata(wanted.slots, 2, [], 0)
+    for _ in range(2):
+        # Behind the request, and behind what it brought about.
+        is_done = Event()
+        target.managers[0].transfers.endpoint._loop.post(is_done.set)
+        assert is_done.wait(WAIT_S)
+    assert not receiver._receiving.is_asked
+    fence.set()
+    poll_until([sender], WAITING_FOR_INPUT)
+    prefill(source, sent, [sender], [50])
+    poll_until([receiver], SUCCESS)
+    assert all(map(torch.equal, source.content(sent), target.content(wanted)))
+
+
 def test_a_request_that_decode_gives_up_ends_at_prefill(pair: Pair) -> None:
     source, target = pair("tp1", "tp1")
     sent, _, senders, receivers = begin(source, target, 1)
@@ -540,6 +697,48 @@ def test_a_request_that_decode_gives_up_ends_at_prefill(pair: Pair) -> None:
         senders[0].failure_exception()
     prefill(source, sent, senders, [50])
     poll_until(receivers, FAILED)
+
+
+def test_an_abort_after_the_last_byte_is_not_lost(pair: Pair) -> None:
+    """Also after one rank has shown Success: SGLang may wait for the others."""
+    source, target = pair("tp1", "tp1")
+    sent, _, senders, receivers = begin(source, target, 1)
+    prefill(source, sent, senders, [50])
+    poll_until(senders, SUCCESS)
+    poll_until(receivers, SUCCESS)
+    receivers[0].abort()
+    assert receivers[0].poll() == FAILED
+    with pytest.raises(TransferFailedError, match="aborted at decode"):
+        receivers[0].failure_exception()
+
+
+def test_prompts_end_when_the_first_rank_has_left(pair: Pair) -> None:
+    """It was closed, and no verdict comes; copies that wait for the forward are cancelled."""
+    source, target = pair("tp2", "tp1")
+    sent, _, senders, _ = begin(source, target, 1)
+    fence = HostFence()
+    sent.extend_end = 20
+    for manager, sender in zip(source.managers, senders, strict=True):
+        manager.transfers.fence = lambda: fence
+        sent.disagg_kv_sender = sender
+        manager.transfers.begin_step([sent])
+        manager.transfers.end_step()
+    source.managers[0].transfers.endpoint.close()
+    poll_until(senders[1:], FAILED)
+    senders[1].abort()
+    assert not senders[1]._sending.reading()
+    late = Sender(source.managers[1], "", 2)
+    late.bind(source.request([1, 2, 3], 80))
+    poll_until([late], FAILED)
+    with pytest.raises(TransferFailedError, match="was closed"):
+        late.failure_exception()
+
+
+def test_pages_that_do_not_become_quiet_end_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang logs an Exception, and uses the pages."""
+    monkeypatch.setattr("baton.adapters.sglang.transfers.QUIET_S_MAX", 0.01)
+    with pytest.raises(SystemExit, match=r"transfer 5: its pages are still read after 0\.01 s"):
+        wait_until_quiet(Event().wait, 5, "read")
 
 
 def test_a_prompt_that_decode_never_asks_for_ends() -> None:
@@ -567,6 +766,29 @@ def test_other_prompts_are_refused(pair: Pair) -> None:
     poll_until([receiver], FAILED)
     with pytest.raises(TransferFailedError, match="prompt"):
         receiver.failure_exception()
+
+
+def test_pages_have_moved_if_a_token_that_was_offered_has_another() -> None:
+    """A window may have left tokens behind, and tokens may have come that were not offered."""
+    offered = CheckedPages(pages=np.array([4, 5]), windows=np.array([6, 7]))
+    assert not is_moved(offered, CheckedPages(pages=np.array([4, 5, 9]), windows=np.array([0, 7, 8])))
+    assert is_moved(offered, CheckedPages(pages=np.array([4, 9, 5]), windows=np.array([6, 7, 8])))
+    assert is_moved(offered, CheckedPages(pages=np.array([4, 5]), windows=np.array([6, 9])))
+
+
+def test_embeddings_are_part_of_the_prompt(pair: Pair) -> None:
+    """SGLang puts 1 in the place of each token."""
+    source, _ = pair("tp1", "tp1")
+    prompts = [source.request([1, 1], 16) for _ in range(3)]
+    for prompt, value in zip(prompts[1:], (0.25, 0.5), strict=True):
+        prompt.input_embeds = [[value] * 4] * 2
+    assert len({request_digest(prompt) for prompt in prompts}) == 3
+    prompts[0].positional_embed_overrides = object()
+    sender = Sender(source.managers[0], "", 1)
+    sender.bind(prompts[0])
+    assert sender.poll() == FAILED
+    with pytest.raises(TransferFailedError, match="positional_embed_overrides cannot be handed over"):
+        sender.failure_exception()
 
 
 def test_unlike_metadata_and_unknown_versions_are_refused() -> None:

@@ -56,6 +56,27 @@ def test_the_answers_are_those_of_one_server(
     check_answers(servers[f"prefill {source}"], servers[f"decode {target}"], prompts, answers)
 
 
+@pytest.mark.parametrize(("source", "target"), [("tp1", "tp1"), ("tp2", "tp1")])
+def test_prompts_that_begin_alike_are_prefilled_together(
+    servers: dict[str, SglangServer],
+    alike: list[list[int]],
+    plain_answers: list[Any],
+    source: str,
+    target: str,
+) -> None:
+    """Prefill has not seen them: SGLang keeps the pages of one and frees the others' as duplicates."""
+    prefill, decode = servers[f"prefill {source}"], servers[f"decode {target}"]
+
+    async def ask_all(session: aiohttp.ClientSession) -> Any:
+        got = await asyncio.gather(
+            *(hand_off(session, prefill, decode, prompt, NUM_TOKENS) for prompt in alike)
+        )
+        await check_free(session, prefill, decode)
+        return got
+
+    assert differing(alike, run_client(ask_all), plain_answers[-len(alike) :]) == []
+
+
 def test_layers_leave_before_the_forward_ends(servers: dict[str, SglangServer]) -> None:
     prefill, decode = servers["prefill tp1"], servers["decode tp2"]
     status, _ = run_client(lambda session: hand_off(session, prefill, decode, [11] * 200, 2))

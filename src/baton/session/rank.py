@@ -59,7 +59,8 @@ class RankDriver:
         """Called with the first message of a coordinator that did not refuse this rank."""
         self._is_accepted = False
         self._link: int | None = None
-        self._is_over = False
+        self._over: Cause | None = None
+        """Why the instance has ended."""
         self._coordinator = ""
         self._attach_until_s = self._redial_s = -math.inf
         """Until when it is dialled again if it is not there yet, and when that is due."""
@@ -88,7 +89,8 @@ class RankDriver:
         if progress_s is not None:
             check_progress(progress_s)
         sending = Sending(transfer, digest.num_tokens, self.source, self.ports.post, self._changed)
-        self.ports.post(partial(self.source.begin, sending, digest, progress_s or 0.0, is_queued=is_queued))
+        begin = partial(self.source.begin, sending, digest, progress_s or 0.0, is_queued=is_queued)
+        self.ports.post(partial(self._begin, sending, begin))
         return sending
 
     def receive(self, request: Request) -> Receiving:
@@ -96,7 +98,7 @@ class RankDriver:
         checked = request.checked(self.config.spec)
         receiving = Receiving(checked.transfer, checked.source, self._abort_receiving, self._changed)
         receiving.claim = self.target.claims.take_unless_live(checked)
-        self.ports.post(partial(self.target.begin, receiving, checked))
+        self.ports.post(partial(self._begin, receiving, partial(self.target.begin, receiving, checked)))
         return receiving
 
     def decline(self, transfer: str, source: str, text: str) -> None:
@@ -115,11 +117,25 @@ class RankDriver:
         self.over(cause)
 
     def over(self, cause: Cause) -> None:
-        """The instance ended: transfers under way fail."""
-        self._is_over = True
-        handles = [transfer.handle for transfer in self.source.transfers.values()]
-        for handle in [*handles, *self.target.receiving.values()]:
-            handle.conclude(Failed(cause))
+        """The instance ended: transfers under way fail, and none begins.
+
+        Nothing comes from the coordinator any more, so this rank takes its place: copies are cancelled, and
+        a source's pages come back with the last one. Those of a target do not, because a source that has not
+        heard of it may still write them.
+        """
+        if self._over is not None:
+            return
+        self._over = cause
+        for transfer, sent in list(self.source.transfers.items()):
+            self.source.settled(Settled(transfer=transfer, grant=sent.record.grant, outcome=Failed(cause)))
+        for receiving in self.target.receiving.values():
+            receiving.conclude(Failed(cause))
+
+    def _begin(self, handle: Handle, begin: Callable[[], None]) -> None:
+        if self._over is None:
+            begin()
+        else:
+            handle.refuse(self._over)
 
     def counts(self) -> Mapping[str, int]:
         """How much is under way, for metrics and for the integrity checks of tests."""
@@ -160,7 +176,7 @@ class RankDriver:
             pause_s = min(timings.redial_s * 2 ** min(self._num_dialled, 16), timings.redial_s_max)
             self._redial_s = min(now + pause_s, self._attach_until_s)
             return
-        if not self._is_over:
+        if self._over is None:
             self.ports.end(f"rank {self.config.rank} of {self.config.instance} lost its coordinator: {cause}")
 
     def received(self, link: int, message: Message) -> None:
@@ -219,7 +235,7 @@ class RankDriver:
         if now < self._beat_s + timings.beat_s:
             return
         self._beat_s = now
-        if self._link is None or self._is_over:
+        if self._link is None or self._over is not None:
             return
         self.ports.send(self._link, Heartbeat())
         if now - self._heard_s > timings.silence_s:
@@ -237,7 +253,9 @@ class RankDriver:
         self.ports.dial(self._coordinator, self.config.instance)
 
     def _send(self, message: Message) -> None:
-        """Sends to the coordinator, now or when there is a link to it."""
+        """Sends to the coordinator, now or when there is a link to it, and until it is over."""
+        if self._over is not None:
+            return
         if self._link is None:
             self._queued.append(message)
         else:

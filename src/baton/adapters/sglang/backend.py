@@ -8,7 +8,6 @@ the coordinator is registered there as the one rank of its group.
 from __future__ import annotations
 
 import logging
-import pkgutil
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -26,7 +25,7 @@ from sglang.srt.disaggregation.base.conn import BaseKVManager, BaseKVReceiver, B
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_disagg, get_model, get_parallel, get_serving
+from sglang.srt.runtime_context import get_disagg, get_exec, get_model, get_parallel, get_serving
 
 from baton.adapters.common import (
     ConnectorConfig,
@@ -246,7 +245,14 @@ def _check_supported(queue: Any, kv_args: Any) -> None:
         "speculative decoding with a draft cache": queue.draft_token_to_kv_pool is not None,
         f"state of kind {', '.join(states)}": bool(states),
         "--enable-lora": scheduler.enable_lora,
+        # A layer would leave after the first half of the batch.
+        "--enable-two-batch-overlap": get_exec().overlap.enable_two_batch_overlap
+        and disagg.disaggregation_mode == "prefill",
         "--enable-pd-role-switch": disagg.enable_pd_role_switch,
+        # Decode's ranks get the metadata of one prefill rank, with the sum of its pages from token 0 on.
+        "--disaggregation-enable-kv-checksum (set verify in BATON_SGLANG)": (
+            disagg.disaggregation_enable_kv_checksum
+        ),
         "a hierarchical cache at decode": is_hierarchical,
         # SGLang asks its own manager for the data-parallel rank; decode cannot know yet if there are several.
         f"{query.name}=1 (unset it: decode finds the data-parallel rank by the room)": query.get(),
@@ -322,17 +328,24 @@ def _run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: 
         _transfers.end_step()
 
 
+def _checkpoint(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+    if _transfers is not None:
+        _transfers.follow(req)
+
+
 def _attention(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(layer, *args, **kwargs)
     if _transfers is not None:
-        _transfers.layer_done(layer.layer_id)
+        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[3]
+        _transfers.layer_done(layer.layer_id, batch=batch)
     return result
 
 
 def _linear_attention(original: Callable[..., Any], layer: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(layer, *args, **kwargs)
     if _transfers is not None:
-        _transfers.layer_done(layer.layer_id, is_state=True)
+        batch = kwargs["forward_batch"] if "forward_batch" in kwargs else args[0]
+        _transfers.layer_done(layer.layer_id, is_state=True, batch=batch)
     return result
 
 
@@ -355,6 +368,11 @@ HOOKS = (
         HookType.AFTER,
     ),
     ("sglang.srt.managers.scheduler.Scheduler.run_batch", _run_batch, HookType.AROUND),
+    (
+        "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin.checkpoint_disagg_prefill",
+        _checkpoint,
+        HookType.AFTER,
+    ),
     ("sglang.srt.layers.radix_attention.RadixAttention.forward", _attention, HookType.AROUND),
     (
         "sglang.srt.layers.radix_linear_attention.RadixLinearAttention.forward",
@@ -379,11 +397,9 @@ def register() -> None:
 def check_hooks() -> None:
     """Raises ConfigError with the name of a hook that SGLang did not apply."""
     for target, _, _ in HOOKS:
-        try:
-            is_applied = hasattr(pkgutil.resolve_name(target), "__wrapped__")
-        except (AttributeError, ImportError):
-            is_applied = False
-        if not is_applied:
+        # Not by what is there: SGLang's own decorators leave the same traces as a hook.
+        if target not in HookRegistry._patched:
             raise ConfigError(
-                f"SGLang {sglang.__version__} has no {target}, which transfer backend baton hooks"
+                f"SGLang {sglang.__version__} did not apply the hook on {target}, which transfer backend "
+                "baton needs; its log says why"
             )

@@ -8,6 +8,11 @@ Another rank may show Failed first, so what SGLang calls before it frees pages (
 A step's tokens are offered by layer while the forward runs. Where a layer does not report, the end of the
 step offers them, and SGLang's own `send` whatever is left: prefix hits, and prompts that were computed before
 decode had room for them.
+
+After a forward SGLang inserts the prompt into its tree of prefixes. Where another request has inserted the
+same tokens first, it frees this request's pages of them and gives it the tree's. `Transfers.follow` then
+takes back what is not copied, waits until nothing reads the freed pages, and offers out of the new ones.
+Pages are allocated on the scheduler's thread only, so until it returns nobody has written the freed ones.
 """
 
 from __future__ import annotations
@@ -15,14 +20,16 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import numpy as np
+
 from baton.adapters.common import StepLayers, StepTrace, outcome_text, write_trace
 from baton.adapters.sglang.cache import STATES
-from baton.errors import BatonError
+from baton.errors import BatonError, ConfigError
 from baton.session import (
     Aux,
     CheckedPages,
@@ -42,8 +49,8 @@ FAILED, BOOTSTRAPPING, WAITING_FOR_INPUT, TRANSFERRING, SUCCESS = range(5)
 """SGLang's KVPoll."""
 METADATA = "sglang.metadata"
 """The name of a row of SGLang's metadata buffers in an aux record."""
-QUIET_LOG_S = 10.0
-"""How often a scheduler that waits for quiet pages says so."""
+QUIET_S_MAX = 60.0
+"""How long a scheduler may stand still until pages are quiet."""
 
 logger = logging.getLogger("sglang.baton")
 
@@ -92,6 +99,8 @@ class ForwardStep:
     prompts: list[tuple[Sender, int, CheckedPages]]
     """With the end of the tokens that it computes and the pages up to there."""
     layers: StepLayers
+    batches: dict[tuple[int, bool], Any] = field(default_factory=dict)
+    """Of each layer that was reported: the batch for which it was computed."""
 
 
 @dataclass(slots=True)
@@ -114,6 +123,11 @@ class Transfers:
     """A file that gets a line of JSON for each prompt that was sent."""
     step: ForwardStep | None = None
 
+    @property
+    def all_layers(self) -> tuple[int, int]:
+        """Of this rank, as a range."""
+        return min(self.caches.values()), max(self.caches.values()) + 1
+
     def begin_step(self, requests: Iterable[Any]) -> None:
         """Before the forward of requests that prefill."""
         prompts = []
@@ -123,17 +137,27 @@ class Transfers:
             if not isinstance(sender, Sender) or request.pending_bootstrap or not sender.is_open:
                 continue
             end = min(request.extend_end, len(request.origin_input_ids))
-            if end > sender.num_offered:
-                prompts.append((sender, end, sender.read_pages(end)))
+            if end > sender.num_offered and (pages := sender.read_pages(end)) is not None:
+                prompts.append((sender, end, pages))
                 sender.steps.append(StepTrace(monotonic()))
         if prompts:
             lengths = [len(sender.request.origin_input_ids) for sender, _, _ in prompts]
             self.step = ForwardStep(prompts, StepLayers(self.policy, self.caches, lengths))
 
-    def layer_done(self, layer: int, *, is_state: bool = False) -> None:
-        """A layer has stored the step's tokens, or its state; on a GPU it was launched to do so."""
+    def layer_done(self, layer: int, *, is_state: bool = False, batch: Any = None) -> None:
+        """A layer has stored the step's tokens, or its state; on a GPU it was launched to do so.
+
+        `batch`: for which SGLang computed it. A layer may report several times for one batch, as those with
+        latents do, which attend to a long prefix in pieces. Several batches are parts of the step's, and what
+        was offered after the first part may be in no other one.
+        """
         step = self.step
-        if step is not None and (group := step.layers.done((layer, is_state))):
+        if step is None:
+            return
+        if step.batches.setdefault((layer, is_state), batch) is not batch:
+            for sender, _, _ in step.prompts:
+                sender.fail(f"SGLang computed layer {layer} for several parts of a batch")
+        elif group := step.layers.done((layer, is_state)):
             self._offer(step, group)
 
     def end_step(self) -> None:
@@ -146,6 +170,12 @@ class Transfers:
         for sender, end, _ in step.prompts:
             sender.num_offered = end
             sender.steps[-1].ended_s = monotonic()
+
+    def follow(self, request: Any) -> None:
+        """After SGLang has inserted the prompt of a request into its tree of prefixes."""
+        sender = getattr(request, "disagg_kv_sender", None)
+        if isinstance(sender, Sender):
+            sender.follow_pages()
 
     def _offer(self, step: ForwardStep, layers: tuple[int, int]) -> None:
         fence = self.fence()
@@ -172,6 +202,8 @@ class Sender:
         self.steps: list[StepTrace] = []
         self._transfers: Transfers = mgr.transfers
         self._sending: Sending | None = None
+        self._offered = CheckedPages()
+        """The page table of the last offer; those of earlier offers agree with it."""
         self._error = ""
         self._num_sent = 0
         """Tokens that SGLang has sent, as it sees it."""
@@ -203,10 +235,14 @@ class Sender:
             and not self._is_given_up
         )
 
-    def read_pages(self, num_tokens: int) -> CheckedPages:
-        """The page table of the first so many tokens."""
+    def read_pages(self, num_tokens: int) -> CheckedPages | None:
+        """The page table of the first so many tokens; None if it is not valid, and then the prompt fails."""
         assert self._sending is not None
-        return self._sending.read_pages(self._transfers.pages(self.request, num_tokens))
+        try:
+            return self._sending.read_pages(self._transfers.pages(self.request, num_tokens))
+        except BatonError as error:
+            self.fail(str(error))
+            return None
 
     def offer(
         self, layers: tuple[int, int], tokens: tuple[int, int], pages: CheckedPages, fence: Fence
@@ -217,11 +253,34 @@ class Sender:
         assert self._sending is not None
         try:
             self._sending.ready(layers, tokens, pages, fence)
+            self._offered = pages
             if self.steps:
                 self.steps[-1].offered.append((layers, tokens, monotonic()))
         except BatonError as error:
-            logger.warning("baton: transfer %s: cannot offer a chunk: %s", self.bootstrap_room, error)
-            self._sending.abort(str(error))
+            self.fail(str(error))
+
+    def fail(self, text: str) -> None:
+        """Fails this prompt alone; SGLang learns of it by polling."""
+        if self._sending is None or self._is_given_up:
+            return
+        logger.warning("baton: transfer %s: %s", self.bootstrap_room, text)
+        self._is_given_up, self._error = True, text
+        self._sending.abort(text)
+
+    def follow_pages(self) -> None:
+        """Offers out of the pages that SGLang has given the request now, if they are not those offered."""
+        sending, transfers = self._sending, self._transfers
+        if sending is None or not sending.chunks_read()[1]:
+            return
+        pages = self.read_pages(self.num_offered)
+        if pages is not None and not is_moved(self._offered, pages):
+            return
+        wait_until_quiet(sending.withdraw().wait, self.bootstrap_room, "read")
+        if pages is None:
+            return
+        sending.resume()
+        # What has landed is passed over.
+        self.offer(transfers.all_layers, (0, self.num_offered), pages, transfers.fence())
 
     # SGLang's calls.
 
@@ -237,10 +296,9 @@ class Sender:
         transfers = self._transfers
         self._num_sent += num_kv_tokens or 0
         if self._num_sent > self.num_offered:
-            layers = (min(transfers.caches.values()), max(transfers.caches.values()) + 1)
-            if self.is_open:
-                pages = self.read_pages(self._num_sent)
-                self.offer(layers, (self.num_offered, self._num_sent), pages, transfers.fence())
+            if self.is_open and (pages := self.read_pages(self._num_sent)) is not None:
+                tokens = self.num_offered, self._num_sent
+                self.offer(transfers.all_layers, tokens, pages, transfers.fence())
             self.num_offered = self._num_sent
         if state_indices is not None and self.is_open:
             assert self._sending is not None
@@ -248,8 +306,8 @@ class Sender:
             aux = None
             if transfers.has_aux:
                 row = transfers.metadata.read(self._metadata_index)
-                tokens, logprobs = tuple(self.request.output_ids), first_logprobs(self.request)
-                aux = Aux(tokens=tokens, logprobs=logprobs, tensors={METADATA: row})
+                first, logprobs = tuple(self.request.output_ids), first_logprobs(self.request)
+                aux = Aux(tokens=first, logprobs=logprobs, tensors={METADATA: row})
             self._sending.commit(aux)
 
     def poll(self) -> int:
@@ -307,9 +365,7 @@ class Sender:
         if isinstance(sending.state, Waiting):
             self._error = text
             sending.abort(text)
-        withdrawal = sending.withdraw()
-        while not withdrawal.wait(QUIET_LOG_S):
-            logger.warning("baton: transfer %s: waiting for copies out of its pages", self.bootstrap_room)
+        wait_until_quiet(sending.withdraw().wait, self.bootstrap_room, "read")
 
     def _stay_queued(self, sending: Sending) -> None:
         now = monotonic()
@@ -371,17 +427,20 @@ class Receiver:
     ) -> None:
         """Asks for the prompt; SGLang's indices begin behind the prefix that decode has."""
         self._metadata_index = -1 if aux_index is None else aux_index
-        endpoint, digest = self._transfers.endpoint, request_digest(self.request)
-        pages = self._transfers.pages(self.request, digest.num_tokens)
-        request = Request(
-            transfer=str(self.bootstrap_room),
-            source=self._source,
-            digest=digest,
-            pages={endpoint.config.rank: pages},
-            held={group: decode_prefix_len or 0 for group in pages if group != STATES},
-            is_verified=self._transfers.is_verified,
-        )
+        endpoint = self._transfers.endpoint
         try:
+            digest = request_digest(self.request)
+            pages = self._transfers.pages(self.request, digest.num_tokens)
+            request = Request(
+                transfer=str(self.bootstrap_room),
+                source=self._source,
+                digest=digest,
+                pages={endpoint.config.rank: pages},
+                held={group: decode_prefix_len or 0 for group in pages if group != STATES},
+                # A request that has finished may have one more forward in flight, which writes these slots.
+                fence=self._transfers.fence(),
+                is_verified=self._transfers.is_verified,
+            )
             self._receiving = endpoint.receive(request)
         except BatonError as error:
             self._fail(str(error))
@@ -406,7 +465,7 @@ class Receiver:
                 self._is_stored = True
             except BatonError as error:
                 self._fail(str(error))
-        return SUCCESS if self._is_stored else FAILED
+        return SUCCESS if self._is_stored and not self._error else FAILED
 
     poll_pp_consensus = poll
 
@@ -415,8 +474,7 @@ class Receiver:
         if receiving is not None:
             if isinstance(receiving.state, Waiting):
                 receiving.abort("another rank failed")
-            while not receiving.wait_released(QUIET_LOG_S):
-                logger.warning("baton: transfer %s: waiting for copies into its pages", receiving.transfer)
+            wait_until_quiet(receiving.wait_released, self.bootstrap_room, "written")
             self._error = self._error or outcome_text(receiving)
         raise TransferFailedError(self._error)
 
@@ -425,10 +483,10 @@ class Receiver:
         text = "the request was aborted at decode"
         if self._receiving is not None:
             self._receiving.abort(text)
-        elif not self._error:
-            if self._source and self._transfers.endpoint.config.rank == 0:
-                self._transfers.endpoint.decline(str(self.bootstrap_room), self._source, text)
-            self._error = text
+        elif not self._error and self._source and self._transfers.endpoint.config.rank == 0:
+            self._transfers.endpoint.decline(str(self.bootstrap_room), self._source, text)
+        # Also where the prompt has arrived: SGLang has not taken it yet.
+        self._error = self._error or text
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Nothing: pages are quiet before Failed is shown."""
@@ -449,9 +507,38 @@ class Receiver:
             endpoint.queue(str(self.bootstrap_room), self._source)
 
 
+def wait_until_quiet(wait: Callable[[float], bool], room: int | None, access: str) -> None:
+    """Waits until the pages of a transfer are not read or written any more: SGLang is about to reuse them.
+
+    If they do not become quiet, this server ends. An Exception would not do: SGLang logs it and goes on.
+    """
+    if not wait(QUIET_S_MAX):
+        text = (
+            f"baton: transfer {room}: its pages are still {access} after {QUIET_S_MAX:g} s; "
+            "the server cannot continue"
+        )
+        logger.error(text)
+        raise SystemExit(text)
+
+
+def is_moved(offered: CheckedPages, pages: CheckedPages) -> bool:
+    """Whether tokens that were offered lie in other pages now. Page 0 is before a window and not read.
+
+    There may be more tokens now: those of a step after which the transfer had failed were not offered.
+    """
+    rows = [(pages[group][: len(ids)], ids) for group, ids in offered.items()]
+    return any(((now != ids) & (now != 0)).any() for now, ids in rows)
+
+
 def request_digest(request: Any) -> Digest:
-    """What shaped the cache: the whole prompt and SGLang's extra key."""
-    return prompt_digest(request.origin_input_ids, salt=request.extra_key or "")
+    """What shaped the cache: the whole prompt, its embeddings if they were given, and SGLang's extra key."""
+    if request.positional_embed_overrides is not None:
+        raise ConfigError("positional_embed_overrides cannot be handed over: the digest does not cover them")
+    embeddings = b""
+    if request.input_embeds is not None:
+        # As Baton's own engine has them.
+        embeddings = np.asarray(request.input_embeds, "<f4").tobytes()
+    return prompt_digest(request.origin_input_ids, salt=request.extra_key or "", embeddings=embeddings)
 
 
 def first_logprobs(request: Any) -> tuple[dict[int, float], ...]:
