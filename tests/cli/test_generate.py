@@ -76,7 +76,7 @@ MISUSES = {
     "no layout": (["--prefill", "xp2"], "xp2"),
     "heads that tp does not divide": (
         ["--prefill", "tp1", "--decode", "tp5"],
-        "layout tp5: the model has 4 KV heads",
+        "layout tp5: the model has 2 KV heads",
     ),
     "too many stages": (["--prefill", "pp9"], "pp9"),
     "no policy": (["--overlap", "wild"], "wild"),

@@ -63,9 +63,9 @@ MISUSES = {
     "no layout": (["--prefill", "xp2"], "xp2"),
     "an empty layout": (["--prefill", "tp1,,tp2"], "empty layout"),
     "one of several layouts": (["--prefill", "tp1", "--decode", "tp2,pp9"], "pp9"),
-    "a pair without a plan": (
+    "heads that tp does not divide": (
         ["--prefill", "tp1,tp2", "--decode", "tp1,tp5"],
-        "layout tp5: the model has 4 KV heads",
+        "layout tp5: the model has 2 KV heads",
     ),
     "no settings of a policy": (
         ["--prefill", "tp1", "--overlap", "adaptive:min_token=3"],
