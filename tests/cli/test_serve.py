@@ -62,7 +62,7 @@ def test_options_become_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("", "tp1"),
         ("-tp 2", "tp2"),
-        ("-dp 2 --pipeline-parallel-size 3 -tp 4", "dp2.pp3.tp4"),
+        ("-dp 2 --pipeline-parallel-size 3 -tp 3", "dp2.pp3.tp3"),
         ("--tensor-parallel-size 1 --data-parallel-size 2", "dp2"),
         ("--layout pp2.tp2", "pp2.tp2"),
     ],

@@ -55,7 +55,7 @@ def side(folder: Path, name: str, **options: object) -> Side:
 def test_it_is_said_that_prefixes_are_not_kept(folder: Path) -> None:
     lines = Instance(side(folder, "told").config).sizes.lines()
     assert any("prefixes are not kept: recurrent state" in line for line in lines)
-    assert any("64 state" in line for line in lines)
+    assert any("64 slots (state)" in line for line in lines)
 
 
 def test_a_layers_state_leaves_with_its_last_chunk(pool: InstancePool, folder: Path) -> None:

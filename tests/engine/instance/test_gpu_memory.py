@@ -118,20 +118,20 @@ def test_what_is_asked_for_is_given_or_refused(on_card) -> None:
     [
         # 100 sequences: 4 copies of 131 logits and 16 rows of 48 numbers, of 4 bytes each.
         (drafted, "deepseek_v3", "tp1", 100 * (4 * 131 + 16 * 48) * 4),
-        # 103 logits, rows of 48. 3 recurrent layers keep, for 64 slots, 3 heads of 10 for q and for k, 6 of 6
-        # for v, and 2 numbers for each of the 6.
+        # 103 logits, rows of 48. 3 recurrent layers keep, for 100 slots, 3 heads of 10 for q and for k, 6 of
+        # 6 for v, and 2 numbers for each of the 6.
         (
             drafted_hybrid,
             "qwen3_next",
             "tp1",
-            100 * (4 * 103 + 16 * 48) * 4 + 64 * 3 * (2 * 30 + 36 + 12) * 4,
+            100 * (4 * 103 + 16 * 48) * 4 + 100 * 3 * (2 * 30 + 36 + 12) * 4,
         ),
         # Half of the layers on each stage: the first one has two recurrent layers.
         (
             drafted_hybrid,
             "qwen3_next",
             "pp2",
-            100 * (4 * 103 + 16 * 48) * 4 + 64 * 2 * (2 * 30 + 36 + 12) * 4,
+            100 * (4 * 103 + 16 * 48) * 4 + 100 * 2 * (2 * 30 + 36 + 12) * 4,
         ),
     ],
 )

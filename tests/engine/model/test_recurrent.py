@@ -257,5 +257,5 @@ def test_every_rank_computes_what_it_keeps_and_what_its_heads_need(num_units: in
 
 
 def test_more_ranks_than_units_have_to_be_a_multiple() -> None:
-    with pytest.raises(LayoutError, match="tp3 is more than its 2 groups"):
+    with pytest.raises(LayoutError, match="tp3: the model has 2 groups; use tp up to 2, or a multiple of 2"):
         cut_units(2, "group", Share(0, 3))
