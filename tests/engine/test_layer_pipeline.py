@@ -355,11 +355,15 @@ def test_the_layers_of_a_chunk_have_bytes_and_times() -> None:
 
 def test_groups_take_from_a_forward_what_other_threads_took_while_the_device_waited_for_the_host() -> None:
     forward = Forward(1024, launched_s=10.0, other_threads_s=0.032, num_early=32)
-    assert forward.group_s(late_s=10.5) == 0.0, "the device was behind: nothing was held up"
-    assert forward.group_s(late_s=9.5) == pytest.approx(1e-3)
+    assert forward.group_s(10.5, is_offloaded=False) == 0.0, "the device was behind: nothing was held up"
+    assert forward.group_s(9.5, is_offloaded=False) == pytest.approx(1e-3)
     forward.offering_s = 0.064
-    assert forward.group_s(late_s=9.5) == pytest.approx(3e-3), "and what the offers took the launching thread"
-    assert Forward(1024, launched_s=10.0, other_threads_s=0.032).group_s(late_s=9.5) is None
+    both_s = forward.group_s(9.5, is_offloaded=False)
+    assert both_s == pytest.approx(3e-3), "and what the offers took the launching thread"
+    alone_s = forward.group_s(9.5, is_offloaded=True)
+    assert alone_s == pytest.approx(2e-3), "another process binds and copies"
+    idle = Forward(1024, launched_s=10.0, other_threads_s=0.032)
+    assert idle.group_s(9.5, is_offloaded=False) is None
 
 
 def test_a_forward_counts_the_processor_time_of_other_threads_and_the_groups_offered_meanwhile(

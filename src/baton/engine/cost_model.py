@@ -25,7 +25,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, combinations
+from itertools import accumulate, product
 from math import inf, isclose, log2
 from operator import sub
 
@@ -68,8 +68,8 @@ OVERHEAD_PRIOR_WEIGHT, OVERHEAD_PRIOR_PART = 0.02, 1 / 60
 and counts for little as soon as sizes differ."""
 LATENCY_PRIOR_WEIGHT = 0.2
 """Of a latency of 0: where every group found the link idle, what they took is overhead."""
-FREE_TERMS = [list(terms) for size in (1, 2, 3) for terms in combinations(range(3), size)]
-"""Which of overhead, slope and latency are above 0."""
+FREE_TERMS = np.array(list(product((False, True), repeat=3))[1:])
+"""Which of overhead, slope and latency are above 0, in every combination."""
 MB = 1e6
 NUM_LINKS_MAX = 256
 UNFITTED_MAX = 128
@@ -230,13 +230,13 @@ class LinkModel:
         prior_s = min(OVERHEAD_S_DEFAULT, self._seconds / self._weight * OVERHEAD_PRIOR_PART)
         normal = self._normal + np.diag((OVERHEAD_PRIOR_WEIGHT, 0.0, LATENCY_PRIOR_WEIGHT))
         right = self._right + np.array((OVERHEAD_PRIOR_WEIGHT * prior_s, 0.0, 0.0))
-        best, error_min = np.zeros(3), 0.0
-        for free in FREE_TERMS:
-            terms = np.zeros(3)
-            terms[free] = np.linalg.solve(normal[np.ix_(free, free)], right[free])
-            error = float(terms @ normal @ terms - 2 * right @ terms)
-            if (terms >= 0.0).all() and error < error_min:
-                best, error_min = terms, error
+        # All combinations in one call: the thread that launches the next step waits for this.
+        both = FREE_TERMS[:, :, None] & FREE_TERMS[:, None, :]
+        systems = np.where(both, normal, np.eye(3))
+        terms = np.linalg.solve(systems, np.where(FREE_TERMS, right, 0.0)[..., None])[..., 0]
+        errors = np.einsum("ki,ij,kj->k", terms, normal, terms) - 2 * terms @ right
+        errors[(terms < 0.0).any(axis=1)] = 0.0
+        best = terms[errors.argmin()] if errors.min() < 0.0 else np.zeros(3)
         self._terms = best
         self.overhead_s, self.byte_s = float(best[0]), float(best[1]) / MB
 

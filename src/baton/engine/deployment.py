@@ -110,9 +110,10 @@ class Pair:
             is_early = ask.first_token == "prefill"
             inbound = InboundHandoff(transfer, self.prefill.address, is_early=is_early)
             outbound = OutboundHandoff(transfer, ask.is_pipelined, ask.policy)
+            # Prefill first: it computes while decode reserves pages.
             parts = [
-                ("decode", self.decode, replace(request, handoff=inbound)),
                 ("prefill", self.prefill, replace(request, handoff=outbound)),
+                ("decode", self.decode, replace(request, handoff=inbound)),
             ]
         submitted: list[tuple[Instance, int]] = []
         try:
@@ -121,7 +122,7 @@ class Pair:
         except BatonError:
             _abort(submitted)
             raise
-        return response, self._chunks(response, parts[0][0], submitted)
+        return response, self._chunks(response, parts[-1][0], submitted)
 
     def tokens(self, ask: PairRequest) -> list[list[int]]:
         """The whole answers, as token ids by index."""

@@ -179,12 +179,18 @@ class Forward:
         self.other_threads_s = process_time() - thread_time() - self.other_threads_s
         self.num_early = len(self.offered)
 
-    def group_s(self, late_s: float) -> float | None:
+    def group_s(self, late_s: float, *, is_offloaded: bool) -> float | None:
         """What an offer took from the forward: nothing if the device still computed at `late_s`, long after
-        the launch; None if none was made during it."""
+        the launch; None if none was made during it.
+
+        What other threads do counts where they bind and copy. Where another process does that, they do
+        little, however many groups there are.
+        """
         if not self.num_early:
             return None
-        return 0.0 if self.launched_s < late_s else (self.other_threads_s + self.offering_s) / self.num_early
+        if self.launched_s < late_s:
+            return 0.0
+        return (self.offering_s + (0.0 if is_offloaded else self.other_threads_s)) / self.num_early
 
 
 class LayerPipeline:
@@ -274,7 +280,9 @@ class LayerPipeline:
             for (last, start), times_s in zip(group_starts.items(), bounds_s, strict=True)
         ]
         layer_s = (end_s - begun_s) / (self._layers[1] - self._layers[0])
-        group_s = forward.group_s(late_s=end_s - layer_s) if self._clock.is_async else None
+        group_s = None
+        if self._clock.is_async:
+            group_s = forward.group_s(end_s - layer_s, is_offloaded=not self._has_to_wait)
         timing = StepTiming(layer_s, end_s - last_stored_s, group_s=group_s)
         self._costs.add_step(forward.num_rows, timing, num_groups=num_groups if forward.slices else 0)
         weights = layer_weights(stored_s, self._layer_bytes.kinds) if stored_s else None
