@@ -230,7 +230,7 @@ class LinkModel:
         prior_s = min(OVERHEAD_S_DEFAULT, self._seconds / self._weight * OVERHEAD_PRIOR_PART)
         normal = self._normal + np.diag((OVERHEAD_PRIOR_WEIGHT, 0.0, LATENCY_PRIOR_WEIGHT))
         right = self._right + np.array((OVERHEAD_PRIOR_WEIGHT * prior_s, 0.0, 0.0))
-        # All combinations in one call: the thread that launches the next step waits for this.
+        # All combinations in one call: beside a forward, this takes the interpreter from who launches it.
         both = FREE_TERMS[:, :, None] & FREE_TERMS[:, None, :]
         systems = np.where(both, normal, np.eye(3))
         terms = np.linalg.solve(systems, np.where(FREE_TERMS, right, 0.0)[..., None])[..., 0]
@@ -287,12 +287,8 @@ class CostModel:
 
     def add_copies(self, session: int, copies: Sequence[CopyRecord], ready_s: Mapping[int, float]) -> None:
         """The copies of a hand-over: its groups, computed at `ready_s`, crossed a link one after another."""
-        with self._lock:
-            self._num_open = max(0, self._num_open - 1)
-        if not copies:
-            return
         # Groups that were computed before the grant waited for that, not for the link.
-        granted_s = min(copy.submitted_s for copy in copies)
+        granted_s = min((copy.submitted_s for copy in copies), default=0.0)
         crossed = []
         for chunk in {copy.chunk for copy in copies}:
             chunk_copies = [copy for copy in copies if copy.chunk == chunk]
@@ -301,7 +297,11 @@ class CostModel:
             ended_s = max(copy.ended_s for copy in chunk_copies)
             crossed.append((ended_s, computed_s, sum(copy.num_bytes for copy in chunk_copies)))
         with self._lock:
-            self._unfitted.setdefault(session, []).extend(crossed)
+            self._num_open = max(0, self._num_open - 1)
+            if crossed:
+                self._unfitted.setdefault(session, []).extend(crossed)
+            if not self._num_open or sum(map(len, self._unfitted.values())) >= UNFITTED_MAX:
+                self._fit()
 
     def late(self, num_rows: int, num_prompts: int) -> float:
         """By how much later than predicted hand-overs of such steps were with groups than without."""
@@ -327,11 +327,10 @@ class CostModel:
     def _fit(self) -> None:
         """Fits the links by what crossed them since the last time, hand-overs that shared one together.
 
-        While others are under way, it waits for their copies, as long as there are not too many: between
-        those that are known the link seems to stand still.
+        `add_copies` calls it when no hand-over is under way, or when much has crossed: between those that are
+        known, while others are under way, the link seems to stand still. It is not for the thread that
+        launches a step: the step's own hand-overs are under way when its groups are chosen.
         """
-        if self._num_open and sum(map(len, self._unfitted.values())) < UNFITTED_MAX:
-            return
         for session, crossed in self._unfitted.items():
             groups: list[tuple[int, float, bool]] = []
             free_s = -inf
@@ -361,7 +360,6 @@ class CostModel:
     def link(self, session: int) -> tuple[float, float]:
         """Overhead per group and seconds per byte of a session's link; of the last one for a new session."""
         with self._lock:
-            self._fit()
             if not self._links:
                 return OVERHEAD_S_DEFAULT, 1 / BYTES_PER_S_DEFAULT
             link = self._links.get(session) or next(reversed(self._links.values()))

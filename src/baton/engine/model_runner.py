@@ -109,7 +109,6 @@ class ModelRunner:
             raise EngineError(f"a step of {len(batches)} batches for {self._mesh.dp.size} dp groups")
         batch = batches[self._mesh.at["dp"]]
         self.prompt_logprobs = {}
-        step = _StepRows(batches, self._mesh)
         self._pools.copy_pages(batch.copies)
         decoding = self._decoding if self._decoding is not None and self._decoding.fits(batch) else None
         *_, last = self._stage.layers
@@ -119,6 +118,7 @@ class ModelRunner:
             hooks.layer_done(last.index)
             hooks.after_forward()
             return logits
+        step = _StepRows(batches, self._mesh, self._pools.device)
         x = self._input_rows(batch, step)
         # Not before: a later stage waits here for the one before it.
         hooks.before_forward(batch)
@@ -150,7 +150,7 @@ class ModelRunner:
         dp = self._mesh.at["dp"]
         batches = [with_forks(batch) for batch in previous.batches]
         following = NextTokens(batches[dp], self._share_sampled(batches[dp], sampled))
-        step = _StepRows(batches, self._mesh, following.last_rows)
+        step = _StepRows(batches, self._mesh, self._pools.device, following.last_rows)
         attention, hidden = previous.attention, head.normed(previous.rows)
         if batches[dp] is not previous.batches[dp]:
             attention = Pass(batches[dp], self._mesh, self._pools)
@@ -166,7 +166,7 @@ class ModelRunner:
             further = [guess_batch(batch, depth, following.positions, guesses) for batch in batches]
             own, kept = further[dp], [i for i, member in enumerate(members) if member.num_guesses > depth]
             members, rows = [members[i] for i in kept], draft.head.normed(rows[kept])
-            step = _StepRows(further, self._mesh, np.arange(own.num_rows))
+            step = _StepRows(further, self._mesh, self._pools.device, np.arange(own.num_rows))
             tokens = np.array([scheduled.tokens[0] for scheduled in own.sequences], dtype=np.int64)
             attention = Pass(own, self._mesh, self._pools)
             rows = self._run_draft(draft, tokens, rows[step.own[0] : step.own[1]], attention, step)
@@ -277,7 +277,7 @@ class ModelRunner:
     def _wanted_rows(self, x: Tensor, step: _StepRows) -> Tensor:
         """The rows whose logits are computed, on every cp rank, of this rank's rows."""
         wanted = step.wanted
-        rows = x if step.is_narrowed else x.index_select(0, step.own_wanted(x.device))
+        rows = x if step.is_narrowed else x.index_select(0, step.own_wanted)
         if not step.rows.is_dealt:
             return rows
         sizes = [int(((wanted >= a) & (wanted < b)).sum()) for a, b in step.rows.cuts]
@@ -337,7 +337,11 @@ class _StepRows:
     """Which rows of a step lie on which rank, and of which logits are computed."""
 
     def __init__(
-        self, batches: Sequence[ScheduledBatch], mesh: Mesh, wanted: NDArray[np.int64] | None = None
+        self,
+        batches: Sequence[ScheduledBatch],
+        mesh: Mesh,
+        device: torch.device,
+        wanted: NDArray[np.int64] | None = None,
     ) -> None:
         dealt = [deal_rows(batch.num_rows, mesh.cp.size) for batch in batches]
         self.rows: RankRows = dealt[mesh.at["dp"]]
@@ -349,12 +353,10 @@ class _StepRows:
         self.wanted = logits_rows(batches[mesh.at["dp"]]) if wanted is None else wanted
         """Rows of the batch whose logits are computed."""
         self.is_narrowed = False
-
-    def own_wanted(self, device: torch.device) -> Tensor:
-        """Which of this rank's rows they are."""
         own = self.wanted[(self.wanted >= self.own[0]) & (self.wanted < self.own[1])] - self.own[0]
-        # Without waiting: the host would fall back to the device at the end of every forward.
-        return torch.from_numpy(own).to(device, non_blocking=True)
+        # Now and without waiting: late in a forward it would queue behind copies of a hand-over.
+        self.own_wanted = torch.from_numpy(own).to(device, non_blocking=True)
+        """Which of this rank's rows they are."""
 
     def narrow(self, x: Tensor) -> Tensor:
         """Keeps only the rows whose logits are computed, once the last layer has stored its tokens.
@@ -364,7 +366,7 @@ class _StepRows:
         if len(self.sizes) > 1 or self.rows.is_dealt or len(self.wanted) == len(x):
             return x
         self.is_narrowed = True
-        return x.index_select(0, self.own_wanted(x.device))
+        return x.index_select(0, self.own_wanted)
 
 
 def _with_embeddings(x: Tensor, batch: ScheduledBatch, step: _StepRows) -> Tensor:
