@@ -174,6 +174,7 @@ def test_a_host_of_another_machine_is_found_before_torch_is_imported(verb: str) 
     assert not modules & {"torch", "aiohttp", "transformers", "baton.engine.config"}
 
 
+@pytest.mark.long
 def test_the_check_sees_what_is_imported() -> None:
     _, modules, _, _ = run("doctor")
     assert "numpy" in modules

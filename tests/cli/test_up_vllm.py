@@ -221,6 +221,7 @@ def test_servers_are_watched_and_nothing_is_left(up: subprocess.Popen[bytes], tm
     check_gone(tmp_path)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_killed_deployment(up: subprocess.Popen[bytes], tmp_path: Path):
     wait_url(tmp_path)
     up.kill()

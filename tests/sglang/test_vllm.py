@@ -113,7 +113,9 @@ def test_blocks_that_are_not_split_are_refused(
     prefill, decode = servers["prefill tp1"], decodes["whole"]
     status, answer = run_client(lambda session: hand_off(session, prefill, decode, [5, 6, 7]))
     assert status == 500, answer
-    until(lambda: "split_kv" in decode.log.read_text(), f"vLLM says why; its log ends:\n{decode.tail()}")
-    (line,) = [line for line in decode.log.read_text().splitlines() if "the transfer failed" in line]
+    failed = "transfer failed"
+    until(lambda: failed in decode.log.read_text(), f"vLLM says why; its log ends:\n{decode.tail()}")
+    (line,) = [line for line in decode.log.read_text().splitlines() if failed in line]
     assert "refused (layout)" in line
+    assert "start it with split_kv" in line
     assert "k.0" in line

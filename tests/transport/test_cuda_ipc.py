@@ -195,6 +195,7 @@ class SlowStream(HostStream):
     delay_s = 0.3
 
 
+@pytest.mark.long
 def test_the_contract_catches_a_source_that_leaves_early(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ipc_source, "SHORT_BYTES", 0)  # the worker waits for what is short
     with World("cuda_ipc-host") as world:

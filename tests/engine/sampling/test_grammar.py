@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 import torch
+from hypothesis import settings
 from tests.engine.text.vocabularies import byte_fallback, byte_level
 
 from baton.engine.commands import ScheduledSequence, StartSequence
@@ -97,7 +98,8 @@ def text_of(tokens: list[int]) -> str:
 def test_every_output_is_json_of_its_schema():
     sampler, num_junk = opened(), 0
     grammars = Grammars(byte_level().backend_tokenizer.to_str(), VOCAB_SIZE, EOS_IDS)
-    for seed in range(40):
+    num_seeds = max(10, settings().max_examples // 10)
+    for seed in range(num_seeds):
         schema = random_schema(Random(seed))
         grammar = json_grammar(schema)
         grammars.check(grammar)
@@ -107,7 +109,7 @@ def test_every_output_is_json_of_its_schema():
             jsonschema_rs.validate(schema, json.loads(text_of(generate(sampler, "", seed, num_max=200))))
         except (AssertionError, ValueError):
             num_junk += 1
-    assert num_junk > 35
+    assert num_junk > 0.8 * num_seeds
 
 
 @pytest.mark.parametrize(
