@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import struct
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from baton.serving.openai import (
     Tokenized,
     TokenizeRequest,
     Usage,
+    claimed_id,
     parse_request,
     reader_of,
     response_format,
@@ -207,6 +209,14 @@ def test_rooms_are_for_neighbours_and_routers():
     assert asked({"prompt": "a", "baton": {"id": "mine"}}, caller=FAR).id != "mine"
     assert asked({"prompt": "a", "baton": "nonsense"}, caller=FAR)
     assert problem_of({"prompt": "a", "baton": "nonsense"}).param == "baton"
+
+
+def test_a_refused_body_has_the_id_of_its_router():
+    body = json.dumps({"prompt": "a", "temprature": 1, "baton": {"id": "cmpl-1"}}).encode()
+    assert claimed_id(body, Caller(is_router=True)) == "cmpl-1"
+    assert claimed_id(body, FAR) == ""
+    for broken in (b"", b"[1]", body[:-1], b'{"baton": {"id": "two words"}}', b'{"prompt": "a"}'):
+        assert claimed_id(broken, Caller(is_router=True)) == ""
 
 
 def test_a_resumed_request_has_a_job_per_open_choice():

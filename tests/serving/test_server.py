@@ -28,6 +28,11 @@ LONG = {"prompt": FOX, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 PATHS = ("/v1/completions", "/v1/chat/completions", "/generate")
 
 
+def test_a_refused_body_is_logged_with_the_id_of_its_router(served: Live):
+    answer = served.ask("/v1/completions", {"prompt": FOX, "temprature": 1, "baton": {"id": "cmpl-7"}})
+    assert (answer.status, answer.headers["X-Request-Id"]) == (400, "cmpl-7")
+
+
 @pytest.mark.parametrize("is_stream", [True, False], ids=["stream", "whole"])
 def test_a_client_that_leaves_frees_everything(served: Live, is_stream: bool):
     until(served.is_idle, "nothing else runs")

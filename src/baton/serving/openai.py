@@ -694,6 +694,20 @@ def read_hints(body: RequestBody, caller: Caller) -> RouterHints:
         raise ApiError(400, f"baton: {error}; leave it to the router", param="baton") from None
 
 
+class ClaimedId(msgspec.Struct, frozen=True):
+    """Of a body that is refused: the id that a router gave its request."""
+
+    baton: RouterHints = RouterHints()
+
+
+def claimed_id(raw: bytes, caller: Caller) -> str:
+    """The id of a request whose body cannot be read as a whole; empty without a trusted router."""
+    try:
+        return msgspec.json.decode(raw, type=ClaimedId).baton.id if caller.is_trusted else ""
+    except (msgspec.DecodeError, RecursionError):
+        return ""
+
+
 async def parse_request(body: RequestBody, caller: Caller, model: ServedModel) -> ParsedRequest:
     """Checks a body and turns it into jobs; an ApiError where it cannot be served."""
     hints = read_hints(body, caller)

@@ -75,6 +75,7 @@ from baton.serving.openai import (
     TokenizeRequest,
     Usage,
     check_model,
+    claimed_id,
     parse_request,
     read_hints,
     reader_of,
@@ -231,7 +232,12 @@ class Server:
         if self.open.is_draining:
             raise self._draining()
         instance, model = self._serving()
-        body = read(await request.read())
+        raw = await request.read()
+        try:
+            body = read(raw)
+        except ApiError:
+            request[REQUEST_ID] = claimed_id(raw, request[CALLER])
+            raise
         request[REQUEST_ID] = read_hints(body, request[CALLER]).id  # of a refusal too
         parsed = await parse_request(body, request[CALLER], model)
         request[REQUEST_ID] = parsed.id
