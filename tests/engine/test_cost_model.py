@@ -597,6 +597,21 @@ def test_one_late_handoff_changes_little_and_is_forgotten(is_grouped: bool) -> N
     assert costs.late(1024, 1) == pytest.approx(1.0, abs=0.02)
 
 
+@pytest.mark.parametrize("is_grouped", [True, False])
+@pytest.mark.parametrize("is_other_known", [True, False])
+def test_where_every_prediction_is_too_late_the_other_way_is_tried(
+    is_grouped: bool, is_other_known: bool
+) -> None:
+    """Hand-overs of one way take half the predicted time: that says nothing against the other way."""
+    costs, step = CostModel(), PlannedStep(1024, 1, is_grouped, 10.0, 0.2)
+    if is_other_known:
+        costs.add_outcome(replace(step, is_grouped=not is_grouped), ended_s=10.2)
+    for _ in range(200):
+        costs.add_outcome(step, ended_s=10.1)
+        costs.add_plan(step)
+    assert costs.late(1024, 1) == pytest.approx(1.0, abs=0.05)
+
+
 def test_steps_that_are_planned_alone_choke_the_link() -> None:
     """The broken variant: long transfers look like a slow link, which asks for more groups."""
     off_s = Load("off", 5e-3, 0.05, knows_others=False).mean_s()

@@ -306,13 +306,16 @@ class CostModel:
     def late(self, num_rows: int, num_prompts: int) -> float:
         """By how much later than predicted hand-overs of such steps were with groups than without."""
         size = _bucket(num_rows), _bucket(num_prompts)
-        return self._late.get((*size, True), 1.0) / self._late.get((*size, False), 1.0)
+        grouped, whole = self._late.get((*size, True)), self._late.get((*size, False))
+        return (grouped or _untried(whole)) / (whole or _untried(grouped))
 
     def add_plan(self, step: PlannedStep) -> None:
         """A step was planned: what is known of the other way fades."""
-        other = _bucket(step.num_rows), _bucket(step.num_prompts), not step.is_grouped
+        size = _bucket(step.num_rows), _bucket(step.num_prompts)
         with self._lock:
-            self._late[other] = 1 + (1 - LATE_DECAY) * (self._late.get(other, 1.0) - 1)
+            if (other := self._late.get((*size, not step.is_grouped))) is not None:
+                untried = _untried(self._late.get((*size, step.is_grouped)))
+                self._late[*size, not step.is_grouped] = other + LATE_DECAY * (untried - other)
 
     def add_outcome(self, step: PlannedStep, ended_s: float) -> None:
         """A prompt of the step has arrived."""
@@ -439,6 +442,14 @@ class LayerBytes:
             elif tokens[1] >= num_tokens:
                 states += entry_bytes
         return paged + states, states
+
+
+def _untried(other: float | None) -> float:
+    """The lateness of what was not tried lately: none, or less where the other way is earlier than predicted.
+
+    Else the way that is known would look better for ever wherever predictions are too late for both.
+    """
+    return 1.0 if other is None else min(1.0, other)
 
 
 def _mean(before_s: float, new_s: float) -> float:
