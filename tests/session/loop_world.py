@@ -53,8 +53,8 @@ class Recorder:
         self.causes.append(cause)
         self.note("lost", link, cause.text)
 
-    def on_completions(self, events: list[Completion]) -> None:
-        self.note("completions", events)
+    def on_completion(self, event: Completion) -> None:
+        self.note("completion", event)
 
     def tick(self) -> None:
         self.note("tick", self.ports.now())

@@ -462,12 +462,12 @@ def test_completions_of_a_transport_reach_the_driver(loops: Loops):
     ports = loop.ports(DECODE)
     driver = type(loops.make(DECODE)[1])(ports)
     loop.add(ports, driver)
-    loop.watch(source, driver.on_completions)
+    loop.watch(source, driver.on_completion)
     loop.start()
     zero, length = np.zeros(1, dtype=np.int64), np.full(1, 64, dtype=np.int64)
     peer = source.connect(invitation.description)
     ticket = source.submit(peer, Batch(regions[0], regions[1].remote, Spans(zero, zero, length)), NOW)
-    assert driver.wait("completions") == [([Done(ticket)],)]
+    assert driver.wait("completion") == [(Done(ticket),)]
     assert buffers[1].tolist() == list(range(64))
     loop.close()
     source.close()

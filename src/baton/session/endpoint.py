@@ -237,7 +237,7 @@ class Endpoint(EndpointBase):
         if self.coordinator is None:
             driver.on_accepted = self._serving.set
         self._loop.add(ports, driver)
-        self._loop.watch(self.transport, driver.on_completions)
+        self._loop.watch(self.transport, driver.source.on_completion)
         return driver
 
     def _end(self, text: str) -> None:

@@ -288,7 +288,7 @@ class DriverLoop:
         self._sockets = Sockets(config, self._events)
         self._directory = directory
         self._ports: list[DriverPorts] = []
-        self._watched: list[tuple[Transport, Callable[[list[Completion]], None]]] = []
+        self._watched: list[tuple[Transport, Callable[[Completion], None]]] = []
         self._thread = threading.Thread(target=self._run, name="baton-loop", daemon=True)
         self._started: Future[None] = Future()
         self.post = self._events.post
@@ -312,10 +312,10 @@ class DriverLoop:
         self._ports.append(ports)
         self._events.after_pass.append(ports.arm)
 
-    def watch(self, transport: Transport, on_events: Callable[[list[Completion]], None]) -> None:
+    def watch(self, transport: Transport, on_completion: Callable[[Completion], None]) -> None:
         """Passes the events of a data transport to a driver; before `start`."""
         self._check_new()
-        self._watched.append((transport, on_events))
+        self._watched.append((transport, on_completion))
 
     def start(self) -> None:
         """Begins; raises if it cannot listen."""
@@ -357,8 +357,8 @@ class DriverLoop:
             events.close()
             self._started.set_exception(error)
             return
-        for transport, on_events in self._watched:
-            aio.add_reader(transport.fileno(), partial(events.step, _poll, transport, on_events))
+        for transport, on_completion in self._watched:
+            aio.add_reader(transport.fileno(), partial(events.step, _poll, transport, on_completion))
         self._started.set_result(None)
         events.open(aio)
         await events.stopped.wait()
@@ -371,9 +371,9 @@ class DriverLoop:
         await self._directory.close()
 
 
-def _poll(transport: Transport, on_events: Callable[[list[Completion]], None]) -> None:
-    if events := transport.poll():
-        on_events(events)
+def _poll(transport: Transport, on_completion: Callable[[Completion], None]) -> None:
+    for event in transport.poll():
+        on_completion(event)
 
 
 def _looked_up(then: Callable[[str | None, str], None], task: asyncio.Task[str]) -> None:

@@ -8,7 +8,7 @@ instance has one fate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -42,7 +42,7 @@ from baton.session.handles import Digest, Handle, Receiving, Request, Sending, c
 from baton.session.memory import Pools
 from baton.session.ports import Ports
 from baton.session.writers import TargetWriters
-from baton.transport import Completion, Transport
+from baton.transport import Transport
 
 
 class RankDriver:
@@ -221,11 +221,6 @@ class RankDriver:
                 self.ports.end(f"rank {self.config.rank} of {self.config.instance}: {message.cause}")
             case _:
                 raise LocalProtocolError(f"a coordinator does not send {type(message).__name__} to a rank")
-
-    def on_completions(self, events: Sequence[Completion]) -> None:
-        """Events of the transport."""
-        for event in events:
-            self.source.on_completion(event)
 
     def tick(self) -> None:
         """Sends a heartbeat, and checks that the coordinator does."""

@@ -19,6 +19,7 @@ from baton.sim.content import SimPagePool
 from baton.sim.core import Context, SimProcess, SkewedClock
 from baton.sim.network import Host, Network, address_of, join_member
 from baton.sim.transport import NAME, Fabric, SimTransport
+from baton.transport.base import Completion
 
 SECRET = b"a secret of the simulated kind"
 FINGERPRINT = "model"
@@ -128,9 +129,12 @@ class Incarnation:
         process.at_death.append(lambda: transport.die(lingers()))
 
     def _poll(self, rank: int) -> None:
-        events = self.transports[rank].poll()
-        if events:
-            self.hosts[rank].enter(self.drivers[rank].on_completions, events)
+        if events := self.transports[rank].poll():
+            self.hosts[rank].enter(self._complete, rank, events)
+
+    def _complete(self, rank: int, events: list[Completion]) -> None:
+        for event in events:
+            self.drivers[rank].source.on_completion(event)
 
     # What an engine calls on its ranks.
 
